@@ -1,0 +1,134 @@
+"""NF4 and FP4 as bitsandbytes stores them: sixteen values, and one scale ("absmax") for every block of weights.
+
+A weight of any shape is flattened row-major and cut into blocks of `block_size` weights. A byte holds two weights, the
+first in its high nibble; an odd last weight shares its byte with a nibble that means nothing.
+
+    value = codebook[nibble] * absmax[index // block_size]        in fp32, then one rounding to the output dtype
+
+With nested ("double quantized") scales, absmax itself is one byte a block:
+
+    absmax[b] = code2[q[b]] * absmax2[b // 256] + offset          a rounded multiply, then a rounded add
+
+How a weight becomes a nibble is not quite one rule: bitsandbytes compares with midpoints, but its CUDA kernels and its
+CPU code disagree in the last digits of FP4's midpoints, on the sign of FP4's zero, and on blocks that hold nothing but
+zeros. Each of our kernels follows the bitsandbytes of its own device. Source: QLoRA, arXiv 2305.14314, and the
+behaviour of bitsandbytes 0.50.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+NESTED_BLOCK_SIZE = 256
+
+
+@dataclass(frozen=True)
+class BlockwiseFormat:
+    """Sixteen values and the rule that rounds to them.
+
+    codebook: the value of each nibble; every one is exact in fp32.
+    ascending: the nibbles in order of their values, as bitsandbytes' CPU code orders them (it matters for FP4's two zeros).
+    cuda_thresholds: what bitsandbytes' CUDA kernels compare a scaled weight with. For NF4 these are all fifteen midpoints;
+        for FP4 the seven midpoints of the magnitudes, the sign being taken apart first.
+    """
+
+    name: str
+    codebook: tuple[float, ...]
+    ascending: tuple[int, ...]
+    cuda_thresholds: tuple[float, ...]
+
+    @property
+    def signed_magnitude(self) -> bool:
+        """True where the high bit of a nibble is a sign (FP4), False where nibbles ascend with their values (NF4)."""
+        return self.name == "fp4"
+
+
+NF4 = BlockwiseFormat(
+    name="nf4",
+    codebook=(
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
+    ascending=tuple(range(16)),
+    cuda_thresholds=(
+        -0.8480964004993439,
+        -0.6106329262256622,
+        -0.4599952697753906,
+        -0.33967943489551544,
+        -0.23460740596055984,
+        -0.13791173323988914,
+        -0.045525018125772476,
+        0.03979014977812767,
+        0.1202552504837513,
+        0.2035212516784668,
+        0.2920137718319893,
+        0.3893125355243683,
+        0.5016634166240692,
+        0.6427869200706482,
+        0.8614784181118011,
+    ),
+)
+
+# A sign, two exponent bits and a mantissa bit, over 12 so that the largest is 1. Written as the fp32 quotients.
+_FP4_MAGNITUDES = (0.0, 0.0052083334885537624, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)
+FP4 = BlockwiseFormat(
+    name="fp4",
+    codebook=(*_FP4_MAGNITUDES, 0.0, *(-value for value in _FP4_MAGNITUDES[1:])),
+    ascending=(11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3),
+    cuda_thresholds=(0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333, 0.8333333),
+)
+
+FORMATS = {format.name: format for format in (NF4, FP4)}
+
+
+@cache
+def codebook_tensor(name: str, device: torch.device) -> torch.Tensor:
+    """The sixteen values of a format, fp32 [16], on `device`; one tensor per device, never to be written to.
+
+    On a GPU, FP4's nibble 8 is -0.0 and elsewhere +0.0: so it is in bitsandbytes' CUDA kernels and in its tables.
+    """
+    values = list(FORMATS[name].codebook)
+    if name == "fp4" and device.type == "cuda":
+        values[8] = -0.0
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+@cache
+def midpoints_tensor(name: str, device: torch.device) -> torch.Tensor:
+    """The fifteen fp32 midpoints between ascending codebook values, as bitsandbytes' CPU code compares with them."""
+    format = FORMATS[name]
+    values = torch.tensor(format.codebook, dtype=torch.float32)[list(format.ascending)]
+    return ((values[:-1] + values[1:]) / 2).to(device)
+
+
+@cache
+def dynamic_code(device: torch.device) -> torch.Tensor:
+    """bitsandbytes' signed 8-bit "dynamic" code, fp32 [256] ascending: what nested scales are written in.
+
+    Seven decades; decade i, counted from the smallest, is cut into 2**i equal parts whose middles are the values, with
+    both signs; then 0 and 1. Source: 8-bit Approximations for Parallelism in Deep Learning, arXiv 1511.04561.
+    """
+    values: list[float] = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        magnitudes = (10 ** (decade - 6)) * ((edges[:-1] + edges[1:]) / 2)
+        values += magnitudes.tolist() + (-magnitudes).tolist()
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)

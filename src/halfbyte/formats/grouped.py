@@ -1,0 +1,32 @@
+"""INT4 groups as compressed-tensors stores them ("pack-quantized", symmetric): integers and a scale for every group.
+
+A weight is [N, K]. Eight integers share an int32 word along K, element i in bits 4i to 4i + 3, stored as value + 8. Each
+row is cut into groups of G along K, and each group has one scale, in the weight's own dtype.
+
+    value = (nibble - 8) * scale[n, k // G]        in fp32, then one rounding to the output dtype
+
+Written by us: scale = max|group| / 7, q = clamp(round(w / scale), -7, 7), both in fp32, the scale rounded to its dtype
+first; a group of zeros has scale 0 and integers 0. Read from others: -8 to 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NAME = "int4"
+GROUP_SIZES = (32, 64, 128)
+PER_WORD = 8
+LARGEST = 7
+BIAS = 8
+
+
+def check_shape(shape: Sequence[int], group_size: int) -> None:
+    """Raise ValueError unless a weight of `shape` can be cut into groups of `group_size`."""
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size is {group_size}; int4 takes one of {GROUP_SIZES}")
+    if len(shape) != 2:
+        raise ValueError(f"shape is {list(shape)}; int4 takes a weight of two dimensions [N, K]")
+    if shape[1] % group_size:
+        raise ValueError(
+            f"K is {shape[1]}, not a multiple of group_size {group_size}; choose a group_size that divides K, or nf4"
+        )

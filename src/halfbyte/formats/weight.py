@@ -1,0 +1,150 @@
+"""QuantizedWeight: the one object that carries a 4-bit weight, whoever wrote its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.formats import blockwise, grouped
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class NestedScale(NamedTuple):
+    """What turns the one-byte scales of a "double quantized" weight into fp32 (formats/blockwise.py).
+
+    code: fp32 [256], the value of each byte. absmax: fp32 [ceil(blocks / block_size)]. offset: fp32, one element, added
+    last. block_size: how many scales share one entry of `absmax`; bitsandbytes uses 256.
+    """
+
+    code: torch.Tensor
+    absmax: torch.Tensor
+    offset: torch.Tensor
+    block_size: int = blockwise.NESTED_BLOCK_SIZE
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedWeight:
+    """A 4-bit weight: packed nibbles and their scales, checked to fit together when the object is made.
+
+    format: "nf4", "fp4" or "int4".
+    packed: uint8 [(numel + 1) // 2], two weights a byte, or for "int4" int32 [N, K / 8], eight a word; contiguous.
+    scale: for "nf4" and "fp4" fp32 [blocks], or uint8 [blocks] with `nested`; for "int4" a float dtype, [N, K / group].
+    shape: the dense weight's shape; [N, K] for "int4", any for the others.
+    dtype: the dense weight's dtype, which `dequantize` returns unless told otherwise.
+    block_size: how many weights share a scale (for "int4", the group size along K).
+    nested: how one-byte scales become fp32, or None where the scales are plain.
+
+    Nothing is copied: tensors are kept as they are given. Raises ValueError or TypeError where they do not fit.
+    """
+
+    format: str
+    packed: torch.Tensor
+    scale: torch.Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block_size: int
+    nested: NestedScale | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"dtype is {self.dtype}; a dense weight is torch.float16, torch.bfloat16 or torch.float32")
+        if self.format in blockwise.FORMATS:
+            _check_blockwise(self)
+        elif self.format == grouped.NAME:
+            _check_grouped(self)
+        else:
+            raise ValueError(f"format is {self.format!r}; known formats are {', '.join(map(repr, FORMAT_NAMES))}")
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def numel(self) -> int:
+        """How many weights there are."""
+        return prod(self.shape)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Every tensor the weight is made of."""
+        return (self.packed, self.scale, *(self.nested[:3] if self.nested else ()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors, scales included."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> QuantizedWeight:
+        """The same weight on another device; itself if it is there already."""
+        packed, scale, *rest = (tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors)
+        if packed is self.packed:
+            return self
+        nested = NestedScale(rest[0], rest[1], rest[2], self.nested.block_size) if self.nested else None
+        return replace(self, packed=packed, scale=scale, nested=nested)
+
+    def __repr__(self) -> str:
+        kind = "group_size" if self.format == grouped.NAME else "block_size"
+        nested = ", nested" if self.nested else ""
+        bits = 8 * self.nbytes / max(self.numel, 1)
+        return (
+            f"QuantizedWeight({self.format}, {list(self.shape)}, {kind}={self.block_size}{nested}, {self.dtype}, "
+            f"{self.device}, {bits:.3f} bits a weight)"
+        )
+
+
+FORMAT_NAMES = (*blockwise.FORMATS, grouped.NAME)
+
+
+def _check_blockwise(q: QuantizedWeight) -> None:
+    if q.block_size not in blockwise.BLOCK_SIZES:
+        raise ValueError(f"block_size is {q.block_size}; {q.format} takes one of {blockwise.BLOCK_SIZES}")
+    numel = q.numel
+    blocks = -(-numel // q.block_size)
+    _check_tensor("packed", q.packed, (torch.uint8,), (numel + 1) // 2, q.device, f"shape {list(q.shape)}")
+    dtypes = (torch.uint8,) if q.nested else (torch.float32,)
+    because = f"{numel} weights in blocks of {q.block_size}"
+    _check_tensor("scale", q.scale, dtypes, blocks, q.device, because)
+    if q.nested:
+        size = q.nested.block_size
+        if size < 16 or size & (size - 1):
+            raise ValueError(f"nested.block_size is {size}; it must be a power of two of at least 16 (usually 256)")
+        fp32 = (torch.float32,)
+        _check_tensor("nested.code", q.nested.code, fp32, 256, q.device, "one value a byte")
+        because = f"{blocks} scales in blocks of {size}"
+        _check_tensor("nested.absmax", q.nested.absmax, fp32, -(-blocks // size), q.device, because)
+        _check_tensor("nested.offset", q.nested.offset, fp32, 1, q.device, "one for the whole weight")
+
+
+def _check_grouped(q: QuantizedWeight) -> None:
+    grouped.check_shape(q.shape, q.block_size)
+    n, k = q.shape
+    because = f"shape {list(q.shape)} with groups of {q.block_size}"
+    _check_tensor("packed", q.packed, (torch.int32,), (n, k // grouped.PER_WORD), q.device, because)
+    _check_tensor("scale", q.scale, FLOAT_DTYPES, (n, k // q.block_size), q.device, because)
+
+
+def _check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    size: int | tuple[int, ...],
+    device: torch.device,
+    because: str,
+) -> None:
+    """Raise unless `tensor` is contiguous, of a known dtype and size, and where the packed weight is."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} and packed on {device}; move both to one device with .to()")
+    given = tensor.numel() if isinstance(size, int) else tuple(tensor.shape)
+    if given != size:
+        raise ValueError(f"{name} has {given} {'elements' if isinstance(size, int) else 'as shape'}; {because} needs {size}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous; pass {name}.contiguous()")
