@@ -1,3 +1,18 @@
 """halfbyte: 4-bit LLM weights, in and out at the speed of memory."""
 
+from halfbyte.formats.bitsandbytes import from_bitsandbytes, to_bitsandbytes
+from halfbyte.formats.compressed_tensors import from_compressed_tensors
+from halfbyte.formats.weight import NestedScale, QuantizedWeight
+from halfbyte.ops import dequantize, quantize
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "NestedScale",
+    "QuantizedWeight",
+    "dequantize",
+    "from_bitsandbytes",
+    "from_compressed_tensors",
+    "quantize",
+    "to_bitsandbytes",
+]

@@ -12,12 +12,21 @@ first; a group of zeros has scale 0 and integers 0. Read from others: -8 to 7.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+
+import torch
 
 NAME = "int4"
 GROUP_SIZES = (32, 64, 128)
 PER_WORD = 8
 LARGEST = 7
 BIAS = 8
+
+
+@cache
+def codebook_tensor(device: torch.device) -> torch.Tensor:
+    """The integers -8 to 7 in the order of their nibbles, fp32 [16]; one tensor per device, never to be written to."""
+    return torch.arange(-BIAS, BIAS, dtype=torch.float32, device=device)
 
 
 def check_shape(shape: Sequence[int], group_size: int) -> None:

@@ -1,0 +1,168 @@
+"""Checkpoints from dense to 4-bit and back, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte import ops
+from halfbyte.checkpoints import select
+from halfbyte.checkpoints.atomic import check_destination
+from halfbyte.checkpoints.plan import Weight, plan_dequantized, plan_quantized, quantized_names, read_quantized
+from halfbyte.checkpoints.reader import DTYPES, Checkpoint, open_checkpoint, read_json
+from halfbyte.checkpoints.stream import Converted, Output, Progress, Summary, stream
+from halfbyte.formats import bitsandbytes, blockwise, compressed_tensors, grouped
+from halfbyte.formats.weight import FLOAT_DTYPES, FORMAT_NAMES
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    format: str = "nf4",
+    *,
+    block_size: int | None = None,
+    group_size: int | None = None,
+    nested: bool | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+    max_shard_size: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Summary:
+    """Write `source` (a .safetensors file or a directory) to `destination` with its linear layers in 4 bits.
+
+    format: "nf4" or "fp4", with bitsandbytes' keys, or "int4", with those of compressed-tensors.
+    block_size, nested: for nf4 and fp4, 64 and True by default. group_size: for int4, 128 by default.
+    include, exclude: globs that choose the weights (`select.select` has the rule). The rest is copied bit for bit.
+    device: where to quantize; tensors go there one at a time.
+    max_shard_size: bytes of a file of the output; by default its files are those of the source.
+
+    In a directory the other files come along, but for weights of other kinds, and config.json gets the
+    `quantization_config` with which transformers loads the result. Memory stays near twice the largest tensor. The
+    output appears whole or not at all.
+
+    Raises ValueError for a source that is damaged, quantized already, or has nothing to quantize; FileNotFoundError,
+    FileExistsError; OSError when the disk is full.
+    """
+    size, nested = settings(format, block_size, group_size, nested)
+    int4 = format == grouped.NAME
+    checkpoint, config = _open(source, destination, overwrite)
+    _refuse_quantized(checkpoint, config)
+    chosen = select.select(checkpoint.entries, include, exclude)
+    skipped = [name for name in chosen if int4 and checkpoint.entries[name].shape[1] % size]
+    chosen = [name for name in chosen if name not in set(skipped)]
+    if not chosen:
+        raise ValueError(
+            f"{checkpoint.path} has nothing to quantize among its {len(checkpoint.entries)} tensors"
+            + (f" ({len(skipped)} have a K that group_size {size} does not divide)" if skipped else "")
+            + "; weights of linear layers are chosen by their names: choose others with include"
+        )
+    weights = [plan_quantized(checkpoint, name, format, size, nested) for name in chosen]
+
+    def convert(weight: Weight) -> Converted:
+        dense = checkpoint.read(weight.name).to(device)
+        sizes = {"group_size": size} if int4 else {"block_size": size}
+        q = ops.quantize(dense, format, nested=nested, **sizes)
+        to_tensors = compressed_tensors.to_tensors if int4 else bitsandbytes.to_tensors
+        return Converted(to_tensors(weight.name, q), *_errors(dense, ops.dequantize(q)))
+
+    if config is not None:
+        dtypes = Counter(checkpoint.entries[name].dtype for name in chosen)
+        dtype = str(DTYPES[dtypes.most_common(1)[0][0]]).removeprefix("torch.")
+        dense_modules = select.dense_modules(checkpoint.entries, chosen)
+        config["quantization_config"] = select.quantization_config(format, size, nested, dtype, dense_modules)
+    output = Output(Path(destination), config, max_shard_size, overwrite)
+    return stream(checkpoint, weights, convert, output, progress, tuple(skipped))
+
+
+def dequantize_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    max_shard_size: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Summary:
+    """Write `source`, a checkpoint with NF4, FP4 or INT4 weights, to `destination` with dense ones.
+
+    dtype: of the dense weights; by default the one each had before. The rest is as in `quantize_checkpoint`, and
+    config.json loses its `quantization_config`.
+    """
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        raise TypeError(f"dtype is {dtype}; torch.float16, torch.bfloat16 or torch.float32 is accepted")
+    checkpoint, config = _open(source, destination, overwrite)
+    weights = [plan_dequantized(checkpoint, name, dtype) for name in quantized_names(checkpoint)]
+    if not weights:
+        raise ValueError(
+            f"{checkpoint.path} has no nf4, fp4 or int4 weight among its {len(checkpoint.entries)} tensors"
+        )
+
+    def convert(weight: Weight) -> Converted:
+        q = read_quantized(checkpoint, weight.name).to(device)
+        return Converted({weight.name: ops.dequantize(q, dtype)})
+
+    if config is not None:
+        config.pop("quantization_config", None)
+        if dtype is not None:
+            config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    return stream(checkpoint, weights, convert, Output(Path(destination), config, max_shard_size, overwrite), progress)
+
+
+def settings(format: str, block_size: int | None, group_size: int | None, nested: bool | None) -> tuple[int, bool]:
+    """The block or group size and whether scales are nested, defaults filled in. Raises ValueError for what cannot be."""
+    if format not in FORMAT_NAMES:
+        raise ValueError(f"format is {format!r}; known formats are {', '.join(map(repr, FORMAT_NAMES))}")
+    if format == grouped.NAME:
+        if block_size is not None or nested:
+            raise ValueError("block_size and nested are for nf4 and fp4; int4 takes group_size")
+        size, sizes = group_size or 128, grouped.GROUP_SIZES
+    else:
+        if group_size is not None:
+            raise ValueError(f"group_size is for int4; {format} takes block_size")
+        size, sizes = block_size or 64, blockwise.BLOCK_SIZES
+    if size not in sizes:
+        raise ValueError(
+            f"{'group' if format == grouped.NAME else 'block'}_size is {size}; {format} takes one of {sizes}"
+        )
+    return size, format != grouped.NAME and nested is not False
+
+
+def _open(source: str | Path, destination: str | Path, overwrite: bool) -> tuple[Checkpoint, dict[str, Any] | None]:
+    """The checkpoint, and its config.json where it has one."""
+    checkpoint = open_checkpoint(source)
+    destination = Path(destination)
+    if not checkpoint.is_directory and destination.suffix != ".safetensors":
+        raise ValueError(f"{destination} is to hold a single file, as {source} is one; end its name in .safetensors")
+    check_destination(destination, directory=checkpoint.is_directory, overwrite=overwrite)
+    config = None
+    if checkpoint.is_directory and (checkpoint.path / "config.json").is_file():
+        config = read_json(checkpoint.path / "config.json")
+        select.check_model(config)
+    return checkpoint, config
+
+
+def _refuse_quantized(checkpoint: Checkpoint, config: dict[str, Any] | None) -> None:
+    marks = (".weight_packed", ".qweight", ".weight.absmax")
+    key = next((name for name in checkpoint.entries if name.endswith(marks)), None)
+    if key or (config and "quantization_config" in config):
+        why = f"it holds {key!r}" if key else "its config.json has a quantization_config"
+        raise ValueError(f"{checkpoint.path} is quantized already ({why}); dequantize it first")
+
+
+def _errors(dense: torch.Tensor, back: torch.Tensor) -> tuple[float, float]:
+    """The relative error in the Frobenius norm and the largest error, a few million weights at a time."""
+    squares = torch.zeros(2, dtype=torch.float64)
+    largest = 0.0
+    for w, b in zip(torch.split(dense.view(-1), 1 << 22), torch.split(back.view(-1), 1 << 22), strict=True):
+        difference = w.float() - b.float()
+        squares += torch.stack([difference.double().square().sum(), w.double().square().sum()]).cpu()
+        largest = max(largest, difference.abs().max().item())
+    error, norm = squares.sqrt().tolist()
+    return (error / norm if norm else error), largest

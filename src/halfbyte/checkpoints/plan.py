@@ -1,0 +1,92 @@
+"""What each weight becomes, before it is read: the keys it is made of, and the tensors it will be written as."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from halfbyte.checkpoints.reader import DTYPES, Checkpoint
+from halfbyte.checkpoints.writer import Spec
+from halfbyte.formats import bitsandbytes, blockwise, compressed_tensors, grouped
+from halfbyte.formats.weight import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight to convert: its dense shape, the keys it is read from, and the tensors it is written to."""
+
+    name: str
+    shape: tuple[int, ...]
+    keys: tuple[str, ...]
+    specs: tuple[Spec, ...]
+
+
+def plan_quantized(checkpoint: Checkpoint, name: str, format: str, size: int, nested: bool) -> Weight:
+    """A weight to quantize; its specs are of the tensors that the format's `to_tensors` will make of it.
+
+    size: int4's group size, the others' block size.
+    """
+    entry = checkpoint.entries[name]
+    n, k = entry.shape
+    if format == grouped.NAME:
+        specs = [
+            Spec.of(f"{name}_packed", torch.int32, (n, k // grouped.PER_WORD)),
+            Spec.of(f"{name}_scale", DTYPES[entry.dtype], (n, k // size)),
+            Spec.of(f"{name}_shape", torch.int64, (2,)),
+        ]
+    else:
+        blocks = -(-n * k // size)
+        specs = [
+            Spec.of(name, torch.uint8, ((n * k + 1) // 2, 1)),
+            Spec.of(f"{name}.absmax", torch.uint8 if nested else torch.float32, (blocks,)),
+            Spec.of(f"{name}.quant_map", torch.float32, (16,)),
+            Spec.blob(name + bitsandbytes.STATE_KEY + format),
+        ]
+        if nested:
+            specs += [
+                Spec.of(f"{name}.nested_absmax", torch.float32, (-(-blocks // blockwise.NESTED_BLOCK_SIZE),)),
+                Spec.of(f"{name}.nested_quant_map", torch.float32, (256,)),
+            ]
+    return Weight(name, entry.shape, (name,), tuple(specs))
+
+
+def quantized_names(checkpoint: Checkpoint) -> list[str]:
+    """The names of all 4-bit weights, in the checkpoint's order; also of those with parts missing."""
+    names: dict[str, None] = {}
+    for key in checkpoint.entries:
+        if bitsandbytes.STATE_KEY in key:
+            names[key.partition(bitsandbytes.STATE_KEY)[0]] = None
+        elif key.endswith(".weight.absmax"):
+            names[key.removesuffix(".absmax")] = None
+        elif key.endswith(".weight_packed"):
+            names[key.removesuffix("_packed")] = None
+    return list(names)
+
+
+def read_quantized(checkpoint: Checkpoint, name: str, *, planning: bool = False) -> QuantizedWeight:
+    """A 4-bit weight of either family. When planning, its large tensors are only checked and come as meta tensors."""
+
+    def find(key: str) -> torch.Tensor | None:
+        entry = checkpoint.entries.get(key)
+        if entry is None:
+            return None
+        small = key.endswith((".quant_map", "weight_shape")) or bitsandbytes.STATE_KEY in key
+        if small or not planning:
+            return entry.read()
+        return torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.bool), device="meta")
+
+    try:
+        if f"{name}_packed" in checkpoint.entries:
+            return compressed_tensors.from_tensors(name, find)
+        return bitsandbytes.from_tensors(name, find)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {error}") from error
+
+
+def plan_dequantized(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> Weight:
+    """A weight to dequantize. Raises ValueError where its parts are missing or do not fit together."""
+    q = read_quantized(checkpoint, name, planning=True)
+    family = compressed_tensors if q.format == grouped.NAME else bitsandbytes
+    keys = tuple(key for key in (name, *(name + s for s in family.SUFFIXES)) if key in checkpoint.entries)
+    return Weight(name, q.shape, keys, (Spec.of(name, dtype or q.dtype, q.shape),))

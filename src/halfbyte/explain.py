@@ -1,0 +1,161 @@
+"""One number's way into 4 bits and back, step by step, as plain data: what `halfbyte explain` and docs/nf4.md show.
+
+The steps are those of formats/blockwise.py and formats/grouped.py, done on one number instead of a tensor, in the same
+fp32 arithmetic: every rounding that the kernels do is done here.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
+
+from halfbyte.formats import blockwise, grouped
+from halfbyte.formats.weight import FORMAT_NAMES
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A nibble, its value, and the scaled weights from `low` to `high` that round to it."""
+
+    nibble: int
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class NestedExplanation:
+    """A scale's way into one byte: centred = absmax - offset, scaled = centred / absmax2, and back.
+
+    byte is the 8-bit code whose value (`code_value`) is nearest; absmax = code_value * absmax2 + offset comes back.
+    """
+
+    offset: float
+    absmax2: float
+    centred: float
+    scaled: float
+    byte: int
+    code_value: float
+    absmax: float
+    result: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One number as 4 bits.
+
+    scale: absmax for "nf4" and "fp4", absmax / 7 for "int4". scaled = value / scale, which the codebook's values
+    surround (`candidates`, ascending). result = codebook value * scale, error = result - value.
+    """
+
+    format: str
+    value: float
+    absmax: float
+    scale: float
+    scaled: float
+    candidates: tuple[Candidate, ...]
+    nibble: int
+    code_value: float
+    result: float
+    error: float
+    nested: NestedExplanation | None
+
+    @property
+    def chosen(self) -> int:
+        """The index of the chosen candidate."""
+        return next(i for i, candidate in enumerate(self.candidates) if candidate.nibble == self.nibble)
+
+    @property
+    def scale_bytes(self) -> bytes:
+        """The fp32 scale as it lies in memory, little-endian."""
+        return struct.pack("<f", self.scale)
+
+
+def explain(
+    value: float, absmax: float, format: str = "nf4", *, offset: float | None = None, absmax2: float | None = None
+) -> Explanation:
+    """Follow `value` through `format`, in a block whose largest magnitude is `absmax`.
+
+    offset, absmax2: the mean of all scales of the tensor, and the largest distance of a scale from it in its group of
+    256. Both follow from the whole tensor; without them the scale is taken to lie halfway above a mean of 0.8 absmax.
+
+    Raises ValueError for numbers that cannot be: not finite, or a value larger than its block's absmax.
+    """
+    if format not in FORMAT_NAMES:
+        raise ValueError(f"format is {format!r}; known formats are {', '.join(map(repr, FORMAT_NAMES))}")
+    for name, number in (("value", value), ("absmax", absmax), ("offset", offset or 0.0), ("absmax2", absmax2 or 0.0)):
+        if not math.isfinite(number) or abs(number) > 3.4e38:
+            raise ValueError(f"{name} is {number}; a finite fp32 number is expected")
+    if absmax <= 0:
+        raise ValueError(f"absmax is {absmax}; it is the largest magnitude of a block and must be above 0")
+    if abs(value) > absmax:
+        raise ValueError(
+            f"value {value} is larger than absmax {absmax}, the largest magnitude in its block; raise absmax"
+        )
+    value, absmax = _fp32(value), _fp32(absmax)
+    if format == grouped.NAME:
+        return _explain_int4(value, absmax)
+    scaled = _fp32(value / absmax)
+    candidates = _candidates(blockwise.FORMATS[format])
+    midpoints = [candidate.high for candidate in candidates[:-1]]
+    # On a midpoint the lower value wins. FP4 has two zeros; bitsandbytes on a CPU writes nibble 0 from 0 up.
+    chosen = candidates[bisect_left(midpoints, scaled)]
+    if format == "fp4" and scaled == 0:
+        chosen = next(candidate for candidate in candidates if candidate.nibble == 0)
+    result = _fp32(chosen.value * absmax)
+    nested = _explain_nested(value, absmax, chosen.value, offset, absmax2)
+    return Explanation(
+        format, value, absmax, absmax, scaled, candidates, chosen.nibble, chosen.value, result, result - value, nested
+    )
+
+
+def _explain_int4(value: float, absmax: float) -> Explanation:
+    scale = _fp32(absmax / grouped.LARGEST)
+    scaled = _fp32(value / scale)
+    integers = range(-grouped.LARGEST, grouped.LARGEST + 1)
+    candidates = tuple(Candidate(i + grouped.BIAS, float(i), i - 0.5, i + 0.5) for i in integers)
+    integer = max(-grouped.LARGEST, min(grouped.LARGEST, round(scaled)))  # round(): ties to even, as the kernels
+    result = _fp32(integer * scale)
+    return Explanation(
+        grouped.NAME, value, absmax, scale, scaled, candidates, integer + grouped.BIAS, float(integer), result,
+        result - value, None,
+    )  # fmt: skip
+
+
+def _explain_nested(
+    value: float, absmax: float, code_value: float, offset: float | None, absmax2: float | None
+) -> NestedExplanation:
+    import torch
+
+    offset = _fp32(0.8 * absmax if offset is None else offset)
+    centred = _fp32(absmax - offset)
+    absmax2 = _fp32(2 * abs(centred) if absmax2 is None else absmax2)
+    if abs(centred) > absmax2:
+        raise ValueError(
+            f"absmax2 is {absmax2:g}, yet this scale lies {centred:g} from the offset {offset:g}; absmax2 is the "
+            "largest such distance in the group, so raise it"
+        )
+    scaled = _fp32(centred / absmax2) if absmax2 else 0.0
+    code = blockwise.dynamic_code(torch.device("cpu")).tolist()
+    byte = min(range(256), key=lambda i: abs(code[i] - scaled))
+    absmax_back = _fp32(_fp32(code[byte] * absmax2) + offset)
+    result = _fp32(code_value * absmax_back)
+    return NestedExplanation(offset, absmax2, centred, scaled, byte, code[byte], absmax_back, result, result - value)
+
+
+def _candidates(format: blockwise.BlockwiseFormat) -> tuple[Candidate, ...]:
+    values = [_fp32(format.codebook[nibble]) for nibble in format.ascending]
+    midpoints = [-math.inf, *(_fp32(_fp32(a + b) / 2) for a, b in pairwise(values)), math.inf]
+    return tuple(
+        Candidate(nibble, value, low, high)
+        for nibble, value, low, high in zip(format.ascending, values, midpoints, midpoints[1:], strict=False)
+    )
+
+
+def _fp32(number: float) -> float:
+    """The nearest fp32 number."""
+    return float(struct.unpack("<f", struct.pack("<f", number))[0])

@@ -1,0 +1,133 @@
+"""What this machine has for halfbyte: devices, backends, versions, and how to get what is missing.
+
+Nothing is imported that can be asked for its version without, and no GPU is touched beyond torch's queries.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import halfbyte
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package: its version, or None where it is missing and `install` gets it. purpose: what it is needed for."""
+
+    name: str
+    version: str | None
+    purpose: str
+    install: str
+    required: bool
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, what it is, and the backend that converts weights on it. note: what would make it better, or ""."""
+
+    name: str
+    description: str
+    backend: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Info:
+    halfbyte: str
+    python: str
+    system: str
+    devices: tuple[Device, ...]
+    packages: tuple[Package, ...]
+
+    @property
+    def missing(self) -> tuple[Package, ...]:
+        return tuple(package for package in self.packages if package.version is None)
+
+
+_TRANSFORMERS = "pip install 'halfbyte[transformers]'"
+_PACKAGES = (
+    ("torch", "tensors", "pip install torch", True),
+    ("numba", "CPU kernels", "pip install numba", True),
+    ("safetensors", "checkpoints", "pip install safetensors", True),
+    ("triton", "GPU kernels", "pip install triton", False),
+    ("cuda-core", "CUDA C++ kernels", "pip install 'halfbyte[cuda]'", False),
+    ("bitsandbytes", "to_bitsandbytes, benchmarks", _TRANSFORMERS, False),
+    ("transformers", "loading models", _TRANSFORMERS, False),
+    ("peft", "LoRA, benchmarks", "pip install 'halfbyte[bench]'", False),
+    ("matplotlib", "plots", "pip install 'halfbyte[plots]'", False),
+)
+_TRITON_NAMES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
+
+
+def collect() -> Info:
+    """Look around. Works whatever is missing, torch included."""
+    packages = tuple(
+        Package(name, _version(*_TRITON_NAMES) if name == "triton" else _version(name), purpose, install, required)
+        for name, purpose, install, required in _PACKAGES
+    )
+    versions = {package.name: package.version for package in packages}
+    return Info(
+        halfbyte=halfbyte.__version__,
+        python=f"{platform.python_version()} ({sys.executable})",
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        devices=(_cpu(versions), *_accelerators(versions)),
+        packages=packages,
+    )
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _cpu(versions: dict[str, str | None]) -> Device:
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        lines = [line for line in cpuinfo.read_text(errors="replace").splitlines() if line.startswith("model name")]
+        model = lines[0].partition(":")[2].strip() if lines else model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    backend, note = ("numba", "") if versions["numba"] else ("torch (slow)", "install numba for the CPU kernels")
+    return Device("cpu", f"{model}, {cores} cores", backend, note)
+
+
+def _accelerators(versions: dict[str, str | None]) -> list[Device]:
+    try:
+        import torch
+    except Exception as error:  # a broken torch raises OSError and others as well; info must say so and go on
+        return [Device("torch", f"cannot be imported: {error}", "none", "install torch again: pip install torch")]
+    devices = []
+    if torch.cuda.is_available():
+        backend, note = ("triton", "") if versions["triton"] else ("torch (slow)", "install triton for the GPU kernels")
+        runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            memory = f"{properties.total_memory / 2**30:.0f} GiB"
+            arch = (
+                getattr(properties, "gcnArchName", "")
+                if torch.version.hip
+                else f"sm_{properties.major}{properties.minor}"
+            )
+            description = f"{properties.name}, {arch}, {memory}, {properties.multi_processor_count} SMs, {runtime}"
+            devices.append(Device(f"cuda:{index}", description, backend, note))
+    elif Path("/proc/driver/nvidia/version").exists():
+        note = "this torch sees no GPU: " + (
+            f"it is built for CUDA {torch.version.cuda}, which the driver may be too old for"
+            if torch.version.cuda
+            else f"{torch.__version__} is built without CUDA; install a CUDA build as pytorch.org's selector says"
+        )
+        devices.append(Device("cuda", "an NVIDIA driver is loaded", "none", note))
+    for kind in ("mps", "xpu"):
+        module = getattr(torch.backends, kind, None) or getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            devices.append(Device(kind, f"torch's {kind} device", "torch (slow)"))
+    return devices

@@ -1,0 +1,38 @@
+"""What the planners need to know of a device, read once and kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """kind: "cuda" (NVIDIA), "hip" (AMD) or "host". capability: 90 for sm_90, 0 where there is none. sms: multiprocessors."""
+
+    kind: str
+    capability: int = 0
+    sms: int = 1
+
+
+HOST = DeviceFacts("host")
+
+
+@cache
+def facts_of(index: int) -> DeviceFacts:
+    """The facts of CUDA (or ROCm) device number `index`; -1 stands for the host, where Triton can only interpret."""
+    if index < 0:
+        return HOST
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return DeviceFacts("hip", 0, properties.multi_processor_count)
+    return DeviceFacts("cuda", 10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
+@cache
+def has_triton() -> bool:
+    """True where Triton is installed; it is not imported to find out."""
+    return find_spec("triton") is not None

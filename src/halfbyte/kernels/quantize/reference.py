@@ -1,0 +1,168 @@
+"""Quantize in plain torch, on any device: the definition, the fallback where there is no kernel, and what tests use.
+
+Blockwise ("nf4", "fp4"): a block's scale is its largest magnitude, a weight's nibble that of the codebook value nearest
+to weight / scale; packed uint8 [(numel + 1) // 2], the first weight of a pair in the high nibble, absmax fp32 [blocks].
+Nested scales: the same idea again, on absmax - offset in blocks of 256, with the 256 values of the dynamic code.
+Grouped ("int4"): packed int32 [N, K / 8], scale [N, K / G] (formats/grouped.py).
+
+What "nearest" does on ties, zeros and NaN is bitsandbytes' choice, and its CPU and CUDA code choose differently. Each
+function takes `like`, "cpu" or "cuda", and follows the weight's own device where it is None. Source: formats/blockwise.py
+and the behaviour of bitsandbytes 0.50.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from halfbyte.formats import grouped
+from halfbyte.formats.blockwise import (
+    NESTED_BLOCK_SIZE,
+    BlockwiseFormat,
+    dynamic_code,
+    midpoints_tensor,
+)
+
+Like = Literal["cpu", "cuda"]
+
+# Below this, bitsandbytes' CPU code divides by this instead.
+SMALLEST_DIVISOR = 1e-38
+# bitsandbytes' CPU code finds an 8-bit code in a table of this many equal steps from -1 to 1.
+DYNAMIC_STEPS = 65536
+
+
+def quantize_blockwise(
+    weight: Tensor,
+    format: BlockwiseFormat,
+    block_size: int,
+    packed: Tensor,
+    absmax: Tensor,
+    *,
+    like: Like | None = None,
+) -> None:
+    """Quantize a contiguous fp16, bf16 or fp32 weight of any shape into `packed` and `absmax`."""
+    if weight.numel() == 0:
+        return
+    flat = weight.reshape(-1).float()
+    quantize = _quantize_like_cuda if _rule(weight, like) == "cuda" else _quantize_like_cpu
+    nibbles, scales = quantize(flat, format, block_size)
+    absmax.copy_(scales)
+    packed.view(-1).copy_((nibbles[::2] << 4) | nibbles[1::2])
+
+
+def _rule(tensor: Tensor, like: Like | None) -> Like:
+    return like or ("cuda" if tensor.device.type == "cuda" else "cpu")
+
+
+def _quantize_like_cpu(flat: Tensor, format: BlockwiseFormat, block_size: int) -> tuple[Tensor, Tensor]:
+    """Nibbles (an even number of them) and absmax.
+
+    Full blocks are multiplied by a reciprocal; a partial last block is divided, and its absmax is never below 1e-38.
+    NaN is above every midpoint, and a NaN makes its whole block NaN. The odd nibble at the end is that of zero.
+    """
+    full = flat.numel() // block_size * block_size
+    blocks = flat[:full].view(-1, block_size)
+    absmax = blocks.abs().amax(1)
+    scaled = (blocks * (1.0 / absmax.clamp(min=SMALLEST_DIVISOR)).unsqueeze(1)).view(-1)
+    if full < flat.numel():
+        last = flat[full:].abs().amax().clamp(min=SMALLEST_DIVISOR)
+        absmax = torch.cat((absmax, last.unsqueeze(0)))
+        scaled = torch.cat((scaled, flat[full:] / last))
+    scaled = pad(scaled, (0, scaled.numel() % 2))
+    midpoints = midpoints_tensor(format.name, flat.device)
+    rank = (~(midpoints >= scaled.unsqueeze(1))).sum(1)
+    nibbles = torch.tensor(format.ascending, dtype=torch.uint8, device=flat.device)
+    return nibbles[rank], absmax
+
+
+def _quantize_like_cuda(flat: Tensor, format: BlockwiseFormat, block_size: int) -> tuple[Tensor, Tensor]:
+    """Nibbles (an even number of them) and absmax.
+
+    Every block is multiplied by its reciprocal, so a block of zeros becomes 0 * inf = NaN, which is above no threshold
+    and has no sign. The last block is filled up with zeros.
+    """
+    blocks, absmax = _blocks_like_cuda(flat, block_size)
+    scaled = (blocks * (1.0 / absmax).unsqueeze(1)).view(-1)[: flat.numel() + flat.numel() % 2]
+    thresholds = torch.tensor(format.cuda_thresholds, dtype=torch.float32, device=flat.device)
+    if not format.signed_magnitude:
+        return (scaled.unsqueeze(1) > thresholds).sum(1).to(torch.uint8), absmax
+    magnitudes = [nibble for nibble in format.ascending if nibble < 8]
+    rank = (scaled.abs().unsqueeze(1) > thresholds).sum(1)
+    signs = 8 * (scaled < 0).to(torch.uint8)
+    return torch.tensor(magnitudes, dtype=torch.uint8, device=flat.device)[rank] + signs, absmax
+
+
+def _blocks_like_cuda(flat: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Blocks [B, block_size], the last filled up with zeros, and their absmax [B]: NaN counts only where there is no more.
+
+    A block of nothing but NaN has the absmax that the search for a maximum starts from, minus the largest float.
+    """
+    blocks = pad(flat, (0, -flat.numel() % block_size)).view(-1, block_size)
+    start = torch.finfo(torch.float32).min
+    return blocks, torch.where(blocks.isnan(), start, blocks.abs()).amax(1)
+
+
+def quantize_scales(absmax: Tensor, offset: Tensor, *, like: Like | None = None) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [B] and absmax fp32 [ceil(B / 256)] of the fp32 scales `absmax` [B] less `offset` (one element)."""
+    if absmax.numel() == 0:
+        return absmax.new_empty(0, dtype=torch.uint8), absmax.new_empty(0)
+    blocks, absmax2 = _blocks_like_cuda(absmax.reshape(-1) - offset, NESTED_BLOCK_SIZE)
+    if _rule(absmax, like) == "cuda":
+        codes = _search_like_cuda(blocks * (1.0 / absmax2).unsqueeze(1), dynamic_code(absmax.device))
+    else:
+        absmax2 = absmax2.clamp(min=0.0)
+        steps = _steps_like_cpu(blocks * (1.0 / absmax2).unsqueeze(1))
+        codes = torch.where((absmax2 == 0).unsqueeze(1), 0, dynamic_table(absmax.device)[steps])
+    return codes.view(-1)[: absmax.numel()].to(torch.uint8), absmax2
+
+
+@cache
+def dynamic_table(device: torch.device) -> Tensor:
+    """The dynamic code nearest to each of 65536 equal steps from -1 to 1, uint8, as bitsandbytes' CPU code tabulates it."""
+    code = dynamic_code(device)
+    midpoints = 0.5 * (code[:-1] + code[1:])
+    steps = torch.arange(DYNAMIC_STEPS, dtype=torch.float32, device=device)
+    return torch.bucketize(2.0 * steps / (DYNAMIC_STEPS - 1) - 1.0, midpoints).to(torch.uint8)
+
+
+def _steps_like_cpu(scaled: Tensor) -> Tensor:
+    """The step of each value in [-1, 1]; 0 for NaN.
+
+    bitsandbytes' binary rounds once after both the multiplication and the addition; in fp64 the two are exact.
+    """
+    halves = ((scaled.clamp(-1, 1) + 1.0) * 0.5).double()
+    return (halves * (DYNAMIC_STEPS - 1) + 0.5).float().nan_to_num(0.0).long()
+
+
+def _search_like_cuda(scaled: Tensor, code: Tensor) -> Tensor:
+    """The code of each value, by bitsandbytes' search: seven halvings of the 256 codes, then the nearer of two."""
+    pivot = torch.full_like(scaled, 127, dtype=torch.long)
+    below, above = torch.zeros_like(pivot), torch.full_like(pivot, 255)
+    for step in (64, 32, 16, 8, 4, 2, 1):
+        up = scaled > code[pivot]
+        below, above = torch.where(up, pivot, below), torch.where(up, above, pivot)
+        pivot = torch.where(up, pivot + step, pivot - step)
+    value = code[pivot]
+    to_above = (scaled > value) & (scaled > (code[above] + value) * 0.5)
+    to_below = ~(scaled > value) & (scaled < (code[below] + value) * 0.5)
+    return torch.where(to_above, above, torch.where(to_below, below, pivot))
+
+
+def quantize_grouped(weight: Tensor, group_size: int, packed: Tensor, scale: Tensor) -> None:
+    """Quantize a contiguous weight [N, K] into int32 `packed` [N, K / 8] and `scale` [N, K / group_size].
+
+    NaN becomes integer 0: the scale of its group is NaN, so nothing is lost.
+    """
+    if weight.numel() == 0:
+        return
+    groups = weight.float().view(*scale.shape, group_size)
+    scale.copy_(groups.abs().amax(2) / grouped.LARGEST)
+    integers = torch.round(groups / scale.float().unsqueeze(2)).nan_to_num(0.0)
+    nibbles = integers.clamp(-grouped.LARGEST, grouped.LARGEST).to(torch.int32) + grouped.BIAS
+    shifts = torch.arange(0, 4 * grouped.PER_WORD, 4, dtype=torch.int32, device=weight.device)
+    words = (nibbles.view(*packed.shape, grouped.PER_WORD) << shifts).sum(2)
+    packed.copy_(words.to(torch.int32))

@@ -1,0 +1,122 @@
+"""What the command line prints: tables that read well at 80 columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from halfbyte.checkpoints import Summary
+    from halfbyte.explain import Explanation
+    from halfbyte.info import Info
+
+
+def info(console: Console, info: Info) -> None:
+    """Devices, packages, and what to install."""
+    console.print(f"[bold]halfbyte {info.halfbyte}[/]   Python {info.python}   {info.system}\n", soft_wrap=True)
+    devices = _table("device", "what it is", "kernels")
+    for device in info.devices:
+        devices.add_row(
+            device.name, device.description + (f"\n[yellow]{device.note}[/]" if device.note else ""), device.backend
+        )
+    console.print(devices)
+    packages = _table("package", "version", "used for", "to get it")
+    for package in info.packages:
+        missing = package.version is None
+        version = ("[red]missing[/]" if package.required else "[yellow]missing[/]") if missing else package.version
+        packages.add_row(package.name, version, package.purpose, escape(package.install) if missing else "")
+    console.print(packages)
+    if not info.missing:
+        console.print("Nothing is missing.")
+
+
+def explanation(console: Console, e: Explanation, *, assumed: bool) -> None:
+    """The steps of one number. assumed: nested scale's tensor-wide numbers were made up, and that is said."""
+    int4 = e.format == "int4"
+    line = console.print
+    where = "group" if int4 else "block"
+    line(f"[bold]{e.value:.7g}[/] as [bold]{e.format}[/], in a {where} whose largest magnitude is {e.absmax:.7g}\n")
+    if int4:
+        line(f"1  scale      {e.absmax:.7g} / 7 = {e.scale:.7g}")
+    else:
+        line(f"1  scale      absmax = {e.scale:.7g}, fp32, bytes {e.scale_bytes.hex(' ')}")
+    line(f"2  divide     {e.value:.7g} / {e.scale:.7g} = [bold]{e.scaled:.7g}[/]")
+    line("3  round      to the nearest value; between neighbours, the midpoint decides\n")
+    table = _table("nibble", "bits", "value", "takes", "")
+    for column in (0, 2):
+        table.columns[column].justify = "right"
+    near = range(max(0, e.chosen - 2), min(len(e.candidates), e.chosen + 3))
+    for i in near:
+        c = e.candidates[i]
+        style, mark = ("bold green", f"<- {e.scaled:.7g}") if i == e.chosen else ("", "")
+        table.add_row(
+            f"{c.nibble}", f"{c.nibble:04b}", f"{c.value:.7g}", f"{c.low:.7g} to {c.high:.7g}", mark, style=style
+        )
+    line(table)
+    line(f"4  store      nibble {e.nibble} = {e.nibble:04b}, {_placement(e)}")
+    line(f"5  read back  {e.code_value:.7g} x {e.scale:.7g} = [bold]{e.result:.7g}[/], {_error(e.error, e.value)}")
+    if e.nested:
+        _nested(console, e, assumed)
+
+
+def _nested(console: Console, e: Explanation, assumed: bool) -> None:
+    n = e.nested
+    assert n is not None
+    line = console.print
+    line("\n[bold]The scale, nested[/]: one byte instead of four (0.127 bits a weight instead of 0.5)")
+    line("[dim]offset and absmax2 are assumed; give --offset and --absmax2[/]\n" if assumed else "")
+    line(f"6  centre     {e.absmax:.7g} - offset {n.offset:.7g} = {n.centred:.7g}")
+    line(f"7  divide     {n.centred:.7g} / absmax2 {n.absmax2:.7g} = [bold]{n.scaled:.7g}[/]")
+    line(f"8  round      nearest of 256 values: {n.code_value:.7g}, code {n.byte} = 0x{n.byte:02x} = {n.byte:08b}")
+    line(f"9  read back  {n.code_value:.7g} x {n.absmax2:.7g} + {n.offset:.7g} = absmax [bold]{n.absmax:.7g}[/]")
+    line(f"10 the weight {e.code_value:.7g} x {n.absmax:.7g} = [bold]{n.result:.7g}[/], {_error(n.error, e.value)}")
+
+
+def _placement(e: Explanation) -> str:
+    if e.format == "int4":
+        return f"which is {e.nibble} - 8 = {e.nibble - 8}; eight share an int32, the first in the low bits"
+    return f"the high half of its byte (0x{e.nibble:x}?) if first of a pair, else the low half (0x?{e.nibble:x})"
+
+
+def _error(error: float, value: float) -> str:
+    return f"error {error:+.3g}" + (f" ({100 * abs(error / value):.2g} %)" if value else "")
+
+
+def summary(console: Console, summary: Summary) -> None:
+    """A converted checkpoint: every layer, then the sizes."""
+    measured = any(layer.relative_error is not None for layer in summary.layers)
+    table = _table("layer", "shape", *(("error", "largest") if measured else ()), "MB")
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:]:
+        column.justify = "right"
+        column.no_wrap = True
+    for layer in summary.layers:
+        errors = (f"{layer.relative_error:.4f}", f"{layer.max_error:.2g}") if layer.relative_error is not None else ()
+        table.add_row(layer.name, "x".join(map(str, layer.shape)), *errors, f"{layer.bytes_after / 1e6:.2f}")
+    console.print(table)
+    if measured:
+        console.print("error: norm of the difference over norm of the weight; largest: of any one weight\n")
+    for name in summary.skipped:
+        console.print(f"[yellow]left as it was[/]: {name}, whose K is no multiple of the group size")
+    ratio = summary.bytes_before / max(summary.bytes_after, 1)
+    change = f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
+    console.print(
+        f"{len(summary.layers)} weights converted, {summary.copied} tensors copied as they are\n"
+        f"{_bytes(summary.bytes_before)} -> [bold]{_bytes(summary.bytes_after)}[/], {change}"
+    )
+    if measured:
+        worst = max(summary.layers, key=lambda layer: layer.relative_error or 0.0)
+        console.print(f"largest error {worst.relative_error:.4f}, in {worst.name}")
+    console.print(f"written to {summary.destination}", soft_wrap=True, highlight=False)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
