@@ -116,9 +116,10 @@ def dequantize_checkpoint(
 
 
 def settings(format: str, block_size: int | None, group_size: int | None, nested: bool | None) -> tuple[int, bool]:
-    """The block or group size and whether scales are nested, defaults filled in. Raises ValueError for what cannot be."""
+    """The block or group size and whether scales are nested, defaults filled in. Raises ValueError if they clash."""
     if format not in FORMAT_NAMES:
         raise ValueError(f"format is {format!r}; known formats are {', '.join(map(repr, FORMAT_NAMES))}")
+    sizes: tuple[int, ...]
     if format == grouped.NAME:
         if block_size is not None or nested:
             raise ValueError("block_size and nested are for nf4 and fp4; int4 takes group_size")

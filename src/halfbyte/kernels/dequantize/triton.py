@@ -21,31 +21,13 @@ import triton.language as tl
 
 from halfbyte.formats import grouped
 from halfbyte.formats.weight import NestedScale
+from halfbyte.kernels.common.arithmetic import add, multiply
 from halfbyte.kernels.common.device import facts_of
 from halfbyte.kernels.common.launch import DirectLaunch, direct_launch
 from halfbyte.kernels.dequantize.plan import DequantizePlan
 from halfbyte.kernels.dequantize.plan import plan as make_plan
 
 PACKING = 80  # the first target with cvt.rn.{bf16x2,f16x2}.f32, which rounds two numbers into one word
-
-
-@triton.jit
-def _multiply(a, b, FLUSH: tl.constexpr):
-    if FLUSH:
-        return tl.inline_asm_elementwise(
-            "mul.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return a * b
-
-
-@triton.jit
-def _add(a, b, PTX: tl.constexpr):
-    """A sum that no compiler fuses with the product before it."""
-    if PTX > 0:
-        return tl.inline_asm_elementwise(
-            "add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return a + b
 
 
 @triton.jit
@@ -109,15 +91,15 @@ def dequantize_kernel(
     scales = tl.load(scale + first_block + block, mask=in_range, other=0)
     if NESTED > 0:
         step = tl.load(absmax + first_block // NESTED)
-        scales = _add(_multiply(tl.load(code + scales.to(tl.int32)), step, FLUSH), tl.load(offset), PTX)
+        scales = add(multiply(tl.load(code + scales.to(tl.int32)), step, FLUSH), tl.load(offset), PTX > 0)
     scales = tl.broadcast_to(scales.to(tl.float32)[:, None], (BLOCKS, BLOCK_BYTES))
 
     table = tl.load(codebook + tl.arange(0, 16))
     nibbles = pairs.reshape(TILE)
     high = tl.gather(table, nibbles >> 4, 0).reshape(BLOCKS, BLOCK_BYTES)
     low = tl.gather(table, nibbles & 15, 0).reshape(BLOCKS, BLOCK_BYTES)
-    first = _multiply(low if LOW_FIRST else high, scales, FLUSH)
-    second = _multiply(high if LOW_FIRST else low, scales, FLUSH)
+    first = multiply(low if LOW_FIRST else high, scales, FLUSH)
+    second = multiply(high if LOW_FIRST else low, scales, FLUSH)
 
     dtype: tl.constexpr = out.dtype.element_ty
     if WORDS:

@@ -49,8 +49,9 @@ def quantize_blockwise(
 ) -> None:
     """Quantize a contiguous fp16, bf16 or fp32 weight of any shape into `packed` and `absmax`."""
     midpoints = tuple(midpoints_tensor(format.name, weight.device).numpy())
-    nibbles = np.array(format.ascending, np.uint8)
-    arguments = _bits(weight), block_size, midpoints, nibbles, packed.view(-1).numpy(), absmax.numpy()
+    ascending = [sum(nibble << 4 * i for i, nibble in enumerate(half)) for half in (format.ascending[:8], format.ascending[8:])]
+    ascending = tuple(map(np.uint32, ascending))
+    arguments = _bits(weight), block_size, midpoints, ascending, packed.view(-1).numpy(), absmax.numpy()
     parallel(_quantize_tiles, -(-weight.numel() // TILE), GRAIN // TILE, *arguments)
 
 
@@ -75,10 +76,10 @@ def _bits(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 @njit(**options)
-def _quantize_tiles(begin, end, weight, block_size, midpoints, nibbles, packed, absmax):
+def _quantize_tiles(begin, end, weight, block_size, midpoints, ascending, packed, absmax):
     """Tiles `begin` to `end`: blocks until TILE weights are scaled, then all their nibbles."""
     scaled = np.empty(TILE, np.float32)
-    ranks = np.empty(TILE, np.uint8)
+    nibbles = np.empty(TILE, np.uint8)
     for tile in range(begin, end):
         size = min(TILE, weight.size - tile * TILE)
         for start in range(0, size, block_size):
@@ -100,25 +101,29 @@ def _quantize_tiles(begin, end, weight, block_size, midpoints, nibbles, packed, 
         if size % 2:
             scaled[size] = 0
             size += 1
-        _rank(scaled[:size], midpoints, ranks)
+        _nearest(scaled[:size], midpoints, ascending, nibbles)
         octets = packed[tile * (TILE // 2) :]
         for pair in range(size // 2):
-            octets[pair] = nibbles[ranks[2 * pair]] << 4 | nibbles[ranks[2 * pair + 1]]
+            octets[pair] = nibbles[2 * pair] << 4 | nibbles[2 * pair + 1]
 
 
 @njit(**options)
-def _rank(scaled, midpoints, ranks):
-    """How many midpoints are below each of `scaled`, all for NaN: a binary search that does not branch."""
+def _nearest(scaled, midpoints, ascending, nibbles):
+    """The nibble of each of `scaled`: a binary search for the first midpoint not below it (none is not, for NaN).
+
+    It does not branch and it looks nothing up in memory: the nibbles, in the order of their values, are two words.
+    """
     m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14 = midpoints
+    lower, upper = ascending
     for i in range(scaled.size):
         x = scaled[i]
         eight = not m7 >= x
         four = not (m11 if eight else m3) >= x
         two = not ((m13 if eight else m5) if four else (m9 if eight else m1)) >= x
-        upper = (m14 if eight else m6) if four else (m10 if eight else m2)
-        lower = (m12 if eight else m4) if four else (m8 if eight else m0)
-        one = not (upper if two else lower) >= x
-        ranks[i] = 8 * eight + 4 * four + 2 * two + one
+        above = (m14 if eight else m6) if four else (m10 if eight else m2)
+        below = (m12 if eight else m4) if four else (m8 if eight else m0)
+        one = not (above if two else below) >= x
+        nibbles[i] = (upper if eight else lower) >> np.uint32(16 * four + 8 * two + 4 * one) & np.uint32(15)
 
 
 @njit(**options)
