@@ -15,6 +15,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from halfbyte.bench.cli import app as bench_app
+
 if TYPE_CHECKING:
     from halfbyte.checkpoints import Summary
     from halfbyte.checkpoints.stream import Progress
@@ -58,6 +60,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(bench_app, name="bench")
 
 
 class Format(str, Enum):
@@ -213,7 +217,8 @@ def _progress() -> "Iterator[Progress]":
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     columns = (BarColumn(20), DownloadColumn(), TimeRemainingColumn(compact=True), TextColumn("{task.description}"))
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
 

@@ -7,11 +7,9 @@ kernels. Under torch.compile, torch.export or any other tracing they become one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import ContextManager
 
 import torch
 from torch import Tensor
@@ -86,32 +84,36 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor
 
 def _dequantize(q: QuantizedWeight, out: Tensor) -> None:
     device = q.packed.device
+    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return _dequantize(q, out)
     kernels = _backend("dequantize", device.type)
-    with _current(device):
-        if q.format == grouped.NAME:
-            kernels.dequantize_grouped(q.packed, q.scale, q.block_size, out)
-        else:
-            codebook = blockwise.codebook_tensor(q.format, device)
-            kernels.dequantize_blockwise(q.packed, q.scale, q.nested, codebook, q.block_size, out)
+    if q.format == grouped.NAME:
+        kernels.dequantize_grouped(q.packed, q.scale, q.block_size, out)
+    else:
+        codebook = blockwise.codebook_tensor(q.format, device)
+        kernels.dequantize_blockwise(q.packed, q.scale, q.nested, codebook, q.block_size, out)
 
 
 def _quantize(weight: Tensor, format: str, block_size: int, nested: bool) -> list[Tensor]:
     """[packed, scale], or [packed, scale, code, absmax, offset] with nested scales."""
-    weight = weight.detach().contiguous()
     device = weight.device
+    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return _quantize(weight, format, block_size, nested)
+    weight = weight.detach().contiguous()
     kernels = _backend("quantize", device.type)
     packed, scale = _empty_quantized(weight, format, block_size)
-    with _current(device):
-        if format == grouped.NAME:
-            kernels.quantize_grouped(weight, block_size, packed, scale)
-            return [packed, scale]
-        kernels.quantize_blockwise(weight, blockwise.FORMATS[format], block_size, packed, scale)
-        if not nested:
-            return [packed, scale]
-        # The offset must be known before the first scale can be written, and must be torch's own sum to the last bit.
-        offset = scale.mean()
-        codes, absmax = kernels.quantize_scales(scale, offset)
-        return [packed, codes, blockwise.dynamic_code(device).clone(), absmax, offset]
+    if format == grouped.NAME:
+        kernels.quantize_grouped(weight, block_size, packed, scale)
+        return [packed, scale]
+    kernels.quantize_blockwise(weight, blockwise.FORMATS[format], block_size, packed, scale)
+    if not nested:
+        return [packed, scale]
+    # The offset must be known before the first scale can be written, and must be torch's own sum to the last bit.
+    offset = scale.mean()
+    codes, absmax = kernels.quantize_scales(scale, offset)
+    return [packed, codes, blockwise.dynamic_code(device).clone(), absmax, offset]
 
 
 def _empty_quantized(weight: Tensor, format: str, block_size: int) -> tuple[Tensor, Tensor]:
@@ -134,16 +136,6 @@ def _backend(operation: str, device_type: str) -> ModuleType:
     else:
         name = "reference"
     return import_module(f"halfbyte.kernels.{operation}.{name}")
-
-
-def _current(device: torch.device) -> ContextManager[object]:
-    """Make `device` current for a launch; nothing at all where it is already."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(device)
-
-
-_NOTHING = nullcontext()
 
 
 def _is_tracing() -> bool:
@@ -178,7 +170,9 @@ def _check_quantize(
 
 def _check_out(out: Tensor, q: QuantizedWeight, dtype: torch.dtype) -> None:
     if out.dtype != dtype:
-        raise TypeError(f"out has dtype {out.dtype} and dtype is {dtype}; leave dtype away, or pass an out of that dtype")
+        raise TypeError(
+            f"out has dtype {out.dtype} and dtype is {dtype}; leave dtype away, or pass an out of that dtype"
+        )
     if tuple(out.shape) != tuple(q.shape):
         raise ValueError(f"out has shape {list(out.shape)}; the weight needs {list(q.shape)}")
     if out.device != q.packed.device:
@@ -231,7 +225,13 @@ def _quantize_fake(weight: Tensor, format: str, block_size: int, nested: bool) -
     if not nested:
         return [packed, scale]
     absmax = scale.new_empty((-(-scale.numel() // blockwise.NESTED_BLOCK_SIZE),))
-    return [packed, scale.new_empty(scale.shape, dtype=torch.uint8), scale.new_empty((256,)), absmax, scale.new_empty(())]
+    return [
+        packed,
+        scale.new_empty(scale.shape, dtype=torch.uint8),
+        scale.new_empty((256,)),
+        absmax,
+        scale.new_empty(()),
+    ]
 
 
 for _name, _real, _fake in (

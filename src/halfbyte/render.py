@@ -96,22 +96,34 @@ def summary(console: Console, summary: Summary) -> None:
         column.no_wrap = True
     for layer in summary.layers:
         errors = (f"{layer.relative_error:.4f}", f"{layer.max_error:.2g}") if layer.relative_error is not None else ()
-        table.add_row(layer.name, "x".join(map(str, layer.shape)), *errors, f"{layer.bytes_after / 1e6:.2f}")
+        table.add_row(
+            layer.name.removesuffix(".weight"),
+            "x".join(map(str, layer.shape)),
+            *errors,
+            f"{layer.bytes_after / 1e6:.2f}",
+        )
     console.print(table)
     if measured:
-        console.print("error: norm of the difference over norm of the weight; largest: of any one weight\n")
+        console.print("error: norm of the difference over norm of the weight; largest: of all weights\n")
     for name in summary.skipped:
         console.print(f"[yellow]left as it was[/]: {name}, whose K is no multiple of the group size")
     ratio = summary.bytes_before / max(summary.bytes_after, 1)
     change = f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
     console.print(
-        f"{len(summary.layers)} weights converted, {summary.copied} tensors copied as they are\n"
-        f"{_bytes(summary.bytes_before)} -> [bold]{_bytes(summary.bytes_after)}[/], {change}"
+        f"{_count(len(summary.layers), 'weight')} converted, {_count(summary.copied, 'tensor')} copied as before\n"
+        f"{_bytes(summary.bytes_before)} -> [bold]{_bytes(summary.bytes_after)}[/], {change}",
+        highlight=False,
     )
     if measured:
         worst = max(summary.layers, key=lambda layer: layer.relative_error or 0.0)
-        console.print(f"largest error {worst.relative_error:.4f}, in {worst.name}")
+        console.print(
+            f"largest error {worst.relative_error:.4f}, in {worst.name.removesuffix('.weight')}", highlight=False
+        )
     console.print(f"written to {summary.destination}", soft_wrap=True, highlight=False)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _bytes(count: int) -> str:

@@ -210,7 +210,7 @@ def test_missing_keys() -> None:
     tensors = to_tensors("w", ops.quantize(torch.randn(32, 64)))
     for key in tensors:
         rest = {k: v for k, v in tensors.items() if k != key}
-        with pytest.raises(ValueError, match="missing|no quant_state key"):
+        with pytest.raises(ValueError, match=r"missing|no quant_state key"):
             from_tensors("w", rest)
     both = {**tensors, f"w{STATE_KEY}fp4": tensors[f"w{STATE_KEY}nf4"]}
     with pytest.raises(ValueError, match="more than one quant_state key"):

@@ -76,7 +76,9 @@ def test_block_sizes_and_shapes(format: str, dtype: torch.dtype, block_size: int
         assert (buffer[q.numel :] == 777).all()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-38, 1e-39, 3e-45, 1e38, -2.5])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-38, 1e-39, 3e-45, 1e38, -2.5]
+)
 @pytest.mark.parametrize(("format", "dtype"), itertools.product(FORMATS, DTYPES))
 def test_unusual_scales(format: str, dtype: torch.dtype, value: float) -> None:
     packed = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(8)

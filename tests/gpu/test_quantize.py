@@ -21,7 +21,11 @@ def assert_like_bitsandbytes(weight: torch.Tensor, format: str, block_size: int,
     )
     pairs = [(q.packed.view(-1), packed.view(-1)), (q.scale, state.absmax)]
     if nested:
-        pairs += [(q.nested.offset, state.offset), (q.nested.absmax, state.state2.absmax), (q.nested.code, state.state2.code)]
+        pairs += [
+            (q.nested.offset, state.offset),
+            (q.nested.absmax, state.state2.absmax),
+            (q.nested.code, state.state2.code),
+        ]
     for name, (ours, theirs) in zip(("nibbles", "scale", "offset", "nested absmax", "code"), pairs, strict=False):
         assert ours.shape == theirs.shape, name
         both_nan = ours.isnan() & theirs.isnan()

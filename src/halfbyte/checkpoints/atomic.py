@@ -67,7 +67,7 @@ def check_space(directory: Path, needed: int) -> None:
     if free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"the output needs {needed / 1e9:.2f} GB and the disk that holds {directory} has {free / 1e9:.2f} GB left",
+            f"the output needs {needed / 1e6:,.1f} MB, and the disk of {directory} has {free / 1e6:,.1f} MB left",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -158,12 +159,21 @@ def _refuse_quantized(checkpoint: Checkpoint, config: dict[str, Any] | None) -> 
 
 
 def _errors(dense: torch.Tensor, back: torch.Tensor) -> tuple[float, float]:
-    """The relative error in the Frobenius norm and the largest error, a few million weights at a time."""
-    squares = torch.zeros(2, dtype=torch.float64)
-    largest = 0.0
-    for w, b in zip(torch.split(dense.view(-1), 1 << 22), torch.split(back.view(-1), 1 << 22), strict=True):
-        difference = w.float() - b.float()
-        squares += torch.stack([difference.double().square().sum(), w.double().square().sum()]).cpu()
-        largest = max(largest, difference.abs().max().item())
-    error, norm = squares.sqrt().tolist()
-    return (error / norm if norm else error), largest
+    """The relative error in the Frobenius norm and the largest error.
+
+    Done piece by piece in two small fp32 buffers: whole fp32 copies would be the largest tensors of the conversion.
+    """
+    size = 1 << 18
+    w, difference = torch.empty((2, size), dtype=torch.float32, device=dense.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=dense.device)
+    pieces = (torch.split(tensor.view(-1), size) for tensor in (dense, back))
+    for dense_piece, back_piece in zip(*pieces, strict=True):
+        count = dense_piece.numel()
+        w, difference = w[:count], difference[:count]
+        w.copy_(dense_piece)
+        difference.copy_(back_piece).sub_(w)
+        sums[0] += torch.dot(difference, difference)
+        sums[1] += torch.dot(w, w)
+        sums[2] = torch.maximum(sums[2], difference.abs_().max())
+    error, norm, largest = sums.tolist()
+    return math.sqrt(error / norm) if norm else math.sqrt(error), largest

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +58,30 @@ class Entry:
         if not self.nbytes:
             return torch.empty(self.shape, dtype=DTYPES[self.dtype])
         raw = torch.empty(self.nbytes, dtype=torch.uint8)
-        view = raw.numpy().data
-        done = 0
-        for chunk in self.chunks():
-            view[done : done + len(chunk)] = chunk
-            done += len(chunk)
+        left = raw.numpy().data
+        with self._open() as file:
+            while left:
+                left = left[self._some(file.readinto(left[:_CHUNK])) :]
         return raw.view(DTYPES[self.dtype]).view(self.shape)
 
     def chunks(self) -> Iterator[bytes]:
         """Its bytes as they are, a few megabytes at a time."""
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.start)
-            left = self.nbytes
+        left = self.nbytes
+        with self._open() as file:
             while left:
                 chunk = file.read(min(left, _CHUNK))
-                if not chunk:
-                    raise ValueError(f"{self.path} ended inside {self.name!r}; it was cut short while being read")
-                left -= len(chunk)
+                left -= self._some(len(chunk))
                 yield chunk
+
+    def _open(self) -> FileIO:
+        file = FileIO(self.path)
+        file.seek(self.start)
+        return file
+
+    def _some(self, count: int) -> int:
+        if not count:
+            raise ValueError(f"{self.path} ended inside {self.name!r}; it was cut short while being read")
+        return count
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,6 @@ class SafetensorsWriter:
         dtype = DTYPE_NAMES.get(tensor.dtype)
         if dtype != spec.dtype or (spec.shape is not None and tuple(tensor.shape) != spec.shape):
             raise ValueError(f"{name!r} is {dtype} {list(tensor.shape)}; {spec.dtype} {spec.shape} was planned")
-        if not tensor.numel():
-            return
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         if spec.shape is None:
             if len(data) > _MAX_BLOB:

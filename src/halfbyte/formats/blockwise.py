@@ -33,7 +33,7 @@ class BlockwiseFormat:
     codebook: the value of each nibble; every one is exact in fp32.
     ascending: the nibbles in order of their values, as bitsandbytes' CPU code orders them (it matters for FP4's two zeros).
     cuda_thresholds: what bitsandbytes' CUDA kernels compare a scaled weight with. For NF4 these are all fifteen midpoints;
-        for FP4 the seven midpoints of the magnitudes, the sign being taken apart first.
+        for FP4 the seven midpoints of the magnitudes, the sign being taken apart first. Exact in fp32, every one.
     """
 
     name: str
@@ -68,22 +68,24 @@ NF4 = BlockwiseFormat(
         1.0,
     ),
     ascending=tuple(range(16)),
+    # Several are the fp32 number below the midpoint: bitsandbytes' source writes midpoints as decimals cut off after 16
+    # digits, which a compiler rounds once, down, where two roundings by way of fp64 would reach the even neighbour.
     cuda_thresholds=(
-        -0.8480964004993439,
-        -0.6106329262256622,
+        -0.8480964303016663,
+        -0.6106328964233398,
         -0.4599952697753906,
-        -0.33967943489551544,
-        -0.23460740596055984,
-        -0.13791173323988914,
+        -0.33967941999435425,
+        -0.23460739850997925,
+        -0.13791173696517944,
         -0.045525018125772476,
         0.03979014977812767,
-        0.1202552504837513,
+        0.1202552542090416,
         0.2035212516784668,
-        0.2920137718319893,
+        0.2920137643814087,
         0.3893125355243683,
-        0.5016634166240692,
+        0.5016633868217468,
         0.6427869200706482,
-        0.8614784181118011,
+        0.8614783883094788,
     ),
 )
 
@@ -93,7 +95,15 @@ FP4 = BlockwiseFormat(
     name="fp4",
     codebook=(*_FP4_MAGNITUDES, 0.0, *(-value for value in _FP4_MAGNITUDES[1:])),
     ascending=(11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3),
-    cuda_thresholds=(0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333, 0.8333333),
+    cuda_thresholds=(
+        0.0026041700039058924,
+        0.0859375,
+        0.2083333283662796,
+        0.2916666567325592,
+        0.4166666865348816,
+        0.5833330154418945,
+        0.8333333134651184,
+    ),
 )
 
 FORMATS = {format.name: format for format in (NF4, FP4)}

@@ -4,14 +4,15 @@ Triton's own launcher binds arguments, looks up a specialization and asks the dr
 Python a call, several times what a small dequantize takes on the GPU. The kernel it compiled is an ordinary CUDA
 function, so from the second call on we hand it to `cuLaunchKernel` ourselves, in 6 µs, with the same parameters.
 
-This holds only for the specialization that was compiled, so the caller keys what it keeps by everything Triton
-specializes on, and comes back here only with pointers and sizes that are multiples of 16 (docs/kernels/dequantize.md).
+This holds only for the specialization that was compiled. Triton specializes on types, on constants, and on which
+pointers and integers are multiples of 16; the caller keys what it keeps by the former, and the latter is checked here.
 """
 
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -37,10 +38,13 @@ def _driver_launch() -> Any:
 
 
 class DirectLaunch:
-    """One compiled kernel with one grid; call it with the stream and the kernel's pointers and integers, in order.
+    """One kernel compiled for pointers and integers that are all multiples of 16, with one grid.
 
-    Raises RuntimeError when the driver refuses a launch.
+    Call it with the stream and the kernel's arguments in order. It returns False, and does nothing, where one of them is
+    not such a multiple: that launch is Triton's. Raises RuntimeError when the driver refuses.
     """
+
+    __slots__ = ("_fixed", "_launch", "_parameters", "_values")
 
     def __init__(self, launch: Any, compiled: Any, grid: int, arguments: int) -> None:
         slots = arguments + _SCRATCH
@@ -49,20 +53,28 @@ class DirectLaunch:
         base = ctypes.addressof(self._values)
         self._parameters = (ctypes.c_void_p * slots)(*(base + 8 * i for i in range(slots)))
         metadata = compiled.metadata
-        self._fixed = (compiled.function, grid, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared)
-        self._arguments = arguments
+        sizes = (grid, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared)
+        # Converted once, here, rather than by ctypes at every call.
+        self._fixed = (ctypes.c_void_p(compiled.function), *map(ctypes.c_uint, sizes))
 
-    def __call__(self, stream: int, *values: int) -> None:
-        self._values[: self._arguments] = values
+    def __call__(self, stream: int, values: tuple[int, ...]) -> bool:
+        if not are_multiples_of_16(values):
+            return False
+        self._values[: len(values)] = values
         status = self._launch(*self._fixed, stream, self._parameters, None)
         if status:
             raise RuntimeError(f"the CUDA driver refused the launch with error {status} (see CUresult in cuda.h)")
+        return True
 
 
-def direct_launch(compiled: Any, grid: int, arguments: int) -> DirectLaunch | None:
-    """A DirectLaunch of what Triton compiled, or None where only Triton's own launcher will do."""
+def are_multiples_of_16(values: tuple[int, ...]) -> bool:
+    return not reduce(or_, values) % 16
+
+
+def direct_launch(compiled: Any, grid: int, values: tuple[int, ...]) -> DirectLaunch | None:
+    """A DirectLaunch of what Triton has just compiled for `values`, or None where only Triton's own launcher will do."""
     launch, metadata = _driver_launch(), compiled.metadata
     scratch = metadata.global_scratch_size or getattr(metadata, "profile_scratch_size", 0)
     if launch is None or scratch or metadata.num_ctas > 1 or not isinstance(compiled.function, int):
         return None
-    return DirectLaunch(launch, compiled, grid, arguments)
+    return DirectLaunch(launch, compiled, grid, len(values)) if are_multiples_of_16(values) else None

@@ -36,5 +36,9 @@ def compile_for(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in signature},
     )
-    gpu = GPUTarget("cuda", target, 32) if isinstance(target, int) else GPUTarget("hip", target, 64 if target < "gfx10" else 32)
+    gpu = (
+        GPUTarget("cuda", target, 32)
+        if isinstance(target, int)
+        else GPUTarget("hip", target, 64 if target < "gfx10" else 32)
+    )
     return triton.compile(source, target=gpu, options=options)

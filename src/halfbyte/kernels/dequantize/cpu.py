@@ -243,7 +243,7 @@ def _store(builder, vector, pointer, element):
 
 
 def parallel(kernel: Any, size: int, grain: int, *arguments: Any) -> None:
-    """kernel(begin, end, *arguments) over all of range(size), in pieces of at least `grain`, one a torch thread at most.
+    """kernel(begin, end, *arguments) over range(size), in pieces of at least `grain`, at most one a torch thread.
 
     Not on numba's own threads: where there is no OpenMP, those abort the process when two Python threads call at once.
     """

@@ -1,9 +1,9 @@
 """Which tile a dequantize launch takes: a pure function of the sizes and the device, from measurements on an H200.
 
 A program turns `blocks` scale blocks into numbers, four packed bytes a thread at a time. Measured (docs/notebook.md):
-tiles of 1 to 4 KB are alike within 3 percent as long as a thread has 8 to 16 bytes in flight; above the size of the L2
-cache it pays to fetch packed bytes into L2 some megabytes ahead, in bursts, because DRAM dislikes turning between reads
-and writes.
+tiles of 1 to 4 KB are alike within 3 percent as long as a thread has 8 to 16 bytes in flight. For large weights it pays to
+fetch packed bytes into L2 ahead of their use, in bursts, because DRAM loses time whenever it turns between reading and
+writing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from halfbyte.kernels.common.device import DeviceFacts
 
-WARP = 32
-BYTES_PER_THREAD = 4  # one load; the 8 numbers it becomes are one 16-byte store in 16-bit formats
+TILE_BYTES = 1024  # packed bytes a program: with four warps, 8 bytes in flight a thread
+AHEAD_BYTES = 33 << 16
+CHUNK_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ def is_valid(plan: DequantizePlan, block_size: int, nested_block_size: int | Non
     return (
         powers
         and plan.warps <= 16
-        and plan.blocks * block_size // 2 >= plan.warps * WARP * BYTES_PER_THREAD // 8
         and plan.blocks * block_size // 2 <= 1 << 16
         # One entry of the nested scales serves a whole program, read once.
         and (nested_block_size is None or nested_block_size % plan.blocks == 0)
@@ -43,11 +43,12 @@ def is_valid(plan: DequantizePlan, block_size: int, nested_block_size: int | Non
 
 def plan(numel: int, block_size: int, nested_block_size: int | None, facts: DeviceFacts) -> DequantizePlan:
     """The plan for `numel` weights in blocks of `block_size`."""
-    large = numel >= 1 << 25
-    tile_bytes, warps = (2048, 8) if large else (1024, 4)
-    blocks = max(1, tile_bytes // (block_size // 2))
+    blocks = max(1, TILE_BYTES // (block_size // 2))
     if nested_block_size is not None:
         blocks = min(blocks, nested_block_size)
-    # The bulk prefetch exists from sm_90 on. Four megabytes ahead is two microseconds of the whole GPU's work.
-    ahead, chunk = (2112, 4) if large and facts.kind == "cuda" and facts.capability >= 90 else (0, 1)
-    return DequantizePlan(blocks, warps, ahead, chunk)
+    # The bulk prefetch exists from sm_90 on. Two megabytes ahead is half a microsecond of the whole GPU's work; in 16 KB
+    # bursts. A weight that fits into L2 beside what it becomes gains nothing.
+    fetches = numel >= 1 << 24 and facts.kind == "cuda" and facts.capability >= 90
+    tile = blocks * block_size // 2
+    ahead, chunk = (max(1, AHEAD_BYTES // tile), max(1, CHUNK_BYTES // tile)) if fetches else (0, 1)
+    return DequantizePlan(blocks, 4, ahead, chunk)

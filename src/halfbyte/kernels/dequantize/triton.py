@@ -174,9 +174,8 @@ def _launch(
     )  # fmt: skip
     index = out.get_device()
     key = (index, numel, out.dtype, scale.dtype, block_size, nested_size, is_int4, plan)
-    aligned = not any(value % 16 for value in values)
-    if aligned and (direct := _direct.launches.get(key)) is not None:
-        direct(torch._C._cuda_getCurrentRawStream(index), *values)
+    direct = _direct.launches.get(key)
+    if direct is not None and direct(torch._C._cuda_getCurrentRawStream(index), values):
         return
 
     facts = facts_of(index)
@@ -189,5 +188,5 @@ def _launch(
         FLUSH=ptx > 0 and not is_int4, WORDS=out.itemsize == 2 and ptx >= PACKING and out.data_ptr() % 4 == 0,
         ODD=numel % 2 == 1, AHEAD=plan.ahead, CHUNK=plan.chunk, PTX=ptx, num_warps=plan.warps, enable_fp_fusion=False,
     )  # fmt: skip
-    if aligned and ptx:
-        _direct.launches[key] = direct_launch(compiled, grid, len(values))
+    if ptx:
+        _direct.launches[key] = direct_launch(compiled, grid, values)

@@ -5,9 +5,9 @@ to weight / scale; packed uint8 [(numel + 1) // 2], the first weight of a pair i
 Nested scales: the same idea again, on absmax - offset in blocks of 256, with the 256 values of the dynamic code.
 Grouped ("int4"): packed int32 [N, K / 8], scale [N, K / G] (formats/grouped.py).
 
-What "nearest" does on ties, zeros and NaN is bitsandbytes' choice, and its CPU and CUDA code choose differently. Each
-function takes `like`, "cpu" or "cuda", and follows the weight's own device where it is None. Source: formats/blockwise.py
-and the behaviour of bitsandbytes 0.50.
+What "nearest" does on ties, zeros and NaN is bitsandbytes' choice, and its CPU and CUDA code choose differently. The
+functions take `like`, "cpu" or "cuda"; where it is None, they follow the weight's own device. Source:
+formats/blockwise.py and the behaviour of bitsandbytes 0.50.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def _quantize_like_cpu(flat: Tensor, format: BlockwiseFormat, block_size: int) -
         absmax = torch.cat((absmax, last.unsqueeze(0)))
         scaled = torch.cat((scaled, flat[full:] / last))
     scaled = pad(scaled, (0, scaled.numel() % 2))
-    midpoints = midpoints_tensor(format.name, flat.device)
-    rank = (~(midpoints >= scaled.unsqueeze(1))).sum(1)
-    nibbles = torch.tensor(format.ascending, dtype=torch.uint8, device=flat.device)
-    return nibbles[rank], absmax
+    rank = torch.zeros_like(scaled, dtype=torch.long)
+    for midpoint in midpoints_tensor(format.name, flat.device):
+        rank += ~(midpoint >= scaled)
+    return torch.tensor(format.ascending, dtype=torch.uint8, device=flat.device)[rank], absmax
 
 
 def _quantize_like_cuda(flat: Tensor, format: BlockwiseFormat, block_size: int) -> tuple[Tensor, Tensor]:
@@ -87,17 +87,19 @@ def _quantize_like_cuda(flat: Tensor, format: BlockwiseFormat, block_size: int) 
     """
     blocks, absmax = _blocks_like_cuda(flat, block_size)
     scaled = (blocks * (1.0 / absmax).unsqueeze(1)).view(-1)[: flat.numel() + flat.numel() % 2]
-    thresholds = torch.tensor(format.cuda_thresholds, dtype=torch.float32, device=flat.device)
+    compared = scaled.abs() if format.signed_magnitude else scaled
+    rank = torch.zeros_like(scaled, dtype=torch.long)
+    for threshold in torch.tensor(format.cuda_thresholds, dtype=torch.float32, device=flat.device):
+        rank += compared > threshold
     if not format.signed_magnitude:
-        return (scaled.unsqueeze(1) > thresholds).sum(1).to(torch.uint8), absmax
+        return rank.to(torch.uint8), absmax
     magnitudes = [nibble for nibble in format.ascending if nibble < 8]
-    rank = (scaled.abs().unsqueeze(1) > thresholds).sum(1)
     signs = 8 * (scaled < 0).to(torch.uint8)
     return torch.tensor(magnitudes, dtype=torch.uint8, device=flat.device)[rank] + signs, absmax
 
 
 def _blocks_like_cuda(flat: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Blocks [B, block_size], the last filled up with zeros, and their absmax [B]: NaN counts only where there is no more.
+    """Blocks [B, block_size], the last filled up with zeros, and their absmax [B], which takes no notice of NaN.
 
     A block of nothing but NaN has the absmax that the search for a maximum starts from, minus the largest float.
     """
@@ -122,7 +124,7 @@ def quantize_scales(absmax: Tensor, offset: Tensor, *, like: Like | None = None)
 
 @cache
 def dynamic_table(device: torch.device) -> Tensor:
-    """The dynamic code nearest to each of 65536 equal steps from -1 to 1, uint8, as bitsandbytes' CPU code tabulates it."""
+    """The dynamic code nearest to each of 65536 equal steps from -1 to 1, uint8, as in bitsandbytes' CPU code."""
     code = dynamic_code(device)
     midpoints = 0.5 * (code[:-1] + code[1:])
     steps = torch.arange(DYNAMIC_STEPS, dtype=torch.float32, device=device)
@@ -160,7 +162,9 @@ def quantize_grouped(weight: Tensor, group_size: int, packed: Tensor, scale: Ten
     if weight.numel() == 0:
         return
     groups = weight.float().view(*scale.shape, group_size)
-    scale.copy_(groups.abs().amax(2) / grouped.LARGEST)
+    # Divided by a tensor: torch turns a division by a Python number into a product on CUDA.
+    largest = groups.abs().amax(2)
+    scale.copy_(largest / torch.full_like(largest, grouped.LARGEST))
     integers = torch.round(groups / scale.float().unsqueeze(2)).nan_to_num(0.0)
     nibbles = integers.clamp(-grouped.LARGEST, grouped.LARGEST).to(torch.int32) + grouped.BIAS
     shifts = torch.arange(0, 4 * grouped.PER_WORD, 4, dtype=torch.int32, device=weight.device)

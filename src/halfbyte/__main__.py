@@ -1,0 +1,5 @@
+"""`python -m halfbyte` is `halfbyte`."""
+
+from halfbyte.cli import app
+
+app()

@@ -1,0 +1,209 @@
+"""`halfbyte bench ...`. What takes long to import is imported by the command that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    import torch
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure against the peers: correctness first, then time, in one run.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. By default the first GPU, or the CPU.")]
+Shapes = Annotated[str | None, typer.Option(help="Comma-separated weights, such as 4096x4096,14336x4096.")]
+Dtype = Annotated[str, typer.Option(help="Of the dense weights: float16, bfloat16 or float32.")]
+Format = Annotated[str, typer.Option(help="nf4 or fp4.")]
+Nested = Annotated[bool, typer.Option("--nested/--flat", help="Scales in one byte, or in four.")]
+Rounds = Annotated[int, typer.Option(min=3, help="Samples of each provider; medians are reported.")]
+Out = Annotated[Path | None, typer.Option(help="Keep the record as OUT/<device>/<bench>.json.")]
+
+
+@app.command()
+def dequantize(
+    device: Device = None,
+    shapes: Shapes = None,
+    dtype: Dtype = "bfloat16",
+    format: Format = "nf4",
+    nested: Nested = True,
+    rounds: Rounds = 15,
+    out: Out = None,
+) -> None:
+    """Packed weights to dense ones, beside bitsandbytes, Unsloth's sequence and PEFT."""
+    from halfbyte.bench.dequantize import dequantize_cases
+
+    _run("dequantize", dequantize_cases, device, shapes, dtype, format, nested, rounds, out)
+
+
+@app.command()
+def quantize(
+    device: Device = None,
+    shapes: Shapes = None,
+    dtype: Dtype = "bfloat16",
+    format: Format = "nf4",
+    nested: Nested = True,
+    rounds: Rounds = 15,
+    out: Out = None,
+) -> None:
+    """Dense weights to packed ones, beside bitsandbytes."""
+    from halfbyte.bench.dequantize import quantize_cases
+
+    _run("quantize", quantize_cases, device, shapes, dtype, format, nested, rounds, out)
+
+
+@app.command()
+def puzzle(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of three dequantizations.")] = 1000,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of that many rounds; medians are reported.")] = 3,
+    out: Out = None,
+) -> None:
+    """Unsloth's challenge A, whole: three MLPs, checks, 1000 rounds, and its marking scheme."""
+    import torch
+
+    from halfbyte.bench import records
+    from halfbyte.bench.puzzle import OPTIONS, TOTAL_POINTS, run_puzzle
+
+    console = Console()
+    with console.status("puzzle") as status:
+        result = run_puzzle(rounds, repeats, status.update)
+    device = torch.device("cuda", torch.cuda.current_device())
+    record = {
+        "bench": "puzzle",
+        "environment": records.environment(device),
+        "method": f"wall clock of {rounds} rounds, each 3 dequantizations with a synchronization after each; "
+        f"median of {repeats} runs in turn",
+        "options": [option.name for option in OPTIONS],
+        "seconds": {name: [round(value, 4) for value in values] for name, values in result.seconds.items()},
+        "speedup": round(result.speedup, 4),
+        "points": dict(result.points),
+        "score": result.score,
+        "of": TOTAL_POINTS,
+    }
+    for name, values in result.seconds.items():
+        console.print(f"{name:9} {'  '.join(f'{value:.3f}' for value in values)}   together {sum(values):.3f} s")
+    console.print(f"speed-up {result.speedup:.2f}; {result.score} of {TOTAL_POINTS} points: {dict(result.points)}")
+    _keep(record, out, device, console)
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Option(help="Where the records are.")] = Path("benchmarks/results"),
+    root: Annotated[Path, typer.Option(help="The tree whose README.md and docs hold figures.")] = Path(),
+    check: Annotated[bool, typer.Option("--check", help="Only say whether the texts agree with the records.")] = False,
+) -> None:
+    """Put the recorded figures into README.md and docs, and draw their plots."""
+    from halfbyte.bench import records
+    from halfbyte.bench import report as reports
+
+    blocks: dict[str, str] = {}
+    for path in sorted(results.glob("*/*.json")):
+        record = records.read(path)
+        name = f"{path.parent.name}/{path.stem}"
+        is_puzzle = record["bench"] == "puzzle"
+        blocks[name] = reports.puzzle_markdown(record) if is_puzzle else reports.markdown_table(record)
+        if not check and not is_puzzle:
+            reports.plot(record, root / "docs" / "figures" / f"{path.parent.name}-{path.stem}.png")
+    stale = []
+    for text_path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+        text = text_path.read_text(encoding="utf-8")
+        filled = reports.fill(text, blocks)
+        if filled != text:
+            stale.append(str(text_path))
+            if not check:
+                text_path.write_text(filled, encoding="utf-8")
+    if check and stale:
+        raise ValueError(f"figures in {', '.join(stale)} are not those of the records; run: halfbyte bench report")
+    print(f"{len(blocks)} records; " + (f"wrote {', '.join(stale)}" if stale else "texts agree with them"))
+
+
+def _run(
+    bench: str,
+    make_cases: Callable[..., Any],
+    device_name: str | None,
+    shapes: str | None,
+    dtype: str,
+    format: str,
+    nested: bool,
+    rounds: int,
+    out: Path | None,
+) -> None:
+    import torch
+
+    from halfbyte.bench import records
+    from halfbyte.bench.case import run
+    from halfbyte.bench.ceiling import copy_bandwidth
+    from halfbyte.bench.dequantize import CPU_SHAPES, GPU_SHAPES
+    from halfbyte.bench.report import terminal_table
+
+    if dtype not in ("float16", "bfloat16", "float32"):
+        raise typer.BadParameter(f"dtype {dtype!r} is not float16, bfloat16 or float32")
+    if format not in ("nf4", "fp4"):
+        raise typer.BadParameter(f"format {format!r} is not nf4 or fp4, the formats that the peers have")
+    device = _device(device_name)
+    default = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    console = Console()
+    rows = []
+    torch.manual_seed(0)
+    with console.status("measuring the copy ceiling") as status:
+        copy, _ = copy_bandwidth(device)
+        for case in make_cases(device, _shapes(shapes) or default, getattr(torch, dtype), format, nested):
+            status.update(f"{bench} {case.name}")
+            rows += run(case, rounds)
+            del case
+    method = (
+        "queued passes over cold inputs between events, medians" if device.type == "cuda"
+        else "wall clock of single calls on rotating inputs, medians"
+    )  # fmt: skip
+    record = records.make_record(bench, device, rows, copy, method)
+    console.print(terminal_table(record))
+    _keep(record, out, device, console)
+    if wrong := [row for row in rows if row.error]:
+        raise ValueError(f"{len(wrong)} results were wrong, so they were not timed; see the table")
+
+
+def _keep(record: dict[str, Any], out: Path | None, device: torch.device, console: Console) -> None:
+    from halfbyte.bench import records
+
+    if out is not None:
+        path = out / records.folder_of(device) / f"{record['bench']}.json"
+        records.write(path, record)
+        console.print(f"kept in {path}")
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise typer.BadParameter("there is no CUDA device here; --device cpu always works")
+        torch.cuda.set_device(device)
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.type != "cpu":
+        raise typer.BadParameter(f"the bench runs on cpu and cuda, not on {device.type}")
+    return device
+
+
+def _shapes(text: str | None) -> Sequence[tuple[int, int]]:
+    """[(N, K), ...] of "NxK,NxK"."""
+    if text is None:
+        return ()
+    shapes = []
+    for part in text.split(","):
+        sides = part.lower().replace("×", "x").split("x")
+        if len(sides) != 2 or not all(side.strip().isdigit() and int(side) > 0 for side in sides):
+            raise typer.BadParameter(f"{part!r} is not a shape; write 4096x4096, several with commas")
+        if int(sides[0]) * int(sides[1]) % 2:
+            raise typer.BadParameter(f"{part!r} has an odd number of weights, which not every peer takes")
+        shapes.append((int(sides[0]), int(sides[1])))
+    return shapes

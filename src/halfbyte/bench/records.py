@@ -1,0 +1,149 @@
+"""What was measured, where, and by which code: one JSON file for each bench and device."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.bench.case import Row
+
+PACKAGES = ("torch", "triton", "numba", "bitsandbytes", "peft", "transformers")
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def folder_of(device: torch.device) -> str:
+    """The device's folder under benchmarks/results: "h200" for an NVIDIA H200."""
+    name = re.sub(r"(?i)nvidia|geforce|amd|intel|\(r\)|\(tm\)|processor|cpu", " ", device_name(device))
+    short = "-".join(re.findall(r"[a-z0-9]+", name.lower()))
+    return short if device.type == "cuda" else f"cpu-{short}".rstrip("-")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Everything that a figure depends on besides the code."""
+    facts: dict[str, Any] = {
+        "device": device_name(device),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "halfbyte": _version("halfbyte"),
+        "commit": _commit(),
+    }
+    facts |= {name: found for name in PACKAGES if (found := _version(name))}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "cuda": torch.version.cuda,
+            "driver": _driver(),
+            "multiprocessors": properties.multi_processor_count,
+            "l2_bytes": properties.L2_cache_size,
+        }
+    else:
+        facts["threads"] = torch.get_num_threads()
+    return facts
+
+
+def make_record(bench: str, device: torch.device, rows: Sequence[Row], copy: float, method: str) -> dict[str, Any]:
+    """copy: the measured ceiling in GB/s."""
+    return {
+        "bench": bench,
+        "environment": environment(device),
+        "method": method,
+        "copy_gb_per_s": round(copy, 1),
+        "rows": [_row(row, copy) for row in rows],
+    }
+
+
+def _row(row: Row, copy: float) -> dict[str, Any]:
+    line: dict[str, Any] = {"case": row.case, "provider": row.provider, **row.facts, "bytes": row.bytes}
+    if row.timing is None:
+        return line | {"error": row.error}
+    speed = row.gigabytes_per_second or 0.0
+    return line | {
+        **{f"{key}_us" if key != "samples" else key: _round(value) for key, value in asdict(row.timing).items()},
+        "gb_per_s": round(speed, 1),
+        "of_copy": round(speed / copy, 4),
+    }
+
+
+def _round(value: float) -> float:
+    return value if isinstance(value, int) else round(value, 3)
+
+
+def write(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1, ensure_ascii=False)
+            file.write("\n")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read(path: Path) -> dict[str, Any]:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict) or "bench" not in record:
+        raise ValueError(f"{path} is not a record of `halfbyte bench`")
+    return record
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        from halfbyte import __version__
+
+        return __version__ if package == "halfbyte" else None
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that runs, with + after it where that tree has changes of its own."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return os.environ.get("HALFBYTE_COMMIT")
+    try:
+        head = subprocess.run(
+            ["git", "-C", root, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+        )
+        dirty = subprocess.run(["git", "-C", root, "diff", "--quiet", "HEAD", "--", "src"], check=False).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if dirty else "")
+
+
+def _driver() -> str | None:
+    for line in _lines("/proc/driver/nvidia/version"):
+        if found := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", line):
+            return found.group()
+    return None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

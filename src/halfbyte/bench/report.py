@@ -1,0 +1,151 @@
+"""Turn records into what people read: a terminal table, a Markdown table, a plot. Figures never come from anywhere else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+BASELINE = "bitsandbytes"
+OURS = "halfbyte"
+COLORS = {"halfbyte": "#d1495b", "bitsandbytes": "#66788a", "unsloth": "#a0aab4", "peft": "#c6cdd4"}
+
+
+def by_case(record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """(case, provider to row), in the record's order."""
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in record["rows"]:
+        cases.setdefault(row["case"], {})[row["provider"]] = row
+    yield from cases.items()
+
+
+def terminal_table(record: Mapping[str, Any]) -> Table:
+    """Every row: time and spread, bandwidth, share of the copy ceiling, and how many times slower than ours."""
+    table = Table(title=_title(record), caption=f"copy {record['copy_gb_per_s']:,.0f} GB/s; {record['method']}")
+    table.add_column("case")
+    table.add_column("provider")
+    for heading in ("µs", "p20–p80", "GB/s", "of copy", "× ours"):
+        table.add_column(heading, justify="right")
+    for case, rows in by_case(record):
+        ours = rows.get(OURS, {}).get("median_us")
+        for provider, row in rows.items():
+            if "error" in row:
+                table.add_row(case, provider, f"[red]wrong: {row['error']}", "", "", "", "")
+                continue
+            times = f"{row['median_us'] / ours:.2f}" if ours else ""
+            table.add_row(
+                case if provider == OURS else "",
+                provider,
+                f"{row['median_us']:,.1f}",
+                f"{row['p20_us']:,.1f}–{row['p80_us']:,.1f}",
+                f"{row['gb_per_s']:,.0f}",
+                f"{row['of_copy']:.0%}",
+                times,
+            )
+        table.add_section()
+    return table
+
+
+def markdown_table(record: Mapping[str, Any]) -> str:
+    """One line a case: our time, the peers' times, our share of the copy ceiling, the ratio to bitsandbytes."""
+    providers = list(dict.fromkeys(row["provider"] for row in record["rows"]))
+    header = ["weight", *(f"{name}, µs" for name in providers), "GB/s", "of copy", f"× {BASELINE}"]
+    lines = [_line(header), _line(["---", *["---:"] * (len(header) - 1)])]
+    for case, rows in by_case(record):
+        ours, base = rows[OURS], rows.get(BASELINE, {})
+        cells = [
+            f"{rows[name]['median_us']:,.1f}" if "median_us" in rows.get(name, {}) else "wrong" for name in providers
+        ]
+        ratio = (
+            f"**{base['median_us'] / ours['median_us']:.2f}**" if "median_us" in base and "median_us" in ours else ""
+        )
+        speed = [f"{ours['gb_per_s']:,.0f}", f"{ours['of_copy']:.0%}"] if "median_us" in ours else ["", ""]
+        lines.append(_line([case, *cells, *speed, ratio]))
+    return "\n".join([*lines, "", provenance(record)])
+
+
+def puzzle_markdown(record: Mapping[str, Any]) -> str:
+    """Seconds of the puzzle for each option and provider, and the points."""
+    header = ["1000 × 3 dequantizations", "Unsloth, s", "halfbyte, s", "speed-up"]
+    lines = [_line(header), _line(["---", "---:", "---:", "---:"])]
+    for option, theirs, ours in zip(
+        record["options"], *(record["seconds"][name] for name in ("unsloth", OURS)), strict=True
+    ):
+        lines.append(_line([option, f"{theirs:.3f}", f"{ours:.3f}", f"{theirs / ours:.2f}"]))
+    totals = [sum(record["seconds"][name]) for name in ("unsloth", OURS)]
+    lines.append(_line(["together", f"{totals[0]:.3f}", f"{totals[1]:.3f}", f"**{totals[0] / totals[1]:.2f}**"]))
+    points = f"Points: {record['score']} of {record['of']}."
+    return "\n".join([*lines, "", f"{points} {provenance(record)}"])
+
+
+def provenance(record: Mapping[str, Any]) -> str:
+    """Hardware, date and versions, in one line of Markdown."""
+    facts = record["environment"]
+    versions = [f"{name} {facts[name]}" for name in ("torch", "triton", "numba", "bitsandbytes") if facts.get(name)]
+    machine = facts["device"] + (
+        f", {facts['threads']} threads" if "threads" in facts else f", driver {facts['driver']}"
+    )
+    copy = f"; copy {record['copy_gb_per_s']:,.0f} GB/s" if "copy_gb_per_s" in record else ""
+    return f"<sub>{machine}, {facts['date']}, {', '.join(versions)}{copy}; commit {facts['commit']}.</sub>"
+
+
+def plot(record: Mapping[str, Any], path: Path) -> None:
+    """Bandwidth of each provider, a group of bars a case, the copy ceiling as a line. Needs matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("plots need matplotlib; pip install 'halfbyte[plots]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cases = list(by_case(record))
+    providers = list(dict.fromkeys(row["provider"] for row in record["rows"]))
+    figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
+    width = 0.8 / len(providers)
+    for number, provider in enumerate(providers):
+        speeds = [rows.get(provider, {}).get("gb_per_s", 0.0) / 1000 for _, rows in cases]
+        places = [index + (number - (len(providers) - 1) / 2) * width for index in range(len(cases))]
+        bars = axes.bar(places, speeds, 0.92 * width, label=provider, color=COLORS.get(provider), zorder=2)
+        if provider == OURS:
+            axes.bar_label(bars, [f"{speed:.2f}" for speed in speeds], padding=2, fontsize=8, color=COLORS[OURS])
+    ceiling = record["copy_gb_per_s"] / 1000
+    axes.axhline(ceiling, color="#2b2d42", linewidth=1, linestyle=(0, (4, 3)), zorder=3)
+    axes.annotate(f"copy {ceiling:.2f} TB/s", (len(cases) - 0.55, ceiling), ha="right", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(cases)), [case for case, _ in cases], fontsize=9)
+    axes.set_ylabel("TB/s")
+    axes.set_ylim(0, 1.16 * max(ceiling, *(row.get("gb_per_s", 0) / 1000 for row in record["rows"])))
+    axes.set_title(_title(record), fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e8eb", zorder=0)
+    axes.legend(frameon=False, fontsize=8, ncols=len(providers), loc="upper left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+    plt.close(figure)
+
+
+def fill(text: str, blocks: Mapping[str, str]) -> str:
+    """`text` with each block between `<!-- figures: NAME -->` and `<!-- end -->` put in anew.
+
+    Raises ValueError where the text asks for a name that is not in `blocks`.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        name = match.group(2)
+        if name not in blocks:
+            raise ValueError(f"there is no record for the figures {name!r}; there are {', '.join(sorted(blocks))}")
+        return f"{match.group(1)}\n{blocks[name]}\n{match.group(3)}"
+
+    return re.sub(r"(<!-- figures: (\S+) -->)\n.*?(<!-- end -->)", block, text, flags=re.DOTALL)
+
+
+def _title(record: Mapping[str, Any]) -> str:
+    row = record["rows"][0]
+    nested = " nested" if row["nested"] else ""
+    return f"{record['bench']}, {row['format']}{nested}, {row['dtype']}, {record['environment']['device']}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

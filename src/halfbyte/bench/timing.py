@@ -1,0 +1,102 @@
+"""Time functions fairly: cold inputs, medians, providers in rotated order.
+
+On a GPU, a sample is one pass over all the inputs between two events, divided by their number. The inputs together are
+several times the L2 cache and every output stays alive until the pass is over, so each call reads from memory and
+writes to memory. A pass is queued behind a kernel that only waits, so that the host is always ahead: what is timed is
+the GPU's work, launch gaps between kernels included, and not Python. A pass that the host was too slow for is measured
+again behind a longer wait.
+
+On a CPU, a sample is one call on the next input, by the wall clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Provider = Callable[[int], Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call: the median, and the 20th and 80th percentile, of `samples` samples."""
+
+    median: float
+    p20: float
+    p80: float
+    samples: int
+
+
+def summarize(samples: list[float]) -> Timing:
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    p20, median, p80 = (ordered[round(last * quantile)] for quantile in (0.2, 0.5, 0.8))
+    return Timing(median, p20, p80, len(ordered))
+
+
+def time_all(providers: Mapping[str, Provider], sets: int, device: torch.device, rounds: int) -> dict[str, Timing]:
+    """Time each provider `rounds` times on inputs 0 to sets - 1; the order rotates from round to round."""
+    sample = _CudaSampler(providers, sets) if device.type == "cuda" else _CpuSampler(providers, sets)
+    names = list(providers)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for position in range(len(names)):
+            name = names[(turn + position) % len(names)]
+            samples[name].append(sample(name))
+    return {name: summarize(values) for name, values in samples.items()}
+
+
+class _CpuSampler:
+    def __init__(self, providers: Mapping[str, Provider], sets: int) -> None:
+        self.providers, self.sets, self.calls = providers, sets, 0
+        for provider in providers.values():
+            provider(0)
+
+    def __call__(self, name: str) -> float:
+        self.calls += 1
+        index = self.calls % self.sets
+        start = time.perf_counter()
+        result = self.providers[name](index)
+        elapsed = time.perf_counter() - start
+        del result  # freeing it belongs to nobody's time
+        return 1e6 * elapsed
+
+
+class _CudaSampler:
+    CYCLES_PER_SECOND = 2e9  # of the waiting kernel; a wait that is a little long does no harm
+
+    def __init__(self, providers: Mapping[str, Provider], sets: int) -> None:
+        self.providers, self.sets = providers, sets
+        self.wait: dict[str, float] = {}
+        for name, provider in providers.items():
+            self._pass(provider)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self._pass(provider)
+            self.wait[name] = 1.5 * (time.perf_counter() - start) + 1e-3
+            torch.cuda.synchronize()
+
+    def _pass(self, provider: Provider) -> list[Any]:
+        return [provider(index) for index in range(self.sets)]
+
+    def __call__(self, name: str) -> float:
+        while True:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(int(self.wait[name] * self.CYCLES_PER_SECOND))
+            start.record()
+            results = self._pass(self.providers[name])
+            end.record()
+            host_was_ahead = not start.query()
+            torch.cuda.synchronize()
+            del results
+            if host_was_ahead:
+                return 1e3 * start.elapsed_time(end) / self.sets
+            self.wait[name] *= 2
+            if self.wait[name] > 1.0:
+                raise RuntimeError(
+                    f"{name} synchronizes with the GPU, so its kernels cannot be timed apart from the host"
+                )

@@ -1,0 +1,38 @@
+"""Odd shapes, for compute-sanitizer: `make sanitize` runs just this file under memcheck, racecheck and initcheck.
+
+Every kernel runs at sizes around the edges of its tiles. Results are compared with the CPU's, so that the same file is
+worth something without the sanitizer.
+"""
+
+import pytest
+import torch
+
+import halfbyte as hb
+
+SHAPES = ((1, 1), (1, 63), (3, 21), (5, 65), (2, 1024), (1, 2049), (17, 127), (33, 4099), (129, 1000))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("format", ["nf4", "fp4"])
+def test_blockwise(format: str, shape: tuple[int, int]) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for block_size, nested in ((32, True), (64, True), (64, False), (4096, True)):
+            weight = torch.randn(shape).to(dtype)
+            q = hb.quantize(weight, format, block_size=block_size, nested=nested)
+            there = hb.quantize(weight.cuda(), format, block_size=block_size, nested=nested)
+            assert there.packed.shape == q.packed.shape
+            out = torch.full(shape, 777.0, dtype=dtype, device="cuda")
+            hb.dequantize(q.to("cuda"), out=out)
+            torch.testing.assert_close(out.cpu(), hb.dequantize(q), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (3, 384), (57, 1152)])
+def test_int4(shape: tuple[int, int]) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for group_size in (32, 64, 128):
+            weight = torch.randn(shape).to(dtype)
+            q = hb.quantize(weight, "int4", group_size=group_size)
+            there = hb.quantize(weight.cuda(), "int4", group_size=group_size)
+            assert torch.equal(there.packed.cpu(), q.packed)
+            assert torch.equal(there.scale.cpu(), q.scale)
+            torch.testing.assert_close(hb.dequantize(there).cpu(), hb.dequantize(q), rtol=0, atol=0)
