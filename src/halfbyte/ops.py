@@ -77,7 +77,7 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor
         )
         return result if out is None else out.copy_(result)
     if out is None:
-        out = torch.empty(q.shape, dtype=dtype, device=q.packed.device)
+        out = q.scale.new_empty(q.shape, dtype=dtype)
     _dequantize(q, out)
     return out
 

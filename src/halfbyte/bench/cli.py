@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,8 +73,7 @@ def puzzle(
     from halfbyte.bench.puzzle import OPTIONS, TOTAL_POINTS, run_puzzle
 
     console = Console()
-    with console.status("puzzle") as status:
-        result = run_puzzle(rounds, repeats, status.update)
+    result = run_puzzle(rounds, repeats, _say)
     device = torch.device("cuda", torch.cuda.current_device())
     record = {
         "bench": "puzzle",
@@ -152,12 +152,12 @@ def _run(
     console = Console()
     rows = []
     torch.manual_seed(0)
-    with console.status("measuring the copy ceiling") as status:
-        copy, _ = copy_bandwidth(device)
-        for case in make_cases(device, _shapes(shapes) or default, getattr(torch, dtype), format, nested):
-            status.update(f"{bench} {case.name}")
-            rows += run(case, rounds)
-            del case
+    _say("measuring the copy ceiling")
+    copy, _ = copy_bandwidth(device)
+    for case in make_cases(device, _shapes(shapes) or default, getattr(torch, dtype), format, nested):
+        _say(f"{bench} {case.name}")
+        rows += run(case, rounds)
+        del case  # its inputs make room for those of the next
     method = (
         "queued passes over cold inputs between events, medians" if device.type == "cuda"
         else "wall clock of single calls on rotating inputs, medians"
@@ -167,6 +167,11 @@ def _run(
     _keep(record, out, device, console)
     if wrong := [row for row in rows if row.error]:
         raise ValueError(f"{len(wrong)} results were wrong, so they were not timed; see the table")
+
+
+def _say(step: str) -> None:
+    """What is going on, on stderr. No spinner: its thread would compete with what is timed."""
+    print(f"{step} ...", file=sys.stderr, flush=True)
 
 
 def _keep(record: dict[str, Any], out: Path | None, device: torch.device, console: Console) -> None:
@@ -187,8 +192,9 @@ def _device(name: str | None) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise typer.BadParameter("there is no CUDA device here; --device cpu always works")
-        torch.cuda.set_device(device)
-        return torch.device("cuda", torch.cuda.current_device())
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
     if device.type != "cpu":
         raise typer.BadParameter(f"the bench runs on cpu and cuda, not on {device.type}")
     return device

@@ -51,7 +51,6 @@ def from_bitsandbytes(packed: torch.Tensor, quant_state: Any = None) -> Quantize
             data = packed.data
             if data.dtype is not torch.uint8:
                 data = data.view(torch.uint8)
-            data = data.view(-1)
         state2 = state.state2
         nested = None
         if state2 is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -100,51 +99,55 @@ class QuantizedWeight:
 FORMAT_NAMES = (*blockwise.FORMATS, grouped.NAME)
 
 
+_UINT8, _INT32, _FLOAT32 = (torch.uint8,), (torch.int32,), (torch.float32,)
+
+
 def _check_blockwise(q: QuantizedWeight) -> None:
     if q.block_size not in blockwise.BLOCK_SIZES:
         raise ValueError(f"block_size is {q.block_size}; {q.format} takes one of {blockwise.BLOCK_SIZES}")
     numel = q.numel
     blocks = -(-numel // q.block_size)
-    _check_tensor("packed", q.packed, (torch.uint8,), (numel + 1) // 2, q.device, f"shape {list(q.shape)}")
-    dtypes = (torch.uint8,) if q.nested else (torch.float32,)
-    because = f"{numel} weights in blocks of {q.block_size}"
-    _check_tensor("scale", q.scale, dtypes, blocks, q.device, because)
+    _check_tensor(q, "packed", q.packed, _UINT8, (numel + 1) // 2)
+    _check_tensor(q, "scale", q.scale, _UINT8 if q.nested else _FLOAT32, blocks)
     if q.nested:
         size = q.nested.block_size
         if size < 16 or size & (size - 1):
             raise ValueError(f"nested.block_size is {size}; it must be a power of two of at least 16 (usually 256)")
-        fp32 = (torch.float32,)
-        _check_tensor("nested.code", q.nested.code, fp32, 256, q.device, "one value a byte")
-        because = f"{blocks} scales in blocks of {size}"
-        _check_tensor("nested.absmax", q.nested.absmax, fp32, -(-blocks // size), q.device, because)
-        _check_tensor("nested.offset", q.nested.offset, fp32, 1, q.device, "one for the whole weight")
+        _check_tensor(q, "nested.code", q.nested.code, _FLOAT32, 256)
+        _check_tensor(q, "nested.absmax", q.nested.absmax, _FLOAT32, -(-blocks // size))
+        _check_tensor(q, "nested.offset", q.nested.offset, _FLOAT32, 1)
 
 
 def _check_grouped(q: QuantizedWeight) -> None:
     grouped.check_shape(q.shape, q.block_size)
     n, k = q.shape
-    because = f"shape {list(q.shape)} with groups of {q.block_size}"
-    _check_tensor("packed", q.packed, (torch.int32,), (n, k // grouped.PER_WORD), q.device, because)
-    _check_tensor("scale", q.scale, FLOAT_DTYPES, (n, k // q.block_size), q.device, because)
+    _check_tensor(q, "packed", q.packed, _INT32, n * k // grouped.PER_WORD, (n, k // grouped.PER_WORD))
+    _check_tensor(q, "scale", q.scale, FLOAT_DTYPES, n * k // q.block_size, (n, k // q.block_size))
 
 
 def _check_tensor(
+    q: QuantizedWeight,
     name: str,
     tensor: torch.Tensor,
-    dtypes: Sequence[torch.dtype],
-    size: int | tuple[int, ...],
-    device: torch.device,
-    because: str,
+    dtypes: tuple[torch.dtype, ...],
+    numel: int,
+    shape: tuple[int, int] | None = None,
 ) -> None:
-    """Raise unless `tensor` is contiguous, of a known dtype and size, and where the packed weight is."""
+    """Raise unless `tensor` is contiguous, of a known dtype and size, and where the packed weight is.
+
+    Weights are made on hot paths, so nothing is said, and no sentence built, while all is well.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device} and packed on {device}; move both to one device with .to()")
-    given = tensor.numel() if isinstance(size, int) else tuple(tensor.shape)
-    if given != size:
-        raise ValueError(f"{name} has {given} {'elements' if isinstance(size, int) else 'as shape'}; {because} needs {size}")
+    if tensor is not q.packed and tensor.device != q.packed.device:
+        raise ValueError(f"{name} is on {tensor.device} and packed on {q.packed.device}; move both to one device")
+    if tensor.numel() != numel or (shape is not None and tensor.shape != shape):
+        needed = f"shape {list(shape)}" if shape else f"{numel} elements"
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)}; {q.format} of shape {list(q.shape)} with a scale for every "
+            f"{q.block_size} weights needs {needed}"
+        )
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous; pass {name}.contiguous()")

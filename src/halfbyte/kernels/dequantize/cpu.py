@@ -13,6 +13,9 @@ Bytes moved a weight: 1/2 read, 2 or 4 written, and 1 or 4 read for every block.
 Source: formats/; the rounding to fp16 follows Fabian Giesen's public-domain float_to_half_fast3_rtne.
 """
 
+# numba finds out the types of kernels by itself, and llvmlite has none for what it builds.
+# mypy: allow-untyped-defs, allow-untyped-calls
+
 from __future__ import annotations
 
 import ctypes

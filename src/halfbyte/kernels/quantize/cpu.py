@@ -11,6 +11,9 @@ Bytes moved a weight: 2 or 4 read, 1/2 written, and 4 written for every block. F
 Source: the rules, NaN and zeros included, are those spelled out in reference.py.
 """
 
+# numba finds out the types of kernels by itself.
+# mypy: allow-untyped-defs, allow-untyped-calls
+
 from __future__ import annotations
 
 import os
@@ -49,10 +52,8 @@ def quantize_blockwise(
 ) -> None:
     """Quantize a contiguous fp16, bf16 or fp32 weight of any shape into `packed` and `absmax`."""
     midpoints = tuple(midpoints_tensor(format.name, weight.device).numpy())
-    ascending = [
-        sum(nibble << 4 * i for i, nibble in enumerate(half)) for half in (format.ascending[:8], format.ascending[8:])
-    ]
-    ascending = tuple(map(np.uint32, ascending))
+    halves = format.ascending[:8], format.ascending[8:]
+    ascending = tuple(np.uint32(sum(nibble << 4 * i for i, nibble in enumerate(half))) for half in halves)
     arguments = _bits(weight), block_size, midpoints, ascending, packed.view(-1).numpy(), absmax.numpy()
     parallel(_quantize_tiles, -(-weight.numel() // TILE), GRAIN // TILE, *arguments)
 
