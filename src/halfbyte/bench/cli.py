@@ -158,11 +158,7 @@ def _run(
         _say(f"{bench} {case.name}")
         rows += run(case, rounds)
         del case  # its inputs make room for those of the next
-    method = (
-        "queued passes over cold inputs between events, medians" if device.type == "cuda"
-        else "wall clock of single calls on rotating inputs, medians"
-    )  # fmt: skip
-    record = records.make_record(bench, device, rows, copy, method)
+    record = records.make_record(bench, device, rows, copy)
     console.print(terminal_table(record))
     _keep(record, out, device, console)
     if wrong := [row for row in rows if row.error]:

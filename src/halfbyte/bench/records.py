@@ -9,7 +9,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -62,12 +61,11 @@ def environment(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def make_record(bench: str, device: torch.device, rows: Sequence[Row], copy: float, method: str) -> dict[str, Any]:
+def make_record(bench: str, device: torch.device, rows: Sequence[Row], copy: float) -> dict[str, Any]:
     """copy: the measured ceiling in GB/s."""
     return {
         "bench": bench,
         "environment": environment(device),
-        "method": method,
         "copy_gb_per_s": round(copy, 1),
         "rows": [_row(row, copy) for row in rows],
     }
@@ -78,15 +76,16 @@ def _row(row: Row, copy: float) -> dict[str, Any]:
     if row.timing is None:
         return line | {"error": row.error}
     speed = row.gigabytes_per_second or 0.0
+    timing = row.timing
     return line | {
-        **{f"{key}_us" if key != "samples" else key: _round(value) for key, value in asdict(row.timing).items()},
+        "median_us": round(timing.median, 3),
+        "p20_us": round(timing.p20, 3),
+        "p80_us": round(timing.p80, 3),
+        "samples": timing.samples,
+        "clock": timing.clock,
         "gb_per_s": round(speed, 1),
         "of_copy": round(speed / copy, 4),
     }
-
-
-def _round(value: float) -> float:
-    return value if isinstance(value, int) else round(value, 3)
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ from halfbyte.formats.weight import NestedScale
 BYTES, WEIGHTS = 16, 32
 
 # Fewer weights than this are not worth waking a thread for.
-GRAIN = 2**17
+GRAIN = 2**20
 
 # numba sees the output as integers, one type for each way of rounding.
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.uint32}

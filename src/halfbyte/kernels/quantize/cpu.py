@@ -36,7 +36,7 @@ from halfbyte.kernels.quantize.reference import DYNAMIC_STEPS, SMALLEST_DIVISOR,
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.uint32}
 
 # Fewer weights than this are not worth waking a thread for.
-GRAIN = 2**15
+GRAIN = 2**17
 
 # Weights that are scaled before their nibbles are looked for: a multiple of every block size, and small enough for L1.
 TILE = 4096

@@ -25,6 +25,7 @@ from halfbyte.kernels.common.arithmetic import multiply
 from halfbyte.kernels.common.device import facts_of
 
 CELLS = 64  # 33 are in use, for x from -1 to 1; number 63 is where NaN falls
+TILE_WEIGHTS = 1024  # a program's: with two warps, 16 a thread
 CELL = tl.constexpr(16.0)
 MAGIC = tl.constexpr(12582912.0 + 16.0)  # 1.5 * 2^23 rounds to integers; 16 more makes x = -1 cell 0
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -34,7 +35,8 @@ SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 @triton.jit
 def _largest(values, FLUSH: tl.constexpr):
     """The largest magnitude of each row, NaN passed over; a row of nothing else gives the lowest float."""
-    largest = tl.max(tl.where(values == values, tl.abs(values), LOWEST), axis=1)
+    largest = tl.max(tl.abs(values), axis=1)
+    largest = tl.where(largest == largest, largest, LOWEST)
     if FLUSH:
         largest = tl.where(tl.abs(largest) < SMALLEST_NORMAL, 0.0, largest)
     return largest
@@ -72,7 +74,7 @@ def blockwise_kernel(
     x = multiply(values, reciprocal, PTX > 0)
 
     magnitude = tl.abs(x) if SIGNED_MAGNITUDE else x
-    cell = (magnitude * CELL + MAGIC).to(tl.int32, bitcast=True) & 63
+    cell = tl.fma(magnitude, CELL, MAGIC).to(tl.int32, bitcast=True) & 63
     cell = cell.reshape(TILE)
     table = tl.arange(0, 64)
     threshold = tl.gather(tl.load(thresholds + table), cell, 0).reshape(BLOCKS, BLOCK)
@@ -83,7 +85,7 @@ def blockwise_kernel(
         nibble = nibble ^ ((nibble & 2) << 1) | (x < 0).to(tl.int32) << 3
 
     high, low = tl.split(nibble.reshape(BLOCKS, BLOCK // 2, 2))
-    byte = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    byte = tl.max_contiguous(block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :], (1, 4))
     left = tl.minimum(n_bytes - first // 2, TILE // 2).to(tl.int32)
     tl.store(packed + first // 2 + byte, ((high << 4) | low).to(tl.uint8), mask=byte < left)
 
@@ -169,12 +171,12 @@ def quantize_blockwise(
     numel = weight.numel()
     if numel == 0:
         return
-    blocks = max(1, 2048 // block_size)
+    blocks = max(1, TILE_WEIGHTS // block_size)
     thresholds, below = cells(format.name, weight.device)
     blockwise_kernel[(triton.cdiv(numel, block_size * blocks),)](
         weight, thresholds, below, packed, absmax, numel, (numel + 1) // 2,
         BLOCK=block_size, BLOCKS=blocks, SIGNED_MAGNITUDE=format.signed_magnitude, PTX=_ptx(weight),
-        num_warps=max(4, block_size // 512), enable_fp_fusion=False,
+        num_warps=2 if block_size <= TILE_WEIGHTS else block_size // 512, enable_fp_fusion=False,
     )  # fmt: skip
 
 
