@@ -19,11 +19,7 @@ Source: formats/; the rounding to fp16 follows Fabian Giesen's public-domain flo
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import llvmlite.ir as ir
@@ -35,6 +31,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from halfbyte.formats.weight import NestedScale
+from halfbyte.kernels.common.threads import parallel
 
 # A step of the kernel: so many packed bytes become twice as many weights. The smallest block is one step.
 BYTES, WEIGHTS = 16, 32
@@ -243,28 +240,6 @@ def _load(builder, pointer, element, count):
 
 def _store(builder, vector, pointer, element):
     builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()), align=element.width // 8)
-
-
-def parallel(kernel: Any, size: int, grain: int, *arguments: Any) -> None:
-    """kernel(begin, end, *arguments) over range(size), in pieces of at least `grain`, at most one a torch thread.
-
-    Not on numba's own threads: where there is no OpenMP, those abort the process when two Python threads call at once.
-    """
-    pieces = max(1, min(torch.get_num_threads(), size // grain))
-    edges = [size * piece // pieces for piece in range(pieces + 1)]
-    others = [_pool().submit(kernel, begin, end, *arguments) for begin, end in pairwise(edges[1:])]
-    kernel(0, edges[1], *arguments)
-    for other in others:
-        other.result()
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="halfbyte")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 # glibc gives blocks of this size and more pages of their own, and takes the pages back when they are freed.

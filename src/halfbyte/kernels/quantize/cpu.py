@@ -16,10 +16,6 @@ Source: the rules, NaN and zeros included, are those spelled out in reference.py
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,6 +26,7 @@ from torch import Tensor
 
 from halfbyte.formats.blockwise import NESTED_BLOCK_SIZE, BlockwiseFormat, midpoints_tensor
 from halfbyte.formats.grouped import BIAS, LARGEST
+from halfbyte.kernels.common.threads import parallel
 from halfbyte.kernels.quantize.reference import DYNAMIC_STEPS, SMALLEST_DIVISOR, dynamic_table
 
 # numba sees weights as integers, one type for each float format.
@@ -245,25 +242,3 @@ def _round_to_fp16(value, like):
         return np.int16(np.float32(value + np.float32(0.5)).view(np.uint32) - 0x3F000000)
     # From exponent bias 127 to 15, and just under half of the last place that is kept.
     return np.int16((bits + ((bits >> 13) & 1) - (112 << 23) + 0xFFF) >> 13)
-
-
-def parallel(kernel: Any, size: int, grain: int, *arguments: Any) -> None:
-    """kernel(begin, end, *arguments) over range(size), in pieces of at least `grain`, at most one a torch thread.
-
-    Not on numba's own threads: where there is no OpenMP, those abort the process when two Python threads call at once.
-    """
-    pieces = max(1, min(torch.get_num_threads(), size // grain))
-    edges = [size * piece // pieces for piece in range(pieces + 1)]
-    others = [_pool().submit(kernel, begin, end, *arguments) for begin, end in pairwise(edges[1:])]
-    kernel(0, edges[1], *arguments)
-    for other in others:
-        other.result()
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="halfbyte")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -26,6 +26,7 @@ from halfbyte.kernels.common.device import facts_of
 
 CELLS = 64  # 33 are in use, for x from -1 to 1; number 63 is where NaN falls
 TILE_WEIGHTS = 1024  # a program's: with two warps, 16 a thread
+BLOCKS_OF_SCALES = 4  # a program's: every look-up brings the code into shared memory anew, so more share it
 CELL = tl.constexpr(16.0)
 MAGIC = tl.constexpr(12582912.0 + 16.0)  # 1.5 * 2^23 rounds to integers; 16 more makes x = -1 cell 0
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -91,22 +92,28 @@ def blockwise_kernel(
 
 
 @triton.jit
-def scales_kernel(absmax, offset, code, codes, absmax2, n_scales, NESTED: tl.constexpr, PTX: tl.constexpr):
-    """One program a block of NESTED scales; `code` is fp32 [256] ascending."""
-    block = tl.program_id(0).to(tl.int64)
-    element = tl.arange(0, NESTED)
-    in_range = block * NESTED + element < n_scales
+def scales_kernel(
+    absmax, offset, code, codes, absmax2, n_scales, NESTED: tl.constexpr, BLOCKS: tl.constexpr, PTX: tl.constexpr
+):
+    """A tile of [blocks, NESTED scales of a block]; `code` is fp32 [256] ascending."""
+    TILE: tl.constexpr = BLOCKS * NESTED
+    first_block = tl.program_id(0).to(tl.int64) * BLOCKS
+    first = first_block * NESTED
+    left = tl.minimum(n_scales - first, TILE).to(tl.int32)
+    block = tl.arange(0, BLOCKS)
+    element = block[:, None] * NESTED + tl.arange(0, NESTED)[None, :]
     # The difference is torch's in bitsandbytes, and so it keeps its subnormal numbers.
-    values = tl.load(absmax + block * NESTED + element, mask=in_range, other=0) - tl.load(offset)
-    values = tl.where(in_range, values, 0.0)
-    largest = _largest(values[None, :], PTX > 0)
-    tl.store(absmax2 + block + tl.arange(0, 1), largest)
-    x = multiply(values, tl.broadcast_to(_reciprocal(largest, PTX), (NESTED,)), PTX > 0)
+    values = tl.load(absmax + first + element, mask=element < left, other=0) - tl.load(offset)
+    values = tl.where(element < left, values, 0.0)
+    largest = _largest(values, PTX > 0)
+    tl.store(absmax2 + first_block + block, largest, mask=block * NESTED < left)
+    reciprocal = tl.broadcast_to(_reciprocal(largest, PTX)[:, None], (BLOCKS, NESTED))
+    x = multiply(values, reciprocal, PTX > 0).reshape(TILE)
 
     table = tl.load(code + tl.arange(0, 256))
-    pivot = tl.full((NESTED,), 127, tl.int32)
-    below = tl.full((NESTED,), 0, tl.int32)
-    above = tl.full((NESTED,), 255, tl.int32)
+    pivot = tl.full((TILE,), 127, tl.int32)
+    below = tl.full((TILE,), 0, tl.int32)
+    above = tl.full((TILE,), 255, tl.int32)
     for halving in tl.static_range(7):
         up = x > tl.gather(table, pivot, 0)
         below = tl.where(up, pivot, below)
@@ -115,8 +122,8 @@ def scales_kernel(absmax, offset, code, codes, absmax2, n_scales, NESTED: tl.con
     value = tl.gather(table, pivot, 0)
     to_above = (x > value) & (x > (tl.gather(table, above, 0) + value) * 0.5)
     to_below = (x <= value) & (x < (tl.gather(table, below, 0) + value) * 0.5)
-    pivot = tl.where(to_above, above, tl.where(to_below, below, pivot))
-    tl.store(codes + block * NESTED + element, pivot.to(tl.uint8), mask=in_range)
+    pivot = tl.where(to_above, above, tl.where(to_below, below, pivot)).reshape(BLOCKS, NESTED)
+    tl.store(codes + first + element, pivot.to(tl.uint8), mask=element < left)
 
 
 @triton.jit
@@ -187,9 +194,9 @@ def quantize_scales(absmax: torch.Tensor, offset: torch.Tensor) -> tuple[torch.T
     blocks = triton.cdiv(n_scales, NESTED_BLOCK_SIZE)
     absmax2 = absmax.new_empty(blocks)
     if blocks:
-        scales_kernel[(blocks,)](
+        scales_kernel[(triton.cdiv(blocks, BLOCKS_OF_SCALES),)](
             absmax, offset, dynamic_code(absmax.device), codes, absmax2, n_scales,
-            NESTED=NESTED_BLOCK_SIZE, PTX=_ptx(absmax), num_warps=4, enable_fp_fusion=False,
+            NESTED=NESTED_BLOCK_SIZE, BLOCKS=BLOCKS_OF_SCALES, PTX=_ptx(absmax), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, absmax2
 
