@@ -86,7 +86,8 @@ def _dequantize(q: QuantizedWeight, out: Tensor) -> None:
     device = q.packed.device
     if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return _dequantize(q, out)
+            _dequantize(q, out)
+            return
     kernels = _backend("dequantize", device.type)
     if q.format == grouped.NAME:
         kernels.dequantize_grouped(q.packed, q.scale, q.block_size, out)
@@ -113,7 +114,7 @@ def _quantize(weight: Tensor, format: str, block_size: int, nested: bool) -> lis
     # The offset must be known before the first scale can be written, and must be torch's own sum to the last bit.
     offset = scale.mean()
     codes, absmax = kernels.quantize_scales(scale, offset)
-    return [packed, codes, blockwise.dynamic_code(device).clone(), absmax, offset]
+    return [packed, codes, blockwise.dynamic_code(device), absmax, offset]
 
 
 def _empty_quantized(weight: Tensor, format: str, block_size: int) -> tuple[Tensor, Tensor]:
@@ -190,6 +191,13 @@ _library.define(
 )
 
 
+def _quantize_op(weight: Tensor, format: str, block_size: int, nested: bool) -> list[Tensor]:
+    parts = _quantize(weight, format, block_size, nested)
+    if nested:
+        parts[2] = parts[2].clone()  # an operator may not return the same tensor twice
+    return parts
+
+
 def _dequantize_op(
     packed: Tensor,
     scale: Tensor,
@@ -235,7 +243,7 @@ def _quantize_fake(weight: Tensor, format: str, block_size: int, nested: bool) -
 
 
 for _name, _real, _fake in (
-    ("quantize", _quantize, _quantize_fake),
+    ("quantize", _quantize_op, _quantize_fake),
     ("dequantize", _dequantize_op, _dequantize_fake),
 ):
     _library.impl(_name, _real, "CompositeExplicitAutograd")

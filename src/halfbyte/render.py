@@ -78,12 +78,12 @@ def _nested(console: Console, e: Explanation, assumed: bool) -> None:
 
 def _placement(e: Explanation) -> str:
     if e.format == "int4":
-        return f"which is {e.nibble} - 8 = {e.nibble - 8}; eight share an int32, the first in the low bits"
-    return f"the high half of its byte (0x{e.nibble:x}?) if first of a pair, else the low half (0x?{e.nibble:x})"
+        return f"{e.nibble} - 8 = {e.nibble - 8}; eight share an int32, low bits first"
+    return f"in byte 0x{e.nibble:x}? if first of a pair, 0x?{e.nibble:x} if second"
 
 
 def _error(error: float, value: float) -> str:
-    return f"error {error:+.3g}" + (f" ({100 * abs(error / value):.2g} %)" if value else "")
+    return f"error {error:+.3g}" + (f" ({100 * abs(error / value):.3g} %)" if value else "")
 
 
 def summary(console: Console, summary: Summary) -> None:

@@ -53,7 +53,7 @@ def by_bitsandbytes(q: hb.QuantizedWeight) -> torch.Tensor:
     return bnb.functional.dequantize_4bit(packed, state)
 
 
-@pytest.mark.parametrize(("format", "dtype"), itertools.product(FORMATS, DTYPES))
+@pytest.mark.parametrize(("format", "dtype"), list(itertools.product(FORMATS, DTYPES)))
 def test_every_byte_with_every_scale_code(format: str, dtype: torch.dtype) -> None:
     """Block b holds the bytes of b % 8 and has scale code b // 8: all 256 x 256 pairs."""
     packed = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(8, 32).repeat(256, 1)
@@ -66,7 +66,7 @@ def test_every_byte_with_every_scale_code(format: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("block_size", blockwise.BLOCK_SIZES)
-@pytest.mark.parametrize(("format", "dtype"), itertools.product(FORMATS, DTYPES))
+@pytest.mark.parametrize(("format", "dtype"), list(itertools.product(FORMATS, DTYPES)))
 def test_block_sizes_and_shapes(format: str, dtype: torch.dtype, block_size: int, nested: bool) -> None:
     for shape in ((3, 4096), (1, 1), (7, 33), (64, 64), (1001,), (257, 4099), (2, 96, 100), (8192, 512)):
         q = random_weight(shape, format, block_size, nested, dtype)
@@ -79,7 +79,7 @@ def test_block_sizes_and_shapes(format: str, dtype: torch.dtype, block_size: int
 @pytest.mark.parametrize(
     "value", [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-38, 1e-39, 3e-45, 1e38, -2.5]
 )
-@pytest.mark.parametrize(("format", "dtype"), itertools.product(FORMATS, DTYPES))
+@pytest.mark.parametrize(("format", "dtype"), list(itertools.product(FORMATS, DTYPES)))
 def test_unusual_scales(format: str, dtype: torch.dtype, value: float) -> None:
     packed = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(8)
     scale = torch.full((64,), value, device=DEVICE)

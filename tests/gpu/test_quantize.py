@@ -36,7 +36,7 @@ def assert_like_bitsandbytes(weight: torch.Tensor, format: str, block_size: int,
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize(("format", "dtype"), itertools.product(FORMATS, DTYPES))
+@pytest.mark.parametrize(("format", "dtype"), list(itertools.product(FORMATS, DTYPES)))
 def test_like_bitsandbytes(format: str, dtype: torch.dtype, nested: bool, block_size: int) -> None:
     for shape in ((1024, 4096), (7, 33), (1, 1), (100, 4098), (513, 1001)):
         assert_like_bitsandbytes(torch.randn(shape, device=DEVICE).to(dtype), format, block_size, nested)
@@ -44,7 +44,7 @@ def test_like_bitsandbytes(format: str, dtype: torch.dtype, nested: bool, block_
     assert_like_bitsandbytes(torch.randn((512, 4096), device=DEVICE).to(dtype) * 1e4, format, block_size, nested)
 
 
-@pytest.mark.parametrize(("format", "dtype"), itertools.product(FORMATS, DTYPES))
+@pytest.mark.parametrize(("format", "dtype"), list(itertools.product(FORMATS, DTYPES)))
 def test_unusual_weights(format: str, dtype: torch.dtype) -> None:
     for value in (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-38, 1e-40, 6e-8, 3e38):
         for every in (1, 7, 64, 640):
@@ -63,7 +63,7 @@ def test_ties(format: str) -> None:
     thresholds = torch.cat((thresholds, -thresholds))
     down, up = (torch.nextafter(thresholds, torch.full_like(thresholds, way)) for way in (-2.0, 2.0))
     values = torch.cat((thresholds, down, up))
-    for scale in torch.rand(64).tolist() + [1.0, 2.0, 0.5, 3.0]:
+    for scale in (*torch.rand(64).tolist(), 1.0, 2.0, 0.5, 3.0):
         blocks = torch.nn.functional.pad(values * scale, (0, -values.numel() % 63)).view(-1, 63)
         weight = torch.nn.functional.pad(blocks, (0, 1), value=scale)
         assert_like_bitsandbytes(weight.contiguous(), format, 64, True)

@@ -15,7 +15,8 @@ from halfbyte.bench.timing import Timing, time_all
 class Case:
     """name: what a reader sees. bytes: what any solution must move, in bytes. sets: how many independent inputs there
     are, enough of them that none is still in a cache when its turn comes. providers: name to function of an input's
-    number. reference: the provider whose result is right. check: None if (result, right result) agree, else what is wrong.
+    number. reference: the provider whose result is right. check: None if (result, right result) agree, else what is
+    wrong.
     """
 
     name: str

@@ -29,12 +29,14 @@ class Bitsandbytes:
         self.functional = require("bitsandbytes").functional
 
     def dequantize(self, weight: torch.Tensor, state: Any) -> torch.Tensor:
-        return self.functional.dequantize_4bit(weight, state)
+        dense: torch.Tensor = self.functional.dequantize_4bit(weight, state)
+        return dense
 
     def quantize(self, weight: torch.Tensor, format: str, block_size: int, nested: bool) -> tuple[torch.Tensor, Any]:
-        return self.functional.quantize_4bit(
+        quantized: tuple[torch.Tensor, Any] = self.functional.quantize_4bit(
             weight, blocksize=block_size, quant_type=format, compress_statistics=nested
         )
+        return quantized
 
 
 class Unsloth:
@@ -80,7 +82,7 @@ class Peft:
         packed, state = to_bitsandbytes(q)
         n, k = q.shape
         with torch.device("meta"):
-            module = self.bitsandbytes.nn.Linear4bit(k, n, bias=False, quant_type=q.format)
+            module: torch.nn.Module = self.bitsandbytes.nn.Linear4bit(k, n, bias=False, quant_type=q.format)
         parameter = self.bitsandbytes.nn.Params4bit(
             packed, requires_grad=False, quant_state=state, quant_type=q.format, bnb_quantized=True
         )

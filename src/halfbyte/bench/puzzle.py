@@ -1,8 +1,8 @@
 """`halfbyte bench puzzle`: Unsloth's public challenge A, "convert nf4 to Triton", whole, with its marking scheme.
 
-Three MLPs of bitsandbytes Linear4bit. For each, two rounds of checks: a forward pass through dequantized weights against
-the module itself, and each weight against Unsloth's sequence. Then 1000 rounds of dequantizing the three projections,
-with a synchronization after each. The score is the ratio of Unsloth's total time to ours.
+Three MLPs of bitsandbytes Linear4bit. For each, two rounds of checks: a forward pass through dequantized weights
+against the module itself, and each weight against Unsloth's sequence. Then 1000 rounds of dequantizing the three
+projections, with a synchronization after each. The score is the ratio of Unsloth's total time to ours.
 
 The rule set awards 14 points: 3 for a single Triton kernel, 1 + 2 + 2 for a speed-up of 1.05, 1.10 and 1.15, 1 for
 working under torch.compile, 3 for custom assembly, 1 for cache eviction hints and 1 for both fp16 and bf16. Every point
@@ -26,7 +26,8 @@ from halfbyte.bench import peers
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.formats.weight import QuantizedWeight
 
-Dequantize = Callable[[nn.Module], Tensor]
+Layer = Any  # bitsandbytes' Linear4bit
+Dequantize = Callable[[Layer], Tensor]
 ROUNDS = 1000
 TOTAL_POINTS = 14
 
@@ -72,8 +73,8 @@ class Mlp(nn.Module):
     def __init__(self, option: Option, linear4bit: Any) -> None:
         super().__init__()
 
-        def projection(inputs: int, outputs: int) -> nn.Module:
-            layer: nn.Module = linear4bit(
+        def projection(inputs: int, outputs: int) -> Layer:
+            layer = linear4bit(
                 inputs, outputs, bias=None, compute_dtype=option.dtype, compress_statistics=True, quant_type="nf4"
             )
             layer.to("cuda")
@@ -90,17 +91,17 @@ class Mlp(nn.Module):
         return result
 
     @property
-    def projections(self) -> tuple[nn.Module, ...]:
+    def projections(self) -> tuple[Layer, ...]:
         return self.up_proj, self.gate_proj, self.down_proj
 
 
 class Halfbyte:
-    """Our solution. A layer's weight is looked at once, and seen as a QuantizedWeight from then on, which copies nothing."""
+    """Our solution. A layer's weight is looked at once and then known as a QuantizedWeight, which copies nothing."""
 
     def __init__(self) -> None:
-        self.weights: WeakKeyDictionary[nn.Module, QuantizedWeight] = WeakKeyDictionary()
+        self.weights: WeakKeyDictionary[Layer, QuantizedWeight] = WeakKeyDictionary()
 
-    def __call__(self, layer: nn.Module) -> Tensor:
+    def __call__(self, layer: Layer) -> Tensor:
         q = self.weights.get(layer)
         if q is None:
             q = self.weights[layer] = from_bitsandbytes(layer.weight)
@@ -176,8 +177,9 @@ def _works_compiled(mlp: Mlp) -> bool:
     return all(torch.equal(compiled(q), ops.dequantize(q)) for q in weights)
 
 
-def _is_one_kernel(layer: nn.Module, solution: Dequantize) -> bool:
+def _is_one_kernel(layer: Layer, solution: Dequantize) -> bool:
     """True if one call runs exactly one kernel on the GPU, and that kernel is our Triton kernel."""
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.autograd.profiler_util import FunctionEvent
     from torch.profiler import ProfilerActivity, profile
 
@@ -185,7 +187,7 @@ def _is_one_kernel(layer: nn.Module, solution: Dequantize) -> bool:
         solution(layer)
         torch.cuda.synchronize()
     events: list[FunctionEvent] = list(profiler.events())
-    kernels = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event.name for event in events if event.device_type == DeviceType.CUDA]
     return kernels == ["dequantize_kernel"]
 
 

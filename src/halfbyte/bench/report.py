@@ -1,4 +1,4 @@
-"""Turn records into what people read: a terminal table, a Markdown table, a plot. Figures never come from anywhere else."""
+"""Turn records into what people read: terminal tables, Markdown tables, plots. Figures come from nowhere else."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ writes to memory. A pass is queued behind a kernel that only waits, so that the 
 the GPU's work, launch gaps between kernels included, and not Python. A pass that the host was too slow for is measured
 again behind a longer wait.
 
-A provider that itself waits for the GPU cannot be queued like that. Then everything beside it is timed by the wall clock
-too: one pass, from an idle GPU to an idle GPU, Python included, divided by the number of inputs.
+A provider that itself waits for the GPU cannot be queued like that. Then everything beside it is timed by the wall
+clock too: one pass, from an idle GPU to an idle GPU, Python included, divided by the number of inputs.
 
 On a CPU, a sample is one call on the next input, by the wall clock.
 """
@@ -26,7 +26,7 @@ Provider = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: the median, and the 20th and 80th percentile, of `samples` samples by the "gpu" or "wall" clock."""
+    """Microseconds a call: median, 20th and 80th percentile of `samples` samples, by the "gpu" or the "wall" clock."""
 
     median: float
     p20: float
@@ -128,7 +128,7 @@ class _QueuedSampler:
             torch.cuda.synchronize()
             del results
             if host_was_ahead:
-                return 1e3 * start.elapsed_time(end) / self.sets
+                return 1e3 * float(start.elapsed_time(end)) / self.sets
             self.wait[name] *= 2
             if self.wait[name] > self.LONGEST_WAIT:
                 raise Synchronizes(name)

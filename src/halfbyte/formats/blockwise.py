@@ -31,9 +31,9 @@ class BlockwiseFormat:
     """Sixteen values and the rule that rounds to them.
 
     codebook: the value of each nibble; every one is exact in fp32.
-    ascending: the nibbles in order of their values, as bitsandbytes' CPU code orders them (it matters for FP4's two zeros).
-    cuda_thresholds: what bitsandbytes' CUDA kernels compare a scaled weight with. For NF4 these are all fifteen midpoints;
-        for FP4 the seven midpoints of the magnitudes, the sign being taken apart first. Exact in fp32, every one.
+    ascending: the nibbles in order of their values, as bitsandbytes' CPU code orders them (FP4 has two zeros).
+    cuda_thresholds: what bitsandbytes' CUDA kernels compare a scaled weight with. For NF4 these are all fifteen
+        midpoints; for FP4 the seven of the magnitudes, the sign being taken apart first. Exact in fp32, every one.
     """
 
     name: str

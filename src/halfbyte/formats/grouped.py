@@ -1,7 +1,7 @@
 """INT4 groups as compressed-tensors stores them ("pack-quantized", symmetric): integers and a scale for every group.
 
-A weight is [N, K]. Eight integers share an int32 word along K, element i in bits 4i to 4i + 3, stored as value + 8. Each
-row is cut into groups of G along K, and each group has one scale, in the weight's own dtype.
+A weight is [N, K]. Eight integers share an int32 word along K, element i in bits 4i to 4i + 3, stored as value + 8.
+Each row is cut into groups of G along K, and each group has one scale, in the weight's own dtype.
 
     value = (nibble - 8) * scale[n, k // G]        in fp32, then one rounding to the output dtype
 

@@ -11,11 +11,16 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """kind: "cuda" (NVIDIA), "hip" (AMD) or "host". capability: 90 for sm_90, 0 where there is none. sms: multiprocessors."""
+    """kind: "cuda" (NVIDIA), "hip" (AMD) or "host". capability: 90 for sm_90, or 0. sms: its multiprocessors."""
 
     kind: str
     capability: int = 0
     sms: int = 1
+
+    @property
+    def ptx(self) -> int:
+        """The capability where kernels may hold PTX, and 0 where they may not (AMD, Triton's interpreter)."""
+        return self.capability if self.kind == "cuda" else 0
 
 
 HOST = DeviceFacts("host")

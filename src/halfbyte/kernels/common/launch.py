@@ -1,21 +1,25 @@
-"""Launch a compiled Triton kernel again, at the cost of one driver call.
+"""Launch Triton kernels, from the second call on at the cost of one driver call.
 
 Triton's own launcher binds arguments, looks up a specialization and asks the driver about every pointer: 12 to 21 µs of
 Python a call, several times what a small dequantize takes on the GPU. The kernel it compiled is an ordinary CUDA
-function, so from the second call on we hand it to `cuLaunchKernel` ourselves, in 6 µs, with the same parameters.
+function, so from then on we hand it to `cuLaunchKernel` ourselves, in 6 µs, with the same parameters.
 
-This holds only for the specialization that was compiled. Triton specializes on types, on constants, and on which
-pointers and integers are multiples of 16; the caller keys what it keeps by the former, and the latter is checked here.
+That holds only for the specialization that was compiled. Triton specializes on types, on constants, and on which
+pointers and integers are multiples of 16; the caller's key stands for the former, and the latter is checked here.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Callable, Hashable
 from functools import cache, reduce
 from operator import or_
 from typing import Any
 
 import torch
+
+from halfbyte.kernels.common.device import DeviceFacts, facts_of
 
 # Triton appends pointers for its global and its profiling scratch memory, depending on its version. Our kernels need
 # neither, and the driver reads only as many parameters as the function has.
@@ -37,18 +41,53 @@ def _driver_launch() -> Any:
     return launch
 
 
-class DirectLaunch:
+class _PerThread(threading.local):
+    """Launches already compiled; a launch's parameter block is not shared between threads."""
+
+    def __init__(self) -> None:
+        self.launches: dict[Hashable, _DirectLaunch | None] = {}
+
+
+_per_thread = _PerThread()
+
+
+def launch(
+    kernel: Any,
+    index: int,
+    arguments: tuple[torch.Tensor | int, ...],
+    key: Hashable,
+    configure: Callable[[DeviceFacts], tuple[int, dict[str, Any]]],
+) -> None:
+    """Run a Triton kernel on device number `index`, which must be current, on its current stream.
+
+    arguments: the kernel's tensors and integers, in order, without its constants.
+    key: everything that `configure` depends on, besides the device.
+    configure: the grid and the constants and options, for the device's facts; asked once per key and thread.
+    """
+    values = tuple([value if type(value) is int else value.data_ptr() for value in arguments])
+    key = (id(kernel), index, key)  # hashing a kernel itself means hashing its source
+    direct = _per_thread.launches.get(key)
+    if direct is not None and direct(torch._C._cuda_getCurrentRawStream(index), values):
+        return
+    facts = facts_of(index)
+    grid, options = configure(facts)
+    compiled = kernel[(grid,)](*arguments, **options)
+    if facts.kind == "cuda":
+        _per_thread.launches[key] = _direct_launch(compiled, grid, values)
+
+
+class _DirectLaunch:
     """One kernel compiled for pointers and integers that are all multiples of 16, with one grid.
 
-    Call it with the stream and the kernel's arguments in order. It returns False, and does nothing, where one of them is
-    not such a multiple: that launch is Triton's. Raises RuntimeError when the driver refuses.
+    Call it with the stream and the kernel's arguments in order. It returns False, and does nothing, where one of them
+    is not such a multiple: that launch is Triton's. Raises RuntimeError when the driver refuses.
     """
 
     __slots__ = ("_fixed", "_launch", "_parameters", "_values")
 
-    def __init__(self, launch: Any, compiled: Any, grid: int, arguments: int) -> None:
+    def __init__(self, driver_launch: Any, compiled: Any, grid: int, arguments: int) -> None:
         slots = arguments + _SCRATCH
-        self._launch = launch
+        self._launch = driver_launch
         self._values = (ctypes.c_uint64 * slots)()
         base = ctypes.addressof(self._values)
         self._parameters = (ctypes.c_void_p * slots)(*(base + 8 * i for i in range(slots)))
@@ -58,7 +97,7 @@ class DirectLaunch:
         self._fixed = (ctypes.c_void_p(compiled.function), *map(ctypes.c_uint, sizes))
 
     def __call__(self, stream: int, values: tuple[int, ...]) -> bool:
-        if not are_multiples_of_16(values):
+        if not _are_multiples_of_16(values):
             return False
         self._values[: len(values)] = values
         status = self._launch(*self._fixed, stream, self._parameters, None)
@@ -67,14 +106,14 @@ class DirectLaunch:
         return True
 
 
-def are_multiples_of_16(values: tuple[int, ...]) -> bool:
+def _are_multiples_of_16(values: tuple[int, ...]) -> bool:
     return not reduce(or_, values) % 16
 
 
-def direct_launch(compiled: Any, grid: int, values: tuple[int, ...]) -> DirectLaunch | None:
-    """A DirectLaunch of what Triton has just compiled for `values`, or None where only Triton's own launcher will do."""
-    launch, metadata = _driver_launch(), compiled.metadata
+def _direct_launch(compiled: Any, grid: int, values: tuple[int, ...]) -> _DirectLaunch | None:
+    """What Triton has just compiled for `values`, or None where only Triton's own launcher will do."""
+    driver_launch, metadata = _driver_launch(), compiled.metadata
     scratch = metadata.global_scratch_size or getattr(metadata, "profile_scratch_size", 0)
-    if launch is None or scratch or metadata.num_ctas > 1 or not isinstance(compiled.function, int):
+    if driver_launch is None or scratch or metadata.num_ctas > 1 or not isinstance(compiled.function, int):
         return None
-    return DirectLaunch(launch, compiled, grid, len(values)) if are_multiples_of_16(values) else None
+    return _DirectLaunch(driver_launch, compiled, grid, len(values)) if _are_multiples_of_16(values) else None

@@ -1,4 +1,4 @@
-"""Compile a Triton kernel for a GPU that is not there: what CI does for every target, and `halfbyte warm` for this one."""
+"""Compile a Triton kernel for a GPU that is not there: what the tests do for every target."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def compile_for(
 ) -> Any:
     """Compile `kernel` for sm_<target> or an AMD target; pointers and integers are taken as multiples of 16.
 
-    signature: argument to type ("*u8", "i64", ...). constants: the constexpr arguments. Returns Triton's CompiledKernel,
-    whose `asm` holds "ttgir", "ptx" and "cubin" (or "amdgcn" and "hsaco").
+    signature: argument to type ("*u8", "i64", ...). constants: the constexpr arguments. Returns Triton's
+    CompiledKernel, whose `asm` holds "ttgir", "ptx" and "cubin" (or "amdgcn" and "hsaco").
     """
     import triton
     from triton.backends.compiler import GPUTarget

@@ -1,9 +1,9 @@
 """Which tile a dequantize launch takes: a pure function of the sizes and the device, from measurements on an H200.
 
 A program turns `blocks` scale blocks into numbers, four packed bytes a thread at a time. Measured (docs/notebook.md):
-tiles of 1 to 4 KB are alike within 3 percent as long as a thread has 8 to 16 bytes in flight. For large weights it pays to
-fetch packed bytes into L2 ahead of their use, in bursts, because DRAM loses time whenever it turns between reading and
-writing.
+tiles of 1 to 4 KB are alike within 3 percent as long as a thread has 8 to 16 bytes in flight. For large weights it pays
+to fetch packed bytes into L2 ahead of their use, in bursts, because DRAM loses time whenever it turns between reading
+and writing.
 """
 
 from __future__ import annotations
@@ -28,17 +28,23 @@ class DequantizePlan:
     chunk: int = 1
 
 
-def is_valid(plan: DequantizePlan, block_size: int, nested_block_size: int | None) -> bool:
+def is_valid(plan: DequantizePlan, block_size: int, nested_block_size: int | None, facts: DeviceFacts) -> bool:
     """True if the kernel computes the right thing under `plan`: what planner, tuner and tests all go by."""
+    tile = plan.blocks * block_size // 2
     powers = all(value > 0 and value & (value - 1) == 0 for value in (plan.blocks, plan.warps, plan.chunk))
     return (
         powers
         and plan.warps <= 16
-        and plan.blocks * block_size // 2 <= 1 << 16
+        and tile <= 1 << 16
         # One entry of the nested scales serves a whole program, read once.
         and (nested_block_size is None or nested_block_size % plan.blocks == 0)
-        and plan.ahead >= 0
+        and (plan.ahead == 0 or (plan.ahead > 0 and _can_fetch_ahead(facts) and plan.chunk * tile < 1 << 31))
     )
+
+
+def _can_fetch_ahead(facts: DeviceFacts) -> bool:
+    """The bulk prefetch exists from sm_90 on."""
+    return facts.kind == "cuda" and facts.capability >= 90
 
 
 def plan(numel: int, block_size: int, nested_block_size: int | None, facts: DeviceFacts) -> DequantizePlan:
@@ -46,9 +52,9 @@ def plan(numel: int, block_size: int, nested_block_size: int | None, facts: Devi
     blocks = max(1, TILE_BYTES // (block_size // 2))
     if nested_block_size is not None:
         blocks = min(blocks, nested_block_size)
-    # The bulk prefetch exists from sm_90 on. Two megabytes ahead is half a microsecond of the whole GPU's work; in 16 KB
-    # bursts. A weight that fits into L2 beside what it becomes gains nothing.
-    fetches = numel >= 1 << 24 and facts.kind == "cuda" and facts.capability >= 90
+    # Two megabytes ahead is half a microsecond of the whole GPU's work, fetched in bursts of 16 KB. A weight that fits
+    # into L2 beside what it becomes gains nothing.
+    fetches = numel >= 1 << 24 and _can_fetch_ahead(facts)
     tile = blocks * block_size // 2
     ahead, chunk = (max(1, AHEAD_BYTES // tile), max(1, CHUNK_BYTES // tile)) if fetches else (0, 1)
     return DequantizePlan(blocks, 4, ahead, chunk)

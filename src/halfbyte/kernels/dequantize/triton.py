@@ -13,7 +13,7 @@ memory everywhere. bitsandbytes' CUDA library is built with flush-to-zero arithm
 
 from __future__ import annotations
 
-import threading
+from typing import Any
 
 import torch
 import triton
@@ -22,8 +22,8 @@ import triton.language as tl
 from halfbyte.formats import grouped
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common.arithmetic import add, multiply
-from halfbyte.kernels.common.device import facts_of
-from halfbyte.kernels.common.launch import DirectLaunch, direct_launch
+from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.dequantize.plan import DequantizePlan
 from halfbyte.kernels.dequantize.plan import plan as make_plan
 
@@ -70,10 +70,11 @@ def dequantize_kernel(
     FLUSH: tl.constexpr, WORDS: tl.constexpr, ODD: tl.constexpr, AHEAD: tl.constexpr, CHUNK: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """NESTED: scales that share an entry of `absmax`, 0 for plain scales. LOW_FIRST: the first weight of a byte is in its
-    low nibble. FLUSH: products flush subnormal numbers to zero. WORDS: store pairs of 16-bit numbers as words (`out` must
-    be 4-byte aligned). ODD: numel is odd, and the last byte's second nibble is nothing. n_bytes is an argument of its own
-    so that the compiler knows when it is a multiple of 16, and keeps wide accesses under their masks."""
+    """NESTED: scales that share an entry of `absmax`, 0 for plain scales. LOW_FIRST: the first weight of a byte is in
+    its low nibble. FLUSH: products flush subnormal numbers to zero. WORDS: store pairs of 16-bit numbers as words
+    (`out` must be 4-byte aligned). ODD: numel is odd, and the last byte's second nibble is nothing. n_bytes is an
+    argument of its own so that the compiler knows when it is a multiple of 16, and keeps wide accesses under their
+    masks."""
     TILE: tl.constexpr = BLOCKS * BLOCK_BYTES
     if AHEAD > 0:
         _fetch_ahead(packed, n_bytes, TILE, AHEAD, CHUNK)
@@ -116,16 +117,6 @@ def dequantize_kernel(
         tl.store(out + 2 * first_byte + element, values, mask=element < left)
 
 
-class _Direct(threading.local):
-    """Per thread, the launches already compiled; a launch's parameter block is not shared between threads."""
-
-    def __init__(self) -> None:
-        self.launches: dict[tuple[object, ...], DirectLaunch | None] = {}
-
-
-_direct = _Direct()
-
-
 def dequantize_blockwise(
     packed: torch.Tensor,
     scale: torch.Tensor,
@@ -151,7 +142,8 @@ def dequantize_grouped(
     packed: int32 [N, K / 8]. scale: a float dtype, [N, K / group_size]. out: fp16, bf16 or fp32 [N, K]. All contiguous,
     on the current device.
     """
-    _launch(packed, scale, None, grouped.codebook_tensor(out.device), group_size, out, plan, is_int4=True)
+    codebook = grouped.codebook_tensor(out.device)
+    _launch(packed.view(torch.uint8), scale, None, codebook, group_size, out, plan, is_int4=True)
 
 
 def _launch(
@@ -168,25 +160,18 @@ def _launch(
     if numel == 0:
         return
     code, absmax, offset, nested_size = nested or (scale, scale, scale, 0)  # without nesting the three are not read
-    values = (
-        packed.data_ptr(), scale.data_ptr(), code.data_ptr(), absmax.data_ptr(), offset.data_ptr(),
-        codebook.data_ptr(), out.data_ptr(), numel, (numel + 1) // 2,
-    )  # fmt: skip
-    index = out.get_device()
-    key = (index, numel, out.dtype, scale.dtype, block_size, nested_size, is_int4, plan)
-    direct = _direct.launches.get(key)
-    if direct is not None and direct(torch._C._cuda_getCurrentRawStream(index), values):
-        return
+    words = out.itemsize == 2 and out.data_ptr() % 4 == 0
 
-    facts = facts_of(index)
-    plan = plan or make_plan(numel, block_size, nested_size or None, facts)
-    ptx = facts.capability if facts.kind == "cuda" else 0
-    grid = triton.cdiv(numel, block_size * plan.blocks)
-    compiled = dequantize_kernel[(grid,)](
-        packed.view(torch.uint8), scale, code, absmax, offset, codebook, out, numel, (numel + 1) // 2,
-        BLOCK_BYTES=block_size // 2, BLOCKS=plan.blocks, NESTED=nested_size, LOW_FIRST=is_int4,
-        FLUSH=ptx > 0 and not is_int4, WORDS=out.itemsize == 2 and ptx >= PACKING and out.data_ptr() % 4 == 0,
-        ODD=numel % 2 == 1, AHEAD=plan.ahead, CHUNK=plan.chunk, PTX=ptx, num_warps=plan.warps, enable_fp_fusion=False,
-    )  # fmt: skip
-    if ptx:
-        _direct.launches[key] = direct_launch(compiled, grid, values)
+    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+        tile = plan or make_plan(numel, block_size, nested_size or None, facts)
+        constants = {
+            "BLOCK_BYTES": block_size // 2, "BLOCKS": tile.blocks, "NESTED": nested_size, "LOW_FIRST": is_int4,
+            "FLUSH": facts.ptx > 0 and not is_int4, "WORDS": words and facts.ptx >= PACKING, "ODD": numel % 2 == 1,
+            "AHEAD": tile.ahead, "CHUNK": tile.chunk, "PTX": facts.ptx,
+        }  # fmt: skip
+        grid = triton.cdiv(numel, block_size * tile.blocks)
+        return grid, constants | {"num_warps": tile.warps, "enable_fp_fusion": False}
+
+    arguments = (packed, scale, code, absmax, offset, codebook, out, numel, (numel + 1) // 2)
+    key = (numel, out.dtype, scale.dtype, block_size, nested_size, is_int4, words, plan)
+    launch(dequantize_kernel, out.get_device(), arguments, key, configure)

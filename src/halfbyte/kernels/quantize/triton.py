@@ -1,9 +1,10 @@
 """Quantize on a GPU: a dense weight in, packed nibbles and scales out, each weight read once.
 
-Blockwise (nf4, fp4): a program owns a tile of [blocks, block_size]. It reduces each row to its largest magnitude, scales
-by the reciprocal and rounds. Rounding is one table look-up and one comparison instead of fifteen comparisons: cells
-around the multiples of 1/16 are narrower than the gap between any two thresholds, so a cell holds one at the most, and
-the table gives that threshold and how many lie below the cell. The cell's number is in the low bits of x * 16 + 1.5 * 2^23.
+Blockwise (nf4, fp4): a program owns a tile of [blocks, block_size]. It reduces each row to its largest magnitude,
+scales by the reciprocal and rounds. Rounding is one table look-up and one comparison instead of fifteen comparisons:
+cells around the multiples of 1/16 are narrower than the gap between any two thresholds, so a cell holds one at the
+most, and the table gives that threshold and how many lie below the cell. The cell's number is in the low bits of
+x * 16 + 1.5 * 2^23.
 
 Nested scales: absmax - offset in blocks of 256, rounded to the dynamic code by bitsandbytes' own search, whose ties and
 order it is that count. Grouped (int4): rows of one group each.
@@ -15,6 +16,7 @@ so on NVIDIA the reciprocal is `rcp.approx.ftz` and products are `mul.ftz` here 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +24,8 @@ import triton.language as tl
 
 from halfbyte.formats.blockwise import FORMATS, NESTED_BLOCK_SIZE, BlockwiseFormat, dynamic_code
 from halfbyte.kernels.common.arithmetic import multiply
-from halfbyte.kernels.common.device import facts_of
+from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.launch import launch
 
 CELLS = 64  # 33 are in use, for x from -1 to 1; number 63 is where NaN falls
 TILE_WEIGHTS = 1024  # a program's: with two warps, 16 a thread
@@ -165,11 +168,6 @@ def cells(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _ptx(tensor: torch.Tensor) -> int:
-    facts = facts_of(tensor.get_device())
-    return facts.capability if facts.kind == "cuda" else 0
-
-
 def quantize_blockwise(
     weight: torch.Tensor, format: BlockwiseFormat, block_size: int, packed: torch.Tensor, absmax: torch.Tensor
 ) -> None:
@@ -178,34 +176,47 @@ def quantize_blockwise(
     numel = weight.numel()
     if numel == 0:
         return
-    blocks = max(1, TILE_WEIGHTS // block_size)
+
+    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+        blocks = max(1, TILE_WEIGHTS // block_size)
+        constants = {
+            "BLOCK": block_size, "BLOCKS": blocks, "SIGNED_MAGNITUDE": format.signed_magnitude, "PTX": facts.ptx,
+        }  # fmt: skip
+        warps = 2 if block_size <= TILE_WEIGHTS else block_size // 512
+        return triton.cdiv(numel, block_size * blocks), constants | {"num_warps": warps, "enable_fp_fusion": False}
+
     thresholds, below = cells(format.name, weight.device)
-    blockwise_kernel[(triton.cdiv(numel, block_size * blocks),)](
-        weight, thresholds, below, packed, absmax, numel, (numel + 1) // 2,
-        BLOCK=block_size, BLOCKS=blocks, SIGNED_MAGNITUDE=format.signed_magnitude, PTX=_ptx(weight),
-        num_warps=2 if block_size <= TILE_WEIGHTS else block_size // 512, enable_fp_fusion=False,
-    )  # fmt: skip
+    arguments = (weight, thresholds, below, packed, absmax, numel, (numel + 1) // 2)
+    key = (numel, weight.dtype, block_size, format.name)
+    launch(blockwise_kernel, weight.get_device(), arguments, key, configure)
 
 
 def quantize_scales(absmax: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [B] and absmax fp32 [ceil(B / 256)] of the fp32 scales `absmax` [B] less `offset` (one element)."""
     n_scales = absmax.numel()
-    codes = absmax.new_empty(absmax.shape, dtype=torch.uint8)
     blocks = triton.cdiv(n_scales, NESTED_BLOCK_SIZE)
+    codes = absmax.new_empty(absmax.shape, dtype=torch.uint8)
     absmax2 = absmax.new_empty(blocks)
+
+    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+        constants = {"NESTED": NESTED_BLOCK_SIZE, "BLOCKS": BLOCKS_OF_SCALES, "PTX": facts.ptx}
+        return triton.cdiv(blocks, BLOCKS_OF_SCALES), constants | {"num_warps": 4, "enable_fp_fusion": False}
+
     if blocks:
-        scales_kernel[(triton.cdiv(blocks, BLOCKS_OF_SCALES),)](
-            absmax, offset, dynamic_code(absmax.device), codes, absmax2, n_scales,
-            NESTED=NESTED_BLOCK_SIZE, BLOCKS=BLOCKS_OF_SCALES, PTX=_ptx(absmax), num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        arguments = (absmax, offset, dynamic_code(absmax.device), codes, absmax2, n_scales)
+        launch(scales_kernel, absmax.get_device(), arguments, n_scales, configure)
     return codes, absmax2
 
 
 def quantize_grouped(weight: torch.Tensor, group_size: int, packed: torch.Tensor, scale: torch.Tensor) -> None:
     """Quantize a contiguous weight [N, K] into int32 `packed` [N, K / 8] and `scale` [N, K / group_size]."""
     n_groups = scale.numel()
+
+    def configure(_: DeviceFacts) -> tuple[int, dict[str, Any]]:
+        groups = 2 * TILE_WEIGHTS // group_size
+        constants = {"GROUP": group_size, "GROUPS": groups}
+        return triton.cdiv(n_groups, groups), constants | {"num_warps": 4, "enable_fp_fusion": False}
+
     if n_groups:
-        groups = 2048 // group_size
-        grouped_kernel[(triton.cdiv(n_groups, groups),)](
-            weight, packed, scale, n_groups, GROUP=group_size, GROUPS=groups, num_warps=4, enable_fp_fusion=False
-        )
+        key = (n_groups, weight.dtype, group_size)
+        launch(grouped_kernel, weight.get_device(), (weight, packed, scale, n_groups), key, configure)

@@ -1,0 +1,69 @@
+# `make` alone says what there is. Everything runs in .venv, which is made on first use and brought up to date when
+# requirements-dev.txt or pyproject.toml changes. With PY=python3 an environment of your own is used as it is.
+
+PYTHON ?= python3
+VENV ?= .venv
+PY ?= $(VENV)/bin/python
+WORKERS ?= logical
+SANITIZER ?= compute-sanitizer
+RESULTS ?= benchmarks/results
+
+TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-dev.txt)
+READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format gpu sanitize bench figures wheel clean
+
+help:  ## say what there is
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
+
+demo: $(READY)  ## a trained model into 4 bits and back, compared with bitsandbytes bit by bit, and timed
+	$(PY) examples/demo.py
+
+test: lint  ## lint and every test that this machine can run
+	$(PY) -m pytest --numprocesses $(WORKERS) --maxprocesses 8
+
+lint: $(READY)  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(READY)  ## put the code into its form
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+gpu: $(READY)  ## the tests that need a GPU
+	$(PY) -m pytest tests/gpu
+
+sanitize: $(READY)  ## odd shapes under compute-sanitizer; needs a GPU and the CUDA toolkit
+	set -e; for tool in memcheck racecheck initcheck; do \
+		echo "== $$tool"; \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
+			$(PY) -m pytest -p no:cacheprovider tests/gpu/test_odd_shapes.py; \
+	done
+
+bench: $(READY)  ## measure this machine; records go to benchmarks/results
+	$(PY) -m halfbyte bench dequantize --out $(RESULTS)
+	$(PY) -m halfbyte bench quantize --out $(RESULTS)
+	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(PY) -m halfbyte bench puzzle --out $(RESULTS); \
+	fi
+
+figures: $(READY)  ## put the recorded figures into README.md and docs, and draw the plots
+	$(PY) -m halfbyte bench report --results $(RESULTS)
+
+wheel: $(READY)  ## build the wheel and the source archive into dist
+	$(PY) -m build
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch alone comes first: with it there, nothing that follows asks for another.
+$(VENV)/.ready: requirements-dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "halfbyte needs Python 3.10 or newer; say which: make PYTHON=python3.12"; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(VENV)/bin/python -m pip install --quiet -r requirements-dev.txt
+	$(VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
