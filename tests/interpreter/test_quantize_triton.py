@@ -75,7 +75,7 @@ def test_thresholds_and_their_neighbours(format: str) -> None:
     down, up = (thresholds.nextafter(torch.tensor(way)) for way in (-2.0, 2.0))
     cells = torch.arange(-32, 33) / 32
     values = torch.cat((thresholds, down, up, cells, cells.nextafter(torch.tensor(-2.0)), torch.ones(1)))
-    for absmax in (1.0, 0.5, 2.0**-100, 0.3, 1.7):
+    for absmax in (1.0, 0.5, 2.0**-100, 2.0**-130, 0.3, 1.7):
         check(values * absmax, format, 512)
 
 
@@ -85,7 +85,7 @@ def test_thresholds_and_their_neighbours(format: str) -> None:
     format=st.sampled_from(list(FORMATS)),
     dtype=st.sampled_from(FLOAT_DTYPES),
     block_size=st.sampled_from(BLOCK_SIZES),
-    exponent=st.integers(-10, 10),
+    exponent=st.integers(-150, 10),
     seed=st.integers(0, 2**31),
 )
 def test_any_size(numel: int, format: str, dtype: torch.dtype, block_size: int, exponent: int, seed: int) -> None:
@@ -120,7 +120,12 @@ def test_int4(group_size: int, dtype: torch.dtype) -> None:
         halves = torch.randint(-14, 15, (n, k)) / 2
         special = torch.randn(n, k)
         special[0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
-        for weight in (torch.randn(n, k).to(dtype), halves.to(dtype), special.to(dtype), torch.zeros(n, k, dtype=dtype)):
+        for weight in (
+            torch.randn(n, k).to(dtype),
+            halves.to(dtype),
+            special.to(dtype),
+            torch.zeros(n, k, dtype=dtype),
+        ):
             words, groups = n * k // 8, n * k // group_size
             packed, scale = poisoned(words, torch.int32), poisoned(groups, scale_dtype)
             expected = torch.empty(n, k // 8, dtype=torch.int32), torch.empty(n, k // group_size, dtype=scale_dtype)

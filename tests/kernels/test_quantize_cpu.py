@@ -1,4 +1,4 @@
-"""The CPU kernel and the reference give bitsandbytes' nibbles and scales; the CUDA rule as far as a CPU can."""
+"""The CPU kernel and the reference give bitsandbytes' nibbles and scales."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     return bool((equal | (ours.isnan() & theirs.isnan())).all())
 
 
-def quantize(module: ModuleType, weight: Tensor, format: str, block_size: int, **like: str) -> tuple[Tensor, Tensor]:
+def quantize(module: ModuleType, weight: Tensor, format: str, block_size: int) -> tuple[Tensor, Tensor]:
     """Packed and absmax of `weight`, from a kernel that finds rubbish in both."""
     packed = torch.randint(0, 256, ((weight.numel() + 1) // 2, 1), dtype=torch.uint8)
     absmax = torch.full((-(-weight.numel() // block_size),), -12345.0)
-    module.quantize_blockwise(weight, FORMATS[format], block_size, packed, absmax, **like)
+    module.quantize_blockwise(weight, FORMATS[format], block_size, packed, absmax)
     return packed, absmax
 
 
@@ -235,56 +235,6 @@ def test_gradients_and_threads_do_not_matter() -> None:
         torch.set_num_threads(threads)
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
-
-
-@dtypes
-@formats
-def test_the_cuda_rule_differs_only_where_it_should(format: str, dtype: torch.dtype) -> None:
-    """Ordinary weights get the same nibbles, FP4's zero and its ties aside; blocks of zeros and NaN do not."""
-    weight = torch.randn(512, 64).to(dtype)
-    packed, absmax = quantize(reference, weight, format, 64, like="cuda")
-    cpu_packed, cpu_absmax = quantize(reference, weight, format, 64, like="cpu")
-    assert same(absmax, cpu_absmax)
-    nibbles, cpu_nibbles = (torch.cat((p >> 4, p & 15), dim=1) for p in (packed, cpu_packed))
-    both_zero = (nibbles & 7 == 0) & (cpu_nibbles & 7 == 0) & (format == "fp4")
-    assert ((nibbles == cpu_nibbles) | both_zero).float().mean() > (0.9999 if format == "nf4" else 0.99)
-
-    weight = torch.tensor([[0.0] * 64, [torch.nan, 1.0] * 32, [torch.nan] * 64, [-1.0, 1e-4] * 32], dtype=dtype)
-    packed, absmax = quantize(reference, weight, format, 64, like="cuda")
-    assert absmax.tolist() == [0.0, 1.0, torch.finfo(torch.float32).min, 1.0]
-    one, minus_one = (15, 0) if format == "nf4" else (3, 11)
-    zero = 7 if format == "nf4" else 0
-    assert packed.view(4, 32).unique(dim=1).view(-1).tolist() == [0, one, 0, minus_one << 4 | zero]
-
-
-def search_one_by_one(x: float, code: list[float]) -> int:
-    """bitsandbytes' search in its CUDA kernels, for one value."""
-    pivot, below, above = 127, 0, 255
-    for step in (64, 32, 16, 8, 4, 2, 1):
-        if x > code[pivot]:
-            below, pivot = pivot, pivot + step
-        else:
-            above, pivot = pivot, pivot - step
-    half = torch.tensor(0.5)
-    if x > code[pivot]:
-        middle = (torch.tensor(code[above]) + torch.tensor(code[pivot])) * half
-        return above if x > middle.item() else pivot
-    middle = (torch.tensor(code[below]) + torch.tensor(code[pivot])) * half
-    return below if x < middle.item() else pivot
-
-
-def test_the_cuda_rule_for_scales() -> None:
-    code = dynamic_code(CPU)
-    middles = (code[:-1] + code[1:]) / 2
-    values = torch.cat((code, middles, torch.rand(3000) * 2 - 1, torch.tensor([torch.nan, 0.0, -0.0])))
-    scales = torch.cat((values.new_ones(1), values))
-    codes, absmax2 = reference.quantize_scales(scales, torch.tensor(0.0), like="cuda")
-    blocks = torch.nn.functional.pad(scales, (0, -len(scales) % 256)).view(-1, 256)
-    scaled = (blocks * (1.0 / absmax2).unsqueeze(1)).view(-1)[: len(scales)]
-    assert codes.tolist() == [search_one_by_one(x, code.tolist()) for x in scaled.tolist()]
-    chosen = code[codes.long()]
-    nearest = (scaled.unsqueeze(1) - code).abs().amin(1)
-    assert ((chosen - scaled).abs()[:-3] <= nearest[:-3] * 1.0001).all()
 
 
 def check_grouped(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:

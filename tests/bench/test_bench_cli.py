@@ -1,0 +1,84 @@
+"""`halfbyte bench`: the whole way on a CPU, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from halfbyte.cli import app
+
+runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
+
+
+def bench(code: int, *arguments: object) -> tuple[str, str]:
+    """Run `halfbyte bench`; what it says on stdout and stderr."""
+    result = runner.invoke(app, ["bench", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.stderr
+    return result.stdout, result.stderr
+
+
+def fails(code: int, *arguments: object) -> str:
+    stdout, stderr = bench(code, *arguments)
+    last = stderr.splitlines()[-1]
+    assert stdout == ""
+    assert last.startswith("halfbyte: ")
+    return last
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little data, and bitsandbytes' eager code."""
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    monkeypatch.setattr("halfbyte.bench.ceiling.copy_bandwidth", lambda device: (10.0, None))
+    monkeypatch.setattr("halfbyte.bench.dequantize.MOST_SETS", 2)
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("name", ["dequantize", "quantize"])
+def test_whole(name: str, tmp_path: Path) -> None:
+    providers = ["halfbyte", "bitsandbytes", "peft"] if name == "dequantize" else ["halfbyte", "bitsandbytes"]
+    arguments = (name, "--device", "cpu", "--shapes", "256x256,128x64", "--rounds", 3, "--out", tmp_path)
+    stdout, stderr = bench(0, *arguments)
+    assert all(f"{provider}" in stdout for provider in ("256×256", "128×64", *providers))
+    assert f"{name} 256×256 ..." in stderr
+    [path] = tmp_path.glob(f"cpu*/{name}.json")
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert [(row["case"], row["provider"]) for row in record["rows"]] == [
+        (case, provider) for case in ("256×256", "128×64") for provider in providers
+    ]
+    assert all(row["samples"] == 3 and row["median_us"] > 0 for row in record["rows"])
+    numel = 256 * 256
+    assert name == "quantize" or record["rows"][0]["bytes"] == numel // 2 + numel // 64 + 4 * 4 + 2 * numel
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_wrong_result_is_not_timed_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfbyte.ops.dequantize", lambda q: torch.zeros(q.shape, dtype=q.dtype))
+    stdout, stderr = bench(1, "dequantize", "--device", "cpu", "--shapes", "64x64", "--rounds", 3)
+    assert re.search(r"wrong: \d+ of 4096 values\s+differ", stdout)
+    assert "wrong, and so not timed: 1 of 3 results; see the table" in stderr
+
+
+def test_wrong_usage_is_2() -> None:
+    for shapes in ("", "64", "64x", "64x64x64", "axb", "-64x64", "64x64,", "0x64", "1e3x64"):
+        assert "is not a shape; write 4096x4096" in fails(2, "dequantize", "--device", "cpu", "--shapes", shapes)
+    assert "odd number of weights" in fails(2, "dequantize", "--device", "cpu", "--shapes", "3x3")
+    assert "dtype 'int8' is not float16, bfloat16 or float32" in fails(2, "dequantize", "--dtype", "int8")
+    assert "format 'int4' is not nf4 or fp4" in fails(2, "quantize", "--format", "int4")
+    assert "the bench runs on cpu and cuda, not on meta" in fails(2, "dequantize", "--device", "meta")
+    assert "device 'toaster' is none; write cpu, cuda or cuda:1" in fails(2, "dequantize", "--device", "toaster")
+    assert "Invalid value for '--rounds'" in fails(2, "dequantize", "--rounds", 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu() -> None:
+    """One clear line each."""
+    assert "the puzzle needs an NVIDIA GPU" in fails(1, "puzzle")
+    assert "there is no CUDA device here; --device cpu always works" in fails(2, "dequantize", "--device", "cuda")

@@ -1,0 +1,97 @@
+"""Records: what they hold, and that a file is written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.bench import records
+
+CPU = torch.device("cpu")
+
+
+def test_what_a_record_holds(record: dict[str, Any]) -> None:
+    facts = record["environment"]
+    assert facts["torch"] == torch.__version__
+    assert facts["threads"] == torch.get_num_threads()
+    assert all(facts[name] for name in ("device", "date", "python", "system", "halfbyte"))
+    assert (record["bench"], record["copy_gb_per_s"], len(record["rows"])) == ("dequantize", 10.0, 6)
+    row = record["rows"][0]
+    assert (row["case"], row["provider"], row["shape"], row["bytes"]) == ("2×3", "halfbyte", [2, 3], 6000)
+    assert row["p20_us"] <= row["median_us"] <= row["p80_us"]
+    assert row["of_copy"] == pytest.approx(row["gb_per_s"] / 10, abs=0.01)
+    assert (row["samples"], row["clock"]) == (3, "wall")
+
+
+def test_a_wrong_result_has_an_error_and_no_time(record: dict[str, Any]) -> None:
+    wrong = [row for row in record["rows"] if "error" in row]
+    assert [(row["case"], row["provider"], row["error"]) for row in wrong] == [("4×6", "peft", "6 of 6 values differ")]
+    assert not any(name.endswith("_us") or name in ("gb_per_s", "of_copy") for name in wrong[0])
+
+
+def test_there_and_back(record: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "dequantize.json"
+    records.write(path, record)
+    assert records.read(path) == record
+    assert "2×3" in path.read_text(encoding="utf-8")
+    records.write(path, record | {"copy_gb_per_s": 11.0})
+    assert records.read(path)["copy_gb_per_s"] == 11.0
+    assert [file.name for file in path.parent.iterdir()] == ["dequantize.json"]
+
+
+@pytest.mark.parametrize("name", ["replace", "chmod", "fdopen"])
+def test_a_failure_leaves_what_was_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record.json"
+    path.write_text("old")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, fail)
+        with pytest.raises(OSError, match="no space left"):
+            records.write(path, {"bench": "dequantize"})
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, TypeError])
+def test_an_interruption_leaves_nothing(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object, file: Any, **__: object) -> None:
+        file.write('{"bench": "deq')
+        raise error
+
+    monkeypatch.setattr(json, "dump", fail)
+    with pytest.raises(error):
+        records.write(tmp_path / "record.json", {"bench": "dequantize"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reads_only_records(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    for text in ("[]", '{"a": 1}', "{"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"not a record|property name"):
+            records.read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("Intel(R) Xeon(R) Platinum 8488C", "cpu-xeon-platinum-8488c"),
+        ("AMD EPYC 9V74 80-Core Processor", "cpu-epyc-9v74-80-core"),
+        ("", "cpu"),
+    ],
+)
+def test_a_folder_for_each_device(name: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "device_name", lambda _: name)
+    assert records.folder_of(CPU) == folder
+    monkeypatch.setattr(records, "device_name", lambda _: "NVIDIA H200")
+    assert records.folder_of(torch.device("cuda", 0)) == "h200"
