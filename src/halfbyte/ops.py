@@ -13,6 +13,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from halfbyte.formats import blockwise, grouped
 from halfbyte.formats.weight import FLOAT_DTYPES, FORMAT_NAMES, NestedScale, QuantizedWeight
@@ -63,6 +64,8 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor
             f"q is a {type(q).__name__}; dequantize takes a QuantizedWeight, from halfbyte.quantize, "
             "halfbyte.from_bitsandbytes or halfbyte.from_compressed_tensors"
         )
+    if out is not None and not isinstance(out, Tensor):
+        raise TypeError(f"out is a {type(out).__name__}; it must be a torch.Tensor, or None for a new one")
     if dtype is None:
         dtype = q.dtype if out is None else out.dtype
     if dtype not in FLOAT_DTYPES:
@@ -78,7 +81,10 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor
         return result if out is None else out.copy_(result)
     if out is None:
         out = q.scale.new_empty(q.shape, dtype=dtype)
-    _dequantize(q, out)
+        _dequantize(q, out)
+    else:
+        _dequantize(q, out)
+        increment_version(out)  # kernels write through a pointer, and autograd would not know
     return out
 
 
@@ -102,7 +108,7 @@ def _quantize(weight: Tensor, format: str, block_size: int, nested: bool) -> lis
     if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             return _quantize(weight, format, block_size, nested)
-    weight = weight.detach().contiguous()
+    weight = weight.detach().contiguous().resolve_neg()
     kernels = _backend("quantize", device.type)
     packed, scale = _empty_quantized(weight, format, block_size)
     if format == grouped.NAME:
@@ -153,19 +159,20 @@ def _check_quantize(
         raise TypeError(
             f"weight has dtype {weight.dtype}; quantize takes torch.float16, torch.bfloat16 or torch.float32"
         )
+    if weight.layout != torch.strided:
+        raise TypeError(f"weight has layout {weight.layout}; quantize takes a dense one, such as weight.to_dense()")
     if format == grouped.NAME:
         if block_size is not None or nested:
             raise ValueError("block_size and nested are for nf4 and fp4; int4 takes group_size")
         size = 128 if group_size is None else group_size
         grouped.check_shape(weight.shape, size)
         return size, False
-    if format not in blockwise.FORMATS:
+    if not isinstance(format, str) or format not in blockwise.FORMATS:
         raise ValueError(f"format is {format!r}; known formats are {', '.join(map(repr, FORMAT_NAMES))}")
     if group_size is not None:
         raise ValueError(f"group_size is for int4; {format} takes block_size")
     size = 64 if block_size is None else block_size
-    if size not in blockwise.BLOCK_SIZES:
-        raise ValueError(f"block_size is {size}; {format} takes one of {blockwise.BLOCK_SIZES}")
+    blockwise.check_block_size(format, size)
     return size, True if nested is None else nested
 
 
@@ -180,6 +187,8 @@ def _check_out(out: Tensor, q: QuantizedWeight, dtype: torch.dtype) -> None:
         raise ValueError(f"out is on {out.device} and the weight on {q.packed.device}; they must be on one device")
     if not out.is_contiguous():
         raise ValueError("out is not contiguous; dequantize writes a contiguous tensor")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError("out requires gradients, and none flow through 4-bit weights; pass out.detach()")
 
 
 # What tracing sees. The schemas stand here once; eager calls never come through them.

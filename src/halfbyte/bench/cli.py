@@ -73,7 +73,10 @@ def puzzle(
     from halfbyte.bench.puzzle import OPTIONS, TOTAL_POINTS, run_puzzle
 
     console = Console()
-    result = run_puzzle(rounds, repeats, _say)
+    try:
+        result = run_puzzle(rounds, repeats, _say)
+    except AssertionError as error:
+        raise ValueError(f"a check failed, so nothing is reported: {error}") from error
     device = torch.device("cuda", torch.cuda.current_device())
     record = {
         "bench": "puzzle",
@@ -148,13 +151,13 @@ def _run(
     if format not in ("nf4", "fp4"):
         raise typer.BadParameter(f"format {format!r} is not nf4 or fp4, the formats that the peers have")
     device = _device(device_name)
-    default = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    sizes = _shapes(shapes) or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
     console = Console()
     rows = []
     torch.manual_seed(0)
     _say("measuring the copy ceiling")
     copy, _ = copy_bandwidth(device)
-    for case in make_cases(device, _shapes(shapes) or default, getattr(torch, dtype), format, nested):
+    for case in make_cases(device, sizes, getattr(torch, dtype), format, nested):
         _say(f"{bench} {case.name}")
         rows += run(case, rounds)
         del case  # its inputs make room for those of the next
@@ -162,7 +165,7 @@ def _run(
     console.print(terminal_table(record))
     _keep(record, out, device, console)
     if wrong := [row for row in rows if row.error]:
-        raise ValueError(f"{len(wrong)} results were wrong, so they were not timed; see the table")
+        raise ValueError(f"wrong, and so not timed: {len(wrong)} of {len(rows)} results; see the table")
 
 
 def _say(step: str) -> None:
@@ -184,7 +187,10 @@ def _device(name: str | None) -> torch.device:
 
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise typer.BadParameter(f"device {name!r} is none; write cpu, cuda or cuda:1") from error
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise typer.BadParameter("there is no CUDA device here; --device cpu always works")

@@ -111,10 +111,10 @@ class Halfbyte:
 def run_puzzle(rounds: int = ROUNDS, repeats: int = 3, on_step: Callable[[str], None] = lambda _: None) -> PuzzleResult:
     """Check and time all three options; medians of `repeats` alternating runs of `rounds` rounds.
 
-    Raises AssertionError when a result is wrong, RuntimeError without an NVIDIA GPU, ImportError without bitsandbytes.
+    Raises AssertionError when a result is wrong, ValueError without an NVIDIA GPU, ImportError without bitsandbytes.
     """
     if not torch.cuda.is_available() or torch.version.hip:
-        raise RuntimeError("the puzzle needs an NVIDIA GPU: its yardstick is bitsandbytes' CUDA library")
+        raise ValueError("the puzzle needs an NVIDIA GPU: its yardstick is bitsandbytes' CUDA library")
     linear4bit = peers.require("bitsandbytes").nn.Linear4bit
     unsloth_way = peers.Unsloth()
     solutions: dict[str, Dequantize] = {

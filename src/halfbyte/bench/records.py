@@ -120,15 +120,19 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree that runs, with + after it where that tree has changes of its own."""
-    root = Path(__file__).parents[3]
-    if not (root / ".git").exists():
-        return os.environ.get("HALFBYTE_COMMIT")
+    """The commit of the source tree that runs, with + after it where that tree has changes of its own.
+
+    HALFBYTE_COMMIT says it for a tree that was copied somewhere without its history.
+    """
+    if told := os.environ.get("HALFBYTE_COMMIT"):
+        return told
+    source = Path(__file__).parents[2]
+    if source.name != "src":  # installed: whatever repository lies around it is not ours
+        return None
+    git = ["git", "-C", str(source)]
     try:
-        head = subprocess.run(
-            ["git", "-C", root, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
-        )
-        dirty = subprocess.run(["git", "-C", root, "diff", "--quiet", "HEAD", "--", "src"], check=False).returncode
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], check=False).returncode
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+" if dirty else "")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 BASELINE = "bitsandbytes"
@@ -24,11 +25,12 @@ def by_case(record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, dict[str
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
     """Every row: time and spread, bandwidth, share of the copy ceiling, and how many times slower than ours."""
-    table = Table(title=_title(record), caption=f"copy {record['copy_gb_per_s']:,.0f} GB/s; {_method(record)}")
-    table.add_column("case")
-    table.add_column("provider")
+    caption = f"copy {record['copy_gb_per_s']:,.0f} GB/s; {_method(record)}"
+    table = Table(title=_title(record), caption=caption, box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("case", no_wrap=True)
+    table.add_column("provider", no_wrap=True)
     for heading in ("µs", "p20–p80", "GB/s", "of copy", "× ours"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for case, rows in by_case(record):
         ours = rows.get(OURS, {}).get("median_us")
         for provider, row in rows.items():
@@ -39,8 +41,8 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
             table.add_row(
                 case if provider == OURS else "",
                 provider,
-                f"{row['median_us']:,.1f}",
-                f"{row['p20_us']:,.1f}–{row['p80_us']:,.1f}",
+                _short(row["median_us"]),
+                f"{_short(row['p20_us'])}–{_short(row['p80_us'])}",
                 f"{row['gb_per_s']:,.0f}",
                 f"{row['of_copy']:.0%}",
                 times,
@@ -84,10 +86,10 @@ def puzzle_markdown(record: Mapping[str, Any]) -> str:
 def provenance(record: Mapping[str, Any]) -> str:
     """Hardware, date and versions, in one line of Markdown."""
     facts = record["environment"]
-    versions = [f"{name} {facts[name]}" for name in ("torch", "triton", "numba", "bitsandbytes") if facts.get(name)]
-    machine = facts["device"] + (
-        f", {facts['threads']} threads" if "threads" in facts else f", driver {facts['driver']}"
-    )
+    on_cpu = "threads" in facts
+    packages = ("torch", "numba" if on_cpu else "triton", "bitsandbytes")
+    versions = [f"{name} {facts[name]}" for name in packages if facts.get(name)]
+    machine = facts["device"] + (f", {facts['threads']} threads" if on_cpu else f", driver {facts['driver']}")
     copy = f"; copy {record['copy_gb_per_s']:,.0f} GB/s" if "copy_gb_per_s" in record else ""
     return f"<sub>{machine}, {facts['date']}, {', '.join(versions)}{copy}; commit {facts['commit']}.</sub>"
 
@@ -105,18 +107,21 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
     providers = list(dict.fromkeys(row["provider"] for row in record["rows"]))
     figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
     width = 0.8 / len(providers)
+    unit, factor, digits = ("TB/s", 1000, 2) if record["copy_gb_per_s"] >= 1000 else ("GB/s", 1, 0)
     for number, provider in enumerate(providers):
-        speeds = [rows.get(provider, {}).get("gb_per_s", 0.0) / 1000 for _, rows in cases]
+        speeds = [rows.get(provider, {}).get("gb_per_s", 0.0) / factor for _, rows in cases]
         places = [index + (number - (len(providers) - 1) / 2) * width for index in range(len(cases))]
         bars = axes.bar(places, speeds, 0.92 * width, label=provider, color=COLORS.get(provider), zorder=2)
         if provider == OURS:
-            axes.bar_label(bars, [f"{speed:.2f}" for speed in speeds], padding=2, fontsize=8, color=COLORS[OURS])
-    ceiling = record["copy_gb_per_s"] / 1000
+            axes.bar_label(bars, [f"{speed:.{digits}f}" for speed in speeds], padding=2, fontsize=8, color=COLORS[OURS])
+    ceiling = record["copy_gb_per_s"] / factor
     axes.axhline(ceiling, color="#2b2d42", linewidth=1, linestyle=(0, (4, 3)), zorder=3)
-    axes.annotate(f"copy {ceiling:.2f} TB/s", (len(cases) - 0.55, ceiling), ha="right", va="bottom", fontsize=8)
+    axes.annotate(
+        f"copy {ceiling:.{digits}f} {unit}", (len(cases) - 0.55, ceiling), ha="right", va="bottom", fontsize=8
+    )
     axes.set_xticks(range(len(cases)), [case for case, _ in cases], fontsize=9)
-    axes.set_ylabel("TB/s")
-    axes.set_ylim(0, 1.16 * max(ceiling, *(row.get("gb_per_s", 0) / 1000 for row in record["rows"])))
+    axes.set_ylabel(unit)
+    axes.set_ylim(0, 1.16 * max(ceiling, *(row.get("gb_per_s", 0) / factor for row in record["rows"])))
     axes.set_title(_title(record), fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e6e8eb", zorder=0)
@@ -151,6 +156,10 @@ def _method(record: Mapping[str, Any]) -> str:
     clocks = {row["clock"] for row in record["rows"] if "clock" in row}
     by = "GPU time of cold calls" if clocks == {"gpu"} else "wall clock of cold calls"
     return f"{by}, medians"
+
+
+def _short(microseconds: float) -> str:
+    return f"{microseconds:,.0f}" if microseconds >= 1000 else f"{microseconds:.1f}"
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -109,6 +109,12 @@ FP4 = BlockwiseFormat(
 FORMATS = {format.name: format for format in (NF4, FP4)}
 
 
+def check_block_size(format: str, block_size: int) -> None:
+    """Raise ValueError unless `format` can be cut into blocks of `block_size`."""
+    if type(block_size) is not int or block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size is {block_size!r}; {format} takes one of {BLOCK_SIZES}")
+
+
 @cache
 def codebook_tensor(name: str, device: torch.device) -> torch.Tensor:
     """The sixteen values of a format, fp32 [16], on `device`; one tensor per device, never to be written to.

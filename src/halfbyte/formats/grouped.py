@@ -31,8 +31,8 @@ def codebook_tensor(device: torch.device) -> torch.Tensor:
 
 def check_shape(shape: Sequence[int], group_size: int) -> None:
     """Raise ValueError unless a weight of `shape` can be cut into groups of `group_size`."""
-    if group_size not in GROUP_SIZES:
-        raise ValueError(f"group_size is {group_size}; int4 takes one of {GROUP_SIZES}")
+    if type(group_size) is not int or group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size is {group_size!r}; int4 takes one of {GROUP_SIZES}")
     if len(shape) != 2:
         raise ValueError(f"shape is {list(shape)}; int4 takes a weight of two dimensions [N, K]")
     if shape[1] % group_size:

@@ -52,6 +52,8 @@ class QuantizedWeight:
     def __post_init__(self) -> None:
         if self.dtype not in FLOAT_DTYPES:
             raise TypeError(f"dtype is {self.dtype}; a dense weight is torch.float16, torch.bfloat16 or torch.float32")
+        if any(side < 0 for side in self.shape):
+            raise ValueError(f"shape is {list(self.shape)}; no side of a weight is negative")
         if self.format in blockwise.FORMATS:
             _check_blockwise(self)
         elif self.format == grouped.NAME:
@@ -103,8 +105,7 @@ _UINT8, _INT32, _FLOAT32 = (torch.uint8,), (torch.int32,), (torch.float32,)
 
 
 def _check_blockwise(q: QuantizedWeight) -> None:
-    if q.block_size not in blockwise.BLOCK_SIZES:
-        raise ValueError(f"block_size is {q.block_size}; {q.format} takes one of {blockwise.BLOCK_SIZES}")
+    blockwise.check_block_size(q.format, q.block_size)
     numel = q.numel
     blocks = -(-numel // q.block_size)
     _check_tensor(q, "packed", q.packed, _UINT8, (numel + 1) // 2)

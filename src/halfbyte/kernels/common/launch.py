@@ -64,7 +64,7 @@ def launch(
     key: everything that `configure` depends on, besides the device.
     configure: the grid and the constants and options, for the device's facts; asked once per key and thread.
     """
-    values = tuple([value if type(value) is int else value.data_ptr() for value in arguments])
+    values = tuple([value if isinstance(value, int) else value.data_ptr() for value in arguments])
     key = (id(kernel), index, key)  # hashing a kernel itself means hashing its source
     direct = _per_thread.launches.get(key)
     if direct is not None and direct(torch._C._cuda_getCurrentRawStream(index), values):
@@ -72,7 +72,7 @@ def launch(
     facts = facts_of(index)
     grid, options = configure(facts)
     compiled = kernel[(grid,)](*arguments, **options)
-    if facts.kind == "cuda":
+    if facts.kind == "cuda" and direct is None:
         _per_thread.launches[key] = _direct_launch(compiled, grid, values)
 
 
@@ -99,7 +99,7 @@ class _DirectLaunch:
     def __call__(self, stream: int, values: tuple[int, ...]) -> bool:
         if not _are_multiples_of_16(values):
             return False
-        self._values[: len(values)] = values
+        self._values[: len(values)] = values  # type: ignore[call-overload]  # a tuple does as well as a list
         status = self._launch(*self._fixed, stream, self._parameters, None)
         if status:
             raise RuntimeError(f"the CUDA driver refused the launch with error {status} (see CUresult in cuda.h)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 CUDA_TARGETS = (75, 80, 86, 89, 90, 100, 120)
@@ -17,12 +17,18 @@ def pointer(dtype: Any) -> str:
 
 
 def compile_for(
-    kernel: Any, target: int | str, signature: Mapping[str, str], constants: Mapping[str, Any], **options: Any
+    kernel: Any,
+    target: int | str,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    unaligned: Collection[str] = (),
+    **options: Any,
 ) -> Any:
-    """Compile `kernel` for sm_<target> or an AMD target; pointers and integers are taken as multiples of 16.
+    """Compile `kernel` for sm_<target> or an AMD target.
 
-    signature: argument to type ("*u8", "i64", ...). constants: the constexpr arguments. Returns Triton's
-    CompiledKernel, whose `asm` holds "ttgir", "ptx" and "cubin" (or "amdgcn" and "hsaco").
+    signature: argument to type ("*u8", "i64", ...). constants: the constexpr arguments. unaligned: the pointers and
+    integers that are not taken as multiples of 16. Returns Triton's CompiledKernel, whose `asm` holds "ttgir", "ptx"
+    and "cubin" (or "amdgcn" and "hsaco").
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -34,7 +40,7 @@ def compile_for(
         kernel,
         types,
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in signature},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in signature if name not in unaligned},
     )
     gpu = (
         GPUTarget("cuda", target, 32)

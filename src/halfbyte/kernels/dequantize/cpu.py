@@ -31,6 +31,20 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from halfbyte.formats.weight import NestedScale
+from halfbyte.kernels.common.llvm import (
+    I8,
+    I16,
+    I32,
+    I64,
+    constant,
+    interleave,
+    join,
+    load,
+    shift_right,
+    shuffle,
+    splat,
+    store,
+)
 from halfbyte.kernels.common.threads import parallel
 
 # A step of the kernel: so many packed bytes become twice as many weights. The smallest block is one step.
@@ -41,8 +55,6 @@ GRAIN = 2**20
 
 # numba sees the output as integers, one type for each way of rounding.
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.uint32}
-
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
 def dequantize_blockwise(
@@ -110,27 +122,27 @@ def _decode(typing_context, packed, byte, steps, scale, codebook, low_first, out
         def pointer(position, array):
             return context.make_array(signature.args[position])(context, builder, array).data
 
-        table = _load(builder, pointer(4, codebook), I32, 16)
-        scales = _splat(builder, builder.bitcast(scale, I32), 16)
+        table = load(builder, pointer(4, codebook), I32, 16)
+        scales = splat(builder, builder.bitcast(scale, I32), 16)
         floats = ir.VectorType(ir.FloatType(), 16)
         product = builder.fmul(builder.bitcast(table, floats), builder.bitcast(scales, floats))
         words = ROUND[signature.args[6].dtype](builder, product)
-        shuffle = _shuffle(context)
+        look_up = shuffle(context)
         width = words.type.element.width // 8
-        tables = [builder.trunc(_shift_right(builder, words, 8 * i), ir.VectorType(I8, 16)) for i in range(width)]
+        tables = [builder.trunc(shift_right(builder, words, 8 * i), ir.VectorType(I8, 16)) for i in range(width)]
 
         source = builder.gep(pointer(0, packed), [byte])
         target = builder.gep(pointer(6, out), [weight])
         with cgutils.for_range(builder, steps) as loop:
-            octets = _load(builder, builder.gep(source, [builder.mul(loop.index, I64(BYTES))]), I8, BYTES)
-            high = _shift_right(builder, octets, 4)
-            low = builder.and_(octets, _constant(octets.type, 15))
-            nibbles = _interleave(builder, builder.select(low_first, low, high), builder.select(low_first, high, low))
+            octets = load(builder, builder.gep(source, [builder.mul(loop.index, I64(BYTES))]), I8, BYTES)
+            high = shift_right(builder, octets, 4)
+            low = builder.and_(octets, constant(octets.type, 15))
+            nibbles = interleave(builder, builder.select(low_first, low, high), builder.select(low_first, high, low))
             here = builder.mul(loop.index, I64(WEIGHTS))
             for half in nibbles:
-                parts = [shuffle(builder, table, half) for table in tables]
-                for values in _join(builder, parts):
-                    _store(builder, values, builder.gep(target, [here]), words.type.element)
+                parts = [look_up(builder, table, half) for table in tables]
+                for values in join(builder, parts):
+                    store(builder, values, builder.gep(target, [here]), words.type.element)
                     here = builder.add(here, I64(16 * 8 // words.type.element.width))
         return context.get_dummy_value()
 
@@ -140,33 +152,33 @@ def _decode(typing_context, packed, byte, steps, scale, codebook, low_first, out
 def _round_to_bf16(builder, x):
     """fp32 [16] -> the bits of bf16 [16], to nearest even."""
     bits = builder.bitcast(x, ir.VectorType(I32, 16))
-    odd = builder.and_(_shift_right(builder, bits, 16), _constant(bits.type, 1))
-    rounded = _shift_right(builder, builder.add(bits, builder.add(odd, _constant(bits.type, 0x7FFF))), 16)
-    rounded = builder.select(builder.fcmp_unordered("uno", x, x), _constant(bits.type, 0x7FC0), rounded)
+    odd = builder.and_(shift_right(builder, bits, 16), constant(bits.type, 1))
+    rounded = shift_right(builder, builder.add(bits, builder.add(odd, constant(bits.type, 0x7FFF))), 16)
+    rounded = builder.select(builder.fcmp_unordered("uno", x, x), constant(bits.type, 0x7FC0), rounded)
     return builder.trunc(rounded, ir.VectorType(I16, 16))
 
 
 def _round_to_fp16(builder, x):
     """fp32 [16] -> the bits of fp16 [16], to nearest even; in integers, since not every CPU has the instruction."""
     bits = builder.bitcast(x, ir.VectorType(I32, 16))
-    sign = builder.and_(_shift_right(builder, bits, 16), _constant(bits.type, 0x8000))
-    bits = builder.and_(bits, _constant(bits.type, 0x7FFFFFFF))
+    sign = builder.and_(shift_right(builder, bits, 16), constant(bits.type, 0x8000))
+    bits = builder.and_(bits, constant(bits.type, 0x7FFFFFFF))
 
-    odd = builder.and_(_shift_right(builder, bits, 13), _constant(bits.type, 1))
+    odd = builder.and_(shift_right(builder, bits, 13), constant(bits.type, 1))
     # From exponent bias 127 to 15, and just under half of the last place that is kept.
-    normal = builder.add(builder.add(bits, odd), _constant(bits.type, 0xC8000FFF))
-    normal = _shift_right(builder, normal, 13)
+    normal = builder.add(builder.add(bits, odd), constant(bits.type, 0xC8000FFF))
+    normal = shift_right(builder, normal, 13)
     # Adding 0.5 puts the last place of an fp16 subnormal at the last place of an fp32: the addition rounds.
     half = ir.Constant(x.type, [0.5] * 16)
     subnormal = builder.bitcast(builder.fadd(builder.bitcast(bits, x.type), half), bits.type)
-    subnormal = builder.sub(subnormal, _constant(bits.type, 0x3F000000))
+    subnormal = builder.sub(subnormal, constant(bits.type, 0x3F000000))
 
     def at_least(limit, yes, no):
-        return builder.select(builder.icmp_unsigned(">=", bits, _constant(bits.type, limit)), yes, no)
+        return builder.select(builder.icmp_unsigned(">=", bits, constant(bits.type, limit)), yes, no)
 
     rounded = at_least(0x38800000, normal, subnormal)  # 2**-14
-    rounded = at_least(0x47800000, _constant(bits.type, 0x7C00), rounded)  # 2**16
-    rounded = at_least(0x7F800001, _constant(bits.type, 0x7E00), rounded)  # NaN
+    rounded = at_least(0x47800000, constant(bits.type, 0x7C00), rounded)  # 2**16
+    rounded = at_least(0x7F800001, constant(bits.type, 0x7E00), rounded)  # NaN
     return builder.trunc(builder.or_(rounded, sign), ir.VectorType(I16, 16))
 
 
@@ -175,71 +187,6 @@ def _round_to_fp32(builder, x):
 
 
 ROUND = {types.uint16: _round_to_bf16, types.int16: _round_to_fp16, types.uint32: _round_to_fp32}
-
-
-def _shuffle(context):
-    """What emits table[indices], both of 16 bytes, for this CPU."""
-    triple, _, features = context.codegen().magic_tuple()
-    vector = ir.VectorType(I8, 16)
-    if "+ssse3" in features.split(","):
-        name = "llvm.x86.ssse3.pshuf.b.128"
-    elif triple.startswith(("aarch64", "arm64")):
-        name = "llvm.aarch64.neon.tbl1.v16i8"
-    else:
-        return _shuffle_one_by_one
-
-    def emit(builder, table, indices):
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector, vector]), name)
-        return builder.call(function, [table, indices])
-
-    return emit
-
-
-def _shuffle_one_by_one(builder, table, indices):
-    result = indices
-    for lane in range(16):
-        index = builder.extract_element(indices, I32(lane))
-        result = builder.insert_element(result, builder.extract_element(table, index), I32(lane))
-    return result
-
-
-def _interleave(builder, first, second):
-    """Vectors abcd and efgh -> aebf and cgdh."""
-    count = first.type.count
-    order = [lane for pair in zip(range(count), range(count, 2 * count), strict=True) for lane in pair]
-    masks = [ir.Constant(ir.VectorType(I32, count), half) for half in (order[:count], order[count:])]
-    return [builder.shuffle_vector(first, second, mask) for mask in masks]
-
-
-def _join(builder, parts):
-    """The low, ..., high bytes of 16 little-endian words -> the words, as vectors of 16 bytes."""
-    if len(parts) == 1:
-        return parts
-    low, high = _join(builder, parts[: len(parts) // 2]), _join(builder, parts[len(parts) // 2 :])
-    wide = ir.VectorType(ir.IntType(8 * len(parts) // 2), 32 // len(parts))
-    pairs = [(builder.bitcast(a, wide), builder.bitcast(b, wide)) for a, b in zip(low, high, strict=True)]
-    return [vector for a, b in pairs for vector in _interleave(builder, a, b)]
-
-
-def _constant(vector, value):
-    return ir.Constant(vector, [value] * vector.count)
-
-
-def _splat(builder, value, count):
-    lane = builder.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, I32(0))
-    return builder.shuffle_vector(lane, lane, _constant(ir.VectorType(I32, count), 0))
-
-
-def _shift_right(builder, vector, bits):
-    return builder.lshr(vector, _constant(vector.type, bits))
-
-
-def _load(builder, pointer, element, count):
-    return builder.load(builder.bitcast(pointer, ir.VectorType(element, count).as_pointer()), align=element.width // 8)
-
-
-def _store(builder, vector, pointer, element):
-    builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()), align=element.width // 8)
 
 
 # glibc gives blocks of this size and more pages of their own, and takes the pages back when they are freed.

@@ -161,17 +161,18 @@ def _launch(
         return
     code, absmax, offset, nested_size = nested or (scale, scale, scale, 0)  # without nesting the three are not read
     words = out.itemsize == 2 and out.data_ptr() % 4 == 0
+    fetch = packed.data_ptr() % 16 == 0  # what the bulk prefetch asks of an address
 
     def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
         tile = plan or make_plan(numel, block_size, nested_size or None, facts)
         constants = {
             "BLOCK_BYTES": block_size // 2, "BLOCKS": tile.blocks, "NESTED": nested_size, "LOW_FIRST": is_int4,
             "FLUSH": facts.ptx > 0 and not is_int4, "WORDS": words and facts.ptx >= PACKING, "ODD": numel % 2 == 1,
-            "AHEAD": tile.ahead, "CHUNK": tile.chunk, "PTX": facts.ptx,
+            "AHEAD": tile.ahead if fetch else 0, "CHUNK": tile.chunk, "PTX": facts.ptx,
         }  # fmt: skip
         grid = triton.cdiv(numel, block_size * tile.blocks)
         return grid, constants | {"num_warps": tile.warps, "enable_fp_fusion": False}
 
     arguments = (packed, scale, code, absmax, offset, codebook, out, numel, (numel + 1) // 2)
-    key = (numel, out.dtype, scale.dtype, block_size, nested_size, is_int4, words, plan)
+    key = (numel, out.dtype, scale.dtype, block_size, nested_size, is_int4, words, fetch, plan)
     launch(dequantize_kernel, out.get_device(), arguments, key, configure)

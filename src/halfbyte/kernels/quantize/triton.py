@@ -78,7 +78,12 @@ def blockwise_kernel(
     x = multiply(values, reciprocal, PTX > 0)
 
     magnitude = tl.abs(x) if SIGNED_MAGNITUDE else x
-    cell = tl.fma(magnitude, CELL, MAGIC).to(tl.int32, bitcast=True) & 63
+    near = magnitude
+    if PTX == 0:  # without flush-to-zero, the reciprocal of a subnormal scale may be infinite
+        near = tl.minimum(tl.maximum(magnitude, -1.0), 1.0)
+    cell = tl.fma(near, CELL, MAGIC).to(tl.int32, bitcast=True) & 63
+    if PTX == 0:
+        cell = tl.where(magnitude == magnitude, cell, 63)
     cell = cell.reshape(TILE)
     table = tl.arange(0, 64)
     threshold = tl.gather(tl.load(thresholds + table), cell, 0).reshape(BLOCKS, BLOCK)
@@ -194,7 +199,7 @@ def quantize_blockwise(
 def quantize_scales(absmax: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [B] and absmax fp32 [ceil(B / 256)] of the fp32 scales `absmax` [B] less `offset` (one element)."""
     n_scales = absmax.numel()
-    blocks = triton.cdiv(n_scales, NESTED_BLOCK_SIZE)
+    blocks = -(-n_scales // NESTED_BLOCK_SIZE)
     codes = absmax.new_empty(absmax.shape, dtype=torch.uint8)
     absmax2 = absmax.new_empty(blocks)
 
@@ -218,5 +223,5 @@ def quantize_grouped(weight: torch.Tensor, group_size: int, packed: torch.Tensor
         return triton.cdiv(n_groups, groups), constants | {"num_warps": 4, "enable_fp_fusion": False}
 
     if n_groups:
-        key = (n_groups, weight.dtype, group_size)
+        key = (n_groups, weight.dtype, scale.dtype, group_size)
         launch(grouped_kernel, weight.get_device(), (weight, packed, scale, n_groups), key, configure)
