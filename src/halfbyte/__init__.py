@@ -1,9 +1,11 @@
 """halfbyte: 4-bit LLM weights, in and out at the speed of memory."""
 
+from halfbyte import autograd as autograd  # the operators and their gradients
+from halfbyte import nn
 from halfbyte.formats.bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from halfbyte.formats.compressed_tensors import from_compressed_tensors
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
-from halfbyte.ops import dequantize, quantize
+from halfbyte.ops import dequantize, linear, quantize
 
 __version__ = "0.1.0"
 
@@ -13,6 +15,8 @@ __all__ = [
     "dequantize",
     "from_bitsandbytes",
     "from_compressed_tensors",
+    "linear",
+    "nn",
     "quantize",
     "to_bitsandbytes",
 ]

@@ -1,14 +1,16 @@
 """The public functions: check the arguments, pick the backend for the tensor's device, run it.
 
 Called eagerly, they go straight to the kernel: the dispatcher alone costs tens of microseconds, more than most of these
-kernels. Under torch.compile, torch.export or any other tracing they become one `torch.ops.halfbyte` call each.
+kernels. Under torch.compile, torch.export or any other tracing they become one `torch.ops.halfbyte` call each, and so
+does a product that gradients flow through (library.py, autograd.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from math import prod
 from types import ModuleType
 
 import torch
@@ -17,7 +19,9 @@ from torch.autograd.graph import increment_version
 
 from halfbyte.formats import blockwise, grouped
 from halfbyte.formats.weight import FLOAT_DTYPES, FORMAT_NAMES, NestedScale, QuantizedWeight
-from halfbyte.kernels.common.device import has_triton
+from halfbyte.kernels.common.device import cpu_capability, has_triton
+from halfbyte.kernels.linear import reference as products
+from halfbyte.kernels.linear.plan import plan as plan_linear
 
 
 def quantize(
@@ -60,10 +64,7 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor
     Values are codebook[nibble] * scale in fp32, rounded once. Raises TypeError or ValueError for what does not fit.
     """
     if type(q) is not QuantizedWeight:
-        raise TypeError(
-            f"q is a {type(q).__name__}; dequantize takes a QuantizedWeight, from halfbyte.quantize, "
-            "halfbyte.from_bitsandbytes or halfbyte.from_compressed_tensors"
-        )
+        raise _not_a_weight(q, "dequantize")
     if out is not None and not isinstance(out, Tensor):
         raise TypeError(f"out is a {type(out).__name__}; it must be a torch.Tensor, or None for a new one")
     if dtype is None:
@@ -73,11 +74,7 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor
     if out is not None:
         _check_out(out, q, dtype)
     if _is_tracing():
-        nested = list(q.nested[:3]) if q.nested else []
-        nested_size = q.nested.block_size if q.nested else 0
-        result = torch.ops.halfbyte.dequantize(
-            q.packed, q.scale, nested, q.format, q.shape, q.block_size, nested_size, dtype
-        )
+        result = torch.ops.halfbyte.dequantize(*_parts(q), dtype)
         return result if out is None else out.copy_(result)
     if out is None:
         out = q.scale.new_empty(q.shape, dtype=dtype)
@@ -86,6 +83,62 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor
         _dequantize(q, out)
         increment_version(out)  # kernels write through a pointer, and autograd would not know
     return out
+
+
+def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor:
+    """x @ W.T + bias, of the dense W that `q` stands for.
+
+    x: fp16, bf16 or fp32, [..., K], with any strides. q: a weight of two dimensions [N, K]. bias: [N], of x's dtype.
+    batch_invariant: a row's bits depend neither on the other rows nor on how many there are.
+
+    Returns [..., N], contiguous, in x's dtype. Sums are fp32 or better and rounded once; the same input gives the same
+    bits every time. Gradients flow to x and bias. Raises TypeError or ValueError for arguments that do not fit.
+    """
+    _check_linear(x, q, bias)
+    needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
+    if (needs_grad and torch.is_grad_enabled()) or _is_tracing():
+        result: Tensor = torch.ops.halfbyte.linear(x, *_parts(q), bias, batch_invariant)
+        return result
+    return _linear(x, q, bias, batch_invariant)
+
+
+def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
+    device = x.device
+    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return _linear(x, q, bias, batch_invariant)
+    n, k = q.shape
+    sides = x.shape[:-1]
+    rows = x.detach().reshape(prod(sides), k).contiguous().resolve_neg()
+    if bias is not None:
+        bias = bias.detach().contiguous().resolve_neg()
+    if device.type == "cuda":
+        out = rows.new_empty((len(rows), n))
+        if _decode_kernel()(rows, q, bias, out, batch_invariant):
+            return out.view(*sides, n)
+    kernel = plan_linear(len(rows), k, x.dtype, device.type, batch_invariant, cpu_capability()).kernel
+    if kernel == "fused":
+        out = rows.new_empty((len(rows), n))
+        kernels = _backend("linear", device.type)
+        if q.format == grouped.NAME:
+            kernels.linear_grouped(rows, q.packed, q.scale, q.block_size, bias, out)
+        else:
+            codebook = blockwise.codebook_tensor(q.format, device)
+            kernels.linear_blockwise(rows, q.packed, q.scale, q.nested, codebook, q.block_size, bias, out)
+    else:
+        weight = rows.new_empty((n, k))
+        _dequantize(q, weight)
+        product = products.linear_in_tiles if kernel == "tiles" else products.linear
+        out = product(rows, weight, bias)
+    return out.view(*sides, n)
+
+
+@cache
+def _decode_kernel() -> Callable[[Tensor, QuantizedWeight, Tensor | None, Tensor, bool], bool]:
+    """The CUDA product for a few rows, which says itself whether it is for them."""
+    function: Callable[[Tensor, QuantizedWeight, Tensor | None, Tensor, bool], bool]
+    function = import_module("halfbyte.kernels.linear.decode").linear
+    return function
 
 
 def _dequantize(q: QuantizedWeight, out: Tensor) -> None:
@@ -145,6 +198,12 @@ def _backend(operation: str, device_type: str) -> ModuleType:
     return import_module(f"halfbyte.kernels.{operation}.{name}")
 
 
+def _parts(q: QuantizedWeight) -> tuple[Tensor, Tensor, list[Tensor], str, tuple[int, ...], int, int]:
+    """The weight as operators take it; library.py puts it together again."""
+    nested, nested_size = (list(q.nested[:3]), q.nested.block_size) if q.nested else ([], 0)
+    return q.packed, q.scale, nested, q.format, q.shape, q.block_size, nested_size
+
+
 def _is_tracing() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
@@ -176,6 +235,41 @@ def _check_quantize(
     return size, True if nested is None else nested
 
 
+def _not_a_weight(q: object, function: str) -> TypeError:
+    return TypeError(
+        f"q is a {type(q).__name__}; {function} takes a QuantizedWeight, from halfbyte.quantize, "
+        "halfbyte.from_bitsandbytes or halfbyte.from_compressed_tensors"
+    )
+
+
+def _check_linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None) -> None:
+    if type(q) is not QuantizedWeight:
+        raise _not_a_weight(q, "linear")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; linear takes a torch.Tensor")
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x has dtype {x.dtype}; linear takes torch.float16, torch.bfloat16 or torch.float32")
+    if x.layout != torch.strided:
+        raise TypeError(f"x has layout {x.layout}; linear takes a dense one, such as x.to_dense()")
+    if len(q.shape) != 2:
+        raise ValueError(f"the weight has shape {list(q.shape)}; linear takes one of two dimensions [N, K]")
+    n, k = q.shape
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ValueError(f"x has shape {list(x.shape)}; a weight of shape {[n, k]} takes [..., {k}]")
+    if x.device != q.packed.device:
+        raise ValueError(f"x is on {x.device} and the weight on {q.packed.device}; they must be on one device")
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"bias is a {type(bias).__name__}; it must be a torch.Tensor, or None")
+    if bias.dtype != x.dtype:
+        raise TypeError(f"bias has dtype {bias.dtype} and x {x.dtype}; pass bias.to(x.dtype)")
+    if bias.dim() != 1 or bias.shape[0] != n:
+        raise ValueError(f"bias has shape {list(bias.shape)}; a weight of shape {[n, k]} takes [{n}]")
+    if bias.device != x.device:
+        raise ValueError(f"bias is on {bias.device} and x on {x.device}; they must be on one device")
+
+
 def _check_out(out: Tensor, q: QuantizedWeight, dtype: torch.dtype) -> None:
     if out.dtype != dtype:
         raise TypeError(
@@ -189,71 +283,3 @@ def _check_out(out: Tensor, q: QuantizedWeight, dtype: torch.dtype) -> None:
         raise ValueError("out is not contiguous; dequantize writes a contiguous tensor")
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError("out requires gradients, and none flow through 4-bit weights; pass out.detach()")
-
-
-# What tracing sees. The schemas stand here once; eager calls never come through them.
-_library = torch.library.Library("halfbyte", "DEF")
-_library.define("quantize(Tensor weight, str format, int block_size, bool nested) -> Tensor[]")
-_library.define(
-    "dequantize(Tensor packed, Tensor scale, Tensor[] nested, str format, SymInt[] shape, int block_size, "
-    "int nested_block_size, ScalarType dtype) -> Tensor"
-)
-
-
-def _quantize_op(weight: Tensor, format: str, block_size: int, nested: bool) -> list[Tensor]:
-    parts = _quantize(weight, format, block_size, nested)
-    if nested:
-        parts[2] = parts[2].clone()  # an operator may not return the same tensor twice
-    return parts
-
-
-def _dequantize_op(
-    packed: Tensor,
-    scale: Tensor,
-    nested: Sequence[Tensor],
-    format: str,
-    shape: Sequence[int],
-    block_size: int,
-    nested_block_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    nested_scale = NestedScale(nested[0], nested[1], nested[2], nested_block_size) if nested else None
-    q = QuantizedWeight(format, packed, scale, tuple(shape), dtype, block_size, nested_scale)
-    out = packed.new_empty(q.shape, dtype=dtype)
-    _dequantize(q, out)
-    return out
-
-
-def _dequantize_fake(
-    packed: Tensor,
-    scale: Tensor,
-    nested: Sequence[Tensor],
-    format: str,
-    shape: Sequence[int],
-    block_size: int,
-    nested_block_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return packed.new_empty(shape, dtype=dtype)
-
-
-def _quantize_fake(weight: Tensor, format: str, block_size: int, nested: bool) -> list[Tensor]:
-    packed, scale = _empty_quantized(weight, format, block_size)
-    if not nested:
-        return [packed, scale]
-    absmax = scale.new_empty((-(-scale.numel() // blockwise.NESTED_BLOCK_SIZE),))
-    return [
-        packed,
-        scale.new_empty(scale.shape, dtype=torch.uint8),
-        scale.new_empty((256,)),
-        absmax,
-        scale.new_empty(()),
-    ]
-
-
-for _name, _real, _fake in (
-    ("quantize", _quantize_op, _quantize_fake),
-    ("dequantize", _dequantize_op, _dequantize_fake),
-):
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"halfbyte::{_name}", _fake, lib=_library)

@@ -36,3 +36,17 @@ def test_int4(shape: tuple[int, int]) -> None:
             assert torch.equal(there.packed.cpu(), q.packed)
             assert torch.equal(there.scale.cpu(), q.scale)
             torch.testing.assert_close(hb.dequantize(there).cpu(), hb.dequantize(q), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(4, 1024), (20, 1024), (36, 3072), (68, 9216)])
+def test_linear(shape: tuple[int, int]) -> None:
+    """One row of W less than a tile and a few more, K over one CTA and over a cluster, every number of columns."""
+    n, k = shape
+    q = hb.quantize(torch.randn(shape, device="cuda").bfloat16() / k**0.5)
+    exact = hb.dequantize(q, torch.float32)
+    for m in (1, 5, 8, 13, 27):
+        x = torch.randn((m, k), device="cuda").bfloat16()
+        bias = torch.randn(n, device="cuda").bfloat16() if m % 2 else None
+        y = hb.linear(x, q, bias)
+        right = x.float() @ exact.t() + (0.0 if bias is None else bias.float())
+        assert float((y.float() - right).norm() / right.norm()) < 4e-3

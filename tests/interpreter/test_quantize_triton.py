@@ -90,6 +90,8 @@ def test_thresholds_and_their_neighbours(format: str) -> None:
 )
 def test_any_size(numel: int, format: str, dtype: torch.dtype, block_size: int, exponent: int, seed: int) -> None:
     torch.manual_seed(seed)
+    if dtype == torch.bfloat16:
+        exponent = max(exponent, -100)  # the interpreter does not know bf16's subnormal numbers
     check((torch.randn(numel) * 2.0**exponent).to(dtype), format, block_size)
 
 

@@ -1,9 +1,13 @@
-"""`parallel` covers a range exactly once, in pieces of a grain at least, and survives errors and forks."""
+"""`parallel` covers a range exactly once, in pieces of a grain at least, with torch's OpenMP threads and with its own.
+
+It survives errors, forks and several callers.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,14 +16,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfbyte.kernels.common import threads
 from halfbyte.kernels.common.threads import parallel
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["openmp", "pool"], scope="module")
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
+    if request.param == "openmp" and threads._openmp() is None:
+        pytest.skip("torch brings no GNU OpenMP here")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "pool":
+            patch.setattr(threads, "_openmp", lambda: None)
+        torch.set_num_threads(4)
+        yield
     torch.set_num_threads(before)
 
 
@@ -45,6 +55,17 @@ def test_an_error_in_any_piece_is_raised(bad: int) -> None:
 
     with pytest.raises(ArithmeticError, match="no"):
         parallel(kernel, 40, 10)
+
+
+def test_called_from_several_threads() -> None:
+    done: list[int] = []
+    arguments = (lambda begin, end: done.extend(range(begin, end)), 40, 10)
+    callers = [threading.Thread(target=parallel, args=arguments) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert sorted(done) == sorted(8 * list(range(40)))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")

@@ -13,20 +13,29 @@ from halfbyte.bench.timing import Timing, time_all
 
 @dataclass(frozen=True)
 class Case:
-    """name: what a reader sees. bytes: what any solution must move, in bytes. sets: how many independent inputs there
-    are, enough of them that none is still in a cache when its turn comes. providers: name to function of an input's
-    number. reference: the provider whose result is right. check: None if (result, right result) agree, else what is
-    wrong.
+    """name: what a reader sees. bytes: what any solution must move, in bytes, or what each provider must. sets: how
+    many independent inputs there are, enough of them that none is still in a cache when its turn comes. providers: name
+    to function of an input's number. reference: the provider whose result is right, or what gives each provider's right
+    result. check: None if (result, right result) agree, else what is wrong. measure: facts of (result, right result).
     """
 
     name: str
-    bytes: int
+    bytes: int | Mapping[str, int]
     sets: int
     providers: Mapping[str, Callable[[int], Any]]
-    reference: str
+    reference: str | Mapping[str, Callable[[int], Any]]
     check: Callable[[Any, Any], str | None]
     device: torch.device
     facts: Mapping[str, Any] = field(default_factory=dict)
+    measure: Callable[[Any, Any], Mapping[str, Any]] = lambda result, right: {}
+
+    def bytes_of(self, provider: str) -> int:
+        return self.bytes if isinstance(self.bytes, int) else self.bytes[provider]
+
+    def right(self, provider: str, index: int) -> Any:
+        """What `provider` should make of input number `index`."""
+        known = self.providers[self.reference] if isinstance(self.reference, str) else self.reference[provider]
+        return known(index)
 
 
 @dataclass(frozen=True)
@@ -56,14 +65,21 @@ def same_bits(result: torch.Tensor, right: torch.Tensor) -> str | None:
 
 def run(case: Case, rounds: int) -> list[Row]:
     """Check every provider on every input, then time those that are right, in rotated order."""
-    errors = {name: _first_error(case, provider) for name, provider in case.providers.items()}
-    right = {name: provider for name, provider in case.providers.items() if errors[name] is None}
+    checked = {name: _checked(case, name) for name in case.providers}
+    right = {name: provider for name, provider in case.providers.items() if checked[name][0] is None}
     timings = time_all(right, case.sets, case.device, rounds) if right else {}
-    return [Row(case.name, name, case.bytes, timings.get(name), errors[name], case.facts) for name in case.providers]
+    return [
+        Row(case.name, name, case.bytes_of(name), timings.get(name), error, {**case.facts, **measured})
+        for name, (error, measured) in checked.items()
+    ]
 
 
-def _first_error(case: Case, provider: Callable[[int], Any]) -> str | None:
+def _checked(case: Case, name: str) -> tuple[str | None, Mapping[str, Any]]:
+    """The first error of a provider, and what is measured of its first result."""
+    measured: Mapping[str, Any] = {}
     for index in range(case.sets):
-        if error := case.check(provider(index), case.providers[case.reference](index)):
-            return error
-    return None
+        result, right = case.providers[name](index), case.right(name, index)
+        if error := case.check(result, right):
+            return error, measured
+        measured = measured or case.measure(result, right)
+    return None, measured

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,6 +62,26 @@ def quantize(
 
 
 @app.command()
+def linear(
+    device: Device = None,
+    shapes: Shapes = None,
+    rows: Annotated[str | None, typer.Option(help="Rows of x, comma-separated, such as 1,16,64.")] = None,
+    dtype: Dtype = "bfloat16",
+    format: Annotated[str, typer.Option(help="nf4, fp4 or int4.")] = "nf4",
+    nested: Nested = True,
+    rounds: Rounds = 15,
+    out: Out = None,
+) -> None:
+    """x @ W.T from 4-bit weights, beside dense weights, bitsandbytes, dequantize + linear, and tinygemm."""
+    from halfbyte.bench.linear import CPU_SHAPES, GPU_SHAPES, linear_cases
+
+    cases = partial(linear_cases, rows=_counts(rows))
+    sizes = {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES}
+    nested = nested and format != "int4"
+    _run("linear", cases, device, shapes, dtype, format, nested, rounds, out, sizes, ("nf4", "fp4", "int4"))
+
+
+@app.command()
 def puzzle(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of three dequantizations.")] = 1000,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of that many rounds; medians are reported.")] = 3,
@@ -103,17 +124,21 @@ def report(
     check: Annotated[bool, typer.Option("--check", help="Only say whether the texts agree with the records.")] = False,
 ) -> None:
     """Put the recorded figures into README.md and docs, and draw their plots."""
-    from halfbyte.bench import records
+    from halfbyte.bench import records, sweep
     from halfbyte.bench import report as reports
 
+    kinds: dict[str, tuple[Callable[..., str], Callable[..., None] | None]] = {
+        "puzzle": (reports.puzzle_markdown, None),
+        "linear": (sweep.markdown, sweep.plot),
+    }
     blocks: dict[str, str] = {}
     for path in sorted(results.glob("*/*.json")):
         record = records.read(path)
         name = f"{path.parent.name}/{path.stem}"
-        is_puzzle = record["bench"] == "puzzle"
-        blocks[name] = reports.puzzle_markdown(record) if is_puzzle else reports.markdown_table(record)
-        if not check and not is_puzzle:
-            reports.plot(record, root / "docs" / "figures" / f"{path.parent.name}-{path.stem}.png")
+        text, plot = kinds.get(record["bench"], (reports.markdown_table, reports.plot))
+        blocks[name] = text(record)
+        if plot and not check:
+            plot(record, root / "docs" / "figures" / f"{path.parent.name}-{path.stem}.png")
     stale = []
     for text_path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         text = text_path.read_text(encoding="utf-8")
@@ -137,6 +162,8 @@ def _run(
     nested: bool,
     rounds: int,
     out: Path | None,
+    defaults: Mapping[str, Sequence[tuple[int, int]]] | None = None,
+    formats: Sequence[str] = ("nf4", "fp4"),
 ) -> None:
     import torch
 
@@ -148,10 +175,10 @@ def _run(
 
     if dtype not in ("float16", "bfloat16", "float32"):
         raise typer.BadParameter(f"dtype {dtype!r} is not float16, bfloat16 or float32")
-    if format not in ("nf4", "fp4"):
-        raise typer.BadParameter(f"format {format!r} is not nf4 or fp4, the formats that the peers have")
+    if format not in formats:
+        raise typer.BadParameter(f"format {format!r} is not {' or '.join(formats)}, the formats that the peers have")
     device = _device(device_name)
-    sizes = _shapes(shapes) or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
+    sizes = _shapes(shapes) or (defaults or {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES})[device.type]
     console = Console()
     rows = []
     torch.manual_seed(0)
@@ -215,3 +242,11 @@ def _shapes(text: str | None) -> Sequence[tuple[int, int]]:
             raise typer.BadParameter(f"{part!r} has an odd number of weights, which not every peer takes")
         shapes.append((int(sides[0]), int(sides[1])))
     return shapes
+
+
+def _counts(text: str | None) -> Sequence[int]:
+    """[M, ...] of "M,M"."""
+    counts = () if text is None else tuple(text.split(","))
+    if not all(count.strip().isdigit() and int(count) > 0 for count in counts):
+        raise typer.BadParameter(f"rows {text!r} are not numbers; write 1,16,64")
+    return tuple(map(int, counts))

@@ -33,7 +33,7 @@ def dequantize_cases(
         numel = shape[0] * shape[1]
         scale_bytes = numel // 64 + 4 * -(-numel // (64 * 256)) if nested else numel // 16
         moved = numel // 2 + scale_bytes + numel * dtype.itemsize
-        sets = _sets(moved, device)
+        sets = input_sets(moved, device)
         weights = [_quantized(shape, dtype, format, nested, device) for _ in range(sets)]
         states = [to_bitsandbytes(q) for q in weights]
         modules = [peft.module(q) for q in weights]
@@ -58,7 +58,7 @@ def quantize_cases(
         # The fp32 scales are written and, where nested, read twice: for their mean, and to be quantized.
         scale_bytes = numel // 16 * (3 if nested else 1) + (numel // 64 if nested else 0)
         moved = numel * dtype.itemsize + numel // 2 + scale_bytes
-        sets = _sets(moved, device)
+        sets = input_sets(moved, device)
         weights = [torch.randn(shape, device=device).to(dtype) for _ in range(sets)]
         providers = {
             "halfbyte": lambda i, weights=weights: ops.quantize(weights[i], format, nested=nested),
@@ -86,7 +86,8 @@ def _quantized(shape: tuple[int, int], dtype: torch.dtype, format: str, nested: 
     return ops.quantize(torch.randn(shape, device=device).to(dtype), format, nested=nested)
 
 
-def _sets(moved: int, device: torch.device) -> int:
+def input_sets(moved: int, device: torch.device) -> int:
+    """How many inputs of `moved` bytes each are together larger than any cache."""
     return min(MOST_SETS, max(2, -(-TIMES_THE_CACHE * CACHE_BYTES[device.type] // moved)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from copy import deepcopy
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +24,7 @@ def require(package: str) -> Any:
 
 
 class Bitsandbytes:
-    """`bitsandbytes.functional.dequantize_4bit` and `quantize_4bit`."""
+    """`bitsandbytes.functional.dequantize_4bit` and `quantize_4bit`, `matmul_4bit`, and its module."""
 
     def __init__(self) -> None:
         self.functional = require("bitsandbytes").functional
@@ -37,6 +38,62 @@ class Bitsandbytes:
             weight, blocksize=block_size, quant_type=format, compress_statistics=nested
         )
         return quantized
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, state: Any) -> torch.Tensor:
+        """`bitsandbytes.matmul_4bit`."""
+        product: torch.Tensor = require("bitsandbytes").matmul_4bit(x, weight, state)
+        return product
+
+    def module(self, q: QuantizedWeight) -> torch.nn.Module:
+        """A bitsandbytes Linear4bit around the bytes of `q`."""
+        bitsandbytes = require("bitsandbytes")
+        packed, state = to_bitsandbytes(q)
+        n, k = q.shape
+        with torch.device("meta"):
+            module: torch.nn.Module = bitsandbytes.nn.Linear4bit(k, n, bias=False, quant_type=q.format)
+        module.weight = bitsandbytes.nn.Params4bit(
+            packed, requires_grad=False, quant_state=state, quant_type=q.format, bnb_quantized=True
+        )
+        return module
+
+    def repacks(self, dtype: torch.dtype) -> bool:
+        """True if its module, in eval mode on this CPU, packs weights anew for AVX512-BF16."""
+        has = getattr(import_module("bitsandbytes.functional"), "has_avx512bf16", lambda: False)
+        return dtype == torch.bfloat16 and bool(has())
+
+    def repacked(self, q: QuantizedWeight) -> torch.nn.Module:
+        """Its module in eval mode, which packs a copy of `q` anew when it is first called."""
+        return self.module(deepcopy(q)).eval()
+
+
+class Tinygemm:
+    """torch's own int4 product, `torch.ops.aten._weight_int4pack_mm`, on the integers and scales of an int4 weight."""
+
+    INNER_K_TILES = 8
+
+    @staticmethod
+    def fits(shape: torch.Size) -> bool:
+        return shape[0] % 64 == 0 and shape[1] % (16 * Tinygemm.INNER_K_TILES) == 0
+
+    def __init__(self, q: QuantizedWeight) -> None:
+        n, k = q.shape
+        octets = q.packed.view(torch.uint8)
+        self.group_size = q.block_size
+        scale = q.scale.to(torch.bfloat16).t()
+        self.scales_and_zeros = torch.stack((scale, torch.zeros_like(scale)), dim=-1).contiguous()
+        aten = torch.ops.aten
+        if q.device.type == "cpu":
+            integers = torch.stack((octets & 15, octets >> 4), dim=-1).view(n, k).int()
+            self.weight = aten._convert_weight_to_int4pack_for_cpu(integers, 1)
+            self.product = aten._weight_int4pack_mm_for_cpu
+        else:
+            swapped = (octets << 4) | (octets >> 4)  # it has the first of two in the high nibble
+            self.weight = aten._convert_weight_to_int4pack(swapped, self.INNER_K_TILES)
+            self.product = aten._weight_int4pack_mm
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.product(x, self.weight, self.group_size, self.scales_and_zeros)
+        return result
 
 
 class Unsloth:
@@ -74,20 +131,8 @@ class Peft:
 
     def __init__(self) -> None:
         require("peft")
-        self.bitsandbytes = require("bitsandbytes")
+        self.module = Bitsandbytes().module
         self.dequantize = import_module("peft.utils.integrations").dequantize_module_weight
-
-    def module(self, q: QuantizedWeight) -> torch.nn.Module:
-        """A bitsandbytes Linear4bit around the bytes of `q`."""
-        packed, state = to_bitsandbytes(q)
-        n, k = q.shape
-        with torch.device("meta"):
-            module: torch.nn.Module = self.bitsandbytes.nn.Linear4bit(k, n, bias=False, quant_type=q.format)
-        parameter = self.bitsandbytes.nn.Params4bit(
-            packed, requires_grad=False, quant_state=state, quant_type=q.format, bnb_quantized=True
-        )
-        module.weight = parameter
-        return module
 
 
 def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:

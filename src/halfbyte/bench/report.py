@@ -24,18 +24,19 @@ def by_case(record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, dict[str
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
-    """Every row: time and spread, bandwidth, share of the copy ceiling, and how many times slower than ours."""
+    """Every row: time and spread, bandwidth, share of the copy ceiling, times ours, and the error if measured."""
     caption = f"copy {record['copy_gb_per_s']:,.0f} GB/s; {_method(record)}"
-    table = Table(title=_title(record), caption=caption, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title(record), caption=caption, box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("case", no_wrap=True)
     table.add_column("provider", no_wrap=True)
-    for heading in ("µs", "p20–p80", "GB/s", "of copy", "× ours"):
+    with_errors = any("relative_error" in row for row in record["rows"])
+    for heading in ("µs", "p20–p80", "GB/s", "of copy", "× ours", *(("error",) if with_errors else ())):
         table.add_column(heading, justify="right", no_wrap=True)
     for case, rows in by_case(record):
         ours = rows.get(OURS, {}).get("median_us")
         for provider, row in rows.items():
             if "error" in row:
-                table.add_row(case, provider, f"[red]wrong: {row['error']}", "", "", "", "")
+                table.add_row(case, provider, f"[red]wrong: {row['error']}")
                 continue
             times = f"{row['median_us'] / ours:.2f}" if ours else ""
             table.add_row(
@@ -46,6 +47,7 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
                 f"{row['gb_per_s']:,.0f}",
                 f"{row['of_copy']:.0%}",
                 times,
+                *((f"{row['relative_error']:.1e}",) if with_errors else ()),
             )
         table.add_section()
     return table
@@ -55,7 +57,7 @@ def markdown_table(record: Mapping[str, Any]) -> str:
     """One line a case: our time, the peers' times, our share of the copy ceiling, the ratio to bitsandbytes."""
     providers = list(dict.fromkeys(row["provider"] for row in record["rows"]))
     header = ["weight", *(f"{name}, µs" for name in providers), "GB/s", "of copy", f"× {BASELINE}"]
-    lines = [_line(header), _line(["---", *["---:"] * (len(header) - 1)])]
+    lines = [line(header), line(["---", *["---:"] * (len(header) - 1)])]
     for case, rows in by_case(record):
         ours, base = rows[OURS], rows.get(BASELINE, {})
         cells = [
@@ -65,20 +67,20 @@ def markdown_table(record: Mapping[str, Any]) -> str:
             f"**{base['median_us'] / ours['median_us']:.2f}**" if "median_us" in base and "median_us" in ours else ""
         )
         speed = [f"{ours['gb_per_s']:,.0f}", f"{ours['of_copy']:.0%}"] if "median_us" in ours else ["", ""]
-        lines.append(_line([case, *cells, *speed, ratio]))
+        lines.append(line([case, *cells, *speed, ratio]))
     return "\n".join([*lines, "", provenance(record)])
 
 
 def puzzle_markdown(record: Mapping[str, Any]) -> str:
     """Seconds of the puzzle for each option and provider, and the points."""
     header = ["1000 × 3 dequantizations", "Unsloth, s", "halfbyte, s", "speed-up"]
-    lines = [_line(header), _line(["---", "---:", "---:", "---:"])]
+    lines = [line(header), line(["---", "---:", "---:", "---:"])]
     for option, theirs, ours in zip(
         record["options"], *(record["seconds"][name] for name in ("unsloth", OURS)), strict=True
     ):
-        lines.append(_line([option, f"{theirs:.3f}", f"{ours:.3f}", f"{theirs / ours:.2f}"]))
+        lines.append(line([option, f"{theirs:.3f}", f"{ours:.3f}", f"{theirs / ours:.2f}"]))
     totals = [sum(record["seconds"][name]) for name in ("unsloth", OURS)]
-    lines.append(_line(["together", f"{totals[0]:.3f}", f"{totals[1]:.3f}", f"**{totals[0] / totals[1]:.2f}**"]))
+    lines.append(line(["together", f"{totals[0]:.3f}", f"{totals[1]:.3f}", f"**{totals[0] / totals[1]:.2f}**"]))
     points = f"Points: {record['score']} of {record['of']}."
     return "\n".join([*lines, "", f"{points} {provenance(record)}"])
 
@@ -96,13 +98,7 @@ def provenance(record: Mapping[str, Any]) -> str:
 
 def plot(record: Mapping[str, Any], path: Path) -> None:
     """Bandwidth of each provider, a group of bars a case, the copy ceiling as a line. Needs matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("plots need matplotlib; pip install 'halfbyte[plots]'") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     cases = list(by_case(record))
     providers = list(dict.fromkeys(row["provider"] for row in record["rows"]))
     figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
@@ -122,13 +118,25 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
     axes.set_xticks(range(len(cases)), [case for case, _ in cases], fontsize=9)
     axes.set_ylabel(unit)
     axes.set_ylim(0, 1.16 * max(ceiling, *(row.get("gb_per_s", 0) / factor for row in record["rows"])))
-    axes.set_title(_title(record), fontsize=10, loc="left")
+    axes.set_title(title(record), fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e6e8eb", zorder=0)
     axes.legend(frameon=False, fontsize=8, ncols=len(providers), loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, metadata={"Software": None})
     plt.close(figure)
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("plots need matplotlib; pip install 'halfbyte[plots]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def fill(text: str, blocks: Mapping[str, str]) -> str:
@@ -146,7 +154,7 @@ def fill(text: str, blocks: Mapping[str, str]) -> str:
     return re.sub(r"(<!-- figures: (\S+) -->)\n.*?(<!-- end -->)", block, text, flags=re.DOTALL)
 
 
-def _title(record: Mapping[str, Any]) -> str:
+def title(record: Mapping[str, Any]) -> str:
     row = record["rows"][0]
     nested = " nested" if row["nested"] else ""
     return f"{record['bench']}, {row['format']}{nested}, {row['dtype']}, {record['environment']['device']}"
@@ -162,5 +170,5 @@ def _short(microseconds: float) -> str:
     return f"{microseconds:,.0f}" if microseconds >= 1000 else f"{microseconds:.1f}"
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"

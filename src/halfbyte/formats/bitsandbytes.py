@@ -95,6 +95,12 @@ def to_bitsandbytes(q: QuantizedWeight) -> tuple[torch.Tensor, Any]:
     return q.packed.view(-1, 1), state
 
 
+def keys(name: str, q: QuantizedWeight) -> list[str]:
+    """The keys under which bitsandbytes saves a weight like `q` as `name`."""
+    nested = [f"{name}.nested_absmax", f"{name}.nested_quant_map"] if q.nested else []
+    return [name, f"{name}.absmax", f"{name}.quant_map", *nested, name + STATE_KEY + q.format]
+
+
 def to_tensors(name: str, q: QuantizedWeight) -> dict[str, torch.Tensor]:
     """The tensors, by their keys, under which bitsandbytes saves `q` as `name` ("...weight"); byte for byte its own.
 
@@ -117,8 +123,10 @@ def to_tensors(name: str, q: QuantizedWeight) -> dict[str, torch.Tensor]:
         tensors[f"{name}.nested_quant_map"] = q.nested.code.clone()
         state["nested_blocksize"] = q.nested.block_size
         state["nested_dtype"] = "float32"
-        state["nested_offset"] = q.nested.offset.item()
-    tensors[name + STATE_KEY + q.format] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        state["nested_offset"] = 0.0 if q.device.type == "meta" else q.nested.offset.item()
+    tensors[name + STATE_KEY + q.format] = torch.tensor(
+        list(json.dumps(state).encode()), dtype=torch.uint8, device="cpu"
+    )
     return tensors
 
 
@@ -247,7 +255,7 @@ def _quant_map(format: str, device: torch.device) -> torch.Tensor:
 
 def _check_quant_map(key: str, quant_map: torch.Tensor, format: str) -> None:
     """bitsandbytes saves the codebook but decodes with its own; one that differs would be read wrongly, in silence."""
-    expected = torch.tensor(blockwise.FORMATS[format].codebook)
+    expected = torch.tensor(blockwise.FORMATS[format].codebook, device="cpu")
     if quant_map.numel() != 16 or not torch.allclose(quant_map.cpu().float().view(-1), expected, atol=1e-3):
         raise ValueError(f"{key!r} is not the codebook of {format!r}; weights of another codebook are not accepted")
 

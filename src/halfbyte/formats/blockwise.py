@@ -131,7 +131,7 @@ def codebook_tensor(name: str, device: torch.device) -> torch.Tensor:
 def midpoints_tensor(name: str, device: torch.device) -> torch.Tensor:
     """The fifteen fp32 midpoints between ascending codebook values, as bitsandbytes' CPU code compares with them."""
     format = FORMATS[name]
-    values = torch.tensor(format.codebook, dtype=torch.float32)[list(format.ascending)]
+    values = torch.tensor(format.codebook, dtype=torch.float32, device="cpu")[list(format.ascending)]
     return ((values[:-1] + values[1:]) / 2).to(device)
 
 
@@ -144,7 +144,7 @@ def dynamic_code(device: torch.device) -> torch.Tensor:
     """
     values: list[float] = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
         magnitudes = (10 ** (decade - 6)) * ((edges[:-1] + edges[1:]) / 2)
         values += magnitudes.tolist() + (-magnitudes).tolist()
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)

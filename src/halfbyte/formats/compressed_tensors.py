@@ -49,6 +49,11 @@ def from_compressed_tensors(
     )
 
 
+def keys(name: str, q: QuantizedWeight) -> list[str]:
+    """The keys under which compressed-tensors saves a weight like `q` as `name`."""
+    return [name + suffix for suffix in SUFFIXES]
+
+
 def to_tensors(name: str, q: QuantizedWeight) -> dict[str, torch.Tensor]:
     """The tensors, by their keys, under which compressed-tensors saves `q` as `name` ("...weight").
 
@@ -59,7 +64,7 @@ def to_tensors(name: str, q: QuantizedWeight) -> dict[str, torch.Tensor]:
     return {
         f"{name}_packed": q.packed,
         f"{name}_scale": q.scale,
-        f"{name}_shape": torch.tensor(q.shape, dtype=torch.int64),
+        f"{name}_shape": torch.tensor(q.shape, dtype=torch.int64, device="cpu"),
     }
 
 

@@ -16,6 +16,7 @@ class DeviceFacts:
     kind: str
     capability: int = 0
     sms: int = 1
+    shared_memory: int = 0
 
     @property
     def ptx(self) -> int:
@@ -34,10 +35,18 @@ def facts_of(index: int) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         return DeviceFacts("hip", 0, properties.multi_processor_count)
-    return DeviceFacts("cuda", 10 * properties.major + properties.minor, properties.multi_processor_count)
+    capability = 10 * properties.major + properties.minor
+    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch forgot to declare it
+    return DeviceFacts("cuda", capability, properties.multi_processor_count, shared)
 
 
 @cache
 def has_triton() -> bool:
     """True where Triton is installed; it is not imported to find out."""
     return find_spec("triton") is not None
+
+
+@cache
+def cpu_capability() -> str:
+    """The vector instructions that torch uses on this CPU, in its words: "AVX512", "AVX2", "DEFAULT", ..."""
+    return torch.backends.cpu.get_cpu_capability()

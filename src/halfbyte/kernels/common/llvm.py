@@ -44,6 +44,84 @@ def _one_by_one(builder, table, indices):
     return result
 
 
+# The bytes of four words, all first ones, then all second ones: where a load into sixteen lanes and a shift put them.
+LOOK_UP_ORDER = [4 * word + byte for byte in range(4) for word in range(4)]
+
+
+def look_up(context):
+    """What emits (table[octets >> 4], table[octets & 15]) of 16 floats and 16 bytes, these in LOOK_UP_ORDER."""
+    if has_feature(context, "avx512f"):
+        return _look_up_in_512_bits
+    if has_feature(context, "avx2"):
+        return _look_up_in_256_bits
+    find = shuffle(context)
+
+    def emit(builder, table, octets):
+        words = builder.bitcast(table, ir.VectorType(I32, 16))
+        tables = [builder.trunc(shift_right(builder, words, 8 * byte), octets.type) for byte in range(4)]
+        octets = builder.shuffle_vector(octets, octets, ir.Constant(ir.VectorType(I32, 16), LOOK_UP_ORDER))
+        halves = shift_right(builder, octets, 4), builder.and_(octets, constant(octets.type, 15))
+        return [_joined(builder, [find(builder, table, half) for table in tables]) for half in halves]
+
+    return emit
+
+
+def _spread(builder, octets):
+    """Words with the octets, in LOOK_UP_ORDER, as their low bytes; what is above them is left there."""
+    words = builder.bitcast(octets, ir.VectorType(I32, 4))
+    words = builder.shuffle_vector(words, words, ir.Constant(ir.VectorType(I32, 16), [0, 1, 2, 3] * 4))
+    return builder.lshr(words, ir.Constant(words.type, [8 * (lane // 4) for lane in range(16)]))
+
+
+def _look_up_in_512_bits(builder, table, octets):
+    """One permutation, which looks at the four low bits of each index and at no others."""
+    low = _spread(builder, octets)
+    high = shift_right(builder, low, 4)
+    return [call(builder, "llvm.x86.avx512.permvar.sf.512", table.type, table, half) for half in (high, low)]
+
+
+def _look_up_in_256_bits(builder, table, octets):
+    """A permutation of each half of the table, by the three low bits, and the choice of one by the fourth."""
+    low = _spread(builder, octets)
+    tables = [part(builder, table, begin, 8) for begin in (0, 8)]
+    found = []
+    for half in (shift_right(builder, low, 4), low):
+        eights = []
+        for begin in (0, 8):
+            index = part(builder, half, begin, 8)
+            small, large = (call(builder, "llvm.x86.avx2.permps", t.type, t, index) for t in tables)
+            sign = builder.shl(index, constant(index.type, 28))
+            is_large = builder.icmp_signed("<", sign, constant(index.type, 0))
+            eights.append(builder.select(is_large, large, small))
+        found.append(concatenate(builder, *eights))
+    return found
+
+
+def _joined(builder, parts):
+    """The low, ..., high bytes of 16 floats -> the floats, as one vector."""
+    fours = [builder.bitcast(four, ir.VectorType(F32, 4)) for four in join(builder, parts)]
+    return concatenate(builder, concatenate(builder, *fours[:2]), concatenate(builder, *fours[2:]))
+
+
+def part(builder, vector, begin, count):
+    """vector[begin : begin + count]."""
+    lanes = ir.Constant(ir.VectorType(I32, count), list(range(begin, begin + count)))
+    return builder.shuffle_vector(vector, vector, lanes)
+
+
+def concatenate(builder, first, second):
+    lanes = ir.Constant(ir.VectorType(I32, 2 * first.type.count), list(range(2 * first.type.count)))
+    return builder.shuffle_vector(first, second, lanes)
+
+
+def add_up(builder, vector):
+    """The sum of the lanes, halves added to halves."""
+    while vector.type.count > 1:
+        half = vector.type.count // 2
+        vector = builder.fadd(part(builder, vector, 0, half), part(builder, vector, half, half))
+    return builder.extract_element(vector, I32(0))
+
+
 def interleave(builder, first, second):
     """Vectors abcd and efgh -> aebf and cgdh."""
     count = first.type.count
@@ -62,8 +140,14 @@ def join(builder, parts):
     return [vector for a, b in pairs for vector in interleave(builder, a, b)]
 
 
-def constant(vector, value):
-    return ir.Constant(vector, [value] * vector.count)
+def constant(kind, value):
+    """`value`, in every lane where `kind` is a vector."""
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+def of(element, kind):
+    """`element`, or a vector of as many of them as `kind` has lanes."""
+    return ir.VectorType(element, kind.count) if isinstance(kind, ir.VectorType) else element
 
 
 def splat(builder, value, count):
@@ -76,8 +160,15 @@ def shift_right(builder, vector, bits):
 
 
 def load(builder, pointer, element, count):
-    return builder.load(builder.bitcast(pointer, ir.VectorType(element, count).as_pointer()), align=element.width // 8)
+    align = 4 if element is F32 else element.width // 8
+    return builder.load(builder.bitcast(pointer, ir.VectorType(element, count).as_pointer()), align=align)
 
 
 def store(builder, vector, pointer, element):
     builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()), align=element.width // 8)
+
+
+def prefetch(builder, pointer):
+    """Ask for the cache line at `pointer`, which may lie anywhere."""
+    read, keep, data = I32(0), I32(3), I32(1)
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, keep, data)

@@ -1,27 +1,77 @@
-"""Run a numba kernel on several threads, as many as torch uses."""
+"""Run a numba kernel on several threads, as many as torch uses and, where torch has GNU OpenMP, the very same ones.
+
+Threads of OpenMP keep turning for some milliseconds after a product or a copy of torch's, waiting for more to do.
+Threads of our own would wait for those: measured on two cores, right after an F.linear, they take twice the time. After
+a pause it is the other way round, for torch as for us: a thread of OpenMP that sleeps takes milliseconds to wake.
+Numba's threads are no answer: where there is no OpenMP, they abort the process when two Python threads call at once.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 
 
 def parallel(kernel: Any, size: int, grain: int, *arguments: Any) -> None:
-    """kernel(begin, end, *arguments) over range(size), in pieces of at least `grain`, at most one a torch thread.
-
-    Not on numba's own threads: where there is no OpenMP, those abort the process when two Python threads call at once.
-    """
+    """kernel(begin, end, *arguments) over range(size), in pieces of at least `grain`, at most one a torch thread."""
     pieces = max(1, min(torch.get_num_threads(), size // grain))
+    if pieces == 1:
+        kernel(0, size, *arguments)
+        return
     edges = [size * piece // pieces for piece in range(pieces + 1)]
-    others = [_pool().submit(kernel, begin, end, *arguments) for begin, end in pairwise(edges[1:])]
-    kernel(0, edges[1], *arguments)
+    run = _in_pool if _openmp() is None else _in_openmp
+    run(kernel, list(pairwise(edges)), arguments)
+
+
+def _in_openmp(kernel: Any, pieces: list[tuple[int, int]], arguments: Sequence[Any]) -> None:
+    """A parallel region as compilers make it. A team may be smaller than asked for, so whoever is done takes more."""
+    errors: list[BaseException] = []
+    left = iter(pieces)
+
+    def work(_: object) -> None:
+        try:
+            while (piece := next(left, None)) is not None:
+                kernel(*piece, *arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    openmp = _openmp()
+    assert openmp is not None
+    openmp.GOMP_parallel(_CALLBACK(work), None, ctypes.c_uint(len(pieces)), ctypes.c_uint(0))
+    if errors:
+        raise errors[0]
+
+
+def _in_pool(kernel: Any, pieces: list[tuple[int, int]], arguments: Sequence[Any]) -> None:
+    others = [_pool().submit(kernel, *piece, *arguments) for piece in pieces[1:]]
+    kernel(*pieces[0], *arguments)
     for other in others:
         other.result()
+
+
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_forked = False
+
+
+@cache
+def _openmp() -> ctypes.CDLL | None:
+    """The GNU OpenMP that torch brings, or None: on other systems, and in a forked child, where it hangs."""
+    if _forked or sys.platform != "linux":
+        return None
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        library = ctypes.CDLL(str(path))
+        if hasattr(library, "GOMP_parallel"):
+            return library
+    return None
 
 
 @cache
@@ -29,5 +79,12 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="halfbyte")
 
 
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+    _pool.cache_clear()
+    _openmp.cache_clear()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+    os.register_at_fork(after_in_child=_after_fork)

@@ -10,7 +10,7 @@ and looked up sixteen at a time by the byte shuffle that every x86-64 (pshufb) a
 for the weights themselves. The shuffle is the reason for writing LLVM by hand below; LLVM never finds it on its own.
 
 Bytes moved a weight: 1/2 read, 2 or 4 written, and 1 or 4 read for every block. Flops: 16 a block.
-Source: formats/; the rounding to fp16 follows Fabian Giesen's public-domain float_to_half_fast3_rtne.
+Source: formats/.
 """
 
 # numba finds out the types of kernels by itself, and llvmlite has none for what it builds.
@@ -30,10 +30,11 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from halfbyte.formats import grouped
 from halfbyte.formats.weight import NestedScale
+from halfbyte.kernels.common.floats import BITS, ROUND
 from halfbyte.kernels.common.llvm import (
     I8,
-    I16,
     I32,
     I64,
     constant,
@@ -53,9 +54,6 @@ BYTES, WEIGHTS = 16, 32
 # Fewer weights than this are not worth waking a thread for.
 GRAIN = 2**20
 
-# numba sees the output as integers, one type for each way of rounding.
-BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.uint32}
-
 
 def dequantize_blockwise(
     packed: Tensor, scale: Tensor, nested: NestedScale | None, codebook: Tensor, block_size: int, out: Tensor
@@ -74,8 +72,8 @@ def dequantize_grouped(packed: Tensor, scale: Tensor, group_size: int, out: Tens
     """Write the weights of int32 `packed` [N, K / 8] and `scale` [N, K / group_size] into `out` [N, K]."""
     empty = np.empty(0, np.float32)
     scales = scale.float().view(-1).numpy(), np.empty(0, np.uint8), empty, empty, np.float32(0), 1
-    integers = torch.arange(-8, 8, dtype=torch.float32)
-    _dequantize(packed.view(torch.uint8).view(-1), scales, integers, group_size, True, out)
+    codebook = grouped.codebook_tensor(out.device)
+    _dequantize(packed.view(torch.uint8).view(-1), scales, codebook, group_size, True, out)
 
 
 def _dequantize(
@@ -147,46 +145,6 @@ def _decode(typing_context, packed, byte, steps, scale, codebook, low_first, out
         return context.get_dummy_value()
 
     return signature, lower
-
-
-def _round_to_bf16(builder, x):
-    """fp32 [16] -> the bits of bf16 [16], to nearest even."""
-    bits = builder.bitcast(x, ir.VectorType(I32, 16))
-    odd = builder.and_(shift_right(builder, bits, 16), constant(bits.type, 1))
-    rounded = shift_right(builder, builder.add(bits, builder.add(odd, constant(bits.type, 0x7FFF))), 16)
-    rounded = builder.select(builder.fcmp_unordered("uno", x, x), constant(bits.type, 0x7FC0), rounded)
-    return builder.trunc(rounded, ir.VectorType(I16, 16))
-
-
-def _round_to_fp16(builder, x):
-    """fp32 [16] -> the bits of fp16 [16], to nearest even; in integers, since not every CPU has the instruction."""
-    bits = builder.bitcast(x, ir.VectorType(I32, 16))
-    sign = builder.and_(shift_right(builder, bits, 16), constant(bits.type, 0x8000))
-    bits = builder.and_(bits, constant(bits.type, 0x7FFFFFFF))
-
-    odd = builder.and_(shift_right(builder, bits, 13), constant(bits.type, 1))
-    # From exponent bias 127 to 15, and just under half of the last place that is kept.
-    normal = builder.add(builder.add(bits, odd), constant(bits.type, 0xC8000FFF))
-    normal = shift_right(builder, normal, 13)
-    # Adding 0.5 puts the last place of an fp16 subnormal at the last place of an fp32: the addition rounds.
-    half = ir.Constant(x.type, [0.5] * 16)
-    subnormal = builder.bitcast(builder.fadd(builder.bitcast(bits, x.type), half), bits.type)
-    subnormal = builder.sub(subnormal, constant(bits.type, 0x3F000000))
-
-    def at_least(limit, yes, no):
-        return builder.select(builder.icmp_unsigned(">=", bits, constant(bits.type, limit)), yes, no)
-
-    rounded = at_least(0x38800000, normal, subnormal)  # 2**-14
-    rounded = at_least(0x47800000, constant(bits.type, 0x7C00), rounded)  # 2**16
-    rounded = at_least(0x7F800001, constant(bits.type, 0x7E00), rounded)  # NaN
-    return builder.trunc(builder.or_(rounded, sign), ir.VectorType(I16, 16))
-
-
-def _round_to_fp32(builder, x):
-    return builder.bitcast(x, ir.VectorType(I32, 16))
-
-
-ROUND = {types.uint16: _round_to_bf16, types.int16: _round_to_fp16, types.uint32: _round_to_fp32}
 
 
 # glibc gives blocks of this size and more pages of their own, and takes the pages back when they are freed.

@@ -57,8 +57,8 @@ def quantize_blockwise(
 
 def quantize_scales(absmax: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
     """Codes uint8 [B] and absmax fp32 [ceil(B / 256)] of the fp32 scales `absmax` [B] less `offset` (one element)."""
-    codes = torch.empty(absmax.numel(), dtype=torch.uint8)
-    absmax2 = torch.empty(-(-absmax.numel() // NESTED_BLOCK_SIZE))
+    codes = absmax.new_empty(absmax.numel(), dtype=torch.uint8)
+    absmax2 = absmax.new_empty(-(-absmax.numel() // NESTED_BLOCK_SIZE))
     arguments = absmax.numpy(), np.float32(offset.item()), dynamic_table(absmax.device).numpy()
     grain = GRAIN // NESTED_BLOCK_SIZE
     parallel(_quantize_scales, absmax2.numel(), grain, *arguments, codes.numpy(), absmax2.numpy())

@@ -1,0 +1,141 @@
+"""`halfbyte bench linear`: x @ W.T for more and more rows of x: where a fused kernel wins, and where it stops.
+
+Every result is held against the fp64 product of the very weights its provider was given, and its error is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.bench import peers
+from halfbyte.bench.case import Case
+from halfbyte.bench.dequantize import input_sets
+from halfbyte.formats import grouped
+from halfbyte.formats.bitsandbytes import to_bitsandbytes
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.linear.reference import linear_exact
+
+# A small one; Llama-3 8B, which is Mistral 7B too; Qwen3 32B; Gemma-3 27B; Llama-3 70B.
+GPU_SHAPES = (
+    (2048, 2048),
+    *((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336)),
+    *((8192, 5120), (5120, 8192), (25600, 5120), (5120, 25600)),
+    *((4096, 5376), (5376, 4096), (21504, 5376), (5376, 21504)),
+    *((1024, 8192), (8192, 8192), (28672, 8192), (8192, 28672)),
+)
+CPU_SHAPES = ((4096, 4096), (14336, 4096))
+GPU_ROWS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+CPU_ROWS = (1, 4, 16, 64)
+
+# The largest ‖y - y64‖ / ‖y64‖ that passes: twice the rounding of weights and results, a little more in fp32 for sums.
+BOUND = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-19}
+
+
+def linear_cases(
+    device: torch.device,
+    shapes: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    format: str,
+    nested: bool,
+    rows: Sequence[int] = (),
+) -> Iterator[Case]:
+    """One case a shape and number of rows: halfbyte, torch on dense weights, dequantize and torch, the 4-bit peers."""
+    rows = rows or (GPU_ROWS if device.type == "cuda" else CPU_ROWS)
+    for shape in shapes:
+        n, k = shape
+        packed = _quantized(torch.zeros(shape, dtype=dtype), format, nested).nbytes
+        sets = input_sets(packed, device)
+        dense = [torch.randn(shape, device=device).to(dtype) for _ in range(sets)]
+        weights = [_quantized(weight, format, nested) for weight in dense]
+        products, exact = _products(dense, weights, device)
+        for m in rows:
+            x = [torch.randn(m, k, device=device).to(dtype) for _ in range(sets)]
+            exactly = {weight: _exact_products(x, weight) for weight in exact.values()}
+            right = {name: exactly[exact[name]] for name in products}
+            ends = (m * k + m * n) * dtype.itemsize
+            moved = {name: ends + (n * k * dtype.itemsize if name == _name_of(dtype) else packed) for name in products}
+            yield Case(
+                f"{n}×{k}, M = {m}",
+                moved,
+                sets,
+                {name: _bound(product, x) for name, product in products.items()},
+                right,
+                _check,
+                device,
+                {
+                    "shape": [n, k], "m": m, "n": n, "k": k, "dtype": str(dtype).removeprefix("torch."),
+                    "format": format, "block_size": weights[0].block_size, "nested": nested, "inputs": sets,
+                },
+                lambda result, right: {"relative_error": float(f"{relative_error(result, right):.4g}")},
+            )  # fmt: skip
+
+
+def relative_error(result: Tensor, right: Tensor) -> float:
+    """‖result - right‖ / ‖right‖, in fp64."""
+    return float((result.double() - right).norm() / right.norm())
+
+
+def _check(result: Tensor, right: Tensor) -> str | None:
+    bound = BOUND[result.dtype]
+    error = relative_error(result, right)
+    return None if error <= bound else f"error {error:.2e}, more than {bound:.1e}"
+
+
+Product = Callable[[Tensor, int], Tensor]
+
+
+def _products(
+    dense: list[Tensor], weights: list[QuantizedWeight], device: torch.device
+) -> tuple[dict[str, Product], dict[str, Callable[[int], Tensor]]]:
+    """What multiplies x with weight number i, by provider; and the exact dense weight that each of them has."""
+    functional, dtype = torch.nn.functional, dense[0].dtype
+    products: dict[str, Product] = {
+        "halfbyte": lambda x, i: ops.linear(x, weights[i]),
+        _name_of(dtype): lambda x, i: functional.linear(x, dense[i]),
+        "dequantize + linear": lambda x, i: functional.linear(x, ops.dequantize(weights[i], dtype)),
+    }
+    decoded = _decoded(weights)
+    exact: dict[str, Callable[[int], Tensor]] = dict.fromkeys(products, decoded)
+    exact[_name_of(dtype)] = lambda i: dense[i]
+    if weights[0].format != grouped.NAME:
+        bitsandbytes = peers.Bitsandbytes()
+        states = [to_bitsandbytes(q) for q in weights]
+        products["bitsandbytes"] = lambda x, i: bitsandbytes.linear(x, *states[i])
+        exact["bitsandbytes"] = decoded
+        if device.type == "cpu" and bitsandbytes.repacks(dtype):
+            modules = [bitsandbytes.repacked(q) for q in weights]
+            products["bitsandbytes repacked"] = lambda x, i: modules[i](x)
+            exact["bitsandbytes repacked"] = decoded
+    if dtype == torch.bfloat16 and peers.Tinygemm.fits(dense[0].shape):
+        integers = [ops.quantize(weight, grouped.NAME) for weight in dense]
+        tinygemm = [peers.Tinygemm(q) for q in integers]
+        products["tinygemm"] = lambda x, i: tinygemm[i](x)
+        exact["tinygemm"] = _decoded(integers)
+    return products, exact
+
+
+def _bound(product: Product, x: list[Tensor]) -> Callable[[int], Tensor]:
+    return lambda i: product(x[i], i)
+
+
+def _decoded(weights: list[QuantizedWeight]) -> Callable[[int], Tensor]:
+    return lambda i: ops.dequantize(weights[i], torch.float32)
+
+
+def _exact_products(x: list[Tensor], weight: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    return cache(lambda i: linear_exact(x[i], weight(i)))
+
+
+def _quantized(weight: Tensor, format: str, nested: bool) -> QuantizedWeight:
+    if format == grouped.NAME:
+        return ops.quantize(weight, format)
+    return ops.quantize(weight, format, nested=nested)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]

@@ -1,0 +1,97 @@
+"""What people read of a record of `halfbyte bench linear`: a table and a plot of time against the rows of x."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from halfbyte.bench.report import BASELINE, COLORS, OURS, line, provenance, pyplot, title
+
+DENSE = ("bf16", "fp16", "fp32")
+STYLES = {
+    **dict.fromkeys(DENSE, "#3d5a80"),
+    "tinygemm": "#98c1a3",
+    "dequantize + linear": "#b8a9c9",
+    "bitsandbytes repacked": "#e9a23b",
+}
+
+Curves = dict[str, dict[int, dict[str, Any]]]
+
+
+def by_shape(record: Mapping[str, Any]) -> dict[tuple[int, int], Curves]:
+    """Shape (N, K) to provider to M to row, in the record's order."""
+    shapes: dict[tuple[int, int], Curves] = {}
+    for row in record["rows"]:
+        curves = shapes.setdefault((row["n"], row["k"]), {})
+        curves.setdefault(row["provider"], {})[row["m"]] = row
+    return shapes
+
+
+def floor(record: Mapping[str, Any], row: Mapping[str, Any]) -> float:
+    """Microseconds in which this machine copies as many bytes as the row's provider must move."""
+    return float(row["bytes"] / record["copy_gb_per_s"] / 1e3)
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """One line a shape and M: every provider's time; ours over the byte floor; dense and bitsandbytes over ours."""
+    providers = list(dict.fromkeys(row["provider"] for row in record["rows"]))
+    dense = next(name for name in providers if name in DENSE)
+    against = [dense, *(name for name in (BASELINE,) if name in providers)]
+    columns = [*(f"{name}, µs" for name in providers), "× floor", *(f"× {name}" for name in against), "error"]
+    lines = [line(["weight", "M", *columns]), line(["---", *["---:"] * (1 + len(columns))])]
+    for (n, k), curves in by_shape(record).items():
+        for m, ours in curves[OURS].items():
+            rows = {name: curve[m] for name, curve in curves.items() if m in curve}
+            cells = [_time(rows.get(name)) for name in providers]
+            over_floor = f"{ours['median_us'] / floor(record, ours):.2f}" if "median_us" in ours else ""
+            ratios = [_ratio(rows.get(name), ours) for name in against]
+            lines.append(line([f"{n}×{k}", str(m), *cells, over_floor, *ratios, f"{ours.get('relative_error', '')}"]))
+    return "\n".join([*lines, "", provenance(record)])
+
+
+def plot(record: Mapping[str, Any], path: Path) -> None:
+    """A panel a shape: time against M, both logarithmic, with the byte floor of the 4-bit weights. Needs matplotlib."""
+    plt = pyplot()
+    shapes = by_shape(record)
+    columns = min(4, len(shapes))
+    lines = -(-len(shapes) // columns)
+    size = (1.5 + 3.1 * columns, 0.9 + 2.6 * lines)
+    figure, panels = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False, sharex=True)
+    for panel in panels.flat[len(shapes) :]:
+        panel.set_visible(False)
+    for panel, ((n, k), curves) in zip(panels.flat, shapes.items(), strict=False):
+        for name, curve in curves.items():
+            times = {m: row["median_us"] for m, row in curve.items() if "median_us" in row}
+            color, width = {**STYLES, **COLORS}.get(name), 2.0 if name == OURS else 1.2
+            panel.plot(times.keys(), times.values(), "o-", markersize=2.5, linewidth=width, color=color, label=name)
+        least = {m: floor(record, row) for m, row in curves[OURS].items()}
+        panel.plot(least.keys(), least.values(), "--", linewidth=1, color="#2b2d42", label="4-bit bytes at copy speed")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xticks(list(least), [str(m) for m in least], fontsize=7)
+        panel.minorticks_off()
+        panel.set_title(f"{n}×{k}", fontsize=9)
+        panel.grid(color="#e6e8eb", zorder=0)
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in panels[-1]:
+        panel.set_xlabel("rows of x", fontsize=8)
+    for panel in panels[:, 0]:
+        panel.set_ylabel("µs", fontsize=8)
+    figure.suptitle(title(record), fontsize=10)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _time(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['median_us']:,.1f}" if "median_us" in row else "wrong"
+
+
+def _ratio(row: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> str:
+    if row is None or "median_us" not in row or "median_us" not in ours:
+        return ""
+    return f"**{row['median_us'] / ours['median_us']:.2f}**"

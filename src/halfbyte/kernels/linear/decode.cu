@@ -1,0 +1,358 @@
+// y[m, n] = sum over k of x[m, k] * W[n, k] for up to 8 * COLUMNS rows of x, W in 4 bits as bitsandbytes stores it.
+//
+// Bytes moved: W's nibbles and scales once, K/2 + K/64 a row when nested; x and y are small beside it. Flops: 2 M N K.
+//
+// W is the A operand of mma.m16n8k16 and needs no repacking: one register of A is two neighbouring k of one row, which
+// is one packed byte. K may be permuted as long as x is permuted alike, so a thread takes 8 neighbouring bytes of a
+// 64-weight block, a quad the block's 32, and 4 MMAs eat them. A byte becomes two 16-bit numbers by one look-up in a
+// table of 256 words with a copy for every lane: no bank conflicts, and the address is one byte permutation. The
+// codebook comes multiplied by a factor that makes its rounding to 16 bits harmless; one over that factor (`unit`) goes
+// into the scale, which is applied in fp32 to the sums of each block.
+//
+// A CTA owns WARPS * SLICE blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in registers
+// throughout. One warp more feeds the tiles into shared memory by bulk copies, STAGES of them; another adds up what the
+// warps leave there. Nobody waits for a barrier of the whole CTA. Where K is longer than a CTA's share, CLUSTER CTAs
+// side by side along K hand their sums to the first of them through distributed shared memory. Sums are always added in
+// the same order, so the same input gives the same bits.
+//
+// Needs sm_90, K % 1024 == 0, N % 4 == 0, blocks of 64, packed and scales aligned to 16 bytes.
+// Macros: COLUMNS, WARPS, SLICE, STAGES, CLUSTER, NESTED, FP16, BIAS.
+
+typedef unsigned u32;
+typedef unsigned long long u64;
+
+constexpr u32 BASE = 1024;         // where dynamic shared memory begins on sm_90 and later; checked below
+constexpr u32 TABLE_ROW = 256;     // bytes: a word for each lane, in the lower half
+constexpr int ROWS = 16, BLOCK_BYTES = 32;
+constexpr int BLOCKS = WARPS * SLICE;                 // of K, a CTA
+constexpr int SCALE_BYTES = NESTED ? 1 : 4;
+constexpr u32 W_ROW = BLOCKS * BLOCK_BYTES + 32;      // bytes a row in a stage, padded against bank conflicts
+constexpr u32 SCALE_ROW = BLOCKS * SCALE_BYTES + 16;
+constexpr u32 STAGE = ROWS * (W_ROW + SCALE_ROW);
+constexpr int SUMS = 2, SLOTS = 4;                    // buffers of sums: within the CTA, and from the cluster
+constexpr u32 SUM_COLUMN = 20 * 4;                    // bytes: 16 rows, padded
+constexpr u32 SUM_WARP = 8 * COLUMNS * SUM_COLUMN;
+constexpr u32 SENT = COLUMNS * 512;                   // bytes of one CTA's sums on their way to the first
+
+constexpr u32 CODE = 256 * TABLE_ROW;
+constexpr u32 BARRIERS = CODE + 1024;
+constexpr u32 SUM = BARRIERS + 256;
+constexpr u32 SLOT = SUM + SUMS * WARPS * SUM_WARP;
+constexpr u32 TILES = SLOT + SLOTS * (CLUSTER - 1) * SENT;
+
+constexpr u32 FULL = BARRIERS, EMPTY = FULL + 64, SUM_FULL = EMPTY + 64, SUM_EMPTY = SUM_FULL + 16;
+constexpr u32 SLOT_FULL = SUM_EMPTY + 16, SLOT_EMPTY = SLOT_FULL + 32;
+
+__device__ __forceinline__ u32 load_word(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(value) : "r"(address), "n"(BASE));
+  return value;
+}
+__device__ __forceinline__ uint2 load_pair(u32 address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ float4 load_sums(u32 address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ u32 load_byte(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ float load_float(u32 address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ void store_float(u32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+__device__ __forceinline__ void store_word(u32 address, u32 value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
+  u32 mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Two fp32 numbers, rounded, the first in the low half.
+__device__ __forceinline__ u32 pack(float first, float second) {
+  u32 word;
+#if FP16
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+#endif
+  return word;
+}
+__device__ __forceinline__ float unpack(unsigned short bits) {
+  float value;
+#if FP16
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+#else
+  value = __uint_as_float(u32(bits) << 16);
+#endif
+  return value;
+}
+__device__ __forceinline__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {
+#if FP16
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+               : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
+}
+
+// The two numbers of byte J of `bytes`: byte J times TABLE_ROW, plus the lane's column, plus the CTA's rank on top.
+template <int J> __device__ __forceinline__ u32 look_up(u32 bytes, u32 column) {
+  return load_word(__byte_perm(bytes, column, 0x7604 | (J << 4)));
+}
+
+struct Ring {  // a position in a ring of `size` buffers, and the parity of its barriers there
+  u32 at = 0, parity;
+  __device__ explicit Ring(u32 parity) : parity(parity) {}
+  __device__ void next(u32 size) {
+    if (++at == size) { at = 0; parity ^= 1; }
+  }
+};
+
+struct Arguments {
+  const unsigned char* packed;
+  const unsigned char* scale;   // u8 with NESTED, else fp32
+  const float *code, *absmax, *offset, *codebook;
+  const unsigned short *x, *bias;
+  unsigned short* y;
+  u32 m, n, k;
+  float unit;
+};
+
+__device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_block, u32 lane) {
+  const u32 row_blocks = a.k / 64, blocks = min(BLOCKS, row_blocks - first_block), tiles = (a.n + ROWS - 1) / ROWS;
+  Ring ring(1);
+  for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, ring.next(STAGES)) {
+    const u32 full = shared + FULL + 8 * ring.at, to = shared + TILES + ring.at * STAGE, rows = min(ROWS, a.n - tile * ROWS);
+    wait(shared + EMPTY + 8 * ring.at, ring.parity);
+    if (lane == 0) expect(full, rows * blocks * (BLOCK_BYTES + SCALE_BYTES));
+    __syncwarp();
+    if (lane < rows) {
+      const u64 block = u64(tile * ROWS + lane) * row_blocks + first_block;
+      copy(to + lane * W_ROW, a.packed + block * BLOCK_BYTES, blocks * BLOCK_BYTES, full);
+      copy(to + ROWS * W_ROW + lane * SCALE_ROW, a.scale + block * SCALE_BYTES, blocks * SCALE_BYTES, full);
+    }
+  }
+}
+
+__device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 warp, u32 lane) {
+  const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64, tiles = (a.n + ROWS - 1) / ROWS;
+  const u32 column = lane * 4 | (shared & 0xff000000u), my_block = first_block + warp * SLICE;
+  uint2 x[COLUMNS][SLICE][4];
+#pragma unroll
+  for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+    for (int b = 0; b < SLICE; b++)
+#pragma unroll
+      for (int step = 0; step < 4; step++) {
+        const u32 row = 8 * c + group, block = my_block + b;
+        const bool exists = row < a.m && block < row_blocks;
+        const u64 at = u64(row) * a.k + block * 64 + member * 16 + step * 4;
+        x[c][b][step] = exists ? *reinterpret_cast<const uint2*>(a.x + at) : make_uint2(0, 0);
+      }
+#if NESTED
+  const float offset = *a.offset;
+#endif
+  Ring ring(0), sums(1);
+  for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, ring.next(STAGES), sums.next(SUMS)) {
+    // Each lane of a quad decodes the scales of every fourth block, for its rows `group` and `group + 8`.
+    float scale[2][SLICE / 4];
+#if NESTED
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int q = 0; q < SLICE / 4; q++) {
+        const u32 row = min(tile * ROWS + group + 8 * half, a.n - 1), block = min(my_block + 4 * q + member, row_blocks - 1);
+        scale[half][q] = __ldg(a.absmax + ((u64(row) * row_blocks + block) >> 8));
+      }
+#endif
+    wait(shared + FULL + 8 * ring.at, ring.parity);
+    const u32 stage = shared + TILES + ring.at * STAGE;
+    const u32 upper = stage + group * W_ROW + warp * SLICE * BLOCK_BYTES + member * 8, lower = upper + 8 * W_ROW;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int q = 0; q < SLICE / 4; q++) {
+        const u32 block = warp * SLICE + 4 * q + member;
+        const u32 at = stage + ROWS * W_ROW + (group + 8 * half) * SCALE_ROW + block * SCALE_BYTES;
+#if NESTED
+        const float value = load_float(shared + CODE + 4 * load_byte(at));
+        const float decoded = __fadd_rn(__fmul_rn(value, scale[half][q]), offset);
+#else
+        const float decoded = load_float(at);
+#endif
+        scale[half][q] = first_block + block < row_blocks ? decoded * a.unit : 0.0f;  // what lies beyond K is nothing
+      }
+    float total[COLUMNS][4] = {};
+#pragma unroll
+    for (int b = 0; b < SLICE; b++) {
+      const uint2 w = load_pair(upper + b * BLOCK_BYTES), v = load_pair(lower + b * BLOCK_BYTES);
+      float sum[COLUMNS][4] = {};
+#pragma unroll
+      for (int step = 0; step < 4; step++) {
+        const u32 over = step < 2 ? w.x : w.y, under = step < 2 ? v.x : v.y;
+        const u32 a0 = step % 2 ? look_up<2>(over, column) : look_up<0>(over, column);
+        const u32 a2 = step % 2 ? look_up<3>(over, column) : look_up<1>(over, column);
+        const u32 a1 = step % 2 ? look_up<2>(under, column) : look_up<0>(under, column);
+        const u32 a3 = step % 2 ? look_up<3>(under, column) : look_up<1>(under, column);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) mma(sum[c], a0, a1, a2, a3, x[c][b][step]);
+      }
+      const u32 owner = (lane & 28) | (b & 3);
+      const float s = __shfl_sync(~0u, scale[0][b / 4], owner), t = __shfl_sync(~0u, scale[1][b / 4], owner);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) {
+        total[c][0] += sum[c][0] * s;
+        total[c][1] += sum[c][1] * s;
+        total[c][2] += sum[c][2] * t;
+        total[c][3] += sum[c][3] * t;
+      }
+    }
+    arrive(shared + EMPTY + 8 * ring.at);
+    wait(shared + SUM_EMPTY + 8 * sums.at, sums.parity);
+    const u32 to = shared + SUM + (sums.at * WARPS + warp) * SUM_WARP;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++)
+      if (8 * c + 2 * member < a.m) {
+        const u32 at = to + (8 * c + 2 * member) * SUM_COLUMN + 4 * group;
+        store_float(at, total[c][0]);
+        store_float(at + SUM_COLUMN, total[c][1]);
+        store_float(at + 32, total[c][2]);
+        store_float(at + SUM_COLUMN + 32, total[c][3]);
+      }
+    arrive(shared + SUM_FULL + 8 * sums.at);
+  }
+}
+
+__device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane) {
+  const u32 tiles = (a.n + ROWS - 1) / ROWS, rank = blockIdx.y, column = lane / 4, four = lane % 4;
+  Ring sums(0), slot(0);
+  for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, sums.next(SUMS), slot.next(SLOTS)) {
+    wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
+    float4 total[COLUMNS];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+      total[c] = make_float4(0, 0, 0, 0);
+      const u32 from = shared + SUM + sums.at * WARPS * SUM_WARP + (8 * c + column) * SUM_COLUMN + 16 * four;
+      if (8 * c + column < a.m)
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+          const float4 v = load_sums(from + w * SUM_WARP);
+          total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
+        }
+    }
+    arrive(shared + SUM_EMPTY + 8 * sums.at);
+
+#if CLUSTER > 1
+    const u32 full = shared + SLOT_FULL + 8 * slot.at, empty = shared + SLOT_EMPTY + 8 * slot.at;
+    const u32 place = shared + SLOT + slot.at * (CLUSTER - 1) * SENT + 16 * lane;
+    if (rank > 0) {
+      wait(empty, slot.parity ^ 1);
+      const u32 to = address_in(place + (rank - 1) * SENT, 0), barrier = address_in(full, 0);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++)
+        if (8 * c + column < a.m)
+          asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                       ::"r"(to + c * 512), "f"(total[c].x), "f"(total[c].y), "f"(total[c].z), "f"(total[c].w), "r"(barrier)
+                       : "memory");
+      continue;
+    }
+    if (lane == 0) expect(full, min(a.m, 8 * COLUMNS) * ROWS * 4 * (CLUSTER - 1));
+    wait(full, slot.parity);
+#pragma unroll
+    for (int other = 0; other < CLUSTER - 1; other++)
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++)
+        if (8 * c + column < a.m) {
+          const float4 v = load_sums(place + other * SENT + c * 512);
+          total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
+        }
+    __syncwarp();
+    if (lane > 0 && lane < CLUSTER)
+      asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(empty, lane)) : "memory");
+#endif
+
+    const u32 row = tile * ROWS + 4 * four;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++)
+      if (8 * c + column < a.m && row < a.n) {
+#if BIAS
+        const ushort4 b = *reinterpret_cast<const ushort4*>(a.bias + row);
+        total[c].x += unpack(b.x), total[c].y += unpack(b.y), total[c].z += unpack(b.z), total[c].w += unpack(b.w);
+#endif
+        const uint2 words = make_uint2(pack(total[c].x, total[c].y), pack(total[c].z, total[c].w));
+        *reinterpret_cast<uint2*>(a.y + u64(8 * c + column) * a.n + row) = words;
+      }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 1) decode(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 shared = u32(__cvta_generic_to_shared(memory)), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if ((shared & 0xffffffu) != BASE) __trap();  // in a cluster the top byte is the CTA's rank
+  const u32 first_block = blockIdx.y * BLOCKS;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) init(shared + FULL + 8 * s, 1), init(shared + EMPTY + 8 * s, WARPS * 32);
+    for (int s = 0; s < SUMS; s++) init(shared + SUM_FULL + 8 * s, WARPS * 32), init(shared + SUM_EMPTY + 8 * s, 32);
+    for (int s = 0; s < SLOTS; s++) init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if (CLUSTER > 1) sync_cluster(); else __syncthreads();
+
+  if (warp == WARPS) {
+    feed(a, shared, first_block, lane);
+  } else {
+    const u32 thread = warp < WARPS ? threadIdx.x : threadIdx.x - 32, threads = (WARPS + 1) * 32;  // without the feeder
+#if NESTED
+    for (u32 i = thread; i < 256; i += threads) store_float(shared + CODE + 4 * i, a.code[i]);
+#endif
+    for (u32 i = thread; i < 256 * 32; i += threads) {
+      const u32 byte = i / 32;
+      store_word(shared + byte * TABLE_ROW + i % 32 * 4, pack(a.codebook[byte >> 4], a.codebook[byte & 15]));
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"((WARPS + 1) * 32) : "memory");
+    if (warp < WARPS) multiply(a, shared, first_block, warp, lane); else reduce(a, shared, lane);
+  }
+  if (CLUSTER > 1) {  // nobody leaves while a neighbour may still write to its barriers
+    __syncwarp();
+    sync_cluster();
+  }
+}

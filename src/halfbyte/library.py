@@ -1,0 +1,82 @@
+"""The operators `torch.ops.halfbyte`: what tracing and autograd see. Other eager calls never come through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats import blockwise
+from halfbyte.formats.weight import NestedScale, QuantizedWeight
+from halfbyte.ops import _dequantize, _empty_quantized, _linear, _quantize
+
+WEIGHT = (
+    "Tensor packed, Tensor scale, Tensor[] nested, str format, SymInt[] shape, int block_size, int nested_block_size"
+)
+Parts = tuple[Tensor, Tensor, Sequence[Tensor], str, Sequence[int], int, int]
+
+
+def weight_of(parts: Parts, dtype: torch.dtype) -> QuantizedWeight:
+    """The weight that operators take in parts."""
+    packed, scale, nested, format, shape, block_size, nested_block_size = parts
+    nested_scale = NestedScale(nested[0], nested[1], nested[2], nested_block_size) if nested else None
+    return QuantizedWeight(format, packed, scale, tuple(shape), dtype, block_size, nested_scale)
+
+
+def _quantize_op(weight: Tensor, format: str, block_size: int, nested: bool) -> list[Tensor]:
+    parts = _quantize(weight, format, block_size, nested)
+    if nested:
+        parts[2] = parts[2].clone()  # an operator may not return the same tensor twice
+    return parts
+
+
+def _quantize_fake(weight: Tensor, format: str, block_size: int, nested: bool) -> list[Tensor]:
+    packed, scale = _empty_quantized(weight, format, block_size)
+    if not nested:
+        return [packed, scale]
+    absmax = scale.new_empty((-(-scale.numel() // blockwise.NESTED_BLOCK_SIZE),))
+    return [
+        packed,
+        scale.new_empty(scale.shape, dtype=torch.uint8),
+        scale.new_empty((256,)),
+        absmax,
+        scale.new_empty(()),
+    ]
+
+
+def _dequantize_op(*arguments: Any) -> Tensor:
+    *parts, dtype = arguments
+    q = weight_of(tuple(parts), dtype)
+    out = q.packed.new_empty(q.shape, dtype=dtype)
+    _dequantize(q, out)
+    return out
+
+
+def _dequantize_fake(packed: Tensor, *arguments: Any) -> Tensor:
+    *_, shape, _, _, dtype = arguments
+    return packed.new_empty(shape, dtype=dtype)
+
+
+def _linear_op(x: Tensor, *arguments: Any) -> Tensor:
+    *parts, bias, batch_invariant = arguments
+    return _linear(x, weight_of(tuple(parts), x.dtype), bias, batch_invariant)
+
+
+def _linear_fake(x: Tensor, *arguments: Any) -> Tensor:
+    shape = arguments[4]
+    return x.new_empty((*x.shape[:-1], shape[0]))
+
+
+OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    ("quantize(Tensor weight, str format, int block_size, bool nested) -> Tensor[]", _quantize_op, _quantize_fake),
+    (f"dequantize({WEIGHT}, ScalarType dtype) -> Tensor", _dequantize_op, _dequantize_fake),
+    (f"linear(Tensor x, {WEIGHT}, Tensor? bias, bool batch_invariant) -> Tensor", _linear_op, _linear_fake),
+)
+
+_library = torch.library.Library("halfbyte", "DEF")
+for _schema, _real, _fake in OPERATORS:
+    _name = _library.define(_schema)
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"halfbyte::{_name}", _fake, lib=_library)

@@ -1,0 +1,118 @@
+"""`halfbyte bench linear`: errors against fp64, bytes by provider, and the table and plot of a sweep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from halfbyte.bench import sweep
+from halfbyte.bench.case import Case, run
+from halfbyte.bench.linear import BOUND, linear_cases, relative_error
+from halfbyte.cli import app
+
+CPU = torch.device("cpu")
+runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr("halfbyte.bench.ceiling.copy_bandwidth", lambda device: (10.0, None))
+    monkeypatch.setattr("halfbyte.bench.dequantize.MOST_SETS", 2)
+
+
+def cases(format: str = "nf4", dtype: torch.dtype = torch.bfloat16, rows: tuple[int, ...] = (1, 3)) -> list[Case]:
+    torch.manual_seed(0)
+    return list(linear_cases(CPU, [(64, 128)], dtype, format, nested=format != "int4", rows=rows))
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_cases(format: str, dtype: torch.dtype) -> None:
+    dense = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    for m, case in zip((1, 3), cases(format, dtype), strict=True):
+        assert case.name == f"64×128, M = {m}"
+        wanted = {"halfbyte", dense, "dequantize + linear"} | ({"bitsandbytes"} if format != "int4" else set())
+        assert wanted <= set(case.providers) <= wanted | {"bitsandbytes repacked", "tinygemm"}
+        assert ("tinygemm" in case.providers) == (dtype == torch.bfloat16)
+        ends = (m * 128 + m * 64) * dtype.itemsize
+        packed = 64 * 128 // 2 + (64 * dtype.itemsize if format == "int4" else 128 + 4 + 1024 + 4)
+        assert case.bytes_of("halfbyte") == ends + packed
+        assert case.bytes_of(dense) == ends + 64 * 128 * dtype.itemsize
+        rows = run(case, 3)
+        assert {row.provider: row.error for row in rows} == dict.fromkeys(case.providers)
+        errors = {row.provider: row.facts["relative_error"] for row in rows}
+        assert all(0 < error <= BOUND[dtype] for error in errors.values())
+        assert errors["halfbyte"] <= errors["dequantize + linear"]
+        assert [rows[0].facts[name] for name in ("m", "n", "k")] == [m, 64, 128]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    [case] = cases(rows=(2,))
+    right = case.right("halfbyte", 0)
+    for wrong in (torch.zeros_like(right), right.roll(1, 0), 1.01 * right, right * torch.nan):
+        monkeypatch.setattr("halfbyte.ops.linear", lambda x, q, wrong=wrong: wrong.bfloat16())
+        row = next(row for row in run(case, 3) if row.provider == "halfbyte")
+        assert row.timing is None
+        assert row.error is not None
+        assert "more than 3.9e-03" in row.error
+
+
+def test_relative_error() -> None:
+    right = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert relative_error(torch.tensor([3.0, 4.5]), right) == pytest.approx(0.1)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_whole(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = [
+        "--device",
+        "cpu",
+        "--shapes",
+        "64x128,128x64",
+        "--rows",
+        "1,2,8",
+        "--rounds",
+        "3",
+        "--out",
+        str(tmp_path),
+    ]
+    result = runner.invoke(app, ["bench", "linear", *arguments])
+    assert result.exit_code == 0, result.output
+    assert "64×128, M = 8" in result.stdout
+    [path] = tmp_path.glob("cpu*/linear.json")
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    assert {(row["n"], row["k"], row["m"]) for row in record["rows"]} == {
+        (*shape, m) for shape in ((64, 128), (128, 64)) for m in (1, 2, 8)
+    }
+    ours = record["rows"][0]
+    assert sweep.floor(record, ours) == pytest.approx(ours["bytes"] / 10.0 / 1e3)
+
+    lines = sweep.markdown(record).splitlines()
+    assert lines[0].startswith("| weight | M | halfbyte, µs | bf16, µs |")
+    assert lines[0].endswith("| × floor | × bf16 | × bitsandbytes | error |")
+    assert [line.split(" | ")[:2] for line in lines[2:8]] == [
+        [f"| {weight}", m] for weight in ("64×128", "128×64") for m in ("1", "2", "8")
+    ]
+    assert f"**{record['rows'][1]['median_us'] / ours['median_us']:.2f}**" in lines[2]
+    sweep.plot(record, tmp_path / "figures" / "linear.png")
+    assert (tmp_path / "figures" / "linear.png").stat().st_size > 10_000
+
+
+def test_wrong_usage_is_2() -> None:
+    for arguments, words in (
+        (["--rows", "1,two"], "rows '1,two' are not numbers"),
+        (["--rows", "0"], "rows '0' are not numbers"),
+        (["--format", "nf5"], "format 'nf5' is not nf4 or fp4 or int4"),
+    ):
+        result = runner.invoke(app, ["bench", "linear", "--device", "cpu", *arguments])
+        assert result.exit_code == 2
+        assert words in result.stderr

@@ -1,0 +1,223 @@
+"""The CPU kernel: exact weights, exact sums to the last places of fp32, the same bits always, on every kind of CPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from halfbyte.formats.blockwise import BLOCK_SIZES, FORMATS, codebook_tensor, dynamic_code
+from halfbyte.formats.grouped import GROUP_SIZES
+from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale
+from halfbyte.kernels.dequantize import reference as dequantize
+from halfbyte.kernels.linear import cpu
+from halfbyte.kernels.linear.reference import linear_exact
+
+CPU = torch.device("cpu")
+POISON = 12345.0
+
+# Sums of K products in fp32, then one rounding: far below what a wrong weight, scale or row would make.
+BOUND = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+formats = pytest.mark.parametrize("format", [*FORMATS, "int4"])
+dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+
+
+class Weight:
+    """Random bytes and scales, as a kernel takes them."""
+
+    def __init__(self, format: str, n: int, k: int, size: int, nested: bool = False) -> None:
+        self.format, self.shape, self.size = format, (n, k), size
+        blocks = -(-n * k // size)
+        self.nested: NestedScale | None = None
+        self.packed = torch.randint(0, 256, ((n * k + 1) // 2,), dtype=torch.uint8)
+        self.scale = torch.rand(blocks) + 0.1
+        if format == "int4":
+            self.packed, self.scale = self.packed.view(torch.int32).view(n, k // 8), self.scale.view(n, k // size)
+        elif nested:
+            self.scale = torch.randint(0, 256, (blocks,), dtype=torch.uint8)
+            self.nested = NestedScale(dynamic_code(CPU), torch.rand(-(-blocks // 256)), torch.rand(()))
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = torch.full((len(x), self.shape[0]), POISON, dtype=x.dtype)
+        if self.format == "int4":
+            cpu.linear_grouped(x, self.packed, self.scale, self.size, bias, out)
+        else:
+            codebook = codebook_tensor(self.format, CPU)
+            cpu.linear_blockwise(x, self.packed, self.scale, self.nested, codebook, self.size, bias, out)
+        return out
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        out = torch.full(self.shape, POISON, dtype=dtype)
+        if self.format == "int4":
+            dequantize.dequantize_grouped(self.packed, self.scale, self.size, out)
+        else:
+            codebook = codebook_tensor(self.format, CPU)
+            dequantize.dequantize_blockwise(self.packed, self.scale, self.nested, codebook, self.size, out)
+        return out
+
+
+def check(weight: Weight, m: int, dtype: torch.dtype, with_bias: bool = False) -> Tensor:
+    x = torch.randn(m, weight.shape[1]).to(dtype)
+    bias = torch.randn(weight.shape[0]).to(dtype) if with_bias else None
+    out = weight.linear(x, bias)
+    right = linear_exact(x, weight.dense(), bias)
+    error = (out.double() - right).norm()
+    assert error <= BOUND[dtype] * right.norm(), f"{error / right.norm():.2e}"
+    return out
+
+
+@dtypes
+@formats
+def test_identity_gives_the_weights_to_the_bit(format: str, dtype: torch.dtype) -> None:
+    """Every byte is there many times over; nothing is added but zeros."""
+    for nested in (False, True) if format != "int4" else (False,):
+        for size in (32, 64, 128):
+            weight = Weight(format, 70, 256, size, nested)
+            assert torch.equal(weight.linear(torch.eye(256, dtype=dtype)).t(), weight.dense(dtype))
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 7, 8, 9, 64])
+@dtypes
+@formats
+def test_rows_of_x(format: str, dtype: torch.dtype, m: int) -> None:
+    check(Weight(format, 37, 384, 64, nested=format != "int4"), m, dtype, with_bias=m % 2 == 0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 129])
+@formats
+def test_rows_of_the_weight(format: str, n: int) -> None:
+    check(Weight(format, n, 256, 128), 5, torch.float32, with_bias=True)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_block_sizes(format: str, size: int, nested: bool) -> None:
+    """Rows of whole blocks, rows that begin in the middle of a block, and rows that begin in the middle of a byte."""
+    for k in (32, 96, 4096, 4160, 33, 63, 100, 4097):
+        check(Weight(format, 9, k, size, nested), 5, torch.float32, with_bias=True)
+
+
+@dtypes
+@pytest.mark.parametrize("size", GROUP_SIZES)
+def test_group_sizes(size: int, dtype: torch.dtype) -> None:
+    for k in (size, 3 * size, 32 * size):
+        weight = Weight("int4", 9, k, size)
+        check(weight, 5, dtype)
+        weight.scale = weight.scale.to(dtype)
+        check(weight, 5, dtype)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    n=st.integers(0, 40),
+    k=st.integers(1, 300),
+    m=st.integers(0, 10),
+    format=st.sampled_from(list(FORMATS)),
+    dtype=st.sampled_from(FLOAT_DTYPES),
+    size=st.sampled_from(BLOCK_SIZES),
+    nested=st.booleans(),
+    with_bias=st.booleans(),
+)
+def test_any_shape(
+    n: int, k: int, m: int, format: str, dtype: torch.dtype, size: int, nested: bool, with_bias: bool
+) -> None:
+    torch.manual_seed(n + 41 * k)
+    check(Weight(format, n, k, size, nested), m, dtype, with_bias)
+
+
+@pytest.mark.parametrize("k", [256, 96, 99])
+@formats
+def test_a_row_does_not_know_of_others(format: str, k: int) -> None:
+    if format == "int4" and k % 32:
+        pytest.skip("groups divide K")
+    weight = Weight(format, 130, k, 32)
+    x = torch.randn(23, k)
+    whole = weight.linear(x)
+    for begin, end in ((0, 1), (22, 23), (3, 8), (1, 23), (9, 11)):
+        assert torch.equal(weight.linear(x[begin:end].clone()), whole[begin:end])
+
+
+def test_the_same_bits_with_any_number_of_threads() -> None:
+    weight = Weight("nf4", 4099, 1024, 64, nested=True)
+    x = torch.randn(9, 1024).bfloat16()
+    outs = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            outs.append(weight.linear(x))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("k", [256, 99])
+def test_writes_nothing_past_its_end(k: int) -> None:
+    weight = Weight("fp4", 7, k, 32)
+    for m in (1, 3, 6):
+        around = torch.full((m * 7 + 128,), POISON, dtype=torch.float16)
+        out = around[64 : 64 + m * 7].view(m, 7)
+        x = torch.randn(m, k).half()
+        cpu.linear_blockwise(x, weight.packed, weight.scale, None, codebook_tensor("fp4", CPU), 32, None, out)
+        assert torch.equal(out, weight.linear(x))
+        assert (around[:64] == POISON).all()
+        assert (around[64 + m * 7 :] == POISON).all()
+
+
+@dtypes
+def test_special_values(dtype: torch.dtype) -> None:
+    """NaN and infinity in x and in scales go where arithmetic sends them, and nowhere else."""
+    weight = Weight("nf4", 6, 128, 64)
+    weight.packed.fill_(0xFF)  # every weight is its scale
+    weight.scale[2], weight.scale[4] = torch.nan, torch.inf
+    x = torch.ones(4, 128, dtype=dtype)
+    x[1, 7], x[2, 9] = torch.nan, -torch.inf
+    out = weight.linear(x)
+    right = linear_exact(x, weight.dense()).to(dtype)
+    assert torch.equal(out.isnan(), right.isnan())
+    assert torch.equal(out.isinf(), right.isinf())
+    assert not out[0, 3:].isnan().any()
+
+
+def test_every_fp16_and_bf16_is_read_and_written() -> None:
+    """x * 1, for all of them: subnormals, infinities and NaN among them."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    weight = Weight("nf4", 1, 32, 32)
+    weight.packed.fill_(0x77)  # zeros, but for the first, which is one
+    weight.packed[0] = 0xF7
+    weight.scale.fill_(1)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.zeros(len(values), 32, dtype=dtype)
+        x[:, 0] = values.view(dtype)
+        out = weight.linear(x)[:, 0]
+        same = (out == x[:, 0]) | (out.isnan() & x[:, 0].isnan())
+        assert same.all(), x[~same, 0][:5]
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names kinds of x86")
+@pytest.mark.skipif("NUMBA_CPU_FEATURES" in os.environ, reason="runs inside itself")
+@pytest.mark.parametrize(
+    ("cpu_name", "features"),
+    [("haswell", "+avx,+avx2,+fma,+f16c"), ("nehalem", "+ssse3,+sse4.2"), ("x86-64", "+sse2")],
+)
+def test_on_other_cpus(cpu_name: str, features: str, tmp_path: Path) -> None:
+    """The same tests, compiled for CPUs without AVX-512, without AVX2, without a byte shuffle."""
+    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "-k", "identity or rows or special"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {
+        "NUMBA_CPU_NAME": cpu_name,
+        "NUMBA_CPU_FEATURES": features,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout + result.stderr

