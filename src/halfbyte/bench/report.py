@@ -27,23 +27,24 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
     """Every row: time and spread, bandwidth, share of the copy ceiling, times ours, and the error if measured."""
     caption = f"copy {record['copy_gb_per_s']:,.0f} GB/s; {_method(record)}"
     table = Table(title=title(record), caption=caption, box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("case", no_wrap=True)
-    table.add_column("provider", no_wrap=True)
+    table.add_column("")
     with_errors = any("relative_error" in row for row in record["rows"])
-    for heading in ("µs", "p20–p80", "GB/s", "of copy", "× ours", *(("error",) if with_errors else ())):
+    for heading in ("µs", *(() if with_errors else ("p20–p80",)), "GB/s", "of copy", "× ours"):
         table.add_column(heading, justify="right", no_wrap=True)
+    if with_errors:  # instead of the spread, which the record has: 80 columns do not hold both
+        table.add_column("error", justify="right", no_wrap=True)
     for case, rows in by_case(record):
         ours = rows.get(OURS, {}).get("median_us")
+        table.add_row(f"[bold]{case}[/]")
         for provider, row in rows.items():
             if "error" in row:
-                table.add_row(case, provider, f"[red]wrong: {row['error']}")
+                table.add_row(f"[red]{provider}, wrong: {row['error']}[/]")
                 continue
             times = f"{row['median_us'] / ours:.2f}" if ours else ""
             table.add_row(
-                case if provider == OURS else "",
                 provider,
                 _short(row["median_us"]),
-                f"{_short(row['p20_us'])}–{_short(row['p80_us'])}",
+                *(() if with_errors else (f"{_short(row['p20_us'])}–{_short(row['p80_us'])}",)),
                 f"{row['gb_per_s']:,.0f}",
                 f"{row['of_copy']:.0%}",
                 times,
@@ -167,6 +168,8 @@ def _method(record: Mapping[str, Any]) -> str:
 
 
 def _short(microseconds: float) -> str:
+    if microseconds >= 100_000:
+        return f"{microseconds / 1000:,.0f}k"
     return f"{microseconds:,.0f}" if microseconds >= 1000 else f"{microseconds:.1f}"
 
 
