@@ -52,8 +52,8 @@ def compile_cubin(source: str, capability: int, macros: Mapping[str, int]) -> by
 
 @cache
 def has_compiler() -> bool:
-    """True where cuda.core is installed; it is not imported to find out."""
-    return find_spec("cuda") is not None and find_spec("cuda.core") is not None
+    """True where cuda.core and the bindings it needs are installed; they are not imported to find out."""
+    return find_spec("cuda") is not None and all(find_spec(f"cuda.{part}") for part in ("core", "bindings"))
 
 
 def cache_directory() -> Path:
