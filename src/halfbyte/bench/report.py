@@ -110,7 +110,9 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
         places = [index + (number - (len(providers) - 1) / 2) * width for index in range(len(cases))]
         bars = axes.bar(places, speeds, 0.92 * width, label=provider, color=COLORS.get(provider), zorder=2)
         if provider == OURS:
-            axes.bar_label(bars, [f"{speed:.{digits}f}" for speed in speeds], padding=2, fontsize=8, color=COLORS[OURS])
+            axes.bar_label(
+                bars, [f"{speed:.{digits}f}" for speed in speeds], padding=-10, fontsize=6.5, color="white", zorder=4
+            )
     ceiling = record["copy_gb_per_s"] / factor
     axes.axhline(ceiling, color="#2b2d42", linewidth=1, linestyle=(0, (4, 3)), zorder=3)
     axes.annotate(
