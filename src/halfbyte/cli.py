@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from halfbyte.bench.cli import Device
 from halfbyte.bench.cli import app as bench_app
 
 if TYPE_CHECKING:
@@ -79,7 +80,6 @@ class Dtype(str, Enum):
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="A .safetensors file, or a directory with a model.")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="Where the result goes; of the same kind as SRC.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST; it stays whole until the new one is.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. By default the first GPU, or the CPU.")]
 ShardSize = Annotated[
     str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file, as 5GB. By default as in SRC.")
 ]
@@ -144,10 +144,10 @@ def quantize(
     are shell patterns on names such as "model.layers.0.mlp.*", and can be given several times.
     """
     from halfbyte import checkpoints
-    from halfbyte.checkpoints.convert import settings
+    from halfbyte.formats.weight import check_settings
 
     with _usage():
-        settings(format.value, block_size, group_size, nested)
+        check_settings(format.value, block_size, group_size, nested)
     with _progress() as progress:
         summary = checkpoints.quantize_checkpoint(
             source,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from halfbyte.formats import blockwise, grouped
-from halfbyte.formats.weight import FORMAT_NAMES
+from halfbyte.formats.weight import check_format
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ def explain(
 
     Raises ValueError for numbers that cannot be: not finite, or a value larger than its block's absmax.
     """
-    if format not in FORMAT_NAMES:
-        raise ValueError(f"format is {format!r}; known formats are {', '.join(map(repr, FORMAT_NAMES))}")
+    check_format(format)
     for name, number in (("value", value), ("absmax", absmax), ("offset", offset or 0.0), ("absmax2", absmax2 or 0.0)):
         if not math.isfinite(number) or abs(number) > 3.4e38:
             raise ValueError(f"{name} is {number}; a finite fp32 number is expected")

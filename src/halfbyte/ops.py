@@ -7,7 +7,6 @@ does a product that gradients flow through (library.py, autograd.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from math import prod
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from halfbyte.formats import blockwise, grouped
-from halfbyte.formats.weight import FLOAT_DTYPES, FORMAT_NAMES, NestedScale, QuantizedWeight
+from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight, check_settings
 from halfbyte.kernels.common.device import cpu_capability, has_triton
 from halfbyte.kernels.linear import reference as products
 from halfbyte.kernels.linear.plan import plan as plan_linear
@@ -45,7 +44,10 @@ def quantize(
     Returns a QuantizedWeight on the weight's device. Raises TypeError or ValueError for arguments that do not fit.
     Sources: QLoRA, arXiv 2305.14314; compressed-tensors, "pack-quantized".
     """
-    block_size, nested = _check_quantize(weight, format, block_size, group_size, nested)
+    _check_dense(weight)
+    block_size, nested = check_settings(format, block_size, group_size, nested)
+    if format == grouped.NAME:
+        grouped.check_shape(weight.shape, block_size)
     if _is_tracing():
         parts = torch.ops.halfbyte.quantize(weight, format, block_size, nested)
     else:
@@ -113,8 +115,10 @@ def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant:
     if bias is not None:
         bias = bias.detach().contiguous().resolve_neg()
     if device.type == "cuda":
-        out = rows.new_empty((len(rows), n))
-        if _decode_kernel()(rows, q, bias, out, batch_invariant):
+        decode = _decode()
+        if (plan := decode.plan_for(rows, q, bias, batch_invariant)) is not None:
+            out = rows.new_empty((len(rows), n))
+            decode.linear(rows, q, bias, out, plan)
             return out.view(*sides, n)
     kernel = plan_linear(len(rows), k, x.dtype, device.type, batch_invariant, cpu_capability()).kernel
     if kernel == "fused":
@@ -134,11 +138,9 @@ def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant:
 
 
 @cache
-def _decode_kernel() -> Callable[[Tensor, QuantizedWeight, Tensor | None, Tensor, bool], bool]:
+def _decode() -> ModuleType:
     """The CUDA product for a few rows, which says itself whether it is for them."""
-    function: Callable[[Tensor, QuantizedWeight, Tensor | None, Tensor, bool], bool]
-    function = import_module("halfbyte.kernels.linear.decode").linear
-    return function
+    return import_module("halfbyte.kernels.linear.decode")
 
 
 def _dequantize(q: QuantizedWeight, out: Tensor) -> None:
@@ -208,10 +210,7 @@ def _is_tracing() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _check_quantize(
-    weight: Tensor, format: str, block_size: int | None, group_size: int | None, nested: bool | None
-) -> tuple[int, bool]:
-    """The block (or group) size and whether scales are nested, or an error that says what would do."""
+def _check_dense(weight: Tensor) -> None:
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight is a {type(weight).__name__}; quantize takes a torch.Tensor")
     if weight.dtype not in FLOAT_DTYPES:
@@ -220,19 +219,6 @@ def _check_quantize(
         )
     if weight.layout != torch.strided:
         raise TypeError(f"weight has layout {weight.layout}; quantize takes a dense one, such as weight.to_dense()")
-    if format == grouped.NAME:
-        if block_size is not None or nested:
-            raise ValueError("block_size and nested are for nf4 and fp4; int4 takes group_size")
-        size = 128 if group_size is None else group_size
-        grouped.check_shape(weight.shape, size)
-        return size, False
-    if not isinstance(format, str) or format not in blockwise.FORMATS:
-        raise ValueError(f"format is {format!r}; known formats are {', '.join(map(repr, FORMAT_NAMES))}")
-    if group_size is not None:
-        raise ValueError(f"group_size is for int4; {format} takes block_size")
-    size = 64 if block_size is None else block_size
-    blockwise.check_block_size(format, size)
-    return size, True if nested is None else nested
 
 
 def _not_a_weight(q: object, function: str) -> TypeError:

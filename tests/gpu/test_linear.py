@@ -18,7 +18,9 @@ def fused(
     m, n = len(x), q.shape[0]
     buffer = torch.full((m * n + 128,), 777.0, dtype=x.dtype, device=DEVICE)
     out = buffer[64 : 64 + m * n].view(m, n)
-    assert decode.linear(x, q, bias, out, invariant)
+    plan = decode.plan_for(x, q, bias, invariant)
+    assert plan is not None
+    decode.linear(x, q, bias, out, plan)
     assert (buffer[:64] == 777).all()
     assert (buffer[64 + m * n :] == 777).all()
     return out

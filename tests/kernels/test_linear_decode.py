@@ -1,6 +1,7 @@
 """The CUDA product's plans, and that its source compiles for every target that has the instructions, GPU or not."""
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import halfbyte as hb
 from halfbyte.formats.blockwise import FORMATS
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.linear import decode
 from halfbyte.kernels.linear.decode import FACTORS, MOST_ROWS, DecodePlan, decode_plan, is_valid, macros, source
 
 H200 = DeviceFacts("cuda", 90, 132, 232448)
@@ -102,3 +105,56 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_source_that_does_not_compile_says_so() -> None:
     with pytest.raises(Exception, match=r"undefined|identifier"):
         nvrtc.compile_cubin('extern "C" __global__ void f() { g(); }', 90, {})
+
+
+@pytest.fixture
+def _as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(decode, "facts_of", lambda index: H200)
+    decode._plan.cache_clear()
+    yield
+    decode._plan.cache_clear()
+
+
+@pytest.mark.usefixtures("_as_on_an_h200")
+def test_what_the_kernel_is_for() -> None:
+    x, weight = torch.randn(40, 1024).bfloat16(), torch.randn(64, 1024).bfloat16()
+    q = hb.quantize(weight)
+    for rows, columns in ((1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4)):
+        assert decode.plan_for(x[:rows], q, None, False).columns == columns
+        assert decode.plan_for(x[:rows], q, None, True) == decode.plan_for(x[:1], q, None, False)
+    assert decode.plan_for(x, q, None, True) is not None
+    for no in (
+        (x, q, None, False),
+        (x[:0], q, None, False),
+        (x[:1].float(), q, None, False),
+        (x.view(-1)[1:1025].view(1, 1024), q, None, False),
+        (x[:1], q, torch.zeros(65).bfloat16()[1:], False),
+        (x[:1], hb.quantize(weight, block_size=128), None, False),
+        (x[:1], hb.quantize(weight, "int4"), None, False),
+    ):
+        assert decode.plan_for(*no) is None
+
+
+@pytest.mark.usefixtures("_as_on_an_h200")
+@pytest.mark.parametrize(("rows", "invariant", "parts"), [(27, False, [27]), (8, True, [8]), (27, True, [8, 8, 8, 3])])
+def test_rows_go_as_many_at_a_time_as_the_plan_takes(
+    rows: int, invariant: bool, parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, q = torch.randn(rows, 1024).bfloat16(), hb.quantize(torch.randn(64, 1024).bfloat16())
+    out, seen = torch.zeros(rows, 64).bfloat16(), []
+
+    def launch(x: torch.Tensor, q: hb.QuantizedWeight, bias: None, out: torch.Tensor, plan: DecodePlan) -> None:
+        seen.append(len(x))
+        out.fill_(len(seen))
+
+    monkeypatch.setattr(decode, "_linear_blockwise", launch)
+    decode.linear(x, q, None, out, decode.plan_for(x, q, None, invariant))
+    assert seen == parts
+    assert out[:, 0].tolist() == [part + 1 for part, count in enumerate(parts) for _ in range(count)]
+
+
+def test_source_refuses_sizes_that_are_not_its_own() -> None:
+    plan = decode_plan(1, 4096, 4096, True, H200)
+    wrong = macros(torch.bfloat16, True, False, plan) | {"SHARED_BYTES": plan.shared_bytes(True) + 16}
+    with pytest.raises(Exception, match="reckons with other sizes"):
+        nvrtc.compile_cubin(source(), 90, wrong)

@@ -16,8 +16,8 @@ from halfbyte.checkpoints.atomic import check_destination
 from halfbyte.checkpoints.plan import Weight, plan_dequantized, plan_quantized, quantized_names, read_quantized
 from halfbyte.checkpoints.reader import DTYPES, Checkpoint, open_checkpoint, read_json
 from halfbyte.checkpoints.stream import Converted, Output, Progress, Summary, stream
-from halfbyte.formats import bitsandbytes, blockwise, compressed_tensors, grouped
-from halfbyte.formats.weight import FLOAT_DTYPES, FORMAT_NAMES
+from halfbyte.formats import bitsandbytes, compressed_tensors, grouped
+from halfbyte.formats.weight import FLOAT_DTYPES, check_settings
 
 
 def quantize_checkpoint(
@@ -50,7 +50,7 @@ def quantize_checkpoint(
     Raises ValueError for a source that is damaged, quantized already, or has nothing to quantize; FileNotFoundError,
     FileExistsError; OSError when the disk is full.
     """
-    size, nested = settings(format, block_size, group_size, nested)
+    size, nested = check_settings(format, block_size, group_size, nested)
     int4 = format == grouped.NAME
     checkpoint, config = _open(source, destination, overwrite)
     _refuse_quantized(checkpoint, config)
@@ -114,26 +114,6 @@ def dequantize_checkpoint(
         if dtype is not None:
             config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     return stream(checkpoint, weights, convert, Output(Path(destination), config, max_shard_size, overwrite), progress)
-
-
-def settings(format: str, block_size: int | None, group_size: int | None, nested: bool | None) -> tuple[int, bool]:
-    """The block or group size and whether scales are nested, defaults filled in. Raises ValueError if they clash."""
-    if format not in FORMAT_NAMES:
-        raise ValueError(f"format is {format!r}; known formats are {', '.join(map(repr, FORMAT_NAMES))}")
-    sizes: tuple[int, ...]
-    if format == grouped.NAME:
-        if block_size is not None or nested:
-            raise ValueError("block_size and nested are for nf4 and fp4; int4 takes group_size")
-        size, sizes = group_size or 128, grouped.GROUP_SIZES
-    else:
-        if group_size is not None:
-            raise ValueError(f"group_size is for int4; {format} takes block_size")
-        size, sizes = block_size or 64, blockwise.BLOCK_SIZES
-    if size not in sizes:
-        raise ValueError(
-            f"{'group' if format == grouped.NAME else 'block'}_size is {size}; {format} takes one of {sizes}"
-        )
-    return size, format != grouped.NAME and nested is not False
 
 
 def _open(source: str | Path, destination: str | Path, overwrite: bool) -> tuple[Checkpoint, dict[str, Any] | None]:

@@ -15,12 +15,12 @@ None of this imports bitsandbytes, but for `to_bitsandbytes`, which makes one of
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from halfbyte.formats import blockwise
+from halfbyte.formats.lookup import Tensors, find
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight
 
 STATE_KEY = ".quant_state.bitsandbytes__"
@@ -130,32 +130,22 @@ def to_tensors(name: str, q: QuantizedWeight) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def from_tensors(
-    name: str, tensors: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor | None]
-) -> QuantizedWeight:
+def from_tensors(name: str, tensors: Tensors) -> QuantizedWeight:
     """The weight that bitsandbytes saved as `name`, from a mapping of keys to tensors or a function that looks them up.
 
     A function returns None, or raises KeyError, for a key that is not there. Raises ValueError, saying which key is at
     fault, where one is missing or the parts do not fit.
     """
 
-    def find(key: str) -> torch.Tensor | None:
-        if isinstance(tensors, Mapping):
-            return tensors.get(key)
-        try:
-            return tensors(key)
-        except KeyError:
-            return None
-
     def need(key: str) -> torch.Tensor:
-        tensor = find(key)
+        tensor = find(tensors, key)
         if tensor is None:
             raise ValueError(
                 f"key {key!r} is missing and a bitsandbytes weight needs it; the checkpoint is incomplete: get it again"
             )
         return tensor
 
-    formats = [format for format in blockwise.FORMATS if find(name + STATE_KEY + format) is not None]
+    formats = [format for format in blockwise.FORMATS if find(tensors, name + STATE_KEY + format) is not None]
     if len(formats) != 1:
         raise ValueError(
             f"{name!r} has {'no' if not formats else 'more than one'} quant_state key; exactly one of "
@@ -167,7 +157,7 @@ def from_tensors(
         raise ValueError(f"{key!r} holds quant_type {state.get('quant_type', str)!r}; the key says {formats[0]!r}")
     _check_quant_map(f"{name}.quant_map", need(f"{name}.quant_map"), formats[0])
     nested = None
-    if state.has("nested_offset") or find(f"{name}.nested_absmax") is not None:
+    if state.has("nested_offset") or find(tensors, f"{name}.nested_absmax") is not None:
         if state.get("nested_dtype", str) != "float32":
             raise ValueError(f"{key!r} holds nested_dtype {state.get('nested_dtype', str)!r}; float32 is accepted")
         nested = NestedScale(

@@ -10,11 +10,12 @@ tensor are other formats, and are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from halfbyte.formats import grouped
+from halfbyte.formats.lookup import Tensors, find
 from halfbyte.formats.weight import QuantizedWeight
 
 SUFFIXES = ("_packed", "_scale", "_shape")
@@ -68,29 +69,19 @@ def to_tensors(name: str, q: QuantizedWeight) -> dict[str, torch.Tensor]:
     }
 
 
-def from_tensors(
-    name: str, tensors: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor | None]
-) -> QuantizedWeight:
+def from_tensors(name: str, tensors: Tensors) -> QuantizedWeight:
     """The weight that compressed-tensors saved as `name`, from a mapping of keys to tensors or a function.
 
     A function returns None, or raises KeyError, for a key that is not there. Raises ValueError, saying which key is at
     fault, where one is missing, the parts do not fit, or the weight has zero points or an activation order.
     """
 
-    def find(key: str) -> torch.Tensor | None:
-        if isinstance(tensors, Mapping):
-            return tensors.get(key)
-        try:
-            return tensors(key)
-        except KeyError:
-            return None
-
     for suffix, what in (("_zero_point", "zero points"), ("_g_idx", "an activation order")):
-        if find(name + suffix) is not None:
+        if find(tensors, name + suffix) is not None:
             raise ValueError(f"{name!r} has {what} ({name + suffix!r}); only symmetric groups along K are accepted")
     parts = []
     for suffix in SUFFIXES:
-        part = find(name + suffix)
+        part = find(tensors, name + suffix)
         if part is None:
             raise ValueError(
                 f"key {name + suffix!r} is missing and an int4 weight needs it; the checkpoint is incomplete"

@@ -29,10 +29,15 @@ def codebook_tensor(device: torch.device) -> torch.Tensor:
     return torch.arange(-BIAS, BIAS, dtype=torch.float32, device=device)
 
 
-def check_shape(shape: Sequence[int], group_size: int) -> None:
-    """Raise ValueError unless a weight of `shape` can be cut into groups of `group_size`."""
+def check_group_size(group_size: int) -> None:
+    """Raise ValueError unless there are groups of `group_size`."""
     if type(group_size) is not int or group_size not in GROUP_SIZES:
         raise ValueError(f"group_size is {group_size!r}; int4 takes one of {GROUP_SIZES}")
+
+
+def check_shape(shape: Sequence[int], group_size: int) -> None:
+    """Raise ValueError unless a weight of `shape` can be cut into groups of `group_size`."""
+    check_group_size(group_size)
     if len(shape) != 2:
         raise ValueError(f"shape is {list(shape)}; int4 takes a weight of two dimensions [N, K]")
     if shape[1] % group_size:

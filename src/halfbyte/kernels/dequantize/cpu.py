@@ -46,6 +46,7 @@ from halfbyte.kernels.common.llvm import (
     splat,
     store,
 )
+from halfbyte.kernels.common.scales import scale_arguments
 from halfbyte.kernels.common.threads import parallel
 
 # A step of the kernel: so many packed bytes become twice as many weights. The smallest block is one step.
@@ -59,21 +60,13 @@ def dequantize_blockwise(
     packed: Tensor, scale: Tensor, nested: NestedScale | None, codebook: Tensor, block_size: int, out: Tensor
 ) -> None:
     """Write the weights of `packed` into `out`: contiguous, fp16, bf16 or fp32, any shape, any number of elements."""
-    empty = np.empty(0, np.float32)
-    if nested is None:
-        scales = scale.numpy(), np.empty(0, np.uint8), empty, empty, np.float32(0), 1
-    else:
-        code, absmax, offset, size = nested
-        scales = empty, scale.numpy(), code.numpy(), absmax.numpy(), np.float32(offset.item()), size
-    _dequantize(packed.reshape(-1), scales, codebook, block_size, False, out)
+    _dequantize(packed.reshape(-1), scale_arguments(scale, nested), codebook, block_size, False, out)
 
 
 def dequantize_grouped(packed: Tensor, scale: Tensor, group_size: int, out: Tensor) -> None:
     """Write the weights of int32 `packed` [N, K / 8] and `scale` [N, K / group_size] into `out` [N, K]."""
-    empty = np.empty(0, np.float32)
-    scales = scale.float().view(-1).numpy(), np.empty(0, np.uint8), empty, empty, np.float32(0), 1
     codebook = grouped.codebook_tensor(out.device)
-    _dequantize(packed.view(torch.uint8).view(-1), scales, codebook, group_size, True, out)
+    _dequantize(packed.view(torch.uint8).view(-1), scale_arguments(scale, None), codebook, group_size, True, out)
 
 
 def _dequantize(

@@ -33,6 +33,7 @@ from halfbyte.formats import grouped
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common.floats import BITS, from_bits, to_bits
 from halfbyte.kernels.common.llvm import F32, I8, I64, LOOK_UP_ORDER, add_up, call, load, look_up, prefetch, splat
+from halfbyte.kernels.common.scales import scale_arguments
 from halfbyte.kernels.common.threads import parallel
 
 # A step takes so many packed bytes of a row, which are so many weights. The smallest block is one step.
@@ -64,27 +65,19 @@ def linear_blockwise(
     out: Tensor,
 ) -> None:
     """Write x [M, K] @ W.T + bias into `out` [M, N]; blocks run over the flattened W, so rows may start anywhere."""
-    empty = np.empty(0, np.float32)
-    if nested is None:
-        scales = scale.numpy(), np.empty(0, np.uint8), empty, empty, np.float32(0), 0
-    else:
-        code, absmax, offset, size = nested
-        scales = empty, scale.numpy(), code.numpy(), absmax.numpy(), np.float32(offset.item()), _log2(size)
-    _linear(x, packed.reshape(-1), scales, codebook, block_size, False, bias, out)
+    _linear(x, packed.reshape(-1), scale_arguments(scale, nested), codebook, block_size, False, bias, out)
 
 
 def linear_grouped(x: Tensor, packed: Tensor, scale: Tensor, group_size: int, bias: Tensor | None, out: Tensor) -> None:
     """Write x [M, K] @ W.T + bias into `out` [M, N], of int32 `packed` [N, K / 8] and `scale` [N, K / group_size]."""
-    empty = np.empty(0, np.float32)
-    scales = scale.float().view(-1).numpy(), np.empty(0, np.uint8), empty, empty, np.float32(0), 0
     codebook = grouped.codebook_tensor(x.device)
-    _linear(x, packed.view(torch.uint8).view(-1), scales, codebook, group_size, True, bias, out)
+    _linear(x, packed.view(torch.uint8).view(-1), scale_arguments(scale, None), codebook, group_size, True, bias, out)
 
 
 def _linear(
     x: Tensor,
     packed: Tensor,
-    scales: tuple[Any, ...],
+    scale: tuple[Any, ...],
     codebook: Tensor,
     block_size: int,
     low_first: bool,
@@ -102,7 +95,8 @@ def _linear(
     wide, y = np.empty((m, steps * WEIGHTS), np.float32), np.empty((m, n), np.float32)
     bits = BITS[x.dtype]
     added = x.new_empty(0) if bias is None else bias
-    numbers = packed.numpy(), *scales, _log2(block_size), unit, codebook.numpy(), wide, k, y
+    *scales, nested_size = scale
+    numbers = packed.numpy(), *scales, _log2(nested_size), _log2(block_size), unit, codebook.numpy(), wide, k, y
     parallel(_widen, m, max(1, GRAIN // max(k, 1)), x.view(bits).numpy(), order, wide)
     parallel(_linear_tiles if whole else _linear_rows, n, max(ROWS, GRAIN // (m * max(k, 1))), *numbers)
     parallel(_finish, m, max(1, GRAIN // n), y, added.view(bits).numpy(), out.view(bits).numpy())

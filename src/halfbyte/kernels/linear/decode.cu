@@ -16,7 +16,7 @@
 // the same order, so the same input gives the same bits.
 //
 // Needs sm_90, K % 1024 == 0, N % 4 == 0, blocks of 64, packed and scales aligned to 16 bytes.
-// Macros: COLUMNS, WARPS, SLICE, STAGES, CLUSTER, NESTED, FP16, BIAS.
+// Macros: COLUMNS, WARPS, SLICE, STAGES, CLUSTER, NESTED, FP16, BIAS, SHARED_BYTES.
 
 typedef unsigned u32;
 typedef unsigned long long u64;
@@ -39,6 +39,8 @@ constexpr u32 BARRIERS = CODE + 1024;
 constexpr u32 SUM = BARRIERS + 256;
 constexpr u32 SLOT = SUM + SUMS * WARPS * SUM_WARP;
 constexpr u32 TILES = SLOT + SLOTS * (CLUSTER - 1) * SENT;
+static_assert(TILES + STAGES * STAGE == SHARED_BYTES, "decode.py reckons with other sizes");
+static_assert(STAGES <= 8, "each stage has a full and an empty barrier in 64 bytes");
 
 constexpr u32 FULL = BARRIERS, EMPTY = FULL + 64, SUM_FULL = EMPTY + 64, SUM_EMPTY = SUM_FULL + 16;
 constexpr u32 SLOT_FULL = SUM_EMPTY + 16, SLOT_EMPTY = SLOT_FULL + 32;

@@ -50,7 +50,7 @@ class DecodePlan:
         return self.warps * self.slice
 
     def shared_bytes(self, nested: bool) -> int:
-        """Dynamic shared memory, laid out as in decode.cu."""
+        """Dynamic shared memory. decode.cu lays it out, and does not compile where this sum is another than its own."""
         scale_bytes = 1 if nested else 4
         fixed = 256 * 256 + 1024 + 256 + SUMS * self.warps * 8 * self.columns * 80
         stage = ROWS * (self.blocks * 32 + 32 + self.blocks * scale_bytes + 16)
@@ -100,31 +100,32 @@ def decode_plan(m: int, n: int, k: int, nested: bool, facts: DeviceFacts) -> Dec
     return min((plan for plan in plans if is_valid(plan, n, k, nested, facts)), key=cost, default=None)
 
 
-def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, batch_invariant: bool) -> bool:
-    """out = x @ W.T + bias if this kernel is for them, which is what it returns; else nothing happens.
+def plan_for(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> DecodePlan | None:
+    """The plan with which `linear` computes x @ W.T + bias, or None where this kernel is not for them.
 
-    x [M, K] and out [M, N], contiguous, on the current device. It is for NF4 and FP4 in blocks of 64, x of 16 bits and
-    up to 32 rows, shapes that `is_valid` describes. With batch_invariant it takes any number of rows, eight at a time:
-    a row's sums are then always made in the same order.
+    It is for NF4 and FP4 in blocks of 64, x of 16 bits and up to 32 rows, shapes that `is_valid` describes. With
+    batch_invariant it takes any number of rows, eight at a time: a row's sums are then always made in the same order.
     """
-    rows = len(x)
-    if (
-        (q.format, x.dtype) not in FACTORS
-        or q.block_size != BLOCK
-        or (q.nested is not None and q.nested.block_size != 256)
-    ):
-        return False
-    if any(tensor.data_ptr() % 16 for tensor in (q.packed, q.scale, x, out, x if bias is None else bias)):
-        return False
-    (n, k), nested = q.shape, q.nested is not None
-    plan = _plan(min(rows, 8) if batch_invariant else rows, n, k, nested, x.get_device())
-    if plan is None or not has_compiler():
-        return False
-    step = 8 if batch_invariant else rows
-    for first in range(0, rows, step):
+    if (q.format, x.dtype) not in FACTORS or q.block_size != BLOCK:
+        return None
+    if q.nested is not None and q.nested.block_size != 256:
+        return None
+    if any(tensor.data_ptr() % 16 for tensor in (q.packed, q.scale, x, x if bias is None else bias)):
+        return None
+    rows = min(len(x), 8) if batch_invariant else len(x)
+    plan = _plan(rows, *q.shape, q.nested is not None, x.get_device())
+    return plan if has_compiler() else None
+
+
+def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan: DecodePlan) -> None:
+    """out = x @ W.T + bias, as many rows at a time as `plan` takes.
+
+    x [M, K] and out [M, N], contiguous, aligned to 16 bytes, on the current device; the plan is from `plan_for`.
+    """
+    step = 8 * plan.columns
+    for first in range(0, len(x), step):
         part = slice(first, first + step)
         _linear_blockwise(x[part], q, bias, out[part], plan)
-    return True
 
 
 @cache
@@ -134,7 +135,7 @@ def _codebook(format: str, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @cache
 def _plan(m: int, n: int, k: int, nested: bool, index: int) -> DecodePlan | None:
-    return decode_plan(m, n, k, nested, facts_of(index)) if facts_of(index).ptx >= 90 else None
+    return decode_plan(m, n, k, nested, facts_of(index))
 
 
 def _linear_blockwise(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan: DecodePlan) -> None:
@@ -225,6 +226,7 @@ def macros(dtype: torch.dtype, nested: bool, bias: bool, plan: DecodePlan) -> di
     return {
         "COLUMNS": plan.columns, "WARPS": plan.warps, "SLICE": plan.slice, "STAGES": plan.stages,
         "CLUSTER": plan.cluster, "NESTED": int(nested), "FP16": int(dtype == torch.float16), "BIAS": int(bias),
+        "SHARED_BYTES": plan.shared_bytes(nested),
     }  # fmt: skip
 
 
