@@ -115,11 +115,9 @@ def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant:
     if bias is not None:
         bias = bias.detach().contiguous().resolve_neg()
     if device.type == "cuda":
-        decode = _decode()
-        if (plan := decode.plan_for(rows, q, bias, batch_invariant)) is not None:
-            out = rows.new_empty((len(rows), n))
-            decode.linear(rows, q, bias, out, plan)
-            return out.view(*sides, n)
+        fused: Tensor | None = _cuda_linear().linear(rows, q, bias, batch_invariant)
+        if fused is not None:
+            return fused.view(*sides, n)
     kernel = plan_linear(len(rows), k, x.dtype, device.type, batch_invariant, cpu_capability()).kernel
     if kernel == "fused":
         out = rows.new_empty((len(rows), n))
@@ -138,9 +136,9 @@ def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant:
 
 
 @cache
-def _decode() -> ModuleType:
-    """The CUDA product for a few rows, which says itself whether it is for them."""
-    return import_module("halfbyte.kernels.linear.decode")
+def _cuda_linear() -> ModuleType:
+    """The CUDA products, which say themselves whether one is for it."""
+    return import_module("halfbyte.kernels.linear.cuda")
 
 
 def _dequantize(q: QuantizedWeight, out: Tensor) -> None:

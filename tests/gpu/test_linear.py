@@ -6,6 +6,7 @@ import torch
 import halfbyte as hb
 from halfbyte.formats.blockwise import codebook_tensor
 from halfbyte.kernels.linear import decode
+from halfbyte.kernels.linear.codebook import FACTORS
 
 DEVICE = torch.device("cuda", 0)
 SHAPES = ((4, 1024), (20, 1024), (1028, 2048), (64, 5120), (4096, 4096), (1024, 14336), (516, 28672), (3072, 8192))
@@ -59,7 +60,7 @@ def test_identity_gives_the_decoded_weights(nested: bool, dtype: torch.dtype) ->
     nibbles = torch.stack((q.packed.view(-1) >> 4, q.packed.view(-1) & 15), 1).view(n, k).long()
     ones = hb.QuantizedWeight("nf4", torch.full_like(q.packed, 0xFF), q.scale, q.shape, torch.float32, 64, q.nested)
     scale = hb.dequantize(ones)
-    factor = decode.FACTORS["nf4", dtype]
+    factor = FACTORS["nf4", dtype]
     table = (codebook_tensor("nf4", DEVICE) * factor).to(dtype).float()
     values = table[nibbles] * (scale * torch.tensor(1 / factor, device=DEVICE))
     eye = torch.eye(k, dtype=dtype, device=DEVICE)

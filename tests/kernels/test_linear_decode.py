@@ -14,7 +14,8 @@ from halfbyte.formats.blockwise import FORMATS
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.linear import decode
-from halfbyte.kernels.linear.decode import FACTORS, MOST_ROWS, DecodePlan, decode_plan, is_valid, macros, source
+from halfbyte.kernels.linear.codebook import FACTORS
+from halfbyte.kernels.linear.decode import MOST_ROWS, DecodePlan, decode_plan, is_valid, macros, source
 
 H200 = DeviceFacts("cuda", 90, 132, 232448)
 MODELS = ((28672, 8192), (8192, 28672), (14336, 4096), (4096, 14336), (1024, 4096), (25600, 5120), (5120, 25600))

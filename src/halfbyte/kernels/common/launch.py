@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
+from halfbyte.kernels.common.driver import check, driver
 
 # Triton appends pointers for its global and its profiling scratch memory, depending on its version. Our kernels need
 # neither, and the driver reads only as many parameters as the function has.
@@ -29,15 +30,10 @@ _SCRATCH = 2
 @cache
 def _driver_launch() -> Any:
     """cuLaunchKernel, or None where there is no NVIDIA driver under its Linux name."""
-    if torch.version.hip:
-        return None
-    try:
-        # PyDLL keeps the interpreter lock: the call is short, and a launch's parameters stay its own.
-        launch = ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
-    except (OSError, AttributeError):
-        return None
-    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
-    launch.restype = ctypes.c_int
+    launch = getattr(driver(), "cuLaunchKernel", None)
+    if launch is not None:
+        launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+        launch.restype = ctypes.c_int
     return launch
 
 
@@ -102,7 +98,7 @@ class _DirectLaunch:
         self._values[: len(values)] = values  # type: ignore[call-overload]  # a tuple does as well as a list
         status = self._launch(*self._fixed, stream, self._parameters, None)
         if status:
-            raise RuntimeError(f"the CUDA driver refused the launch with error {status} (see CUresult in cuda.h)")
+            check(status)
         return True
 
 

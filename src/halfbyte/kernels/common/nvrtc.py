@@ -20,8 +20,8 @@ from pathlib import Path
 _DIGEST = hashlib.sha256().digest_size
 
 
-def cubin(source: str, capability: int, macros: Mapping[str, int]) -> bytes:
-    """Machine code of `source` for sm_<capability>, from the cache where it is there.
+def cubin(source: str, capability: int | str, macros: Mapping[str, int]) -> bytes:
+    """Machine code of `source` for sm_<capability> (90, or "90a"), from the cache where it is there.
 
     Raises ImportError where it must be compiled and cuda.core is missing, RuntimeError where it does not compile.
     """
@@ -39,7 +39,7 @@ def cubin(source: str, capability: int, macros: Mapping[str, int]) -> bytes:
     return code
 
 
-def compile_cubin(source: str, capability: int, macros: Mapping[str, int]) -> bytes:
+def compile_cubin(source: str, capability: int | str, macros: Mapping[str, int]) -> bytes:
     """Compile, whatever is in the cache; no GPU is needed."""
     try:
         from cuda.core import Program, ProgramOptions

@@ -152,11 +152,11 @@ struct Ring {  // a position in a ring of `size` buffers, and the parity of its 
 struct Arguments {
   const unsigned char* packed;
   const unsigned char* scale;   // u8 with NESTED, else fp32
-  const float *code, *absmax, *offset, *codebook;
+  const float *code, *absmax, *offset;
   const unsigned short *x, *bias;
   unsigned short* y;
   u32 m, n, k;
-  float unit;
+  float unit, codebook[16];
 };
 
 __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_block, u32 lane) {

@@ -1,0 +1,142 @@
+"""NVIDIA's driver, called directly: load machine code, launch it at the cost of one call."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+T = TypeVar("T")
+
+
+@cache
+def driver() -> Any:
+    """The driver's library, or None where there is none (no GPU, AMD, another system than Linux).
+
+    PyDLL keeps the interpreter lock: calls are short, and a launch's arguments stay its own.
+    """
+    if torch.version.hip:
+        return None
+    try:
+        return ctypes.PyDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def check(status: int) -> None:
+    """Raise RuntimeError for any answer of the driver but success."""
+    if status:
+        raise RuntimeError(f"the CUDA driver answered with error {status} (see CUresult in cuda.h)")
+
+
+def load(code: bytes, name: str, shared_bytes: int = 0) -> ctypes.c_void_p:
+    """The kernel `name` of a cubin, loaded for the current device and allowed that much dynamic shared memory."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    check(driver().cuModuleLoadData(ctypes.byref(module), code))
+    check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+    if shared_bytes:
+        check(driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, ctypes.c_int(shared_bytes)))
+    return function
+
+
+class _PerThread(threading.local):
+    """Launches that are ready. A launch's arguments are not shared between threads."""
+
+    def __init__(self) -> None:
+        self.launches: dict[Hashable, Any] = {}
+
+
+_per_thread = _PerThread()
+
+
+def prepared(key: Hashable, prepare: Callable[[], T]) -> T:
+    """What `prepare` made for this key when this thread first asked."""
+    launches = _per_thread.launches
+    found = launches.get(key)
+    if found is None:
+        found = launches[key] = prepare()
+    return found
+
+
+class _Attribute(ctypes.Structure):  # CUlaunchAttribute
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class _Config(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class Launch:
+    """A kernel that takes one structure of arguments, with its grid. Call it with a stream and the structure's fields.
+
+    layout: the structure, as Python's struct module writes it. cluster: CTAs side by side along y that share memory
+    (0: no cluster). overlaps: may begin before the kernel ahead of it in the stream is done, and waits for it
+    by itself.
+    """
+
+    __slots__ = ("_attributes", "_config", "_function", "_launch", "_pack", "_parameters", "_reference", "_structure")
+
+    def __init__(
+        self,
+        function: ctypes.c_void_p,
+        layout: str,
+        grid: tuple[int, int],
+        threads: int,
+        shared_bytes: int = 0,
+        cluster: int = 0,
+        overlaps: bool = False,
+    ) -> None:
+        fields = struct.Struct(layout)
+        self._function = function
+        self._pack = fields.pack_into
+        self._structure = ctypes.create_string_buffer(fields.size)
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._structure))
+        attributes = []
+        if cluster:
+            attributes.append(_Attribute(_CLUSTER_DIMENSION, 0, (ctypes.c_uint * 16)(1, cluster, 1)))
+        if overlaps:
+            attributes.append(_Attribute(_PROGRAMMATIC_SERIALIZATION, 0, (ctypes.c_uint * 16)(1)))
+        self._attributes = (_Attribute * len(attributes))(*attributes)
+        self._config = _Config(
+            (ctypes.c_uint * 3)(*grid, 1),
+            (ctypes.c_uint * 3)(threads, 1, 1),
+            shared_bytes,
+            None,
+            ctypes.addressof(self._attributes),
+            len(attributes),
+        )
+        self._reference = ctypes.byref(self._config)
+        self._launch = driver().cuLaunchKernelEx
+
+    def most_clusters(self) -> int:
+        """How many clusters of this launch the device holds at once."""
+        clusters = ctypes.c_int()
+        check(driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self._function, self._reference))
+        return clusters.value
+
+    def set_grid(self, x: int, y: int) -> None:
+        self._config.grid[:] = (x, y, 1)
+
+    def __call__(self, stream: int, *fields: Any) -> None:
+        """Raises RuntimeError when the driver refuses."""
+        self._pack(self._structure, 0, *fields)
+        self._config.stream = stream
+        status = self._launch(self._reference, self._function, self._parameters, None)
+        if status:
+            check(status)

@@ -1,0 +1,561 @@
+// y[m, n] = sum over k of x[m, k] * W[n, k] on Hopper's tensor cores (wgmma), W in 4 bits, for any number of rows of x.
+//
+// Bytes moved: W's nibbles and scales once for each WIDTH rows of x; x and y are small beside it. Flops: 2 M N K.
+//
+// W is the A operand and comes from registers, so out.T = W @ x.T: a register of A is two neighbouring k of one row,
+// which is one packed byte, and nothing is repacked. K may be permuted within a span of weights that share a scale, as
+// long as x is permuted alike: a thread takes neighbouring bytes, and `arrange` puts x into that order. A byte becomes
+// two 16-bit numbers by one look-up in a table of 256 words with a copy for every lane: no bank conflicts, and the
+// address is one byte permutation. The codebook comes multiplied by a factor that makes its rounding to 16 bits
+// harmless; one over that factor (`unit`) goes into the result. Scales are applied in fp32 to the sums of each span.
+//
+// `arrange` lays x out in the swizzled tiles that wgmma reads, rows and k beyond the end filled up with zeros;
+// `multiply` may start before it is done. The work is tiles of ROWS rows of W by WIDTH rows of x, cut
+// along K into units of 256; every CTA takes an equal run of units. One warpgroup fetches bytes (tensor copies) and decodes
+// scales; GROUPS warpgroups multiply, a warp 16 rows. A tile that several CTAs share is added up by whichever warp comes
+// last, always in the order of K: the same input gives the same bits.
+//
+// Needs sm_90a, units times CTAs below 2^32, K % 64 == 0 (spans of 64) or K % 32 == 0 (spans of 32), packed aligned to 16 bytes.
+// Macros: WIDTH, GROUPS, STAGES, SPAN, SCALES (0 nested bytes, 1 fp32, 2 fp16, 3 bf16), LOG_BLOCK, VECTOR, HIGH_FIRST,
+// FP16, SHARED_BYTES, FETCH_REGISTERS, MULTIPLY_REGISTERS.
+
+typedef unsigned u32;
+typedef unsigned long long u64;
+
+constexpr u32 BASE = 1024;       // where dynamic shared memory begins; checked below
+constexpr u32 TABLE_ROW = 256;   // bytes: two weights for each lane, then the value of a scale byte for each lane
+constexpr int WARPS = 4 * GROUPS, ROWS = 64 * GROUPS, DEPTH = 256, SPANS = DEPTH / SPAN, STEPS = SPAN / 16;
+constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr u32 W_BYTES = ROWS * DEPTH / 2, X_BYTES = WIDTH * DEPTH * 2, SCALE_BYTES = SPANS * ROWS * 4;
+constexpr u32 BARRIERS = 256 * TABLE_ROW, TILES = BARRIERS + 1024, SCALE = TILES + STAGES * (W_BYTES + X_BYTES);
+static_assert(SCALE + STAGES * SCALE_BYTES == SHARED_BYTES, "hopper.py reckons with other sizes");
+constexpr u32 FULL = BARRIERS, EMPTY = FULL + 64;
+constexpr u32 SPAN_WORDS = SPAN / 2, OWN = SPAN / 8;  // two neighbouring k are a word: of a span, and of a quad's member
+constexpr int SUMS = WIDTH / 2;  // fp32 numbers a thread, of 16 rows of W and WIDTH columns a warp
+
+struct Arguments {
+  alignas(64) unsigned char map[128];  // the tensor map of packed
+  const void* scale;
+  const float *code, *absmax, *offset;
+  const unsigned short *x, *bias;  // bias: null for none
+  unsigned short* y;
+  uint4* arranged;
+  float* partial;
+  u32* counters;
+  u32 m, n, k, row_tiles, column_tiles, depth_units;  // depth_units: units of 256 along K
+  float unit, codebook[16];
+};
+
+__device__ __forceinline__ u32 load_word(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(value) : "r"(address), "n"(BASE));
+  return value;
+}
+__device__ __forceinline__ float load_code(u32 address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1 + %2];" : "=f"(value) : "r"(address), "n"(BASE + 128));
+  return value;
+}
+__device__ __forceinline__ uint2 load_pair(u32 address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ u32 load_one(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ void store_word(u32 address, u32 value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  u32 done;
+#ifdef WATCHDOG
+  long long start = clock64();
+#endif
+  do {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#ifdef WATCHDOG
+    if (clock64() - start > 200000000) __trap();
+#endif
+  } while (!done);
+}
+
+// Two fp32 numbers, rounded, the first in the low half.
+__device__ __forceinline__ u32 pack(float first, float second) {
+  u32 word;
+#if FP16
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+#endif
+  return word;
+}
+__device__ __forceinline__ float from_fp16(u32 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
+  return value;
+}
+__device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+__device__ __forceinline__ float unpack(u32 bits) { return FP16 ? from_fp16(bits) : from_bf16(bits); }
+
+struct Ring {  // a position in a ring of STAGES buffers, and the parity of its barriers there
+  u32 at = 0, parity;
+  __device__ explicit Ring(u32 parity) : parity(parity) {}
+  __device__ void next() {
+    if (++at == STAGES) { at = 0; parity ^= 1; }
+  }
+};
+
+struct Place {  // a unit of work: which tile, and which part of K
+  u32 row_tile, column_tile, depth;
+  __device__ Place(const Arguments& a, u32 unit) {
+    const u32 tile = unit / a.depth_units;
+    depth = unit % a.depth_units;
+    row_tile = tile / a.column_tiles;
+    column_tile = tile % a.column_tiles;
+  }
+  __device__ void next(const Arguments& a) {
+    if (++depth < a.depth_units) return;
+    depth = 0;
+    if (++column_tile < a.column_tiles) return;
+    column_tile = 0;
+    row_tile++;
+  }
+};
+
+__device__ __forceinline__ u32 units_of(const Arguments& a) { return a.row_tiles * a.column_tiles * a.depth_units; }
+__device__ __forceinline__ u32 first_unit(u32 cta, u32 units) { return cta * units / gridDim.x; }
+
+// ---- fetching ----
+
+// A thread carries the scales of its rows of W through registers, ahead of their use: it must not wait for memory.
+// With VECTOR it loads 16 bytes a row, good for LOADED units; else one scale at a time.
+constexpr int SIZE = SCALES == 0 ? 1 : SCALES == 1 ? 4 : 2, SHARE = (ROWS + 127) / 128;
+constexpr int UNIT_BYTES = VECTOR ? (DEPTH >> LOG_BLOCK) * SIZE : SPANS * SIZE, LOADED = VECTOR ? 16 / UNIT_BYTES : 1;
+static_assert(!VECTOR || UNIT_BYTES == 4 || UNIT_BYTES == 8 || UNIT_BYTES == 16, "units begin at words");
+
+struct RawScales {  // as they lie in memory
+#if VECTOR
+  uint4 bytes;
+  float absmax;
+#else
+  u32 bits[SPANS];
+  float absmax[SCALES == 0 ? SPANS : 1];
+#endif
+};
+
+// Loads that stay where they are written: ahead of the bytes of W, behind which they would queue for microseconds.
+__device__ __forceinline__ float load_float(const float* from) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+}
+__device__ __forceinline__ uint4 load_16_bytes(const void* from) {
+  uint4 value;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "l"(from));
+  return value;
+}
+__device__ __forceinline__ u32 load_bits(const Arguments& a, u64 block) {
+#if SCALES == 0
+  return __ldg(static_cast<const unsigned char*>(a.scale) + block);
+#elif SCALES == 1
+  return __ldg(static_cast<const u32*>(a.scale) + block);
+#else
+  return __ldg(static_cast<const unsigned short*>(a.scale) + block);
+#endif
+}
+
+// Scales of row `row` from `k` on, which VECTOR rounds down to what is loaded at once.
+__device__ __forceinline__ RawScales load_scales(const Arguments& a, u32 row, u32 k) {
+  RawScales raw;
+#if VECTOR
+  const u64 block = (u64(min(row, a.n - 1)) * a.k + k / (LOADED * DEPTH) * (LOADED * DEPTH)) >> LOG_BLOCK;
+  raw.bytes = load_16_bytes(static_cast<const unsigned char*>(a.scale) + block * SIZE);
+  raw.absmax = SCALES == 0 ? load_float(a.absmax + (block >> 8)) : 0.0f;
+#else
+#pragma unroll
+  for (int s = 0; s < SPANS; s++) {
+    const bool exists = row < a.n && k + s * SPAN < a.k;
+    const u64 block = exists ? (u64(row) * a.k + k + s * SPAN) >> LOG_BLOCK : 0;
+    raw.bits[s] = exists ? load_bits(a, block) : 0;
+    if (SCALES == 0) raw.absmax[s] = exists ? __ldg(a.absmax + (block >> 8)) : 0.0f;
+  }
+#endif
+  return raw;
+}
+
+#if VECTOR
+__device__ __forceinline__ void next_unit(RawScales& raw) {
+  raw.bytes = UNIT_BYTES == 4 ? make_uint4(raw.bytes.y, raw.bytes.z, raw.bytes.w, 0) : make_uint4(raw.bytes.z, raw.bytes.w, 0, 0);
+}
+#endif
+
+__device__ __forceinline__ void store_scales(const RawScales& raw, float offset, u32 to, u32 column) {
+#if VECTOR
+  const u32 words[4] = {raw.bytes.x, raw.bytes.y, raw.bytes.z, raw.bytes.w};
+#endif
+#pragma unroll
+  for (int s = 0; s < SPANS; s++) {
+#if VECTOR
+    const int at = (s * SPAN >> LOG_BLOCK) * SIZE;
+    const u32 bits = words[at / 4] >> at % 4 * 8;
+    const float absmax = raw.absmax;
+#else
+    const u32 bits = raw.bits[s];
+    const float absmax = raw.absmax[SCALES == 0 ? s : 0];
+#endif
+#if SCALES == 0
+    const float value = __fadd_rn(__fmul_rn(load_code(__byte_perm(bits, column, 0x7604)), absmax), offset);
+#elif SCALES == 1
+    const float value = __uint_as_float(bits);
+#else
+    const float value = SCALES == 2 ? from_fp16(bits & 0xffff) : from_bf16(bits & 0xffff);
+#endif
+    store_word(to + s * ROWS * 4, __float_as_uint(value));
+  }
+}
+
+__device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const Place& place, u32 to, u32 full) {
+  expect(full, W_BYTES + X_BYTES);
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(to), "l"(map), "r"(place.depth * (DEPTH / 2)), "r"(place.row_tile * ROWS), "r"(full) : "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // until x is arranged
+  const uint4* from = a.arranged + u64(place.column_tile * a.depth_units + place.depth) * (X_BYTES / 16);
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to + W_BYTES), "l"(from), "r"(X_BYTES), "r"(full) : "memory");
+}
+
+__device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u32 last, u32 thread) {
+  const u32 column = thread % 32 * 4;
+  Place place(a, first), early = place;
+  RawScales now[SHARE], then[SHARE];  // of this unit, and of the next ones
+#pragma unroll
+  for (int i = 0; i < SHARE; i++) now[i] = load_scales(a, place.row_tile * ROWS + thread + 128 * i, place.depth * DEPTH);
+#if SCALES == 0
+  const float code[2] = {load_float(a.code + thread), load_float(a.code + thread + 128)}, offset = load_float(a.offset);
+#else
+  const float offset = 0;
+#endif
+  if (thread == 0) fetch_bytes(a, map, early, BASE + TILES, BASE + FULL);
+#if VECTOR
+  for (u32 i = 0; i < place.depth % LOADED; i++)
+#pragma unroll
+    for (int j = 0; j < SHARE; j++) next_unit(now[j]);
+#endif
+#if SCALES == 0
+  for (u32 half = 0; half < 2; half++)  // a warp's own values, a copy for every lane
+#pragma unroll 8
+    for (u32 i = 0; i < 32; i++) {
+      const float value = __shfl_sync(~0u, half ? code[1] : code[0], i);
+      store_word(BASE + (thread / 32 * 32 + i + half * 128) * TABLE_ROW + 128 + column, __float_as_uint(value));
+    }
+  asm volatile("bar.sync 1, 128;" ::: "memory");
+#endif
+  if (thread == 0)  // all but the first, whose arrival everybody waits for
+    for (u32 stage = 1; stage < STAGES && first + stage < last; stage++) {
+      early.next(a);
+      fetch_bytes(a, map, early, BASE + TILES + stage * (W_BYTES + X_BYTES), BASE + FULL + 8 * stage);
+    }
+  Ring ring(1);
+  bool has_next = false;
+  for (u32 unit = first; unit < last; unit++, ring.next()) {
+    const u32 full = BASE + FULL + 8 * ring.at, to = BASE + TILES + ring.at * (W_BYTES + X_BYTES);
+    // Which scales come next: of the next units along K, or of the next tile.
+    const u32 left = min(LOADED - place.depth % LOADED, a.depth_units - place.depth);
+    if (!has_next && unit + left < last) {
+      Place after = place;
+      after.depth += left - 1, after.next(a);
+#pragma unroll
+      for (int i = 0; i < SHARE; i++) then[i] = load_scales(a, after.row_tile * ROWS + thread + 128 * i, after.depth * DEPTH);
+      has_next = true;
+    }
+    wait(BASE + EMPTY + 8 * ring.at, ring.parity);
+    if (thread == 0 && unit - first >= STAGES) fetch_bytes(a, map, place, to, full);
+#pragma unroll
+    for (int i = 0; i < SHARE; i++)
+      if (thread + 128 * i < ROWS)
+        store_scales(now[i], offset, BASE + SCALE + ring.at * SCALE_BYTES + (thread + 128 * i) * 4, column);
+    arrive(full);
+    place.next(a);
+    if (left == 1) {
+#pragma unroll
+      for (int i = 0; i < SHARE; i++) now[i] = then[i];
+      has_next = false;
+    } else {
+#if VECTOR
+#pragma unroll
+      for (int i = 0; i < SHARE; i++) next_unit(now[i]);
+#endif
+    }
+  }
+}
+
+// ---- multiplying ----
+
+// The two numbers of byte J of `bytes`: byte J times TABLE_ROW, plus the lane's column.
+template <int J> __device__ __forceinline__ u32 look_up(u32 bytes, u32 column) {
+  return load_word(__byte_perm(bytes, column, 0x7604 | (J << 4)));
+}
+
+#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
+#define D4 "%0,%1,%2,%3"
+#define D8 D4 ",%4,%5,%6,%7"
+#define D16 D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define D64 D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
+  ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#if WIDTH == 8
+#define SHAPE "m64n8k16"
+#define D D4
+#define OUTPUTS(d) F4(d, 0)
+#define INPUTS "{%4,%5,%6,%7}, %8, p, 1, 1, 0;"
+#define CONDITION "%9"
+#elif WIDTH == 16
+#define SHAPE "m64n16k16"
+#define D D8
+#define OUTPUTS(d) F4(d, 0), F4(d, 4)
+#define INPUTS "{%8,%9,%10,%11}, %12, p, 1, 1, 0;"
+#define CONDITION "%13"
+#elif WIDTH == 32
+#define SHAPE "m64n32k16"
+#define D D16
+#define OUTPUTS(d) F16(d, 0)
+#define INPUTS "{%16,%17,%18,%19}, %20, p, 1, 1, 0;"
+#define CONDITION "%21"
+#elif WIDTH == 64
+#define SHAPE "m64n64k16"
+#define D D32
+#define OUTPUTS(d) F16(d, 0), F16(d, 16)
+#define INPUTS "{%32,%33,%34,%35}, %36, p, 1, 1, 0;"
+#define CONDITION "%37"
+#elif WIDTH == 128
+#define SHAPE "m64n128k16"
+#define D D64
+#define OUTPUTS(d) F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
+#define INPUTS "{%64,%65,%66,%67}, %68, p, 1, 1, 0;"
+#define CONDITION "%69"
+#endif
+#if FP16
+#define TYPES ".f32.f16.f16 "
+#else
+#define TYPES ".f32.bf16.bf16 "
+#endif
+
+// sum (+)= the warpgroup's 64 rows of A @ 16 k of x at `x`, not waited for.
+__device__ __forceinline__ void multiply_add(float (&sum)[SUMS], u32 a0, u32 a1, u32 a2, u32 a3, u64 x, int adds) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, " CONDITION ", 0; wgmma.mma_async.sync.aligned." SHAPE TYPES "{" D "}, " INPUTS " }"
+               : OUTPUTS(sum) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x), "r"(adds));
+}
+
+// Where wgmma finds x: tiles of 8 rows of 128 bytes with their 16-byte pieces swizzled, one after the other.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+  return u64(address >> 4 & 0x3fff) | 1ull << 16 | u64(1024 >> 4) << 32 | 1ull << 62;
+}
+
+// The A operands of a span for this thread: rows `row` (even) and `row` + 1 of the stage at `tile`.
+__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 tile, int span, u32 row, u32 member, u32 column) {
+  // A row is 128 bytes; 16-byte pieces are swizzled by the row.
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const u32 r = row + half, at = tile + r * 128;
+#if SPAN == 64
+    const uint2 w = load_pair(at + (((2 * span + member / 2) ^ (r & 7)) * 16 + member % 2 * 8));
+    const u32 words[2] = {w.x, w.y};
+#else
+    const u32 words[1] = {load_one(at + ((span ^ (r & 7)) * 16 + member * 4))};
+#endif
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+      const u32 word = words[step / 2];
+      a[4 * step + half] = step % 2 ? look_up<2>(word, column) : look_up<0>(word, column);
+      a[4 * step + 2 + half] = step % 2 ? look_up<3>(word, column) : look_up<1>(word, column);
+    }
+  }
+}
+
+__device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const Place& place, u32 row, u32 member) {
+  const u32 n = place.row_tile * ROWS + row;
+  if (n >= a.n) return;
+  const bool both = n + 1 < a.n;
+  float bias[2] = {0, 0};
+  if (a.bias) {
+    bias[0] = unpack(a.bias[n]);
+    if (both) bias[1] = unpack(a.bias[n + 1]);
+  }
+#pragma unroll
+  for (int i = 0; i < WIDTH / 8; i++)
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const u32 m = place.column_tile * WIDTH + 8 * i + 2 * member + j;
+      if (m >= a.m) continue;
+      const u32 word = pack(__fadd_rn(__fmul_rn(total[4 * i + j], a.unit), bias[0]),
+                            __fadd_rn(__fmul_rn(total[4 * i + 2 + j], a.unit), bias[1]));
+      unsigned short* to = a.y + u64(m) * a.n + n;
+      if (a.n % 2 == 0) {
+        *reinterpret_cast<u32*>(to) = word;
+      } else {
+        to[0] = (unsigned short)word;
+        if (both) to[1] = (unsigned short)(word >> 16);
+      }
+    }
+}
+
+// The sums of a tile that several CTAs share: left in memory, and added up by the last warp to leave its own.
+__device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], const Place& place, u32 first, u32 warp, u32 lane) {
+  const u32 units = units_of(a), tile = place.row_tile * a.column_tiles + place.column_tile;
+  const u32 begin = tile * a.depth_units, end = begin + a.depth_units;
+  auto cta_of = [&](u32 unit) { return ((unit + 1) * gridDim.x - 1) / units; };
+  const u32 from = cta_of(begin), to = cta_of(end - 1);
+  if (from == to) return true;
+  // A CTA leaves at most two parts: of the first tile it works on, and of its last.
+  auto place_of = [&](u32 cta) {
+    const u32 slot = 2 * cta + (first_unit(cta, units) / a.depth_units == tile ? 0 : 1);
+    return reinterpret_cast<float4*>(a.partial) + (u64(slot) * WARPS + warp) * (SUMS / 4 * 32) + lane;
+  };
+  float4* mine = place_of(blockIdx.x);
+#pragma unroll
+  for (int i = 0; i < SUMS / 4; i++)
+    __stcg(mine + 32 * i, make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]));
+  u32* counter = a.counters + tile * WARPS + warp;
+  u32 before;
+  __syncwarp();
+  if (lane == 0) asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  before = __shfl_sync(~0u, before, 0);
+  if (before != to - from) return false;
+  if (lane == 0) *counter = 0;  // for the next launch
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) total[i] = 0;
+  constexpr u32 BATCH = SUMS <= 8 ? 4 : 1;  // parts on their way at once
+  for (u32 cta = from; cta <= to; cta += BATCH) {
+    float4 part[BATCH][SUMS / 4];
+#pragma unroll
+    for (u32 j = 0; j < BATCH; j++)
+#pragma unroll
+      for (int i = 0; i < SUMS / 4; i++) part[j][i] = __ldcg(place_of(min(cta + j, to)) + 32 * i);
+#pragma unroll
+    for (u32 j = 0; j < BATCH; j++)
+#pragma unroll
+      for (int i = 0; i < SUMS / 4; i++)
+        if (cta + j <= to) {
+          const float4 v = part[j][i];
+          total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
+        }
+  }
+  return true;
+}
+
+__device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
+  const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = lane * 4;
+  Ring ring(0);
+  Place place(a, first);
+  float total[SUMS], sum[SUMS];
+  u32 even[4 * STEPS], odd[4 * STEPS];  // A operands of two spans: one is multiplied while the next is decoded
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) total[i] = 0;
+  wait(BASE + FULL, 0);
+  decode(even, BASE + TILES, 0, row, member, column);
+  for (u32 unit = first; unit < last; unit++) {
+    const u32 tile = BASE + TILES + ring.at * (W_BYTES + X_BYTES), scales = BASE + SCALE + ring.at * SCALE_BYTES + row * 4;
+    const u32 empty = BASE + EMPTY + 8 * ring.at;
+    ring.next();
+    auto turn = [&](const u32 (&now)[4 * STEPS], u32 (&next)[4 * STEPS], int span) __attribute__((always_inline)) {
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int step = 0; step < STEPS; step++) {
+        const u32 k = span * SPAN + step * 16;
+        const u64 x = descriptor(tile + W_BYTES + k / 64 * (WIDTH * 128) + k % 64 * 2);
+        multiply_add(sum, now[4 * step], now[4 * step + 1], now[4 * step + 2], now[4 * step + 3], x, step);
+      }
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      const uint2 scale = load_pair(scales + span * ROWS * 4);
+      if (span + 1 < SPANS) {
+        decode(next, tile, span + 1, row, member, column);
+      } else if (unit + 1 < last) {
+        wait(BASE + FULL + 8 * ring.at, ring.parity);
+        decode(next, BASE + TILES + ring.at * (W_BYTES + X_BYTES), 0, row, member, column);
+      }
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      const float upper = __uint_as_float(scale.x), lower = __uint_as_float(scale.y);
+#pragma unroll
+      for (int i = 0; i < SUMS; i += 4) {
+        total[i] += sum[i] * upper;
+        total[i + 1] += sum[i + 1] * upper;
+        total[i + 2] += sum[i + 2] * lower;
+        total[i + 3] += sum[i + 3] * lower;
+      }
+    };
+#pragma unroll
+    for (int span = 0; span < SPANS; span += 2) turn(even, odd, span), turn(odd, even, span + 1);
+    arrive(empty);
+    if (place.depth + 1 == a.depth_units || unit + 1 == last) {
+      if (meet(a, total, place, first, warp, lane)) store(a, total, place, row, member);
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) total[i] = 0;
+    }
+    place.next(a);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  if (u32(__cvta_generic_to_shared(memory)) != BASE) __trap();
+  const u32 units = units_of(a), first = first_unit(blockIdx.x, units), last = first_unit(blockIdx.x + 1, units);
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");
+    for (u32 stage = 0; stage < STAGES; stage++) {
+      init(BASE + FULL + 8 * stage, 129);  // every fetching thread, and once more with the bytes to come
+      init(BASE + EMPTY + 8 * stage, 128 * GROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  asm volatile("griddepcontrol.launch_dependents;");  // the next `arrange` may take its place, and waits there
+  if (warp >= WARPS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCH_REGISTERS));
+    fetch(a, reinterpret_cast<u64>(a.map), first, last, threadIdx.x - 128 * GROUPS);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLY_REGISTERS));
+    const u32 bits = pack(a.codebook[lane % 16], 0);
+#pragma unroll 4
+    for (u32 byte = warp; byte < 256; byte += WARPS) {
+      const u32 high = __shfl_sync(~0u, bits, byte >> 4), low = __shfl_sync(~0u, bits, byte & 15);
+      store_word(BASE + byte * TABLE_ROW + lane * 4, HIGH_FIRST ? high | low << 16 : low | high << 16);
+    }
+    asm volatile("bar.sync 2, %0;" ::"n"(128 * GROUPS) : "memory");
+    multiply_units(a, first, last, warp, lane);
+  }
+}
+
+// x [m, k] into tiles: [column tile][K / 64][WIDTH rows][128 bytes, 16-byte pieces swizzled by the row]. Within a span,
+// piece j holds for each member of a quad its word j, a word being two neighbouring k.
+extern "C" __global__ void __launch_bounds__(128) arrange(const __grid_constant__ Arguments a) {
+  asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
+  const u32 index = blockIdx.x * 128 + threadIdx.x, pieces = a.column_tiles * a.depth_units * (X_BYTES / 16);
+  if (index >= pieces) return;
+  const u32 piece = index % 8, row = index / 8 % WIDTH, block = index / (8 * WIDTH), blocks = a.depth_units * 4;
+  const u32 m = block / blocks * WIDTH + row, k = block % blocks * 64;
+  const u32 word = piece / OWN * SPAN_WORDS + piece % OWN;
+  u32 words[4];
+#pragma unroll
+  for (u32 member = 0; member < 4; member++) {
+    const u32 at = k + 2 * (word + OWN * member);
+    words[member] = m < a.m && at < a.k ? *reinterpret_cast<const u32*>(a.x + u64(m) * a.k + at) : 0;
+  }
+  a.arranged[u64(index) / 8 * 8 + (piece ^ (row & 7))] = make_uint4(words[0], words[1], words[2], words[3]);
+}

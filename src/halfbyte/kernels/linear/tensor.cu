@@ -1,0 +1,243 @@
+// y[m, n] = sum over k of x[m, k] * W[n, k], + bias[n], on the tensor cores of any GPU from sm_75 on; W in 4 bits.
+//
+// Bytes moved: W's nibbles and scales once for each 8 * COLUMNS rows of x, (1/2 + 1/block_size) N K when nested; x once
+// for each ROW_WARPS * 16 rows of W, from L1 and L2; y. Flops: 2 M N K.
+//
+// W is the A operand of mma.m16n8k16 and needs no repacking: one register of A is two neighbouring k of one row, which
+// is one packed byte. K may be permuted as long as x is permuted alike. So a row is cut into spans of 64 weights; of a
+// span's 32 bytes each lane of a quad takes 8, and 4 MMAs eat them two at a time. The x that goes with byte i of a lane
+// is x[span + 16 * member + 2 * i] and the next, and all that a lane needs of a span are two loads of 16 bytes.
+// Where blocks or K are multiples of 32 only, spans are of 32: 4 bytes a lane, 2 MMAs, one load of x.
+//
+// A byte becomes two 16-bit numbers by one look-up in a table of 256 words with a copy for every lane: no bank
+// conflicts, one shift and one LOP3 for the address. The table alone knows the codebook and which nibble comes first.
+// The codebook comes multiplied by a factor that makes its rounding to 16 bits harmless; one over that factor (`unit`)
+// goes into the scale, which is applied in fp32 to the sums of each span: a span always lies within one block.
+//
+// A warp owns 16 rows of W and a stretch of K, and keeps AHEAD spans of W on their way in registers. The K_WARPS that
+// share rows add up in shared memory, CTAs that share rows (`splits` of them) in `partial`, which `combine` adds up.
+// Sums are always added in the same order, so the same input gives the same bits. A column of an MMA knows nothing of
+// its neighbours: rows of x beyond m are stand-ins, the last row again, and are computed but not stored.
+//
+// Needs K % SPAN == 0, block_size % SPAN == 0, packed aligned to 8 bytes and x to 16; any M and N.
+// Grid: x = tiles of x * splits, y = CTAs that stride over the tiles of W.
+// Macros: COLUMNS, ROW_WARPS, K_WARPS, AHEAD, RESIDENT, SPAN, STEP (16, or 8 on sm_75), SCALE, LOW_FIRST, FP16.
+
+#define FLOAT32 0   // what SCALE may be
+#define FLOAT16 1
+#define BFLOAT16 2
+#define NESTED 3
+
+typedef unsigned u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+constexpr int ROWS = 16 * ROW_WARPS;          // of W, a tile
+constexpr int THREADS = 32 * ROW_WARPS * K_WARPS;
+constexpr int WORDS = SPAN / 32;              // of W, and 16-byte vectors of x, that a lane takes of a span
+constexpr int STEPS = SPAN / 16;              // MMAs a span
+constexpr int SUM_COLUMN = 20;                // floats: 16 rows, padded against bank conflicts
+constexpr int SUM_WARP = 8 * COLUMNS * SUM_COLUMN;
+
+#if SCALE == NESTED
+typedef unsigned char Scale;
+#elif SCALE == FLOAT32
+typedef float Scale;
+#else
+typedef u16 Scale;
+#endif
+
+struct Arguments {
+  const unsigned char* packed;
+  const Scale* scale;
+  const float *code, *absmax, *offset;  // with NESTED
+  const u16 *x, *bias;                  // bias may be null
+  u16* y;
+  float* partial;                       // [splits, m, n] where splits > 1
+  u32 m, n, k, splits, shift;           // shift: spans that share a scale, as a power of two
+  float unit, codebook[16];
+};
+
+struct Span {  // of rows `group` and `group + 8`, as loaded
+  u32 words[2][WORDS];
+  Scale scale[2];
+  float absmax[2];
+};
+
+// What is read once does not stay in L1, but brings its neighbours to L2: the warp's next spans.
+__device__ __forceinline__ void load(u32 (&words)[WORDS], const unsigned char* from) {
+#if SPAN == 64
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];"
+               : "=r"(words[0]), "=r"(words[1]) : "l"(from));
+#else
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(words[0]) : "l"(from));
+#endif
+}
+__device__ __forceinline__ float widen_half(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+__device__ __forceinline__ float widen_bfloat(u16 bits) { return __uint_as_float(u32(bits) << 16); }
+__device__ __forceinline__ float widen(u16 bits) { return FP16 ? widen_half(bits) : widen_bfloat(bits); }
+__device__ __forceinline__ u16 narrow(float value) {
+  u16 bits;
+#if FP16
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#endif
+  return bits;
+}
+
+#if FP16
+#define TYPES ".f32.f16.f16.f32 "
+#else
+#define TYPES ".f32.bf16.bf16.f32 "
+#endif
+__device__ __forceinline__ void mma(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if STEP == 16
+  asm("mma.sync.aligned.m16n8k16.row.col" TYPES "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else  // the halves of k are operands of their own
+  asm("mma.sync.aligned.m16n8k8.row.col" TYPES "{%0,%1,%2,%3}, {%4,%5}, {%8}, {%0,%1,%2,%3};\n"
+      "mma.sync.aligned.m16n8k8.row.col" TYPES "{%0,%1,%2,%3}, {%6,%7}, {%9}, {%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+
+// The two numbers that byte `i` of `word` stands for; rows of the table are 128 bytes apart.
+__device__ __forceinline__ u32 look_up(const u32* table, u32 word, int i, u32 lane) {
+  const u32 row = (i == 0 ? word << 7 : word >> (8 * i - 7)) & 0x7f80;
+  return *reinterpret_cast<const u32*>(reinterpret_cast<const char*>(table) + (row | 4 * lane));
+}
+
+__device__ __forceinline__ u16 finish(const Arguments& a, float sum, u32 n) {
+  return narrow(a.bias ? sum + widen(a.bias[n]) : sum);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product(const __grid_constant__ Arguments a) {
+  __shared__ u32 table[256 * 32];
+  extern __shared__ float sums[];
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
+  const u32 row_warp = warp / K_WARPS, split = blockIdx.x % a.splits, first = blockIdx.x / a.splits * (8 * COLUMNS);
+  const u32 spans = a.k / SPAN;
+  const u32 part = split * K_WARPS + warp % K_WARPS, parts = a.splits * K_WARPS;
+  const u32 begin = part * spans / parts, end = (part + 1) * spans / parts;
+
+  // Spans are numbered through all of W; a 16-row tile that overhangs repeats the last row, which is not stored.
+  u32 row[2];
+  Span ring[AHEAD];
+  auto fetch = [&](Span& to, u32 span) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const u32 at = row[half] + span, block = at >> a.shift;
+      load(to.words[half], a.packed + u64(at) * (SPAN / 2) + member * (SPAN / 8));
+      to.scale[half] = __ldg(a.scale + block);
+#if SCALE == NESTED
+      to.absmax[half] = __ldg(a.absmax + (block >> 8));
+#endif
+    }
+  };
+  auto start = [&](u32 tile) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      row[half] = min(tile * ROWS + row_warp * 16 + group + 8 * half, a.n - 1) * spans;
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++)
+      if (begin + u < end) fetch(ring[u], begin + u);
+  };
+  start(blockIdx.y);
+
+  const float entry = a.codebook[lane % 16];
+#pragma unroll 4
+  for (u32 byte = warp; byte < 256; byte += ROW_WARPS * K_WARPS) {
+    const u16 high = narrow(__shfl_sync(~0u, entry, byte >> 4)), low = narrow(__shfl_sync(~0u, entry, byte & 15));
+    table[byte * 32 + lane] = LOW_FIRST ? u32(high) << 16 | low : u32(low) << 16 | high;
+  }
+#if SCALE == NESTED
+  __shared__ float code[256];
+  for (u32 i = threadIdx.x; i < 256; i += THREADS) code[i] = a.code[i];
+  const float offset = *a.offset;
+#endif
+  auto decode = [&](const Span& span, int half) {
+#if SCALE == NESTED
+    return __fadd_rn(__fmul_rn(code[span.scale[half]], span.absmax[half]), offset) * a.unit;
+#elif SCALE == FLOAT32
+    return span.scale[half] * a.unit;
+#elif SCALE == FLOAT16
+    return widen_half(span.scale[half]) * a.unit;
+#else
+    return widen_bfloat(span.scale[half]) * a.unit;
+#endif
+  };
+
+  const u16* x = a.x + u64(first) * a.k;
+  u32 column[COLUMNS];
+#pragma unroll
+  for (int c = 0; c < COLUMNS; c++) column[c] = min(8 * c + group, a.m - 1 - first) * a.k + member * (SPAN / 4);
+  __syncthreads();
+
+  for (u32 tile = blockIdx.y; tile * ROWS < a.n; tile += gridDim.y) {
+    float total[COLUMNS][4] = {};
+    for (u32 span = begin; span < end; span += AHEAD)
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) {
+        if (span + u >= end) break;
+        u32 w[STEPS][4];
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+          for (int i = 0; i < 4; i++)  // rows alternate, k comes second: the order of A's registers
+            w[step][i] = look_up(table, ring[u].words[i % 2][step / 2], step % 2 * 2 + i / 2, lane);
+        const float upper = decode(ring[u], 0), lower = decode(ring[u], 1);
+        if (span + u + AHEAD < end) fetch(ring[u], span + u + AHEAD);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+          const uint4* from = reinterpret_cast<const uint4*>(x + (span + u) * SPAN + column[c]);
+          float sum[4] = {};
+#pragma unroll
+          for (int i = 0; i < WORDS; i++) {
+            const uint4 b = __ldg(from + i);
+            mma(sum, w[2 * i], b.x, b.y);
+            mma(sum, w[2 * i + 1], b.z, b.w);
+          }
+          total[c][0] += sum[0] * upper;
+          total[c][1] += sum[1] * upper;
+          total[c][2] += sum[2] * lower;
+          total[c][3] += sum[3] * lower;
+        }
+      }
+    if ((tile + gridDim.y) * ROWS < a.n) start(tile + gridDim.y);  // under way while sums meet
+
+    __syncthreads();  // the sums of the tile before have been read
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        sums[warp * SUM_WARP + (8 * c + 2 * member + i % 2) * SUM_COLUMN + group + i / 2 * 8] = total[c][i];
+    __syncthreads();
+#pragma unroll 1  // registers are for the spans on their way
+    for (u32 i = threadIdx.x; i < 8 * COLUMNS * ROWS; i += THREADS) {
+      const u32 r = i % ROWS, c = i / ROWS, n = tile * ROWS + r, m = first + c;
+      if (n >= a.n || m >= a.m) continue;
+      const float* from = sums + r / 16 * K_WARPS * SUM_WARP + c * SUM_COLUMN + r % 16;
+      float sum = from[0];
+#pragma unroll
+      for (int k = 1; k < K_WARPS; k++) sum += from[k * SUM_WARP];
+      if (a.splits > 1) a.partial[(u64(split) * a.m + m) * a.n + n] = sum;
+      else a.y[u64(m) * a.n + n] = finish(a, sum, n);
+    }
+  }
+}
+
+// y = the sum of the partial sums, + bias: one thread a number.
+extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ Arguments a) {
+  const u64 at = u64(blockIdx.x) * 256 + threadIdx.x, count = u64(a.m) * a.n;
+  if (at >= count) return;
+  float sum = a.partial[at];
+  for (u32 split = 1; split < a.splits; split++) sum += a.partial[split * count + at];
+  a.y[at] = finish(a, sum, at % a.n);
+}

@@ -1,0 +1,179 @@
+"""The product on CUDA cores: dequantize's bits for the identity, the same bits for a row whatever is around it."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale
+from halfbyte.kernels.linear import exact
+from halfbyte.kernels.linear.exact import ExactPlan
+
+DEVICE = torch.device("cuda", 0)
+WEIGHTS = (
+    ("nf4", {"block_size": 64}),
+    ("nf4", {"block_size": 32, "nested": False}),
+    ("fp4", {"block_size": 128}),
+    ("fp4", {"block_size": 4096, "nested": False}),
+    ("int4", {"group_size": 32}),
+)
+# Rows that begin in the middle of a byte or a block, that end within a lane's sixteen weights, or a step of 512.
+SHAPES = ((1, 1), (3, 7), (5, 33), (2, 64), (17, 96), (9, 515), (33, 528), (130, 1001), (64, 1056), (516, 2048))
+
+
+def quantized(shape: tuple[int, int], format: str, options: dict[str, int], dtype: torch.dtype) -> hb.QuantizedWeight:
+    if format == "int4" and shape[1] % options["group_size"]:
+        pytest.skip("groups divide K")
+    return hb.quantize((torch.randn(shape, device=DEVICE) / shape[1] ** 0.5).to(dtype), format, **options)
+
+
+def multiplied(
+    x: torch.Tensor, q: hb.QuantizedWeight, bias: torch.Tensor | None = None, plan: ExactPlan | None = None
+) -> torch.Tensor:
+    """The kernel's result, with poison under it and around it."""
+    m, n = len(x), q.shape[0]
+    buffer = torch.full((m * n + 128,), 777.0, dtype=x.dtype, device=DEVICE)
+    out = buffer[64 : 64 + m * n].view(m, n)
+    exact.linear(x, q, bias, out, plan or exact.plan_for(x, q, bias))
+    assert (buffer[:64] == 777).all()
+    assert (buffer[64 + m * n :] == 777).all()
+    return out
+
+
+def moved(tensor: torch.Tensor, by: int = 1) -> torch.Tensor:
+    """A contiguous copy that begins `by` elements behind an aligned address."""
+    buffer = torch.empty(tensor.numel() + by, dtype=tensor.dtype, device=DEVICE)
+    return buffer[by:].view(tensor.shape).copy_(tensor)
+
+
+def error(y: torch.Tensor, right: torch.Tensor) -> float:
+    return float((y.double() - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(("format", "options"), WEIGHTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_identity_gives_what_dequantize_gives(
+    shape: tuple[int, int], format: str, options: dict[str, int], dtype: torch.dtype
+) -> None:
+    for stored in FLOAT_DTYPES if format == "int4" else (torch.float32,):
+        q = quantized(shape, format, options, stored)
+        eye = torch.eye(shape[1], dtype=dtype, device=DEVICE)
+        assert torch.equal(multiplied(eye, q), hb.dequantize(q, dtype).t())
+
+
+@pytest.mark.parametrize("size", [16, 32, 1024])
+def test_nested_scales_of_any_block_size(size: int) -> None:
+    q = hb.quantize(torch.randn((61, 333), device=DEVICE), block_size=32)
+    nested = NestedScale(q.nested.code, torch.rand(-(-q.scale.numel() // size), device=DEVICE), q.nested.offset, size)
+    q = hb.QuantizedWeight("nf4", q.packed, q.scale, q.shape, q.dtype, 32, nested)
+    assert torch.equal(multiplied(torch.eye(333, device=DEVICE), q), hb.dequantize(q, torch.float32).t())
+
+
+def test_scales_that_make_subnormal_weights() -> None:
+    """Flushed for bitsandbytes' formats and kept for int4, as dequantize does it."""
+    for format, options in WEIGHTS[1:5:3] + WEIGHTS[3:4]:
+        q = quantized((32, 4096), format, options, torch.float32)
+        q = hb.QuantizedWeight(format, q.packed, q.scale * 1e-36, q.shape, q.dtype, q.block_size)
+        dense = hb.dequantize(q, torch.float32)
+        assert torch.equal(multiplied(torch.eye(4096, device=DEVICE), q), dense.t())
+        assert bool(((dense != 0) & (dense.abs() < 2.0**-126)).any()) == (format == "int4")
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_stays_in_its_row(scale: float) -> None:
+    q = hb.quantize(torch.randn((3, 96), device=DEVICE), block_size=32, nested=False)
+    scales = q.scale.clone()
+    scales[5] = scale  # the last third of row 1
+    q = hb.QuantizedWeight("nf4", q.packed, scales, q.shape, q.dtype, 32)
+    for plan in (ExactPlan(1, 4, True), ExactPlan(1, 2, False)):
+        for dtype in FLOAT_DTYPES:
+            y = multiplied(torch.ones((1, 96), dtype=dtype, device=DEVICE), q, plan=plan)[0]
+            assert y.isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(("format", "options"), WEIGHTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_error_is_not_above_that_of_dequantize_and_linear(
+    shape: tuple[int, int], format: str, options: dict[str, int], dtype: torch.dtype
+) -> None:
+    q = quantized(shape, format, options, dtype)
+    weight, dense = hb.dequantize(q, torch.float32).double(), hb.dequantize(q, dtype)
+    for m in (1, 2, 5, 8, 19):
+        x = torch.randn((m, shape[1]), device=DEVICE).to(dtype)
+        bias = torch.randn(shape[0], device=DEVICE).to(dtype) if m % 2 else None
+        right = x.double() @ weight.t() + (0 if bias is None else bias.double())
+        ours, theirs = multiplied(x, q, bias), torch.nn.functional.linear(x, dense, bias)
+        limits = torch.finfo(dtype)
+        terms = x.double().abs() @ weight.abs().t() + (0 if bias is None else bias.double().abs())
+        room = limits.eps * (right.abs() + limits.tiny) + 2.0**-22 * terms
+        assert ((ours.double() - right).abs() <= room).all()
+        if m * shape[0] >= 1 << 10:  # few outputs make a noisy norm
+            assert error(ours, right) <= error(theirs, right)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(("format", "options"), WEIGHTS)
+@pytest.mark.parametrize("shape", [(33, 528), (130, 1001), (64, 1056), (516, 2048)])
+def test_a_row_gives_the_same_bits_always(
+    shape: tuple[int, int], format: str, options: dict[str, int], dtype: torch.dtype
+) -> None:
+    """Whatever its neighbours, their number, the plan and the addresses are."""
+    q = quantized(shape, format, options, dtype)
+    x, bias = torch.randn((67, shape[1]), device=DEVICE).to(dtype), torch.randn(shape[0], device=DEVICE).to(dtype)
+    right = multiplied(x, q, bias)
+    assert torch.equal(multiplied(x, q, bias), right)
+    for m in range(1, 10):
+        assert torch.equal(multiplied(x[:m], q, bias), right[:m])
+        assert torch.equal(multiplied(x[m : m + 1].clone(), q, bias), right[m : m + 1])
+    for rows, columns, whole in product((1, 2, 4, 8), (1, 2, 4), (False, True)):
+        plan = ExactPlan(rows, columns, whole)
+        if exact.is_valid(plan, shape[1], aligned=True):
+            assert torch.equal(multiplied(x, q, bias, plan), right)
+    for by in (1, 2, 3):
+        parts = (moved(q.packed, by), moved(q.scale, by))
+        there = hb.QuantizedWeight(format, *parts, q.shape, q.dtype, q.block_size, q.nested)
+        assert torch.equal(multiplied(moved(x, by), there, moved(bias, by)), right)
+
+
+def test_more_rows_than_a_grid_has_tiles() -> None:
+    q = hb.quantize(torch.randn((2, 32), device=DEVICE))
+    x = torch.randn((8 * exact.MOST_TILES + 9, 32), device=DEVICE)
+    assert torch.equal(multiplied(x, q)[-17:], multiplied(x[-17:].clone(), q))
+
+
+@pytest.mark.parametrize("k", [4096, 4099])
+def test_more_than_two_to_the_31_weights(k: int) -> None:
+    n = (1 << 31) // k + 9
+    packed = torch.randint(0, 256, ((n * k + 1) // 2,), dtype=torch.uint8, device=DEVICE)
+    q = hb.QuantizedWeight("nf4", packed, torch.rand(-(-n * k // 64), device=DEVICE), (n, k), torch.float16, 64)
+    dense = hb.dequantize(q)
+    for at in (0, 511, k - 1):
+        x = torch.zeros((1, k), dtype=torch.float16, device=DEVICE)
+        x[0, at] = 1
+        assert torch.equal(multiplied(x, q)[0], dense[:, at])
+
+
+def test_sides_of_zero() -> None:
+    for shape in ((0, 64), (5, 0), (0, 0)):
+        q = hb.quantize(torch.empty(shape, device=DEVICE), nested=False)
+        for m in (0, 3):
+            bias = torch.randn(shape[0], device=DEVICE)
+            x = torch.empty((m, shape[1]), device=DEVICE)
+            if shape[1] == 0:
+                assert torch.equal(multiplied(x, q, bias), bias.expand(m, shape[0]))
+            assert multiplied(x, q).count_nonzero() == 0
+
+
+def test_cuda_graph() -> None:
+    q = hb.quantize(torch.randn((130, 1001), device=DEVICE))
+    x = torch.randn((3, 1001), device=DEVICE)
+    right, out = multiplied(x, q), torch.empty((3, 130), device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        exact.linear(x, q, None, out, exact.plan_for(x, q, None))
+    out.fill_(777)
+    graph.replay()
+    assert torch.equal(out, right)

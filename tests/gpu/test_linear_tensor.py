@@ -1,0 +1,190 @@
+"""The product on tensor cores, every plan and format of it: it runs on any GPU from sm_75 on, Hopper included."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte.formats import blockwise
+from halfbyte.kernels.common.device import facts_of
+from halfbyte.kernels.linear import tensor
+from halfbyte.kernels.linear.codebook import FACTORS
+from halfbyte.kernels.linear.tensor import MOST_SPLITS, MOST_WARPS, TensorPlan, is_valid
+
+DEVICE = torch.device("cuda", 0)
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+FORMATS = (
+    *(("nf4", {"block_size": size, "nested": True}) for size in (32, 64, 128, 4096)),
+    *(("nf4", {"block_size": size, "nested": False}) for size in (32, 64, 1024)),
+    *(("fp4", {"block_size": size, "nested": size != 64}) for size in (32, 64, 256)),
+    *(("int4", {"group_size": size}) for size in (32, 64, 128)),
+)
+dtypes = pytest.mark.parametrize("dtype", [F16, BF16])
+formats = pytest.mark.parametrize(("format", "options"), FORMATS, ids=lambda value: str(value))
+
+
+def fused(
+    x: torch.Tensor,
+    q: hb.QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    invariant: bool = False,
+    plan: TensorPlan | None = None,
+) -> torch.Tensor:
+    """The kernel's result, with poison around it; fails where the kernel says it is not for this."""
+    m, n = len(x), q.shape[0]
+    buffer = torch.full((m * n + 128,), 777.0, dtype=x.dtype, device=DEVICE)
+    out = buffer[64 : 64 + m * n].view(m, n)
+    plan = plan or tensor.plan_for(x, q, bias, invariant)
+    assert plan is not None
+    assert is_valid(plan, n, x.shape[1], q.block_size, x.dtype, facts_of(0))
+    tensor.linear(x, q, bias, out, plan)
+    assert (buffer[:64] == 777).all()
+    assert (buffer[64 + m * n :] == 777).all()
+    return out
+
+
+def weight(n: int, k: int, format: str = "nf4", dtype: torch.dtype = BF16, **options: object) -> hb.QuantizedWeight:
+    return hb.quantize((torch.randn((n, k), device=DEVICE) / k**0.5).to(dtype), format, **options)
+
+
+def check(x: torch.Tensor, q: hb.QuantizedWeight, plan: TensorPlan | None = None) -> None:
+    """Its error against fp64 is not above that of dequantize and F.linear, and the next run gives the same bits."""
+    m, n = len(x), q.shape[0]
+    bias = torch.randn(n, device=DEVICE).to(x.dtype) if m % 2 else None
+    exact, dense = hb.dequantize(q, F32).double(), hb.dequantize(q, x.dtype)
+    right, sizes = x.double() @ exact.t(), x.double().abs() @ exact.abs().t()
+    if bias is not None:
+        right, sizes = right + bias.double(), sizes + bias.double().abs()
+    ours, theirs = fused(x, q, bias, plan=plan), torch.nn.functional.linear(x, dense, bias)
+    assert torch.equal(ours, fused(x, q, bias, plan=plan))
+    # Two roundings, of the codebook and of the result, and little else.
+    assert ((ours.double() - right).abs() <= 1.01 * torch.finfo(x.dtype).eps * sizes).all()
+    error, most = (float((y.double() - right).norm() / right.norm()) for y in (ours, theirs))
+    if m * n >= 1000:  # few outputs make a noisy norm
+        assert error <= most * (1.0 if m * n >= 1 << 14 else 1.5)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (77, 64), (1029, 320), (4096, 5376), (1023, 14336)])
+@dtypes
+@formats
+def test_error(format: str, options: dict[str, object], dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    n, k = shape
+    if k % options.get("group_size", 1):
+        pytest.skip("groups do not divide K")
+    q = weight(n, k, format, dtype, **options)
+    for m in (1, 8, 9, 32, 33, 64, 65):
+        check(torch.randn((m, k), device=DEVICE).to(dtype), q)
+
+
+@dtypes
+def test_every_number_of_rows(dtype: torch.dtype) -> None:
+    q = weight(515, 1024, dtype=dtype)
+    for m in range(1, 66):
+        check(torch.randn((m, 1024), device=DEVICE).to(dtype), q)
+
+
+@pytest.mark.parametrize("scale_dtype", [F16, BF16, F32])
+@dtypes
+def test_scales_of_integers(dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    check(torch.randn((20, 1024), device=DEVICE).to(dtype), weight(1000, 1024, "int4", scale_dtype, group_size=64))
+
+
+@pytest.mark.parametrize("step", [8, 16])
+@pytest.mark.parametrize("columns", MOST_WARPS)
+def test_every_way_to_share_the_work(columns: int, step: int) -> None:
+    """Whatever plan is valid is right, those of sm_75 among them: fp16 in steps of 8."""
+    m, n, k, most = 8 * columns + 3, 777, 1344, MOST_WARPS[columns]
+    x, q = torch.randn((m, k), device=DEVICE).half(), weight(n, k, dtype=F16)
+    plans = [
+        TensorPlan(columns, warps // k_warps, k_warps, splits, most // warps, span, step)
+        for warps in (most, most // 2)
+        for k_warps in range(1, warps + 1)
+        if warps % k_warps == 0
+        for splits in (1, 2, MOST_SPLITS)
+        for span in (32, 64)
+    ]
+    valid = [plan for plan in plans if is_valid(plan, n, k, q.block_size, F16, facts_of(0))]
+    assert len(valid) >= 12
+    for plan in valid:
+        check(x, q, plan)
+
+
+@pytest.mark.parametrize("shape", [(77, 64), (1029, 320), (515, 5376)])
+@formats
+def test_as_on_turing(format: str, options: dict[str, object], shape: tuple[int, int]) -> None:
+    n, k = shape
+    if k % options.get("group_size", 1):
+        pytest.skip("groups do not divide K")
+    q = weight(n, k, format, F16, **options)
+    for m in (1, 16, 33):
+        x = torch.randn((m, k), device=DEVICE).half()
+        check(x, q, replace(tensor.plan_for(x, q, None, False), step=8))
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@dtypes
+def test_identity_gives_the_integers(dtype: torch.dtype, group_size: int) -> None:
+    """Bit for bit what dequantize gives: no nibble in a wrong place, no scale in another's."""
+    n, k = 129, 512
+    q = weight(n, k, "int4", dtype, group_size=group_size)
+    q = replace(q, packed=torch.randint(-(2**31), 2**31 - 1, q.packed.shape, dtype=torch.int32, device=DEVICE))
+    eye, dense = torch.eye(k, dtype=dtype, device=DEVICE), hb.dequantize(q)
+    for rows in (1, 16, 32, 64):
+        for first in range(0, k, 64):
+            part = slice(first, first + rows)
+            assert torch.equal(fused(eye[part], q), dense.t()[part])
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 512])
+@pytest.mark.parametrize("nested", [True, False])
+@dtypes
+def test_identity_gives_the_decoded_weights(dtype: torch.dtype, nested: bool, block_size: int) -> None:
+    """Every weight comes out as its 16-bit codebook value times its scale, rounded once."""
+    n, k = 130, 576
+    q = weight(n, k, dtype=dtype, nested=nested, block_size=block_size)
+    nibbles = torch.stack((q.packed.view(-1) >> 4, q.packed.view(-1) & 15), 1).view(n, k).long()
+    ones = replace(q, packed=torch.full_like(q.packed, 0xFF), dtype=F32)
+    factor = FACTORS["nf4", dtype]
+    table = (blockwise.codebook_tensor("nf4", DEVICE) * factor).to(dtype).float()
+    values = table[nibbles] * (hb.dequantize(ones) * torch.tensor(1 / factor, device=DEVICE))
+    eye = torch.eye(k, dtype=dtype, device=DEVICE)
+    for first in range(0, k, 64):
+        assert torch.equal(fused(eye[first : first + 64], q), values.t()[first : first + 64].to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(1024, 4096), (129, 14336)])
+def test_a_row_does_not_depend_on_its_neighbours(shape: tuple[int, int]) -> None:
+    n, k = shape
+    q, x = weight(n, k), torch.randn((150, k), device=DEVICE).bfloat16()
+    whole = fused(x, q, invariant=True)
+    for m in (1, 2, 7, 8, 9, 16, 17, 33, 65):
+        assert torch.equal(fused(x[:m].contiguous(), q, invariant=True), whole[:m])
+    order = torch.randperm(len(x), device=DEVICE)
+    assert torch.equal(fused(x[order], q, invariant=True), whole[order])
+
+
+def test_what_is_not_a_number_stays_in_its_row() -> None:
+    q, x = weight(100, 1024), torch.randn((20, 1024), device=DEVICE).bfloat16()
+    right = fused(x, q)
+    x[3, 5], x[19, 1000] = float("nan"), float("inf")
+    y = fused(x, q)
+    others = [row for row in range(20) if row not in (3, 19)]
+    assert torch.equal(y[others], right[others])
+    assert y[3].isnan().all()
+    assert not y[19].isfinite().any()
+
+
+def test_cuda_graph_and_streams() -> None:
+    q, x = weight(256, 14336), torch.randn((4, 14336), device=DEVICE).bfloat16()
+    plan = replace(tensor.plan_for(x, q, None, False), splits=3)
+    right, y = fused(x, q, plan=plan), torch.empty((4, 256), dtype=BF16, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor.linear(x, q, None, y, plan)
+    for _ in range(3):
+        y.fill_(777)
+        graph.replay()
+        assert torch.equal(y, right)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.equal(fused(x, q, plan=plan), right)
