@@ -14,6 +14,7 @@ import torch
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
 T = TypeVar("T")
 
@@ -38,13 +39,19 @@ def check(status: int) -> None:
         raise RuntimeError(f"the CUDA driver answered with error {status} (see CUresult in cuda.h)")
 
 
-def load(code: bytes, name: str, shared_bytes: int = 0) -> ctypes.c_void_p:
-    """The kernel `name` of a cubin, loaded for the current device and allowed that much dynamic shared memory."""
+def load(code: bytes, name: str, shared_bytes: int = 0, carveout: int | None = None) -> ctypes.c_void_p:
+    """The kernel `name` of a cubin, loaded for the current device and allowed that much dynamic shared memory.
+
+    carveout: the percentage of a multiprocessor's L1 that is to be shared memory. It changes only while the
+    multiprocessor is idle, so kernels that overlap must agree on it.
+    """
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     check(driver().cuModuleLoadData(ctypes.byref(module), code))
     check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
     if shared_bytes:
         check(driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, ctypes.c_int(shared_bytes)))
+    if carveout is not None:
+        check(driver().cuFuncSetAttribute(function, _SHARED_CARVEOUT, ctypes.c_int(carveout)))
     return function
 
 

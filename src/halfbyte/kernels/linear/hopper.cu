@@ -545,7 +545,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
 // x [m, k] into tiles: [column tile][K / 64][WIDTH rows][128 bytes, 16-byte pieces swizzled by the row]. Within a span,
 // piece j holds for each member of a quad its word j, a word being two neighbouring k.
 extern "C" __global__ void __launch_bounds__(128) arrange(const __grid_constant__ Arguments a) {
-  asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory");
   const u32 index = blockIdx.x * 128 + threadIdx.x, pieces = a.column_tiles * a.depth_units * (X_BYTES / 16);
   if (index >= pieces) return;
   const u32 piece = index % 8, row = index / 8 % WIDTH, block = index / (8 * WIDTH), blocks = a.depth_units * 4;

@@ -247,4 +247,4 @@ def source() -> str:
 @cache
 def _function(index: int, name: str, kind: Kind, plan: HopperPlan) -> ctypes.c_void_p:
     code = cubin(source(), "90a", macros(kind, plan))
-    return load(code, name, plan.shared_bytes(kind.span) if name == "multiply" else 0)
+    return load(code, name, plan.shared_bytes(kind.span) if name == "multiply" else 0, carveout=100)

@@ -1,0 +1,331 @@
+"""The product on Hopper, every plan and format of it: right, the same bits every time, nothing beyond its end.
+
+NVRTC takes a third of a second for a plan's tile and a kind of weight, so most tests share those in CASES.
+"""
+
+from itertools import cycle
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte.formats import blockwise
+from halfbyte.kernels.common.device import facts_of
+from halfbyte.kernels.linear import hopper
+from halfbyte.kernels.linear.codebook import FACTORS
+from halfbyte.kernels.linear.hopper import DEPTH, HopperPlan, is_valid, kind_of
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+)
+DEVICE = torch.device("cuda", 0)
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+FLAT = {"nested": False}
+# x, format, options, the dense weight. Formats of one block size share machine code: the codebook is an argument.
+KINDS = (
+    *((dtype, "nf4", {"block_size": 64}, dtype) for dtype in (F16, BF16)),
+    *((dtype, "fp4", {"block_size": 64} | FLAT, dtype) for dtype in (BF16, F16)),
+    (F16, "nf4", {"block_size": 32}, F16),
+    (BF16, "fp4", {"block_size": 32}, BF16),
+    (BF16, "nf4", {"block_size": 32} | FLAT, BF16),
+    (F16, "fp4", {"block_size": 128}, F16),
+    (BF16, "nf4", {"block_size": 128} | FLAT, BF16),
+    (BF16, "nf4", {"block_size": 256}, BF16),
+    (F16, "fp4", {"block_size": 256} | FLAT, F16),
+    (F16, "nf4", {"block_size": 4096}, F16),
+    (BF16, "fp4", {"block_size": 4096} | FLAT, BF16),
+    *((dtype, "int4", {"group_size": size}, dtype) for size in (32, 64) for dtype in (F16, BF16)),
+    (F16, "int4", {"group_size": 128}, F16),
+    (BF16, "int4", {"group_size": 128}, F32),
+    (F16, "int4", {"group_size": 64}, BF16),
+)
+# Width, groups and stages: the extremes of what the planner chooses from, and a tuner may.
+TILES = ((8, 4, 3), (64, 2, 3), (16, 3, 4), (32, 3, 3), (8, 2, 6), (64, 3, 2), (32, 4, 2), (16, 2, 2), (64, 4, 2))
+CASES = tuple((*kind, tile) for kind, tile in zip(KINDS, cycle(TILES), strict=False))
+cases = pytest.mark.parametrize(("dtype", "format", "options", "stored", "tile"), CASES, ids=str)
+
+
+def weight(n: int, k: int, format: str = "nf4", dtype: torch.dtype = BF16, **options: object) -> hb.QuantizedWeight:
+    return hb.quantize((torch.randn((n, k), device=DEVICE) / k**0.5).to(dtype), format, **options)
+
+
+def numbers(m: int, k: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """x, with something before and behind it that no sum survives."""
+    buffer = torch.full((m * k + 128,), float("nan"), dtype=dtype, device=DEVICE)
+    return buffer[64 : 64 + m * k].view(m, k).copy_(torch.randn((m, k), device=DEVICE))
+
+
+def fused(
+    x: torch.Tensor, q: hb.QuantizedWeight, plan: HopperPlan | None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The kernel's result, with poison under it and around it; without a plan, that of any number of rows."""
+    (m, k), n = x.shape, q.shape[0]
+    buffer = torch.full((m * n + 128,), 777.0, dtype=x.dtype, device=DEVICE)
+    out = buffer[64 : 64 + m * n].view(m, n)
+    if plan is None:
+        plan, kind = hopper.plan_for(x, q, True)
+    else:
+        kind = kind_of(x, q)
+    assert kind is not None
+    assert is_valid(plan, m, n, k, kind.span, facts_of(0))
+    hopper.linear(x, q, bias, out, plan, kind)
+    assert (buffer[:64] == 777).all()
+    assert (buffer[64 + m * n :] == 777).all()
+    return out
+
+
+def shared_by(tile: tuple[int, int, int], m: int, n: int, k: int) -> list[HopperPlan]:
+    """Plans for a lone CTA, some CTAs, one for each tile, two for each and a little, one for each unit."""
+    tiles = -(-n // (64 * tile[1])) * -(-m // tile[0])
+    units = tiles * -(-k // DEPTH)
+    return [HopperPlan(*tile, ctas) for ctas in sorted({1, 7, tiles, 2 * tiles + 1, units}) if ctas <= units]
+
+
+def check(x: torch.Tensor, q: hb.QuantizedWeight, plans: list[HopperPlan]) -> None:
+    """The error against fp64 is not above that of dequantize and F.linear, and the next run gives the same bits."""
+    m, n = len(x), q.shape[0]
+    bias = torch.randn(n, device=DEVICE).to(x.dtype) if m % 2 else None
+    exact, dense = hb.dequantize(q, F32).double(), hb.dequantize(q, x.dtype)
+    right, sizes = x.double() @ exact.t(), x.double().abs() @ exact.abs().t()
+    if bias is not None:
+        right, sizes = right + bias.double(), sizes + bias.double().abs()
+    theirs = torch.nn.functional.linear(x, dense, bias)
+    for plan in plans:
+        ours = fused(x, q, plan, bias)
+        assert torch.equal(ours, fused(x, q, plan, bias)), plan
+        # Two roundings, of the codebook and of the result, and little else.
+        assert ((ours.double() - right).abs() <= 1.01 * torch.finfo(x.dtype).eps * sizes).all(), plan
+        error, most = (float((y.double() - right).norm() / right.norm()) for y in (ours, theirs))
+        if m * n >= 1000:  # few outputs make a noisy norm
+            assert error <= most * (1.0 if m * n >= 1 << 14 else 1.5), plan
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (77, 320), (515, 960), (1029, 1024), (700, 5376), (129, 14336)])
+@cases
+def test_error(
+    dtype: torch.dtype,
+    format: str,
+    options: dict[str, object],
+    stored: torch.dtype,
+    tile: tuple[int, int, int],
+    shape: tuple[int, int],
+) -> None:
+    n, k = shape
+    if k % options.get("group_size", 1):
+        pytest.skip("groups do not divide K")
+    q = weight(n, k, format, stored, **options)
+    for m in (1, tile[0], tile[0] + 1):
+        check(numbers(m, k, dtype), q, shared_by(tile, m, n, k))
+
+
+@pytest.mark.parametrize("groups", [2, 3, 4])
+@pytest.mark.parametrize("width", [8, 16, 32, 64])
+def test_every_tile(width: int, groups: int) -> None:
+    """As few and as many stages as there can be, and more units than stages a CTA."""
+    m, n = 2 * width + 3, 777
+    for k, pick in ((1024, 0), (960, -1)):
+        q, x = weight(n, k), numbers(m, k)
+        plans = (HopperPlan(width, groups, stages, 1) for stages in range(2, 9))
+        stages = [plan.stages for plan in plans if is_valid(plan, m, n, k, 64, facts_of(0))][pick]
+        check(x, q, shared_by((width, groups, stages), m, n, k))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_every_number_of_rows(batch_invariant: bool) -> None:
+    q = weight(515, 1024)
+    for m in range(1, 131):
+        x = numbers(m, 1024)
+        check(x, q, [hopper.plan_for(x, q, batch_invariant)[0]])
+
+
+@pytest.mark.parametrize("k", [32, 96, 352])
+def test_half_of_a_span_of_64(k: int) -> None:
+    """K is a multiple of 32 only, as far as blocks are of 32."""
+    small = [case for case in CASES if case[2].get("block_size") == 32]
+    assert len(small) == 3
+    for dtype, format, options, stored, tile in small:
+        q = weight(130, k, format, stored, **options)
+        check(numbers(9, k, dtype), q, shared_by(tile, 9, 130, k))
+
+
+@pytest.mark.parametrize("k", [960, 1024])
+@cases
+def test_identity_gives_the_decoded_weights(
+    dtype: torch.dtype,
+    format: str,
+    options: dict[str, object],
+    stored: torch.dtype,
+    tile: tuple[int, int, int],
+    k: int,
+) -> None:
+    """Every weight comes out as its 16-bit codebook value times its scale, rounded once: no nibble in a wrong place, no
+    scale in another's. For int4 that is what dequantize gives."""
+    n = 133
+    if k % options.get("group_size", 1):
+        pytest.skip("groups do not divide K")
+    q = weight(n, k, format, stored, **options)
+    bytes_of = q.packed.view(torch.uint8).view(-1)
+    bytes_of.copy_(torch.randint(0, 256, bytes_of.shape, device=DEVICE))  # every nibble, -8 included
+    if format == "int4":
+        values = hb.dequantize(q, dtype)
+    else:
+        nibbles = torch.stack((bytes_of >> 4, bytes_of & 15), 1).view(n, k).long()
+        codebook, factor = blockwise.codebook_tensor(format, DEVICE), FACTORS[format, dtype]
+        scale = hb.QuantizedWeight(
+            format, torch.full_like(q.packed, 17 * codebook.tolist().index(1.0)), q.scale, q.shape, F32, q.block_size,
+            q.nested,
+        )  # fmt: skip
+        decoded = (codebook * factor).to(dtype).float()[nibbles] * hb.dequantize(scale)
+        values = (decoded * torch.tensor(1 / factor, dtype=F32, device=DEVICE)).to(dtype)
+    eye = torch.eye(k, dtype=dtype, device=DEVICE)
+    for plan in shared_by(tile, k, n, k):
+        assert torch.equal(fused(eye, q, plan), values.t())
+    for first in range(0, k, 93):
+        part = slice(first, first + 93)
+        x = eye[part].contiguous()
+        assert torch.equal(fused(x, q, shared_by(tile, len(x), n, k)[-1]), values.t()[part])
+
+
+@pytest.mark.parametrize("shape", [(1024, 4096), (129, 14336), (5000, 1024)])
+def test_a_row_does_not_depend_on_its_neighbours(shape: tuple[int, int]) -> None:
+    n, k = shape
+    q, x = weight(n, k), numbers(150, k)
+    bias = torch.randn(n, device=DEVICE).bfloat16()
+    whole = fused(x, q, None, bias)
+    for m in (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 129):
+        assert torch.equal(fused(x[:m], q, None, bias), whole[:m])
+        assert torch.equal(fused(x[m : m + 1], q, None, bias), whole[m : m + 1])
+    order = torch.randperm(len(x), device=DEVICE)
+    assert torch.equal(fused(x[order], q, None, bias), whole[order])
+
+
+def test_what_is_not_a_number_stays_in_its_row() -> None:
+    k = 1024
+    q, x = weight(100, k, "fp4", block_size=64, nested=False), numbers(20, k)
+    plans = shared_by((16, 3, 4), 20, 100, k)
+    rights = [fused(x, q, plan) for plan in plans]
+    x[3, 5], x[19, 1000] = float("nan"), float("inf")
+    scales = q.scale.clone()
+    scales[100] = float("nan")  # of row 6
+    q = hb.QuantizedWeight("fp4", q.packed, scales, q.shape, q.dtype, 64)
+    others = [row for row in range(20) if row not in (3, 19)]
+    columns = [column for column in range(100) if column != 6]
+    for plan, right in zip(plans, rights, strict=True):
+        y = fused(x, q, plan)
+        assert torch.equal(y[others][:, columns], right[others][:, columns])
+        assert y[3].isnan().all()
+        assert not y[19].isfinite().any()
+        assert y[:, 6].isnan().all()
+
+
+def test_more_than_two_to_the_31_weights() -> None:
+    k, tail = 4096, 193
+    n = (1 << 31) // k + tail
+    packed = torch.randint(0, 256, (n * k // 2,), dtype=torch.uint8, device=DEVICE)
+    q = hb.QuantizedWeight("fp4", packed, torch.rand(n * k // 64, device=DEVICE), (n, k), F16, 64)
+    last = hb.QuantizedWeight("fp4", packed[-tail * k // 2 :], q.scale[-tail * k // 64 :], (tail, k), F16, 64)
+    x = numbers(3, k, F16)
+    plan, small = (HopperPlan(32, 3, 3, -(-rows // 192)) for rows in (n, tail))  # a CTA a tile: sums in one order
+    assert torch.equal(fused(x, q, plan)[:, -tail:], fused(x, last, small))
+
+
+def test_more_tiles_than_there_were_counters() -> None:
+    q, few = weight(33001, 512), weight(333, 512)
+    x = numbers(64, 512)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(2):
+            check(x[:9], few, shared_by((8, 2, 7), 9, 333, 512))
+            check(x, q, shared_by((8, 2, 7), 64, 33001, 512)[-1:])
+
+
+def test_launches_one_after_the_other() -> None:
+    """A launch may begin before the one ahead is done, whose result it multiplies, and whose memory it may take."""
+    k, plans = 2048, (HopperPlan(8, 2, 6, 31), HopperPlan(64, 2, 3, 33), HopperPlan(16, 3, 3, 29))
+    weights, next_weights = ([weight(k, k) for _ in range(6)] for _ in range(2))
+    x = numbers(8, k)
+    kind = kind_of(x, weights[0])
+
+    def chain(pause: bool) -> list[torch.Tensor]:
+        found, y = [], x
+        for i in range(60):
+            q, now = weights[i % 6], next_weights[i % 6] if i % 5 == 4 else weights[i % 6]
+            packed, scale = q.packed.clone(), q.scale.clone()
+            if pause:
+                torch.cuda.synchronize()
+            packed.copy_(now.packed), scale.copy_(now.scale)  # written right before they are read
+            q = hb.QuantizedWeight("nf4", packed, scale, q.shape, q.dtype, 64, now.nested)
+            out = torch.empty_like(x)
+            for plan in plans[: 1 + i % 3]:
+                if pause:
+                    torch.cuda.synchronize()
+                hopper.linear(y, q, None, out, plan, kind)
+                y, out = out, torch.empty_like(x)
+            found.append(y)
+        return found
+
+    right = chain(pause=True)
+    assert 0.1 < right[-1].double().square().mean() < 10
+    for _ in range(5):
+        assert all(torch.equal(*pair) for pair in zip(chain(pause=False), right, strict=True))
+
+
+def test_streams_at_once() -> None:
+    """Launches that run beside each other share neither counters nor sums: few CTAs each, so that they do."""
+    q = weight(500, 14336)
+    tiles = ((8, 2, 6), (64, 2, 3), (16, 3, 3), (8, 2, 6))
+    inputs = [numbers(m, 14336) for m in (8, 70, 16, 5)]
+    plans = [HopperPlan(*tile, ctas) for tile, ctas in zip(tiles, (30, 37, 29, 31), strict=True)]
+    outs = [fused(x, q, plan) for x, plan in zip(inputs, plans, strict=True)]
+    rights, wrong = [out.clone() for out in outs], torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    streams, kinds = [torch.cuda.Stream() for _ in inputs], [kind_of(x, q) for x in inputs]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                outs[i].fill_(777)
+                hopper.linear(inputs[i], q, None, outs[i], plans[i], kinds[i])
+                hopper.linear(inputs[i], q, None, outs[i], plans[i], kinds[i])
+                wrong[i] += (outs[i] != rights[i]).sum()
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0, 0, 0]
+
+
+def test_cuda_graphs_on_two_streams() -> None:
+    """Two graphs beside each other and beside plain launches, and one graph on two streams, which take turns."""
+    q, x = weight(500, 14336), numbers(40, 14336)
+    plans = [HopperPlan(8, 2, 6, 31), HopperPlan(64, 2, 3, 33), HopperPlan(16, 3, 3, 29)]
+    kind = kind_of(x, q)
+    outs = [fused(x, q, plan) for plan in plans]
+    rights = [out.clone() for out in outs]
+    torch.cuda.synchronize()
+    graphs = []
+    for out, plan in zip(outs[:2], plans[:2], strict=True):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for _ in range(2):
+                out.fill_(777)
+                hopper.linear(x, q, None, out, plan, kind)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    wrong = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    torch.cuda.synchronize()
+    for turn in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if i < 2:
+                    graphs[i].replay()
+                else:
+                    outs[i].fill_(777)
+                    hopper.linear(x, q, None, outs[i], plans[i], kind)
+                wrong[i] += (outs[i] != rights[i]).sum()
+        if turn % 5 == 4:
+            torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0, 0]
+    x.copy_(torch.randn_like(x))  # the same addresses, other numbers
+    rights = [fused(x, q, plan) for plan in plans]
+    torch.cuda.synchronize()
+    for stream in streams[:2] * 3:
+        with torch.cuda.stream(stream):
+            graphs[0].replay()
+            graphs[1].replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, right) for out, right in zip(outs[:2], rights[:2], strict=True))

@@ -1,0 +1,290 @@
+"""The plans of the product on Hopper, and that its source compiles for them, GPU or not."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+import halfbyte as hb
+from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.linear import hopper
+from halfbyte.kernels.linear.hopper import DEPTH, HopperPlan, Kind, hopper_plan, is_valid, kind_of, macros, source
+
+H200 = DeviceFacts("cuda", 90, 132, 232448)
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+MODELS = ((28672, 8192), (8192, 28672), (14336, 4096), (4096, 14336), (1024, 4096), (25600, 5120), (5120, 25600))
+WIDTHS = (8, 16, 32, 64)
+GROUPS = (2, 3, 4)
+shapes = {
+    "n": st.integers(1, 40000),
+    "span": st.sampled_from([32, 64]),
+    "units": st.integers(1, 2000),  # K in units of 32
+    "sms": st.integers(1, 200),
+}
+
+
+def tiles(plan: HopperPlan, m: int, n: int) -> int:
+    return -(-n // plan.rows) * -(-m // plan.width)
+
+
+def cuts(plan: HopperPlan, m: int, n: int, k: int) -> set[tuple[int, ...]]:
+    """Where CTAs begin within tiles, as hopper.cu shares the units: one tuple if all tiles are cut alike."""
+    depth, found = -(-k // DEPTH), {}
+    for cta in range(plan.ctas):
+        tile, at = divmod(cta * tiles(plan, m, n) * depth // plan.ctas, depth)
+        found.setdefault(tile, []).append(at)
+    missing = {()} if len(found) < tiles(plan, m, n) else set()
+    return {tuple(parts) for parts in found.values()} | missing
+
+
+@given(
+    m=st.one_of(st.integers(0, 300), st.integers(1, 1 << 17)),
+    **shapes,
+    capability=st.sampled_from([75, 80, 89, 90, 100, 120]),
+    batch_invariant=st.booleans(),
+)
+def test_every_plan_is_valid(
+    m: int, n: int, span: int, units: int, sms: int, capability: int, batch_invariant: bool
+) -> None:
+    facts = DeviceFacts("cuda", capability, sms, 232448)
+    k = span * units
+    plan = hopper_plan(m, n, k, span, facts, batch_invariant)
+    if capability != 90 or m == 0:
+        assert plan is None
+        return
+    if plan is None:
+        assert m > 300  # too many units for 32 bits
+        return
+    assert is_valid(plan, m, n, k, span, facts)
+    # The narrowest tile that holds every row of x, or the widest there is.
+    assert plan.width == next((width for width in WIDTHS if width >= m), WIDTHS[-1])
+    work = tiles(plan, m, n) * -(-k // DEPTH)
+    assert 1 <= plan.ctas <= work
+    assert (work + 1) * plan.ctas <= 1 << 32  # hopper.cu multiplies them in 32 bits
+    assert plan.shared_bytes(span) <= 232448
+
+
+@given(m=st.integers(1, 1000), other=st.integers(1, 1000), **shapes)
+def test_how_a_tile_is_cut_does_not_depend_on_the_rows_of_x(
+    m: int, other: int, n: int, span: int, units: int, sms: int
+) -> None:
+    facts, k = replace(H200, sms=sms), span * units
+    plans = {rows: hopper_plan(rows, n, k, span, facts, True) for rows in (1, m, other)}
+    assume(None not in plans.values())
+    found = set().union(*(cuts(plan, rows, n, k) for rows, plan in plans.items()))
+    assert len(found) == 1
+
+
+@given(m=st.integers(1, 1 << 17), shape=st.sampled_from(MODELS))
+@example(m=5000, shape=MODELS[0])
+def test_batches_of_all_sizes_have_a_plan_or_none_has(m: int, shape: tuple[int, int]) -> None:
+    """Another kernel would add up in another order."""
+    assume(m * shape[1] < 1 << 31)
+    assert (hopper_plan(m, *shape, 64, H200, True) is None) == (hopper_plan(1, *shape, 64, H200, True) is None)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("shape", MODELS)
+def test_models_have_plans(shape: tuple[int, int], batch_invariant: bool) -> None:
+    for span in (32, 64):
+        for m in range(1, 257):
+            plan = hopper_plan(m, *shape, span, H200, batch_invariant)
+            assert plan is not None
+            if m <= plan.width and not batch_invariant:
+                assert 90 <= plan.ctas <= 132
+
+
+def test_plans_that_would_be_wrong_are_not_valid() -> None:
+    def valid(facts: DeviceFacts = H200, m: int = 1, n: int = 300, k: int = 4096, span: int = 64, **changes) -> bool:
+        return is_valid(replace(HopperPlan(8, 3, 3, 32), **changes), m, n, k, span, facts)
+
+    assert valid()
+    assert valid(span=32)
+    assert valid(m=9, ctas=64)
+    assert all(valid(groups=groups, width=width, stages=2) for groups in GROUPS for width in WIDTHS)
+    assert not valid(ctas=33)  # two tiles of sixteen units
+    assert not valid(n=192, ctas=17)
+    assert not valid(ctas=0)
+    assert not valid(groups=1)
+    assert not valid(groups=5)
+    for width in (1, 4, 24, 256):
+        assert not valid(width=width)
+    assert not valid(stages=0)
+    assert not valid(stages=1)
+    assert not valid(stages=9, groups=2, facts=replace(H200, shared_memory=1 << 20))  # no room for the barriers
+    most = max(stages for stages in range(2, 9) if valid(stages=stages))
+    assert valid(stages=most)
+    assert not valid(stages=most + 1)
+    assert not valid(stages=most, facts=replace(H200, shared_memory=HopperPlan(8, 3, most, 1).shared_bytes(64) - 1))
+    for capability in (80, 89, 100, 103, 120):
+        assert not valid(replace(H200, capability=capability))
+    assert not valid(DeviceFacts("hip", 90, 304, 232448))
+    assert not valid(DeviceFacts("host"))
+    assert not valid(m=1 << 16, n=1 << 16, k=1 << 13, ctas=1 << 14)  # more than 32 bits count
+    assert valid(m=1 << 16, n=1 << 16, k=1 << 13, ctas=1)
+
+
+# scales, log_block, span, vector, high_first
+KINDS = (
+    ("nested", 6, 64, True, True),
+    ("nested", 6, 64, False, True),
+    ("nested", 5, 32, True, True),
+    ("nested", 5, 32, False, True),
+    ("nested", 7, 64, False, True),
+    ("nested", 12, 64, False, True),
+    ("float32", 5, 32, False, True),
+    ("float32", 6, 64, True, True),
+    ("float32", 8, 64, True, False),
+    ("float32", 12, 64, False, True),
+    ("float16", 5, 32, True, False),
+    ("float16", 7, 64, False, False),
+    ("bfloat16", 6, 64, True, False),
+    ("bfloat16", 5, 32, False, False),
+    ("bfloat16", 7, 64, True, False),
+)
+
+
+def test_what_the_planner_picks_compiles_into_registers(tmp_path: Path) -> None:
+    picked = {
+        replace(plan, ctas=1)
+        for m in (1, 16, 32, 64)
+        for shape in MODELS
+        for batch_invariant in (False, True)
+        if (plan := hopper_plan(m, *shape, 64, H200, batch_invariant)) is not None
+    }
+    assert {plan.width for plan in picked} == set(WIDTHS)
+    kinds = cycle(Kind(dtype, *kind) for kind, dtype in zip(cycle(KINDS), (BF16, F16) * len(KINDS), strict=False))
+    for plan in sorted(picked, key=lambda plan: (plan.width, plan.groups, plan.stages)):
+        for kind in islice(kinds, 3):
+            multiply, arrange = _compiled(kind, plan, tmp_path)
+            assert multiply["STACK"] == multiply["LOCAL"] == arrange["STACK"] == arrange["LOCAL"] == 0, (kind, plan)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_what_a_tuner_may_pick_compiles(groups: int, tmp_path: Path) -> None:
+    kinds = cycle(Kind(BF16 if groups == 3 else F16, *kind) for kind in KINDS[groups::4])
+    for width, kind in zip(WIDTHS, kinds, strict=False):
+        plans = (HopperPlan(width, groups, stages, 1) for stages in range(2, 9))
+        valid = [plan for plan in plans if is_valid(plan, width, 4096, 4096, kind.span, H200)]
+        multiply, _ = _compiled(kind, valid[-1], tmp_path)
+        assert multiply["STACK"] <= 256  # a few spilled words, none of them an array
+
+
+def _compiled(kind: Kind, plan: HopperPlan, directory: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """What cuobjdump says of `multiply` and `arrange`: registers ("REG"), "STACK", "SHARED", "LOCAL"."""
+    import triton
+
+    settings = macros(kind, plan)
+    path = directory / "hopper.cubin"
+    path.write_bytes(nvrtc.compile_cubin(source(), "90a", settings))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    kernels = re.findall(r"Function (\w+):\s+(REG.*)", text)
+    found = {kernel: {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", used)} for kernel, used in kernels}
+    assert found.keys() == {"multiply", "arrange"}
+    warpgroups = plan.groups + 1
+    assert found["multiply"]["REG"] * 128 * warpgroups <= 65536
+    # A warpgroup waits for ever for registers that the CTA does not have.
+    asked = settings["FETCH_REGISTERS"] + plan.groups * settings["MULTIPLY_REGISTERS"]
+    assert asked <= found["multiply"]["REG"] * warpgroups
+    # Dynamic shared memory begins where the system's ends.
+    assert found["multiply"]["SHARED"] <= 1024
+    return found["multiply"], found["arrange"]
+
+
+def test_source_refuses_sizes_that_are_not_its_own() -> None:
+    plan = HopperPlan(8, 3, 3, 1)
+    wrong = macros(Kind(BF16, *KINDS[0]), plan) | {"SHARED_BYTES": plan.shared_bytes(64) + 16}
+    with pytest.raises(Exception, match="reckons with other sizes"):
+        nvrtc.compile_cubin(source(), "90a", wrong)
+
+
+@pytest.mark.parametrize(
+    ("format", "k", "options", "vector"),
+    [
+        ("nf4", 1024, {"block_size": 64}, True),
+        ("nf4", 14336, {"block_size": 64}, True),
+        ("nf4", 512, {"block_size": 64}, False),  # eight bytes of scales a row
+        ("nf4", 5376, {"block_size": 64}, False),
+        ("nf4", 960, {"block_size": 64}, False),
+        ("nf4", 512, {"block_size": 32}, True),
+        ("nf4", 96, {"block_size": 32}, False),
+        ("fp4", 4096, {"block_size": 128}, False),  # two bytes a unit
+        ("fp4", 4096, {"block_size": 4096}, False),
+        ("nf4", 256, {"block_size": 64, "nested": False}, True),
+        ("nf4", 320, {"block_size": 64, "nested": False}, False),
+        ("nf4", 1024, {"block_size": 32, "nested": False}, False),  # 32 bytes a unit
+        ("fp4", 512, {"block_size": 128, "nested": False}, True),
+        ("fp4", 1024, {"block_size": 256, "nested": False}, True),
+        ("fp4", 512, {"block_size": 256, "nested": False}, False),
+        ("fp4", 4096, {"block_size": 512, "nested": False}, False),
+        ("int4", 256, {"group_size": 32}, True),
+        ("int4", 512, {"group_size": 64}, True),
+        ("int4", 1024, {"group_size": 128}, True),
+        ("int4", 512, {"group_size": 128}, False),
+        ("int4", 320, {"group_size": 64}, False),
+    ],
+)
+def test_kinds(format: str, k: int, options: dict[str, object], vector: bool) -> None:
+    q, x = hb.quantize(torch.randn((3, k)).half(), format, **options), torch.zeros((2, k), dtype=BF16)
+    size = q.block_size
+    scales = "nested" if q.nested else "float16" if format == "int4" else "float32"
+    right = Kind(BF16, scales, size.bit_length() - 1, min(size, 64), vector, format != "int4")
+    assert kind_of(x, q) == right
+    assert kind_of(x.half(), q) == replace(right, dtype=F16)
+    assert kind_of(x, replace(q, scale=moved(q.scale))) == replace(right, vector=False)
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy that begins one element behind an aligned address."""
+    return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_kinds_of_integers_by_their_scales(dtype: torch.dtype) -> None:
+    q = hb.quantize(torch.randn((3, 512)).to(dtype), "int4", group_size=64)
+    kind = kind_of(torch.zeros((2, 512), dtype=BF16), q)
+    assert kind == Kind(BF16, str(dtype).removeprefix("torch."), 6, 64, True, False)
+
+
+@pytest.fixture
+def _as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(hopper, "facts_of", lambda index: H200)
+    hopper._plan.cache_clear()
+    yield
+    hopper._plan.cache_clear()
+
+
+@pytest.mark.usefixtures("_as_on_an_h200")
+def test_what_the_kernel_is_for() -> None:
+    x, weight = torch.randn(100, 1024).bfloat16(), torch.randn(65, 1024).bfloat16()
+    q = hb.quantize(weight)
+    for rows, width in ((1, 8), (8, 8), (9, 16), (17, 32), (33, 64), (65, 64), (100, 64)):
+        plan, kind = hopper.plan_for(x[:rows], q, False)
+        assert plan == hopper_plan(rows, 65, 1024, 64, H200, False)
+        assert plan.width == width
+        assert kind == kind_of(x, q)
+        assert hopper.plan_for(x[:rows], q, True) == (hopper_plan(rows, 65, 1024, 64, H200, True), kind)
+    small = hb.quantize(weight[:, :96], block_size=32)
+    assert hopper.plan_for(x[:, :96].contiguous(), small, False) is not None
+    for no in (
+        (x[:0], q),
+        (x.float(), q),
+        (moved(x), q),
+        (x, replace(q, packed=moved(q.packed))),
+        (x, replace(q, nested=q.nested._replace(absmax=q.nested.absmax[:3], block_size=512))),
+        (x[:, :1000].contiguous(), hb.quantize(weight[:, :1000])),
+        (x[:, :96].contiguous(), hb.quantize(weight[:, :96])),
+        (x[:, :1008].contiguous(), hb.quantize(weight[:, :1008], block_size=32)),
+        (x[:, :0].contiguous(), hb.quantize(weight[:, :0], nested=False)),
+    ):
+        assert hopper.plan_for(*no, False) is None
+        assert hopper.plan_for(*no, True) is None
