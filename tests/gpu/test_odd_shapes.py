@@ -50,3 +50,22 @@ def test_linear(shape: tuple[int, int]) -> None:
         y = hb.linear(x, q, bias)
         right = x.float() @ exact.t() + (0.0 if bias is None else bias.float())
         assert float((y.float() - right).norm() / right.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (7, 63), (33, 320), (129, 1088), (200, 2304)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_linear_of_every_format(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """K that ends within a block, a unit or a step; rows of W that end within a tile; every kernel."""
+    n, k = shape
+    cases = [("nf4", {"block_size": 64}), ("fp4", {"block_size": 32, "nested": False}), ("nf4", {"block_size": 256})]
+    if k % 64 == 0:
+        cases.append(("int4", {"group_size": 64}))
+    for format, options in cases:
+        q = hb.quantize(torch.randn(shape, device="cuda").to(dtype) / k**0.5, format, **options)
+        exact = hb.dequantize(q, torch.float32)
+        for m, invariant in ((1, False), (9, False), (40, False), (70, True)):
+            x = torch.randn((m, k), device="cuda").to(dtype)
+            bias = torch.randn(n, device="cuda").to(dtype) if m % 2 else None
+            y = hb.linear(x, q, bias, batch_invariant=invariant)
+            right = x.double() @ exact.double().t() + (0.0 if bias is None else bias.double())
+            assert float((y.double() - right).norm() / right.norm()) < 5e-3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -39,20 +39,24 @@ def check(status: int) -> None:
         raise RuntimeError(f"the CUDA driver answered with error {status} (see CUresult in cuda.h)")
 
 
-def load(code: bytes, name: str, shared_bytes: int = 0, carveout: int | None = None) -> ctypes.c_void_p:
-    """The kernel `name` of a cubin, loaded for the current device and allowed that much dynamic shared memory.
+def load(code: bytes, shared_bytes: Mapping[str, int], carveout: int | None = None) -> tuple[ctypes.c_void_p, ...]:
+    """Kernels of a cubin by name, loaded for the current device and allowed that much dynamic shared memory each.
 
     carveout: the percentage of a multiprocessor's L1 that is to be shared memory. It changes only while the
     multiprocessor is idle, so kernels that overlap must agree on it.
     """
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    module = ctypes.c_void_p()
     check(driver().cuModuleLoadData(ctypes.byref(module), code))
-    check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-    if shared_bytes:
-        check(driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, ctypes.c_int(shared_bytes)))
-    if carveout is not None:
-        check(driver().cuFuncSetAttribute(function, _SHARED_CARVEOUT, ctypes.c_int(carveout)))
-    return function
+    functions = []
+    for name, count in shared_bytes.items():
+        function = ctypes.c_void_p()
+        check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        if count:
+            check(driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, ctypes.c_int(count)))
+        if carveout is not None:
+            check(driver().cuFuncSetAttribute(function, _SHARED_CARVEOUT, ctypes.c_int(carveout)))
+        functions.append(function)
+    return tuple(functions)
 
 
 class _PerThread(threading.local):

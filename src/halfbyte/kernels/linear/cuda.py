@@ -20,6 +20,8 @@ from halfbyte.kernels.linear import decode, exact, hopper, tensor
 # The most rows of x for which decoding W anew for each tile of them is ahead of making the dense weight once. Measured
 # on an H200; `tensor`'s is a guess from it.
 MOST_ROWS = {hopper: 384, tensor: 64, exact: 8}
+# With batch_invariant so many rows go at a time: no kernel refuses as few, so that all of them take the same one.
+INVARIANT_ROWS = 256
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
@@ -28,31 +30,42 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
     x [M, K] and bias [N] or None, contiguous, on the current device. Returns [M, N]. With batch_invariant the choice
     depends on the weight alone.
     """
-    m, (n, k) = len(x), q.shape
-    if not has_compiler() or min(m, n, k) == 0:
-        return None
-    facts = facts_of(x.get_device())
-    if facts.ptx == 0:
+    m, (n, k) = x.shape[0], q.shape
+    if min(m, n, k) == 0 or not has_compiler() or facts_of(x.get_device()).ptx == 0:
         return None
     if x.data_ptr() % 16:
         x = x.clone()
+    out = x.new_empty((m, n))
+    if not batch_invariant or m <= INVARIANT_ROWS:
+        return out if _multiply(x, q, bias, batch_invariant, out) else None
+    for first in range(0, m, INVARIANT_ROWS):
+        rows = slice(first, first + INVARIANT_ROWS)
+        _multiply(x[rows], q, bias, True, out[rows])
+    return out
+
+
+def _multiply(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool, out: Tensor) -> bool:
+    """Fill `out` if a kernel is for it. Rows of x and of `out` may begin anywhere with batch_invariant."""
+    m, (n, k) = x.shape[0], q.shape
+    blackwell = facts_of(x.get_device()).ptx > 90
 
     def allows(kernel: ModuleType) -> bool:
         return batch_invariant or m <= MOST_ROWS[kernel]
 
-    out = x.new_empty((m, n))
-    few = decode.plan_for(x, q, bias, batch_invariant)
-    if few is not None and (facts.ptx > 90 or (not batch_invariant and _is_lighter(few, m, n * k))):
-        decode.linear(x, q, bias, out, few)
-    elif allows(hopper) and (found := hopper.plan_for(x, q, batch_invariant)) is not None:
+    if m <= decode.MOST_ROWS or (batch_invariant and blackwell):
+        few = decode.plan_for(x, q, bias, batch_invariant)
+        if few is not None and (blackwell or (not batch_invariant and _is_lighter(few, m, n * k))):
+            decode.linear(x, q, bias, out, few)
+            return True
+    if allows(hopper) and (found := hopper.plan_for(x, q, batch_invariant)) is not None:
         hopper.linear(x, q, bias, out, *found)
     elif allows(tensor) and (plan := tensor.plan_for(x, q, bias, batch_invariant)) is not None:
         tensor.linear(x, q, bias, out, plan)
     elif allows(exact):
         exact.linear(x, q, bias, out, exact.plan_for(x, q, bias))
     else:
-        return None
-    return out
+        return False
+    return True
 
 
 def _is_lighter(plan: decode.DecodePlan, m: int, weights: int) -> bool:

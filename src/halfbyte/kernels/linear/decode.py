@@ -163,4 +163,4 @@ def source() -> str:
 @cache
 def _function(index: int, dtype: torch.dtype, nested: bool, bias: bool, plan: DecodePlan) -> ctypes.c_void_p:
     code = cubin(source(), facts_of(index).capability, macros(dtype, nested, bias, plan))
-    return load(code, "decode", plan.shared_bytes(nested))
+    return load(code, {"decode": plan.shared_bytes(nested)})[0]

@@ -95,7 +95,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
 
 def _launch(index: int, dtype: torch.dtype, scale: torch.dtype, low_first: bool, plan: ExactPlan) -> Launch:
     code = cubin(source(), facts_of(index).capability, macros(dtype, scale, low_first, plan))
-    return Launch(load(code, "exact"), LAYOUT, (1, 1), 32 * WARPS)
+    return Launch(load(code, {"exact": 0})[0], LAYOUT, (1, 1), 32 * WARPS)
 
 
 def macros(dtype: torch.dtype, scale: torch.dtype, low_first: bool, plan: ExactPlan) -> dict[str, int]:

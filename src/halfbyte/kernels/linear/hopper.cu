@@ -81,15 +81,9 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
 }
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
   u32 done;
-#ifdef WATCHDOG
-  long long start = clock64();
-#endif
   do {
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-#ifdef WATCHDOG
-    if (clock64() - start > 200000000) __trap();
-#endif
   } while (!done);
 }
 
@@ -525,7 +519,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  asm volatile("griddepcontrol.launch_dependents;");  // the next `arrange` may take its place, and waits there
   if (warp >= WARPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCH_REGISTERS));
     fetch(a, reinterpret_cast<u64>(a.map), first, last, threadIdx.x - 128 * GROUPS);
@@ -545,7 +538,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
 // x [m, k] into tiles: [column tile][K / 64][WIDTH rows][128 bytes, 16-byte pieces swizzled by the row]. Within a span,
 // piece j holds for each member of a quad its word j, a word being two neighbouring k.
 extern "C" __global__ void __launch_bounds__(128) arrange(const __grid_constant__ Arguments a) {
-  asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory");
+  // Only when all work ahead is done may `multiply` begin: it reads W at once, and waits for nothing but this kernel.
+  asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
   const u32 index = blockIdx.x * 128 + threadIdx.x, pieces = a.column_tiles * a.depth_units * (X_BYTES / 16);
   if (index >= pieces) return;
   const u32 piece = index % 8, row = index / 8 % WIDTH, block = index / (8 * WIDTH), blocks = a.depth_units * 4;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from halfbyte.kernels.common.nvrtc import cubin
 from halfbyte.kernels.linear.codebook import UNIT_AND_CODEBOOK
 
 DEPTH = 256  # of K, a unit of work
+WIDTHS = (8, 16, 32, 64)
 REGISTERS = {2: (120, 192), 3: (80, 144), 4: (96, 96)}  # fetching, multiplying; by groups
 
 
@@ -40,6 +41,10 @@ class HopperPlan:
         """Dynamic shared memory. hopper.cu lays it out, and does not compile where this sum is another than its own."""
         stage = self.rows * DEPTH // 2 + self.width * DEPTH * 2 + DEPTH // span * self.rows * 4
         return 256 * 256 + 1024 + self.stages * stage
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,6 @@ TILES = {
     (32, 3): (3, 1.30), (64, 3): (2, 1.72), (64, 2): (3, 1.21),
 }  # fmt: skip
 SHARE_COST = 2.0
-WIDTHS = (8, 16, 32, 64)
 INVARIANT_GROUPS = 3
 
 
@@ -165,7 +169,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
         lambda: _launches(index, row_tiles, column_tiles, units, kind, plan),
     )
     stream = torch._C._cuda_getCurrentRawStream(index)
-    partial = 2 * plan.ctas * plan.rows * plan.width * 4
+    partial = 2 * plan.ctas * plan.rows * plan.width * 4 if plan.ctas != row_tiles * column_tiles else 0
     arranged = column_tiles * units * plan.width * DEPTH * 2
     workspace = torch.empty(partial + arranged, dtype=torch.uint8, device=x.device)
     at, packed = workspace.data_ptr(), q.packed.data_ptr()
@@ -202,14 +206,12 @@ _LAYOUT = "128s10Q6If64s20x"  # a structure aligned to 64 bytes
 def _launches(
     index: int, row_tiles: int, column_tiles: int, units: int, kind: Kind, plan: HopperPlan
 ) -> tuple[Launch, Launch]:
+    arrange, multiply = _functions(index, kind, replace(plan, ctas=0))
     pieces = column_tiles * units * plan.width * DEPTH // 8
     return (
-        Launch(_function(index, "arrange", kind, plan), _LAYOUT, (-(-pieces // 128), 1), 128, overlaps=True),
-        Launch(
-            _function(index, "multiply", kind, plan), _LAYOUT, (plan.ctas, 1), 128 * (plan.groups + 1),
-            plan.shared_bytes(kind.span), overlaps=True,
-        ),
-    )  # fmt: skip
+        Launch(arrange, _LAYOUT, (-(-pieces // 128), 1), 128, overlaps=True),
+        Launch(multiply, _LAYOUT, (plan.ctas, 1), plan.threads, plan.shared_bytes(kind.span), overlaps=True),
+    )
 
 
 @lru_cache(4096)
@@ -235,8 +237,7 @@ def macros(kind: Kind, plan: HopperPlan) -> dict[str, int]:
         "WIDTH": plan.width, "GROUPS": plan.groups, "STAGES": plan.stages, "SPAN": kind.span,
         "SCALES": ("nested", "float32", "float16", "bfloat16").index(kind.scales), "LOG_BLOCK": kind.log_block,
         "VECTOR": int(kind.vector), "HIGH_FIRST": int(kind.high_first), "FP16": int(kind.dtype == torch.float16),
-        "SHARED_BYTES": plan.shared_bytes(kind.span),
-        "FETCH_REGISTERS": fetching, "MULTIPLY_REGISTERS": multiplying,
+        "SHARED_BYTES": plan.shared_bytes(kind.span), "FETCH_REGISTERS": fetching, "MULTIPLY_REGISTERS": multiplying,
     }  # fmt: skip
 
 
@@ -245,6 +246,8 @@ def source() -> str:
 
 
 @cache
-def _function(index: int, name: str, kind: Kind, plan: HopperPlan) -> ctypes.c_void_p:
+def _functions(index: int, kind: Kind, plan: HopperPlan) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+    shared = plan.shared_bytes(kind.span)
     code = cubin(source(), "90a", macros(kind, plan))
-    return load(code, name, plan.shared_bytes(kind.span) if name == "multiply" else 0, carveout=100)
+    arrange, multiply = load(code, {"arrange": 0, "multiply": shared}, carveout=100)
+    return arrange, multiply

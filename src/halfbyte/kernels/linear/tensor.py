@@ -214,4 +214,5 @@ def _functions(
     index: int, format: str, scale_dtype: torch.dtype, dtype: torch.dtype, plan: TensorPlan
 ) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
     code = cubin(source(), facts_of(index).capability, macros(format, scale_dtype, dtype, plan))
-    return load(code, "product", plan.sum_bytes), load(code, "combine")
+    product, combine = load(code, {"product": plan.sum_bytes, "combine": 0})
+    return product, combine
