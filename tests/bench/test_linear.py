@@ -38,7 +38,9 @@ def test_cases(format: str, dtype: torch.dtype) -> None:
     dense = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     for m, case in zip((1, 3), cases(format, dtype), strict=True):
         assert case.name == f"64×128, M = {m}"
-        wanted = {"halfbyte", dense, "dequantize + linear"} | ({"bitsandbytes"} if format != "int4" else set())
+        wanted = {"halfbyte", dense, "dequantize + linear"} | (
+            {"bitsandbytes", "halfbyte int4"} if format != "int4" else set()
+        )
         assert wanted <= set(case.providers) <= wanted | {"bitsandbytes repacked", "tinygemm"}
         assert ("tinygemm" in case.providers) == (dtype == torch.bfloat16)
         ends = (m * 128 + m * 64) * dtype.itemsize

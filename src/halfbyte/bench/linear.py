@@ -111,8 +111,13 @@ def _products(
             modules = [bitsandbytes.repacked(q) for q in weights]
             products["bitsandbytes repacked"] = lambda x, i: modules[i](x)
             exact["bitsandbytes repacked"] = decoded
+    if dense[0].shape[1] % 128:
+        return products, exact
+    integers = weights if weights[0].format == grouped.NAME else [ops.quantize(w, grouped.NAME) for w in dense]
+    if integers is not weights:
+        products["halfbyte int4"] = lambda x, i: ops.linear(x, integers[i])
+        exact["halfbyte int4"] = _decoded(integers)
     if dtype == torch.bfloat16 and peers.Tinygemm.fits(dense[0].shape):
-        integers = [ops.quantize(weight, grouped.NAME) for weight in dense]
         tinygemm = [peers.Tinygemm(q) for q in integers]
         products["tinygemm"] = lambda x, i: tinygemm[i](x)
         exact["tinygemm"] = _decoded(integers)
