@@ -434,7 +434,7 @@ __device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], c
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < SUMS; i++) total[i] = 0;
-  constexpr u32 BATCH = SUMS <= 8 ? 4 : 1;  // parts on their way at once
+  constexpr u32 BATCH = 32 / SUMS < 4 ? 32 / SUMS : 4;  // parts on their way at once
   for (u32 cta = from; cta <= to; cta += BATCH) {
     float4 part[BATCH][SUMS / 4];
 #pragma unroll

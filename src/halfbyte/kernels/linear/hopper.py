@@ -98,13 +98,14 @@ def is_valid(plan: HopperPlan, m: int, n: int, k: int, span: int, facts: DeviceF
     )
 
 
-# Width and groups to stages and the microseconds that a unit takes; and what a CTA loses where it shares a tile with
-# others. Measured on an H200 (docs/notebook.md).
+# Width and groups to stages and the microseconds that a unit takes; what a CTA loses where it shares a tile with others,
+# and for each of those that share it. Measured on an H200 (docs/notebook.md).
 TILES = {
     (8, 4): (3, 1.15), (8, 3): (3, 0.98), (16, 4): (3, 1.45), (16, 3): (3, 1.06), (32, 4): (3, 1.78),
     (32, 3): (3, 1.30), (64, 3): (2, 1.72), (64, 2): (3, 1.21),
 }  # fmt: skip
 SHARE_COST = 2.0
+PART_COST = {8: 0.22, 16: 0.26, 32: 0.33, 64: 0.48}
 INVARIANT_GROUPS = 3
 
 
@@ -125,22 +126,26 @@ def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_inv
         row_tiles = -(-n // (64 * groups))
         tiles = row_tiles * columns
         if batch_invariant:
-            shares = _best_shares(row_tiles, depth, 1.0, facts.sms)[1]
+            shares = _best_shares(row_tiles, depth, 1.0, 0.3, facts.sms)[1]
             found.append((0.0, HopperPlan(width, groups, stages, tiles * shares)))
             continue
-        time, shares = _best_shares(tiles, depth, cost, facts.sms)
+        part = PART_COST[width]
+        time, shares = _best_shares(tiles, depth, cost, part, facts.sms)
         found.append((time, HopperPlan(width, groups, stages, tiles * shares)))
         ctas = min(facts.sms, tiles * depth)
-        found.append((-(-tiles * depth // ctas) * cost + 2 * SHARE_COST, HopperPlan(width, groups, stages, ctas)))
+        time = -(-tiles * depth // ctas) * cost + 2 * SHARE_COST + (ctas / tiles + 1) * part
+        found.append((time, HopperPlan(width, groups, stages, ctas)))
     valid = [pair for pair in found if is_valid(pair[1], m, n, k, span, facts)]
     return min(valid, key=lambda pair: pair[0])[1] if valid else None
 
 
-def _best_shares(tiles: int, depth: int, cost: float, sms: int) -> tuple[float, int]:
+def _best_shares(tiles: int, depth: int, cost: float, part: float, sms: int) -> tuple[float, int]:
     """The time of the busiest SM where every tile is cut into so many parts, and that number."""
 
     def time(shares: int) -> float:
-        return -(-tiles * shares // sms) * (-(-depth // shares) * cost + (SHARE_COST if shares > 1 else 0))
+        return -(-tiles * shares // sms) * (
+            -(-depth // shares) * cost + (SHARE_COST + part * shares if shares > 1 else 0)
+        )
 
     return min((time(shares), shares) for shares in range(1, max(1, min(depth, sms // tiles)) + 1))
 
