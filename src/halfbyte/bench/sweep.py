@@ -63,10 +63,13 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
         panel.set_visible(False)
     for panel, ((n, k), curves) in zip(panels.flat, shapes.items(), strict=False):
         for name, curve in curves.items():
-            times = {m: row["median_us"] for m, row in curve.items() if "median_us" in row}
+            times = _times(curve)
             color, width = {**STYLES, **COLORS}.get(name), 2.0 if name == OURS else 1.2
             panel.plot(times.keys(), times.values(), "o-", markersize=2.5, linewidth=width, color=color, label=name)
         least = {m: floor(record, row) for m, row in curves[OURS].items()}
+        # One provider that falls far behind must not press the others into a line.
+        common = [time for name in (OURS, BASELINE, *DENSE) for time in _times(curves.get(name, {})).values()]
+        panel.set_ylim(0.8 * min(least.values()), 1.5 * max(common))
         panel.plot(least.keys(), least.values(), "--", linewidth=1, color="#2b2d42", label="4-bit bytes at copy speed")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
@@ -75,8 +78,10 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
         panel.set_title(f"{n}×{k}", fontsize=9)
         panel.grid(color="#e6e8eb", zorder=0)
         panel.spines[["top", "right"]].set_visible(False)
-    for panel in panels[-1]:
-        panel.set_xlabel("rows of x", fontsize=8)
+    for column in panels.T:
+        last = [panel for panel in column if panel.get_visible()][-1]
+        last.tick_params(labelbottom=True)
+        last.set_xlabel("rows of x", fontsize=8)
     for panel in panels[:, 0]:
         panel.set_ylabel("µs", fontsize=8)
     figure.suptitle(title(record), fontsize=10)
@@ -84,6 +89,10 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, metadata={"Software": None})
     plt.close(figure)
+
+
+def _times(curve: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
+    return {m: row["median_us"] for m, row in curve.items() if "median_us" in row}
 
 
 def _time(row: Mapping[str, Any] | None) -> str:
