@@ -116,3 +116,15 @@ def test_torch_compile() -> None:
     x = torch.randn((2, 1024), device=DEVICE).bfloat16()
     compiled = torch.compile(lambda x, q: hb.linear(x, q) * 2, fullgraph=True)
     assert torch.equal(compiled(x, q), hb.linear(x, q) * 2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("shape", [(1024, 4096), (512, 320), (100, 333)])
+def test_a_device_that_is_not_current(shape: tuple[int, int]) -> None:
+    q = hb.quantize(torch.randn(shape, device=DEVICE).bfloat16())
+    there = q.to("cuda:1")
+    for m in (1, 16, 40, 100):
+        x = torch.randn((m, shape[1]), device=DEVICE).bfloat16()
+        y = hb.linear(x.to("cuda:1"), there)
+        assert y.device == torch.device("cuda", 1)
+        assert torch.equal(y.to(DEVICE), hb.linear(x, q))
