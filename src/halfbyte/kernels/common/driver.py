@@ -66,12 +66,12 @@ class _PerThread(threading.local):
         self.launches: dict[Hashable, Any] = {}
 
 
-_per_thread = _PerThread()
+per_thread = _PerThread()
 
 
 def prepared(key: Hashable, prepare: Callable[[], T]) -> T:
     """What `prepare` made for this key when this thread first asked."""
-    launches = _per_thread.launches
+    launches = per_thread.launches
     found = launches.get(key)
     if found is None:
         found = launches[key] = prepare()

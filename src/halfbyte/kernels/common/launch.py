@@ -11,7 +11,6 @@ pointers and integers are multiples of 16; the caller's key stands for the forme
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Hashable
 from functools import cache, reduce
 from operator import or_
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
-from halfbyte.kernels.common.driver import check, driver
+from halfbyte.kernels.common.driver import check, driver, per_thread
 
 # Triton appends pointers for its global and its profiling scratch memory, depending on its version. Our kernels need
 # neither, and the driver reads only as many parameters as the function has.
@@ -35,16 +34,6 @@ def _driver_launch() -> Any:
         launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
         launch.restype = ctypes.c_int
     return launch
-
-
-class _PerThread(threading.local):
-    """Launches already compiled; a launch's parameter block is not shared between threads."""
-
-    def __init__(self) -> None:
-        self.launches: dict[Hashable, _DirectLaunch | None] = {}
-
-
-_per_thread = _PerThread()
 
 
 def launch(
@@ -62,14 +51,14 @@ def launch(
     """
     values = tuple([value if isinstance(value, int) else value.data_ptr() for value in arguments])
     key = (id(kernel), index, key)  # hashing a kernel itself means hashing its source
-    direct = _per_thread.launches.get(key)
+    direct = per_thread.launches.get(key)
     if direct is not None and direct(torch._C._cuda_getCurrentRawStream(index), values):
         return
     facts = facts_of(index)
     grid, options = configure(facts)
     compiled = kernel[(grid,)](*arguments, **options)
     if facts.kind == "cuda" and direct is None:
-        _per_thread.launches[key] = _direct_launch(compiled, grid, values)
+        per_thread.launches[key] = _direct_launch(compiled, grid, values)
 
 
 class _DirectLaunch:

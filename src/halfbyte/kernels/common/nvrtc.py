@@ -20,6 +20,11 @@ from pathlib import Path
 _DIGEST = hashlib.sha256().digest_size
 
 
+def read_sources(*paths: Path) -> str:
+    """One source of several files, in order: NVRTC sees no folder to include from."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+
+
 def cubin(source: str, capability: int | str, macros: Mapping[str, int]) -> bytes:
     """Machine code of `source` for sm_<capability> (90, or "90a"), from the cache where it is there.
 

@@ -22,7 +22,7 @@ FACTORS = {
 
 
 def _scaled(format: str, factor: float) -> bytes:
-    values = range(-8, 8) if format == grouped.NAME else blockwise.FORMATS[format].codebook
+    values = range(-grouped.BIAS, grouped.BIAS) if format == grouped.NAME else blockwise.FORMATS[format].codebook
     return struct.pack("16f", *(value * factor for value in values))
 
 

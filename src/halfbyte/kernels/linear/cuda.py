@@ -45,7 +45,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
 
 
 def _multiply(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool, out: Tensor) -> bool:
-    """Fill `out` if a kernel is for it. Rows of x and of `out` may begin anywhere with batch_invariant."""
+    """Fill `out`, and say so, if a kernel is for such a product and ahead of the dense weight."""
     m, (n, k) = x.shape[0], q.shape
     blackwell = facts_of(x.get_device()).ptx > 90
 

@@ -15,11 +15,8 @@
 // side by side along K hand their sums to the first of them through distributed shared memory. Sums are always added in
 // the same order, so the same input gives the same bits.
 //
-// Needs sm_90, K % 1024 == 0, N % 4 == 0, blocks of 64, packed and scales aligned to 16 bytes.
+// Needs barriers.cuh ahead of it, sm_90, K % 1024 == 0, N % 4 == 0, blocks of 64, packed and scales aligned to 16 bytes.
 // Macros: COLUMNS, WARPS, SLICE, STAGES, CLUSTER, NESTED, FP16, BIAS, SHARED_BYTES.
-
-typedef unsigned u32;
-typedef unsigned long long u64;
 
 constexpr u32 BASE = 1024;         // where dynamic shared memory begins on sm_90 and later; checked below
 constexpr u32 TABLE_ROW = 256;     // bytes: a word for each lane, in the lower half
@@ -50,11 +47,6 @@ __device__ __forceinline__ u32 load_word(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(value) : "r"(address), "n"(BASE));
   return value;
 }
-__device__ __forceinline__ uint2 load_pair(u32 address) {
-  uint2 value;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
-  return value;
-}
 __device__ __forceinline__ float4 load_sums(u32 address) {
   float4 value;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -74,30 +66,7 @@ __device__ __forceinline__ float load_float(u32 address) {
 __device__ __forceinline__ void store_float(u32 address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
-__device__ __forceinline__ void store_word(u32 address, u32 value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
 
-__device__ __forceinline__ void init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  } while (!done);
-}
-__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
 __device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
   u32 mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
@@ -107,16 +76,6 @@ __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Two fp32 numbers, rounded, the first in the low half.
-__device__ __forceinline__ u32 pack(float first, float second) {
-  u32 word;
-#if FP16
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
-#endif
-  return word;
-}
 __device__ __forceinline__ float unpack(unsigned short bits) {
   float value;
 #if FP16

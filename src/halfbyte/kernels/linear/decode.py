@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.formats import grouped
+from halfbyte.formats import blockwise, grouped
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Launch, load, prepared
-from halfbyte.kernels.common.nvrtc import cubin
+from halfbyte.kernels.common.nvrtc import cubin, read_sources
 from halfbyte.kernels.linear.codebook import FACTORS, UNIT_AND_CODEBOOK
 
 BLOCK = 64  # weights that share a scale
@@ -99,7 +99,7 @@ def plan_for(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant
     """
     if (q.format, x.dtype) not in FACTORS or q.format == grouped.NAME or q.block_size != BLOCK:
         return None
-    if q.nested is not None and q.nested.block_size != 256:
+    if q.nested is not None and q.nested.block_size != blockwise.NESTED_BLOCK_SIZE:
         return None
     if any(tensor.data_ptr() % 16 for tensor in (q.packed, q.scale, x, x if bias is None else bias)):
         return None
@@ -157,7 +157,8 @@ def macros(dtype: torch.dtype, nested: bool, bias: bool, plan: DecodePlan) -> di
 
 
 def source() -> str:
-    return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    folder = Path(__file__).parent
+    return read_sources(folder / "barriers.cuh", folder / "decode.cu")
 
 
 @cache

@@ -10,17 +10,14 @@
 // harmless; one over that factor (`unit`) goes into the result. Scales are applied in fp32 to the sums of each span.
 //
 // `arrange` lays x out in the swizzled tiles that wgmma reads, rows and k beyond the end filled up with zeros;
-// `multiply` may start before it is done. The work is tiles of ROWS rows of W by WIDTH rows of x, cut
-// along K into units of 256; every CTA takes an equal run of units. One warpgroup fetches bytes (tensor copies) and decodes
-// scales; GROUPS warpgroups multiply, a warp 16 rows. A tile that several CTAs share is added up by whichever warp comes
+// `multiply` may start before it is done. The work is tiles of ROWS rows of W by WIDTH rows of x, cut along K into units
+// of 256; every CTA takes an equal run of units. One warpgroup fetches bytes (tensor copies) and decodes scales; GROUPS warpgroups multiply, a warp 16 rows. A tile that several CTAs share is added up by whichever warp comes
 // last, always in the order of K: the same input gives the same bits.
 //
-// Needs sm_90a, units times CTAs below 2^32, K % 64 == 0 (spans of 64) or K % 32 == 0 (spans of 32), packed aligned to 16 bytes.
+// Needs barriers.cuh ahead of it, sm_90a, units times CTAs below 2^32, K % 64 == 0 (spans of 64) or K % 32 == 0 (spans
+// of 32), packed aligned to 16 bytes.
 // Macros: WIDTH, GROUPS, STAGES, SPAN, SCALES (0 nested bytes, 1 fp32, 2 fp16, 3 bf16), LOG_BLOCK, VECTOR, HIGH_FIRST,
 // FP16, SHARED_BYTES, FETCH_REGISTERS, MULTIPLY_REGISTERS.
-
-typedef unsigned u32;
-typedef unsigned long long u64;
 
 constexpr u32 BASE = 1024;       // where dynamic shared memory begins; checked below
 constexpr u32 TABLE_ROW = 256;   // bytes: two weights for each lane, then the value of a scale byte for each lane
@@ -56,47 +53,12 @@ __device__ __forceinline__ float load_code(u32 address) {
   asm volatile("ld.shared.f32 %0, [%1 + %2];" : "=f"(value) : "r"(address), "n"(BASE + 128));
   return value;
 }
-__device__ __forceinline__ uint2 load_pair(u32 address) {
-  uint2 value;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
-  return value;
-}
 __device__ __forceinline__ u32 load_one(u32 address) {
   u32 value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
   return value;
 }
-__device__ __forceinline__ void store_word(u32 address, u32 value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
 
-__device__ __forceinline__ void init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  } while (!done);
-}
-
-// Two fp32 numbers, rounded, the first in the low half.
-__device__ __forceinline__ u32 pack(float first, float second) {
-  u32 word;
-#if FP16
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
-#endif
-  return word;
-}
 __device__ __forceinline__ float from_fp16(u32 bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
@@ -228,8 +190,7 @@ __device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const P
                ::"r"(to), "l"(map), "r"(place.depth * (DEPTH / 2)), "r"(place.row_tile * ROWS), "r"(full) : "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");  // until x is arranged
   const uint4* from = a.arranged + u64(place.column_tile * a.depth_units + place.depth) * (X_BYTES / 16);
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to + W_BYTES), "l"(from), "r"(X_BYTES), "r"(full) : "memory");
+  copy(to + W_BYTES, from, X_BYTES, full);
 }
 
 __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u32 last, u32 thread) {
@@ -310,8 +271,6 @@ template <int J> __device__ __forceinline__ u32 look_up(u32 bytes, u32 column) {
 #define D8 D4 ",%4,%5,%6,%7"
 #define D16 D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define D64 D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
-  ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #if WIDTH == 8
 #define SHAPE "m64n8k16"
 #define D D4
@@ -336,12 +295,6 @@ template <int J> __device__ __forceinline__ u32 look_up(u32 bytes, u32 column) {
 #define OUTPUTS(d) F16(d, 0), F16(d, 16)
 #define INPUTS "{%32,%33,%34,%35}, %36, p, 1, 1, 0;"
 #define CONDITION "%37"
-#elif WIDTH == 128
-#define SHAPE "m64n128k16"
-#define D D64
-#define OUTPUTS(d) F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-#define INPUTS "{%64,%65,%66,%67}, %68, p, 1, 1, 0;"
-#define CONDITION "%69"
 #endif
 #if FP16
 #define TYPES ".f32.f16.f16 "
@@ -409,7 +362,7 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&total)[S
 }
 
 // The sums of a tile that several CTAs share: left in memory, and added up by the last warp to leave its own.
-__device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], const Place& place, u32 first, u32 warp, u32 lane) {
+__device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], const Place& place, u32 warp, u32 lane) {
   const u32 units = units_of(a), tile = place.row_tile * a.column_tiles + place.column_tile;
   const u32 begin = tile * a.depth_units, end = begin + a.depth_units;
   auto cta_of = [&](u32 unit) { return ((unit + 1) * gridDim.x - 1) / units; };
@@ -497,7 +450,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
     for (int span = 0; span < SPANS; span += 2) turn(even, odd, span), turn(odd, even, span + 1);
     arrive(empty);
     if (place.depth + 1 == a.depth_units || unit + 1 == last) {
-      if (meet(a, total, place, first, warp, lane)) store(a, total, place, row, member);
+      if (meet(a, total, place, warp, lane)) store(a, total, place, row, member);
 #pragma unroll
       for (int i = 0; i < SUMS; i++) total[i] = 0;
     }

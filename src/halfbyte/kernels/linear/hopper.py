@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.formats import grouped
+from halfbyte.formats import blockwise, grouped
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Launch, check, driver, load, prepared
-from halfbyte.kernels.common.nvrtc import cubin
+from halfbyte.kernels.common.nvrtc import cubin, read_sources
 from halfbyte.kernels.linear.codebook import UNIT_AND_CODEBOOK
 
 DEPTH = 256  # of K, a unit of work
@@ -66,7 +66,7 @@ def kind_of(x: Tensor, q: QuantizedWeight) -> Kind | None:
     k = q.shape[1]
     if x.dtype not in (torch.float16, torch.bfloat16) or k % span or k == 0:
         return None
-    if q.nested is not None and q.nested.block_size != 256:
+    if q.nested is not None and q.nested.block_size != blockwise.NESTED_BLOCK_SIZE:
         return None
     if any(tensor.data_ptr() % 16 for tensor in (q.packed, x)):
         return None
@@ -92,7 +92,7 @@ def is_valid(plan: HopperPlan, m: int, n: int, k: int, span: int, facts: DeviceF
         and 2 <= plan.stages <= 8
         and 1 <= plan.ctas <= units
         and units * plan.ctas < 1 << 32
-        and max(m * k, k) < 1 << 31
+        and m * k < 1 << 31
         and n < 1 << 31
         and plan.shared_bytes(span) <= facts.shared_memory
     )
@@ -247,7 +247,8 @@ def macros(kind: Kind, plan: HopperPlan) -> dict[str, int]:
 
 
 def source() -> str:
-    return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    folder = Path(__file__).parent
+    return read_sources(folder / "barriers.cuh", folder / "hopper.cu")
 
 
 @cache
