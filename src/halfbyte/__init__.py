@@ -5,6 +5,7 @@ from halfbyte import nn
 from halfbyte.formats.bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from halfbyte.formats.compressed_tensors import from_compressed_tensors
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
+from halfbyte.models.accelerate import accelerate, restore
 from halfbyte.ops import dequantize, linear, quantize
 
 __version__ = "0.1.0"
@@ -12,11 +13,13 @@ __version__ = "0.1.0"
 __all__ = [
     "NestedScale",
     "QuantizedWeight",
+    "accelerate",
     "dequantize",
     "from_bitsandbytes",
     "from_compressed_tensors",
     "linear",
     "nn",
     "quantize",
+    "restore",
     "to_bitsandbytes",
 ]

@@ -82,6 +82,41 @@ def linear(
 
 
 @app.command()
+def decode(
+    model: Annotated[
+        str, typer.Option(help="Folders of checkpoints or named shapes with random weights, comma-separated.")
+    ] = "llama-3-8b",
+    device: Device = None,
+    batch: Annotated[str, typer.Option(help="Texts at once, comma-separated.")] = "1,8,32",
+    context: Annotated[int, typer.Option(min=1, help="Tokens before the first new one.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=4, help="That generate makes.")] = 64,
+    layers: Annotated[int, typer.Option(min=0, help="Of a named shape; 0 for all of them.")] = 0,
+    rounds: Annotated[int, typer.Option(min=3, help="Samples of each provider; medians are reported.")] = 5,
+    out: Out = None,
+) -> None:
+    """A whole model: prefill, decoding steps and plain generate, beside bitsandbytes and bf16."""
+    import torch
+
+    from halfbyte.bench import records, wholes
+    from halfbyte.bench.decode import Settings, decode_rows
+
+    where = _device(device)
+    settings = Settings(_counts(batch), context, new_tokens, rounds, layers)
+    torch.manual_seed(0)
+    rows = [row for name in model.split(",") for row in decode_rows(name.strip(), where, settings, _say)]
+    record = {
+        "bench": "decode",
+        "environment": records.environment(where),
+        "method": f"wall clock, {context} tokens of context, static cache; generate as a user calls it, {new_tokens} "
+        "new tokens, everything included",
+        "rows": rows,
+    }
+    console = Console()
+    console.print(wholes.terminal_table(record))
+    _keep(record, out, where, console)
+
+
+@app.command()
 def puzzle(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of three dequantizations.")] = 1000,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of that many rounds; medians are reported.")] = 3,

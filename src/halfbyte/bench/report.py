@@ -159,6 +159,8 @@ def fill(text: str, blocks: Mapping[str, str]) -> str:
 
 def title(record: Mapping[str, Any]) -> str:
     row = record["rows"][0]
+    if "format" not in row:
+        return f"{record['bench']}, {record['environment']['device']}"
     nested = " nested" if row["nested"] else ""
     return f"{record['bench']}, {row['format']}{nested}, {row['dtype']}, {record['environment']['device']}"
 

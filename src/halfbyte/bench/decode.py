@@ -1,0 +1,288 @@
+"""`halfbyte bench decode`: a whole model, prefill and decoding, as bitsandbytes and as halfbyte compute it.
+
+Both run the same weights: on a GPU the very same model, `accelerate` and `restore` going to and fro. First come the
+logits: of the model's first layers against the same layers in dequantized fp32, and of the whole model against
+bitsandbytes'. A step is timed as it is, as a CUDA graph, and as a graph whose small kernels torch.compile has fused;
+`generate` is timed as a user calls it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.bench import models
+from halfbyte.bench.linear import relative_error
+from halfbyte.models.accelerate import accelerate, restore
+from halfbyte.models.graphs import COUNTER, Step
+from halfbyte.models.regions import compiled_regions
+
+CHECKED_LAYERS = 4  # that the fp32 reference has: all of a 70B model would not fit
+STEPS = 16  # in a sample
+MOST_APART = 0.1  # ‖ours - bitsandbytes'‖ / ‖bitsandbytes'‖ of a whole model's logits: bf16 noise of all its layers
+BATCHES = (1, 8, 32)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """batches: rows of text at once. context: tokens before the first new one. new_tokens: that `generate` makes.
+    rounds: samples of each provider. layers: of a named shape, 0 for all."""
+
+    batches: Sequence[int] = BATCHES
+    context: int = 256
+    new_tokens: int = 64
+    rounds: int = 5
+    layers: int = 0
+
+
+def decode_rows(name: str, device: torch.device, settings: Settings, say: Callable[[str], None]) -> Iterator[Any]:
+    """Rows of a record for one model: a provider, a mode and a batch each. Raises ValueError where logits disagree."""
+    dtype = torch.bfloat16
+    say(f"{name}: logits against fp32")
+    errors = _errors(name, device, dtype)
+    say(f"{name}: loading")
+    _empty_cache(device)
+    model = models.load(name, device, dtype, layers=settings.layers)
+    weights = _allocated(device)
+    started = time.perf_counter()
+    report = accelerate(model)
+    seconds = time.perf_counter() - started
+    if report.skipped:
+        raise ValueError(f"{name}: not every module was accelerated: {report}")
+    restore(model)
+    facts = {
+        "model": name, "layers": model.config.num_hidden_layers, "context": settings.context,
+        "weight_gb": weights, "accelerate_s": round(seconds, 3),
+    }  # fmt: skip
+    contest = Contest(model)
+    for batch in settings.batches:
+        say(f"{name}: batch {batch}")
+        for row in _batch_rows(contest, batch, settings, device):
+            error = {"relative_error": errors.get(row["provider"])} if row["provider"] in errors else {}
+            yield facts | {"batch": batch} | row | error
+    need = 2 * sum(module.out_features * module.in_features for _, module in models.four_bit(model))
+    if device.type == "cuda" and need < 0.9 * torch.cuda.mem_get_info(device)[0]:
+        say(f"{name}: dense")
+        models.make_dense(model, dtype)
+        for batch in settings.batches:
+            for row in _dense_rows(model, batch, settings, device):
+                yield facts | {"batch": batch} | row
+
+
+def _batch_rows(contest: Contest, batch: int, settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
+    modes = ("eager", "graph", "fused graph") if device.type == "cuda" else ("eager",)
+    decoders: dict[tuple[str, str], Decoder] = {}
+    for provider, run_by in contest.providers.items():
+        with run_by() as model:
+            for mode in modes:
+                decoders[provider, mode] = Decoder(model, batch, settings, mode)
+    _agree({key: decoder.logits for key, decoder in decoders.items()})
+    samples: dict[tuple[str, str], list[float]] = {key: [] for key in decoders}
+    prefills: dict[str, list[float]] = {provider: [] for provider in contest.providers}
+    for turn in range(settings.rounds):
+        for provider in sorted(contest.providers, reverse=bool(turn % 2)):
+            with contest.providers[provider]():
+                for mode in modes:
+                    samples[provider, mode].append(decoders[provider, mode].sample())
+                prefills[provider].append(decoders[provider, "eager"].prefill())
+    for (provider, mode), times in samples.items():
+        yield {"provider": provider, "mode": mode, **_times(times), **_speed(batch, times)}
+    for provider, times in prefills.items():
+        yield {"provider": provider, "mode": "prefill", **_times(times)}
+    del decoders
+    for provider, run_by in contest.providers.items():
+        with run_by() as model:
+            yield {"provider": provider, "mode": "generate", **_generate(model, batch, settings, device)}
+
+
+def _dense_rows(model: Any, batch: int, settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
+    for mode in ("eager", "graph", "fused graph"):
+        decoder = Decoder(model, batch, settings, mode)
+        times = [decoder.sample() for _ in range(settings.rounds)]
+        yield {"provider": "bf16", "mode": mode, **_times(times), **_speed(batch, times)}
+    yield {"provider": "bf16", "mode": "generate", **_generate(model, batch, settings, device)}
+
+
+class Contest:
+    """A model and the ways to run it, by provider: each gives a context within which its model computes."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        # On some CPUs bitsandbytes rounds the scales of the weights that it runs, so it gets its own.
+        self.theirs = model if model.device.type == "cuda" else copy.deepcopy(model)
+        self.providers = {"bitsandbytes": self._plain, "halfbyte": self._accelerated}
+
+    @contextmanager
+    def _plain(self) -> Iterator[Any]:
+        yield self.theirs
+
+    @contextmanager
+    def _accelerated(self) -> Iterator[Any]:
+        accelerate(self.model)
+        try:
+            yield self.model
+        finally:
+            restore(self.model)
+
+
+class Decoder:
+    """A model with a static cache, `context` tokens in it, that decodes one token a step in one of three modes."""
+
+    def __init__(self, model: Any, batch: int, settings: Settings, mode: str) -> None:
+        from transformers import StaticCache
+
+        self.model, self.context, self.device = model, settings.context, model.device
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = model.config.get_text_config().vocab_size
+        self.ids = torch.randint(3, vocabulary, (batch, settings.context), generator=generator).to(self.device)
+        self.cache = StaticCache(config=model.config, max_cache_len=settings.context + 2 * STEPS)
+        self.prefill()
+        # As `generate` calls the model: with masks made beforehand, which depend on numbers that Python counts.
+        self.inputs = model.prepare_inputs_for_generation(
+            self.ids[:, :1],
+            next_sequence_length=1,
+            past_key_values=self.cache,
+            position_ids=torch.full((batch, 1), settings.context, device=self.device),
+            use_cache=True,
+        )
+        del self.inputs["past_key_values"]
+        self.run: Callable[[], Any] = self._eager
+        if mode != "eager":
+            with torch.no_grad(), compiled_regions(model) if mode == "fused graph" else nullcontext():
+                for _ in range(2):
+                    self._eager()
+                self.run = Step(model, self.cache, *torch.utils._pytree.tree_flatten(self.inputs)).replay
+        self.reset()
+        self.logits: Tensor = self.run().logits
+
+    def _eager(self) -> Any:
+        with torch.no_grad():
+            return self.model(past_key_values=self.cache, **self.inputs)
+
+    def reset(self) -> None:
+        """Back to where the context ends; later entries of the cache are masked."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.context)
+            if hasattr(layer, COUNTER):
+                setattr(layer, COUNTER, self.context)
+
+    def prefill(self) -> float:
+        """Milliseconds that the context takes."""
+        self.cache.reset()
+        with torch.no_grad():
+            return _clock(
+                lambda: self.model(self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1), self.device
+            )
+
+    def sample(self) -> float:
+        """Milliseconds a step."""
+        self.reset()
+        return _clock(lambda: [self.run() for _ in range(STEPS)][-1], self.device) / STEPS
+
+
+def _generate(model: Any, batch: int, settings: Settings, device: torch.device) -> dict[str, Any]:
+    """A plain `generate`: milliseconds a token, prefill and capture included, and the peak of memory in GB."""
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary, (batch, settings.context), generator=generator).to(device)
+    mask = torch.ones_like(ids)
+
+    def run(tokens: int) -> Any:
+        return model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+
+    run(4)  # what is compiled once, is compiled now
+    _empty_cache(device)
+    elapsed = _clock(lambda: run(settings.new_tokens), device)
+    peak = round(torch.cuda.max_memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
+    speed = 1e3 * batch * settings.new_tokens / elapsed
+    return {
+        "median_ms": round(elapsed / settings.new_tokens, 3), "samples": 1, "new_tokens": settings.new_tokens,
+        "tokens_per_s": round(speed, 1), "peak_gb": peak,
+    }  # fmt: skip
+
+
+def _errors(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """‖logits - exact‖ / ‖exact‖ of both providers, the exact ones being of dequantized weights in fp32.
+
+    Over the first layers; a prompt and then single tokens, so that every kernel that decoding takes has its part.
+    """
+    model = models.load(name, device, dtype, layers=CHECKED_LAYERS)
+    generator = torch.Generator().manual_seed(2)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary, (4, 48), generator=generator).to(device)
+    results = {}
+    contest = Contest(model)
+    for provider, run_by in contest.providers.items():
+        with run_by() as contestant:
+            results[provider] = _logits(contestant, ids)
+    models.make_dense(model, torch.float32)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    exact = _logits(model, ids).double()
+    torch.set_float32_matmul_precision(precision)
+    return {provider: float(f"{relative_error(result, exact):.4g}") for provider, result in results.items()}
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    """Of a prompt of 32 tokens, of each further token of four texts, and of one text alone."""
+    parts = []
+    with torch.no_grad():
+        for texts in (ids, ids[:1]):
+            output = model(texts[:, :32], use_cache=True)
+            parts.append(output.logits)
+            for position in range(32, texts.shape[1]):
+                output = model(texts[:, position : position + 1], past_key_values=output.past_key_values)
+                parts.append(output.logits)
+    return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+def _agree(logits: Mapping[tuple[str, str], Tensor]) -> None:
+    right = logits["bitsandbytes", "eager"].double()
+    for (provider, mode), result in logits.items():
+        apart = relative_error(result, right)
+        if not apart <= MOST_APART:
+            raise ValueError(f"logits of {provider}, {mode}, are {apart:.3g} from bitsandbytes': nothing is timed")
+
+
+def _clock(run: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds by the wall clock, from an idle device to an idle device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    result = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elapsed = time.perf_counter() - start
+    del result
+    return 1e3 * elapsed
+
+
+def _times(samples: Sequence[float]) -> dict[str, Any]:
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    p20, middle, p80 = (round(ordered[round(last * quantile)], 3) for quantile in (0.2, 0.5, 0.8))
+    return {"median_ms": middle, "p20_ms": p20, "p80_ms": p80, "samples": len(ordered)}
+
+
+def _speed(batch: int, samples: Sequence[float]) -> dict[str, Any]:
+    return {"tokens_per_s": round(1e3 * batch / median(samples), 1)}
+
+
+def _allocated(device: torch.device) -> float | None:
+    return round(torch.cuda.memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
+
+
+def _empty_cache(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)

@@ -1,0 +1,156 @@
+"""Models to measure: a checkpoint in a folder, or a named shape with random weights, for which nothing is downloaded.
+
+The weights of a named shape are drawn on the device, one matrix at a time, and rounded to 4 bits at once, so that the
+peak of memory is near the quantized size. The modules are bitsandbytes' own Linear4bit, as transformers makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfbyte import ops
+from halfbyte.formats.bitsandbytes import from_bitsandbytes, to_bitsandbytes
+from halfbyte.models import bitsandbytes
+
+# What the configurations on the model hubs say, where it differs from the class's defaults.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny": (
+        "llama",
+        {
+            "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 1024,
+        },
+    ),
+    "qwen2.5-1.5b": (
+        "qwen2",
+        {
+            "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+            "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+        },
+    ),
+    "llama-3-8b": (
+        "llama",
+        {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256,
+        },
+    ),
+    "gemma-3-27b": (
+        "gemma3_text",
+        {
+            "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32,
+            "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 262208, "query_pre_attn_scalar": 168,
+            "sliding_window": 1024,
+        },
+    ),
+    "qwen3-32b": (
+        "qwen3",
+        {
+            "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        },
+    ),
+    "llama-3.3-70b": (
+        "llama",
+        {
+            "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "vocab_size": 128256,
+        },
+    ),
+}  # fmt: skip
+
+
+def load(name: str, device: torch.device, dtype: torch.dtype, *, four_bit: bool = True, layers: int = 0) -> Any:
+    """A causal language model on `device`, in bitsandbytes' nested NF4 or, without `four_bit`, dense in `dtype`.
+
+    name: a key of SHAPES, or a folder that transformers loads. layers: keep only so many of a named shape's layers.
+    Raises ValueError for a name that is neither.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+    if name not in SHAPES:
+        if not Path(name).is_dir():
+            raise ValueError(f"model {name!r} is neither a folder nor one of {', '.join(SHAPES)}")
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
+        return AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, device_map={"": device}, quantization_config=quantization if four_bit else None
+        ).eval()
+    kind, facts = SHAPES[name]
+    if layers:
+        facts = facts | {"num_hidden_layers": layers}
+    config = AutoConfig.for_model(kind, **facts, dtype=dtype, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if four_bit:
+        _replace_linears(model, dtype)
+    _materialize(model, device, dtype)
+    model.tie_weights()
+    # A checkpoint's weights were trained not to end a sentence at once; random ones must be told.
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def four_bit(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Path and module of every Linear4bit of bitsandbytes."""
+    for path, module in model.named_modules():
+        if bitsandbytes.takes(module):
+            yield path, module
+
+
+def make_dense(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put dequantized weights in the place of the 4-bit ones, which are dropped one by one, and cast all the rest."""
+    for path, module in list(four_bit(model)):
+        dense = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+        dense.weight = nn.Parameter(ops.dequantize(from_bitsandbytes(module.weight), dtype), requires_grad=False)
+        dense.bias = module.bias
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, dense)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _replace_linears(model: Any, dtype: torch.dtype) -> None:
+    from bitsandbytes.nn import Linear4bit
+
+    for path, module in list(_named_linears(model)):
+        parent, _, name = path.rpartition(".")
+        four_bit = Linear4bit(
+            module.in_features, module.out_features, module.bias is not None, dtype, quant_type="nf4", device="meta"
+        )
+        setattr(model.get_submodule(parent), name, four_bit)
+
+
+def _named_linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
+    """Every linear layer but the head, which transformers leaves dense too."""
+    head = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        if type(module) is nn.Linear and module is not head:
+            yield path, module
+
+
+def _materialize(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Give every parameter memory and random values."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    spread = model.config.initializer_range
+    for module in model.modules():
+        four_bit = isinstance(module, Linear4bit)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            values = torch.empty(parameter.shape, device=device, dtype=dtype)
+            if four_bit and name == "weight":
+                packed, state = to_bitsandbytes(ops.quantize(values.normal_(std=spread), "nf4"))
+                drawn = Params4bit(packed, quant_state=state, quant_type="nf4", bnb_quantized=True, module=module)
+                module.quant_state = state
+            else:
+                drawn = nn.Parameter(values.normal_(std=spread) if values.dim() > 1 else values.fill_(1.0))
+            drawn.requires_grad_(not four_bit)
+            setattr(module, name, drawn)
+    model.to(device)

@@ -1,0 +1,57 @@
+"""The parts of a model that torch.compile fuses while a decoding step is captured.
+
+Between two weight products lie a dozen elementwise kernels of a microsecond each: norms, rotary embeddings, the gate
+of an MLP. Each region is small and the same in every layer, so it compiles once, in seconds; a whole model takes a
+minute or more, and anew for every shape. Outside a capture nothing is changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+ROTARY = "apply_rotary_pos_emb"  # the name that transformers' modeling files share
+MOST_SHAPES = 64  # of one region: batch sizes, head and hidden sizes
+
+
+@contextmanager
+def compiled_regions(model: nn.Module) -> Iterator[None]:
+    """Within, the regions of `model` run compiled. A region that does not compile runs as it is."""
+    with ExitStack() as stack:
+        stack.enter_context(
+            torch._dynamo.config.patch(recompile_limit=MOST_SHAPES, suppress_errors=True)  # type: ignore[no-untyped-call]
+        )
+        for module in model.modules():
+            if is_region(module):
+                module.forward = MethodType(_compiled(type(module).forward), module)
+                stack.callback(module.__dict__.pop, "forward")
+        for home in {sys.modules[type(module).__module__] for module in model.modules()}:
+            if function := home.__dict__.get(ROTARY):
+                home.__dict__[ROTARY] = _compiled(function)
+                stack.callback(home.__dict__.__setitem__, ROTARY, function)
+        yield
+
+
+def is_region(module: nn.Module) -> bool:
+    """True for transformers' norms and MLPs: they know neither their layer nor the cache, so one stands for all."""
+    kind = type(module)
+    return (
+        kind.__module__.startswith("transformers.models.")
+        and kind.__name__.endswith(("Norm", "MLP"))
+        and "forward" not in module.__dict__
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+    )
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Rounds where eager mode rounds, so that a fused step gives what an unfused one gives.
+    return torch.compile(function, dynamic=False, options={"emulate_precision_casts": True})

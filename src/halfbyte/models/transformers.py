@@ -1,0 +1,122 @@
+"""transformers' `generate`: a plain call decodes on CUDA graphs.
+
+`generate` asks its model three things that are answered here: which cache to make (a static one, whose memory stays
+where it is), whether the decoding step may be compiled, and what to call for it. A call that says something of its own
+about the cache or compilation, and any mode of generation but greedy search and sampling, goes as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfbyte.models.graphs import DecodeGraphs, can_capture
+
+HOOKS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
+MODES = ("GREEDY_SEARCH", "SAMPLE")
+ATTENTION = ("sdpa", "eager")
+MOST_OF_FREE_MEMORY = 0.5  # that a cache for the longest possible text may take; beyond it, one that grows is better
+
+
+def apply(model: nn.Module) -> str:
+    """Let `generate` decode on CUDA graphs; returns in words what it will do."""
+    generators = list(_generators(model))
+    if not generators:
+        return "as before: there is no transformers model in it that generates"
+    for generator in generators:
+        if reason := _reason(generator):
+            return f"as before: {reason}"
+        for name in HOOKS:
+            setattr(generator, name, MethodType(globals()[name], generator))
+    return "on CUDA graphs, from the second token on"
+
+
+def undo(model: nn.Module) -> None:
+    for module in model.modules():
+        for name in HOOKS:
+            if getattr(module.__dict__.get(name), "__func__", None) is globals()[name]:
+                del module.__dict__[name]
+
+
+def _prepare_cache_for_generation(
+    self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    original = type(self)._prepare_cache_for_generation
+    given = inspect.signature(original).bind(self, generation_config, model_kwargs, *args, **kwargs).arguments
+    if _may_be_static(self, generation_config, given):
+        generation_config.cache_implementation = "static"
+        # transformers keeps the longest length ever seen, to compile no second time; we capture anew and need not.
+        self._previous_max_cache_length = -1
+    return original(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _valid_auto_compile_criteria(self: Any, model_kwargs: Any, generation_config: Any) -> bool:
+    if _is_plain(generation_config) and can_capture(model_kwargs.get("past_key_values")):
+        return True
+    result: bool = type(self)._valid_auto_compile_criteria(self, model_kwargs, generation_config)
+    return result
+
+
+def get_compiled_call(self: Any, compile_config: Any) -> Any:
+    if compile_config is None and self.device.type == "cuda":
+        return DecodeGraphs(self)
+    return type(self).get_compiled_call(self, compile_config)
+
+
+def _generators(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if hasattr(type(module), "get_compiled_call") and getattr(type(module), "can_generate", bool)():
+            yield module
+
+
+def _reason(model: Any) -> str | None:
+    """Why a model's steps cannot be captured, or None."""
+    if missing := [name for name in HOOKS if not hasattr(type(model), name)]:
+        return f"this version of transformers has no {missing[0]}; 5.17 has"
+    devices = {parameter.device for parameter in model.parameters()}
+    if {device.type for device in devices} != {"cuda"}:
+        return f"CUDA graphs need a GPU, and the model is on {', '.join(sorted(map(str, devices)))}"
+    if len(devices) > 1 or any(getattr(getattr(x, "_hf_hook", None), "offload", False) for x in model.modules()):
+        return "its parts are on several devices or offloaded"
+    if model.config.is_encoder_decoder or not getattr(model, "_can_compile_fullgraph", False):
+        return f"{type(model).__name__} does not decode with a static cache"
+    return None
+
+
+def _is_plain(generation_config: Any) -> bool:
+    return generation_config.compile_config is None and not generation_config.disable_compile
+
+
+def _may_be_static(model: Any, generation_config: Any, given: Any) -> bool:
+    """True if this call of `generate` leaves the cache to us and a static one serves it well."""
+    return (
+        _is_plain(generation_config)
+        and generation_config.cache_implementation is None
+        and generation_config.use_cache
+        and not generation_config.is_assistant
+        and given["model_kwargs"].get("past_key_values") is None
+        and getattr(given["generation_mode"], "name", None) in MODES
+        and model.config._attn_implementation in ATTENTION
+        and _cache_bytes(model, generation_config, given) < MOST_OF_FREE_MEMORY * _free_bytes(model.device)
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What the device has left, torch's own reserve included."""
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + reserve)
+
+
+def _cache_bytes(model: Any, generation_config: Any, given: Any) -> int:
+    """Bytes of keys and values for the longest text that this call may make, counted as if no window slid."""
+    config = model.config.get_text_config(decoder=True)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    texts = given["batch_size"] * generation_config.num_return_sequences
+    values = 2 * config.num_hidden_layers * heads * head * given["max_cache_length"] * texts
+    return int(values * model.dtype.itemsize)
