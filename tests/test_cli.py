@@ -53,8 +53,8 @@ def works(*arguments: object) -> str:
 def test_version_and_help() -> None:
     assert works("--version") == f"halfbyte {__version__}\n"
     for text in (works(), works("--help")):
-        assert all(command in text for command in ("info", "explain", "quantize", "dequantize"))
-    for command in ("info", "explain", "quantize", "dequantize"):
+        assert all(command in text for command in ("info", "explain", "quantize", "dequantize", "warm"))
+    for command in ("info", "explain", "quantize", "dequantize", "warm"):
         assert "Usage" in works(command, "--help")
 
 

@@ -193,6 +193,50 @@ def dequantize(
     _print_summary(summary)
 
 
+@app.command()
+def warm(
+    checkpoint: Path | None = typer.Argument(None, help="A .safetensors file, or a directory with a model."),
+    shape: list[str] = typer.Option([], metavar="NxK", help="A weight, such as 4096x14336. Can be given again."),
+    format: Format = typer.Option(Format.nf4, help="Of --shape, and of what a checkpoint has in 16 or 32 bits."),
+    block_size: int | None = typer.Option(None, help="nf4, fp4: weights that share a scale, 32, [64], ... 4096."),
+    group_size: int | None = typer.Option(None, help="int4: weights that share a scale, 32, 64 or [128]."),
+    nested: bool | None = typer.Option(
+        None, "--nested/--flat", help="nf4, fp4: scales in one byte, the default, or four."
+    ),
+    bias: bool = typer.Option(False, "--bias", help="Of --shape: also with a bias."),
+    dtype: list[Dtype] = typer.Option([Dtype.bfloat16], help="Of x. Can be given again."),
+    rows: str = typer.Option("1-64", metavar="LIST", help="How many rows x may have, such as 1-16,64."),
+    target: str | None = typer.Option(None, help="Another GPU than the one here, such as sm_90; none is needed."),
+    sms: int | None = typer.Option(None, help="The target's multiprocessors; plans depend on them."),
+) -> None:
+    """Compile ahead the CUDA kernels that products with these weights take, so that no first call has to wait.
+
+    Of a checkpoint only headers are read. A 4-bit one says itself what its weights are; of another, the weights are
+    taken that `halfbyte quantize` would convert. What is compiled is kept in the user's cache, or in $HALFBYTE_CACHE.
+    """
+    import torch
+
+    from halfbyte import warm as ahead
+    from halfbyte.formats.weight import check_settings
+
+    with _usage():
+        size, is_nested = check_settings(format.value, block_size, group_size, nested)
+        settings = ahead.Settings(format.value, size, is_nested)
+        dtypes = [getattr(torch, name.value) for name in dict.fromkeys(dtype)]
+        operands = ahead.of_shapes([ahead.parse_shape(text) for text in shape], dtypes, settings, bias)
+        counts, facts = ahead.parse_rows(rows), ahead.facts_of_target(target, sms)
+        if checkpoint is None and not shape:
+            raise ValueError("nothing to compile for; give a checkpoint, or weights as --shape NxK")
+    if checkpoint is not None:
+        operands |= ahead.of_checkpoint(checkpoint, dtypes, settings)
+    with _progress(counts=True) as progress:
+        report = ahead.warm(ahead.variants(operands, counts, facts), progress)
+    print(
+        f"{report.variants} variants for sm_{facts.capability}, {report.cached} of them cached already, "
+        f"{report.seconds:.1f} s; kept in {report.folder}"
+    )
+
+
 @contextmanager
 def _usage() -> Iterator[None]:
     """A ValueError inside is the command line's fault: exit code 2."""
@@ -209,14 +253,15 @@ def _print_summary(summary: "Summary") -> None:
 
 
 @contextmanager
-def _progress() -> "Iterator[Progress]":
-    """A progress bar on stderr, with SIGTERM made an ordinary exit so that temporary files go."""
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+def _progress(counts: bool = False) -> "Iterator[Progress]":
+    """A progress bar on stderr, of bytes or counts, with SIGTERM made an ordinary exit so that temporary files go."""
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    columns = (BarColumn(20), DownloadColumn(), TimeRemainingColumn(compact=True), TextColumn("{task.description}"))
+    amount = MofNCompleteColumn() if counts else DownloadColumn()
+    columns = (BarColumn(20), amount, TimeRemainingColumn(compact=True), TextColumn("{task.description}"))
     console = Console(stderr=True)
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)

@@ -1,8 +1,8 @@
 """The public functions: check the arguments, pick the backend for the tensor's device, run it.
 
 Called eagerly, they go straight to the kernel: the dispatcher alone costs tens of microseconds, more than most of these
-kernels. Under torch.compile, torch.export or any other tracing they become one `torch.ops.halfbyte` call each, and so
-does a product that gradients flow through (library.py, autograd.py).
+kernels. Under torch.compile, torch.export or any other tracing they become one `torch.ops.halfbyte` call each
+(library.py); gradients of eager calls have a way of their own (autograd.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.nn import Parameter
 
 from halfbyte.formats import blockwise, grouped
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight, check_settings
@@ -96,11 +97,19 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None = None, batch_inva
     Returns [..., N], contiguous, in x's dtype. Sums are fp32 or better and rounded once; the same input gives the same
     bits every time. Gradients flow to x and bias. Raises TypeError or ValueError for arguments that do not fit.
     """
+    tracing = _is_tracing()
+    if not tracing and _is_plain(x) and x.is_cuda and (bias is None or _is_plain(bias)) and type(q) is QuantizedWeight:
+        found: Tensor | None = _cuda_linear().again(x, q, bias, batch_invariant)
+        if found is not None:
+            return found
     _check_linear(x, q, bias)
     needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
-    if (needs_grad and torch.is_grad_enabled()) or _is_tracing():
+    needs_grad = needs_grad and torch.is_grad_enabled()
+    if tracing or (needs_grad and torch._C._functorch.peek_interpreter_stack() is not None):
         result: Tensor = torch.ops.halfbyte.linear(x, *_parts(q), bias, batch_invariant)
         return result
+    if needs_grad:
+        return _autograd().linear(x, q, bias, batch_invariant)  # type: ignore[no-any-return]
     return _linear(x, q, bias, batch_invariant)
 
 
@@ -111,13 +120,14 @@ def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant:
             return _linear(x, q, bias, batch_invariant)
     n, k = q.shape
     sides = x.shape[:-1]
-    rows = x.detach().reshape(prod(sides), k).contiguous().resolve_neg()
+    x = x.detach().contiguous().resolve_neg()
     if bias is not None:
         bias = bias.detach().contiguous().resolve_neg()
     if device.type == "cuda":
-        fused: Tensor | None = _cuda_linear().linear(rows, q, bias, batch_invariant)
+        fused: Tensor | None = _cuda_linear().linear(x, q, bias, batch_invariant)
         if fused is not None:
-            return fused.view(*sides, n)
+            return fused
+    rows = x.view(prod(sides), k)
     kernel = plan_linear(len(rows), k, x.dtype, device.type, batch_invariant, cpu_capability()).kernel
     if kernel == "fused":
         out = rows.new_empty((len(rows), n))
@@ -133,6 +143,12 @@ def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant:
         product = products.linear_in_tiles if kernel == "tiles" else products.linear
         out = product(rows, weight, bias)
     return out.view(*sides, n)
+
+
+@cache
+def _autograd() -> ModuleType:
+    """Gradients of eager calls; it imports this module."""
+    return import_module("halfbyte.autograd")
 
 
 @cache
@@ -202,6 +218,11 @@ def _parts(q: QuantizedWeight) -> tuple[Tensor, Tensor, list[Tensor], str, tuple
     """The weight as operators take it; library.py puts it together again."""
     nested, nested_size = (list(q.nested[:3]), q.nested.block_size) if q.nested else ([], 0)
     return q.packed, q.scale, nested, q.format, q.shape, q.block_size, nested_size
+
+
+def _is_plain(tensor: object) -> bool:
+    """Whether it is a tensor and no more, without gradients that somebody will ask for."""
+    return type(tensor) in (Tensor, Parameter) and not (tensor.requires_grad and torch.is_grad_enabled())  # type: ignore[attr-defined]
 
 
 def _is_tracing() -> bool:

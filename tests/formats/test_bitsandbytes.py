@@ -271,6 +271,8 @@ def test_parts_of_a_wrong_size(key: str, size: int, dtype: torch.dtype) -> None:
     tensors = {**GOOD, key: torch.ones(size, dtype=dtype)}
     if tensors[key].dtype == GOOD[key].dtype and size == GOOD[key].numel() and key != "w.quant_map":
         return
+    if key == "w" and tensors[key].nbytes == GOOD[key].nbytes:
+        return  # another quant_storage
     with pytest.raises(ValueError, match="'w"):
         from_tensors("w", tensors)
 

@@ -68,7 +68,7 @@ def fused(
         kind = kind_of(x, q)
     assert kind is not None
     assert is_valid(plan, m, n, k, kind.span, facts_of(0))
-    hopper.linear(x, q, bias, out, plan, kind)
+    hopper.linear(x, q, bias, out, plan)
     assert (buffer[:64] == 777).all()
     assert (buffer[64 + m * n :] == 777).all()
     return out
@@ -243,7 +243,6 @@ def test_launches_one_after_the_other() -> None:
     k, plans = 2048, (HopperPlan(8, 2, 6, 31), HopperPlan(64, 2, 3, 33), HopperPlan(16, 3, 3, 29))
     weights, next_weights = ([weight(k, k) for _ in range(6)] for _ in range(2))
     x = numbers(8, k)
-    kind = kind_of(x, weights[0])
 
     def chain(pause: bool) -> list[torch.Tensor]:
         found, y = [], x
@@ -258,7 +257,7 @@ def test_launches_one_after_the_other() -> None:
             for plan in plans[: 1 + i % 3]:
                 if pause:
                     torch.cuda.synchronize()
-                hopper.linear(y, q, None, out, plan, kind)
+                hopper.linear(y, q, None, out, plan)
                 y, out = out, torch.empty_like(x)
             found.append(y)
         return found
@@ -277,14 +276,14 @@ def test_streams_at_once() -> None:
     plans = [HopperPlan(*tile, ctas) for tile, ctas in zip(tiles, (30, 37, 29, 31), strict=True)]
     outs = [fused(x, q, plan) for x, plan in zip(inputs, plans, strict=True)]
     rights, wrong = [out.clone() for out in outs], torch.zeros(4, dtype=torch.int64, device=DEVICE)
-    streams, kinds = [torch.cuda.Stream() for _ in inputs], [kind_of(x, q) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
     for _ in range(50):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 outs[i].fill_(777)
-                hopper.linear(inputs[i], q, None, outs[i], plans[i], kinds[i])
-                hopper.linear(inputs[i], q, None, outs[i], plans[i], kinds[i])
+                hopper.linear(inputs[i], q, None, outs[i], plans[i])
+                hopper.linear(inputs[i], q, None, outs[i], plans[i])
                 wrong[i] += (outs[i] != rights[i]).sum()
     torch.cuda.synchronize()
     assert wrong.tolist() == [0, 0, 0, 0]
@@ -294,7 +293,6 @@ def test_cuda_graphs_on_two_streams() -> None:
     """Two graphs beside each other and beside plain launches, and one graph on two streams, which take turns."""
     q, x = weight(500, 14336), numbers(40, 14336)
     plans = [HopperPlan(8, 2, 6, 31), HopperPlan(64, 2, 3, 33), HopperPlan(16, 3, 3, 29)]
-    kind = kind_of(x, q)
     outs = [fused(x, q, plan) for plan in plans]
     rights = [out.clone() for out in outs]
     torch.cuda.synchronize()
@@ -304,7 +302,7 @@ def test_cuda_graphs_on_two_streams() -> None:
         with torch.cuda.graph(graphs[-1]):
             for _ in range(2):
                 out.fill_(777)
-                hopper.linear(x, q, None, out, plan, kind)
+                hopper.linear(x, q, None, out, plan)
     streams = [torch.cuda.Stream() for _ in range(3)]
     wrong = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     torch.cuda.synchronize()
@@ -315,7 +313,7 @@ def test_cuda_graphs_on_two_streams() -> None:
                     graphs[i].replay()
                 else:
                     outs[i].fill_(777)
-                    hopper.linear(x, q, None, outs[i], plans[i], kind)
+                    hopper.linear(x, q, None, outs[i], plans[i])
                 wrong[i] += (outs[i] != rights[i]).sum()
         if turn % 5 == 4:
             torch.cuda.synchronize()

@@ -1,7 +1,6 @@
 """The CUDA product's plans, and that its source compiles for every target that has the instructions, GPU or not."""
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import halfbyte as hb
 from halfbyte.formats.blockwise import FORMATS
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear import decode
 from halfbyte.kernels.linear.codebook import FACTORS
 from halfbyte.kernels.linear.decode import MOST_ROWS, DecodePlan, decode_plan, is_valid, macros, source
@@ -87,20 +87,21 @@ def test_a_plan_that_leaves_part_of_k_is_not_valid() -> None:
 def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
     text = 'extern "C" __global__ void f(int* p) { *p = VALUE; }'
-    code = nvrtc.cubin(text, 90, {"VALUE": 1})
+    variants = [Variant.of(text, 90, {"VALUE": value}) for value in (1, 2)]
+    code = nvrtc.cubin(variants[0])
     (entry,) = tmp_path.iterdir()
     monkeypatch.setattr(nvrtc, "compile_cubin", lambda *_: pytest.fail("compiled although it is cached"))
-    assert nvrtc.cubin(text, 90, {"VALUE": 1}) == code
+    assert nvrtc.cubin(variants[0]) == code
     monkeypatch.undo()
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
     for damage in (entry.read_bytes()[:-7], b"", entry.read_bytes()[:40] + b"x" + entry.read_bytes()[41:]):
         entry.write_bytes(damage)
-        assert nvrtc.cubin(text, 90, {"VALUE": 1}) == code
+        assert nvrtc.cubin(variants[0]) == code
         assert len(list(tmp_path.iterdir())) == 1
-    assert nvrtc.cubin(text, 90, {"VALUE": 2}) != code
+    assert nvrtc.cubin(variants[1]) != code
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "entry" / "not" / "a" / "directory"))
     (tmp_path / "entry").write_text("a file")
-    assert nvrtc.cubin(text, 90, {"VALUE": 1}) == code
+    assert nvrtc.cubin(variants[0]) == code
 
 
 def test_source_that_does_not_compile_says_so() -> None:
@@ -109,11 +110,8 @@ def test_source_that_does_not_compile_says_so() -> None:
 
 
 @pytest.fixture
-def _as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "facts_of", lambda index: H200)
-    decode._plan.cache_clear()
-    yield
-    decode._plan.cache_clear()
 
 
 @pytest.mark.usefixtures("_as_on_an_h200")
@@ -134,24 +132,6 @@ def test_what_the_kernel_is_for() -> None:
         (x[:1], hb.quantize(weight, "int4"), None, False),
     ):
         assert decode.plan_for(*no) is None
-
-
-@pytest.mark.usefixtures("_as_on_an_h200")
-@pytest.mark.parametrize(("rows", "invariant", "parts"), [(27, False, [27]), (8, True, [8]), (27, True, [8, 8, 8, 3])])
-def test_rows_go_as_many_at_a_time_as_the_plan_takes(
-    rows: int, invariant: bool, parts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, q = torch.randn(rows, 1024).bfloat16(), hb.quantize(torch.randn(64, 1024).bfloat16())
-    out, seen = torch.zeros(rows, 64).bfloat16(), []
-
-    def launch(x: torch.Tensor, q: hb.QuantizedWeight, bias: None, out: torch.Tensor, plan: DecodePlan) -> None:
-        seen.append(len(x))
-        out.fill_(len(seen))
-
-    monkeypatch.setattr(decode, "_linear_blockwise", launch)
-    decode.linear(x, q, None, out, decode.plan_for(x, q, None, invariant))
-    assert seen == parts
-    assert out[:, 0].tolist() == [part + 1 for part, count in enumerate(parts) for _ in range(count)]
 
 
 def test_source_refuses_sizes_that_are_not_its_own() -> None:

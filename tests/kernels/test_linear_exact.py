@@ -50,12 +50,10 @@ def test_loads_of_sixteen_weights_need_alignment() -> None:
 
 def test_plan_for_looks_at_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "facts_of", lambda index: DeviceFacts("cuda", 90, 132))
-    exact._plan.cache_clear()
     x, q = torch.randn(65).bfloat16(), hb.quantize(torch.randn(32, 64).bfloat16())
     assert x.data_ptr() % 16 == 0
     assert exact.plan_for(x[:64].view(1, 64), q, None).whole
     assert not exact.plan_for(x[1:].view(1, 64), q, None).whole
-    exact._plan.cache_clear()
 
 
 @pytest.mark.parametrize("bias", [None, torch.arange(3.0)])

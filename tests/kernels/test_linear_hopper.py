@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -255,11 +254,8 @@ def test_kinds_of_integers_by_their_scales(dtype: torch.dtype) -> None:
 
 
 @pytest.fixture
-def _as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "facts_of", lambda index: H200)
-    hopper._plan.cache_clear()
-    yield
-    hopper._plan.cache_clear()
 
 
 @pytest.mark.usefixtures("_as_on_an_h200")

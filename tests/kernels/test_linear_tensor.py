@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -126,11 +125,8 @@ def _usage(path: Path) -> dict[str, dict[str, int]]:
 
 
 @pytest.fixture
-def _on(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+def _on(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(tensor, "facts_of", lambda index: FACTS[request.param])
-    tensor._plan.cache_clear()
-    yield
-    tensor._plan.cache_clear()
 
 
 @pytest.mark.parametrize("_on", [80], indirect=True)

@@ -117,6 +117,36 @@ def decode(
 
 
 @app.command()
+def train(
+    model: Annotated[str, typer.Option(help="As for decode.")] = "llama-3-8b",
+    device: Device = None,
+    tokens: Annotated[str, typer.Option(help="Of one text a step, comma-separated.")] = "512,2048,8192",
+    layers: Annotated[int, typer.Option(min=0, help="Of a named shape; 0 for all of them.")] = 0,
+    rounds: Annotated[int, typer.Option(min=3, help="Samples of each provider; medians are reported.")] = 5,
+    out: Out = None,
+) -> None:
+    """A QLoRA step with PEFT: forward, backward and optimizer, beside bitsandbytes and Unsloth's way."""
+    import torch
+
+    from halfbyte.bench import records, wholes
+    from halfbyte.bench.train import Settings, train_rows
+
+    where = _device(device)
+    settings = Settings(_counts(tokens), rounds, layers)
+    torch.manual_seed(0)
+    rows = [row for name in model.split(",") for row in train_rows(name.strip(), where, settings, _say)]
+    record = {
+        "bench": "train",
+        "environment": records.environment(where),
+        "method": "wall clock of a step: rank 16 on every projection, gradient checkpointing, bf16 autocast, AdamW",
+        "rows": rows,
+    }
+    console = Console()
+    console.print(wholes.terminal_table(record, "tokens"))
+    _keep(record, out, where, console)
+
+
+@app.command()
 def puzzle(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of three dequantizations.")] = 1000,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of that many rounds; medians are reported.")] = 3,

@@ -50,7 +50,7 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
     say(f"{name}: logits against fp32")
     errors = _errors(name, device, dtype)
     say(f"{name}: loading")
-    _empty_cache(device)
+    empty_cache(device)
     model = models.load(name, device, dtype, layers=settings.layers)
     weights = _allocated(device)
     started = time.perf_counter()
@@ -94,10 +94,10 @@ def _batch_rows(contest: Contest, batch: int, settings: Settings, device: torch.
                 for mode in modes:
                     samples[provider, mode].append(decoders[provider, mode].sample())
                 prefills[provider].append(decoders[provider, "eager"].prefill())
-    for (provider, mode), times in samples.items():
-        yield {"provider": provider, "mode": mode, **_times(times), **_speed(batch, times)}
-    for provider, times in prefills.items():
-        yield {"provider": provider, "mode": "prefill", **_times(times)}
+    for (provider, mode), measured in samples.items():
+        yield {"provider": provider, "mode": mode, **times(measured), **_speed(batch, measured)}
+    for provider, measured in prefills.items():
+        yield {"provider": provider, "mode": "prefill", **times(measured)}
     del decoders
     for provider, run_by in contest.providers.items():
         with run_by() as model:
@@ -107,8 +107,8 @@ def _batch_rows(contest: Contest, batch: int, settings: Settings, device: torch.
 def _dense_rows(model: Any, batch: int, settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
     for mode in ("eager", "graph", "fused graph"):
         decoder = Decoder(model, batch, settings, mode)
-        times = [decoder.sample() for _ in range(settings.rounds)]
-        yield {"provider": "bf16", "mode": mode, **_times(times), **_speed(batch, times)}
+        measured = [decoder.sample() for _ in range(settings.rounds)]
+        yield {"provider": "bf16", "mode": mode, **times(measured), **_speed(batch, measured)}
     yield {"provider": "bf16", "mode": "generate", **_generate(model, batch, settings, device)}
 
 
@@ -119,7 +119,7 @@ class Contest:
         self.model = model
         # On some CPUs bitsandbytes rounds the scales of the weights that it runs, so it gets its own.
         self.theirs = model if model.device.type == "cuda" else copy.deepcopy(model)
-        self.providers = {"bitsandbytes": self._plain, "halfbyte": self._accelerated}
+        self.providers: dict[str, Callable[[], Any]] = {"bitsandbytes": self._plain, "halfbyte": self._accelerated}
 
     @contextmanager
     def _plain(self) -> Iterator[Any]:
@@ -179,14 +179,14 @@ class Decoder:
         """Milliseconds that the context takes."""
         self.cache.reset()
         with torch.no_grad():
-            return _clock(
+            return clock(
                 lambda: self.model(self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1), self.device
             )
 
     def sample(self) -> float:
         """Milliseconds a step."""
         self.reset()
-        return _clock(lambda: [self.run() for _ in range(STEPS)][-1], self.device) / STEPS
+        return clock(lambda: [self.run() for _ in range(STEPS)][-1], self.device) / STEPS
 
 
 def _generate(model: Any, batch: int, settings: Settings, device: torch.device) -> dict[str, Any]:
@@ -200,8 +200,8 @@ def _generate(model: Any, batch: int, settings: Settings, device: torch.device) 
         return model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
 
     run(4)  # what is compiled once, is compiled now
-    _empty_cache(device)
-    elapsed = _clock(lambda: run(settings.new_tokens), device)
+    empty_cache(device)
+    elapsed = clock(lambda: run(settings.new_tokens), device)
     peak = round(torch.cuda.max_memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
     speed = 1e3 * batch * settings.new_tokens / elapsed
     return {
@@ -253,7 +253,7 @@ def _agree(logits: Mapping[tuple[str, str], Tensor]) -> None:
             raise ValueError(f"logits of {provider}, {mode}, are {apart:.3g} from bitsandbytes': nothing is timed")
 
 
-def _clock(run: Callable[[], Any], device: torch.device) -> float:
+def clock(run: Callable[[], Any], device: torch.device) -> float:
     """Milliseconds by the wall clock, from an idle device to an idle device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -266,7 +266,8 @@ def _clock(run: Callable[[], Any], device: torch.device) -> float:
     return 1e3 * elapsed
 
 
-def _times(samples: Sequence[float]) -> dict[str, Any]:
+def times(samples: Sequence[float]) -> dict[str, Any]:
+    """What a row says of samples in milliseconds."""
     ordered = sorted(samples)
     last = len(ordered) - 1
     p20, middle, p80 = (round(ordered[round(last * quantile)], 3) for quantile in (0.2, 0.5, 0.8))
@@ -281,7 +282,8 @@ def _allocated(device: torch.device) -> float | None:
     return round(torch.cuda.memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
 
 
-def _empty_cache(device: torch.device) -> None:
+def empty_cache(device: torch.device) -> None:
+    """Begin to measure a peak of memory anew."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -65,6 +65,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+BRANCHES = ("o_proj", "down_proj")  # the projections that end a residual branch
+
+
 def load(name: str, device: torch.device, dtype: torch.dtype, *, four_bit: bool = True, layers: int = 0) -> Any:
     """A causal language model on `device`, in bitsandbytes' nested NF4 or, without `four_bit`, dense in `dtype`.
 
@@ -140,17 +143,26 @@ def _materialize(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Give every parameter memory and random values."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    spread = model.config.initializer_range
-    for module in model.modules():
+    layers = model.config.num_hidden_layers
+    for path, module in model.named_modules():
         four_bit = isinstance(module, Linear4bit)
+        # Sums of one variance, and residual branches that add up to one: like a trained model, and unlike one of the
+        # configuration's initial weights, it does not blow a difference in the last bit up into other logits.
+        branch = path.endswith(BRANCHES)
         for name, parameter in list(module.named_parameters(recurse=False)):
             values = torch.empty(parameter.shape, device=device, dtype=dtype)
+            spread = (parameter.shape[-1] * (2 * layers if branch else 1)) ** -0.5
             if four_bit and name == "weight":
                 packed, state = to_bitsandbytes(ops.quantize(values.normal_(std=spread), "nf4"))
                 drawn = Params4bit(packed, quant_state=state, quant_type="nf4", bnb_quantized=True, module=module)
                 module.quant_state = state
             else:
-                drawn = nn.Parameter(values.normal_(std=spread) if values.dim() > 1 else values.fill_(1.0))
+                drawn = nn.Parameter(values.normal_(std=spread) if values.dim() > 1 else values.fill_(_neutral(module)))
             drawn.requires_grad_(not four_bit)
             setattr(module, name, drawn)
     model.to(device)
+
+
+def _neutral(module: nn.Module) -> float:
+    """The weight with which a norm does nothing more than normalize: Gemma's add one to theirs."""
+    return 0.0 if type(module).__name__.startswith("Gemma") else 1.0

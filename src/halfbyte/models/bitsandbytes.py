@@ -96,13 +96,13 @@ def weight_of(module: Any) -> QuantizedWeight | None:
     """The module's weight as it is now, sharing its memory, or None where halfbyte has no reading of it."""
     weight = module.weight
     state = getattr(weight, "quant_state", None)
-    view = getattr(state, ATTRIBUTE, None)
-    if view is not None and view.absmax is state.absmax:
+    view: View | None = getattr(state, ATTRIBUTE, None)
+    if state is not None and view is not None and view.absmax is state.absmax:
         if torch.compiler.is_compiling():
-            return view.q  # type: ignore[no-any-return]
+            return view.q
         with torch._C.DisableTorchFunctionSubclass():
             if view.address == weight.data_ptr():
-                return view.q  # type: ignore[no-any-return]
+                return view.q
     return None if torch.compiler.is_compiling() else _look(module)
 
 

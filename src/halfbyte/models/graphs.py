@@ -8,7 +8,9 @@ beyond it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ COUNTER = "cumulative_length_int"
 
 def can_capture(cache: Any) -> bool:
     """True for a cache of transformers that a step changes in place, in memory that stays where it is."""
-    layers = getattr(cache, "layers", None)
+    layers = getattr(cache, "layers", ())
     return type(cache).__name__ == "StaticCache" and bool(layers) and all(type(x).__name__ in LAYERS for x in layers)
 
 
@@ -82,7 +84,7 @@ class Step:
         self.tokens = inputs["input_ids"].shape[1]
         self.cache = cache
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        with _sliding(cache), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             outputs = model(past_key_values=cache, **inputs)
         self.kind = type(outputs)
         self.fields = {name: value for name, value in outputs.items() if name != "past_key_values"}
@@ -96,6 +98,27 @@ class Step:
         """The step's outputs. They are copies: the next step will overwrite its own."""
         self.graph.replay()
         return self.kind(past_key_values=self.cache, **pytree.tree_map_only(Tensor, torch.clone, self.fields))
+
+
+@contextmanager
+def _sliding(cache: Any) -> Iterator[None]:
+    """Within, full windows slide in a way that can be captured: transformers' own copies an index from the host."""
+    layers = [layer for layer in cache.layers if hasattr(layer, COUNTER) and _is_full(layer)]
+    for layer in layers:
+        layer.update = MethodType(_slide, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.update
+
+
+def _slide(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    tokens = keys.shape[-2]
+    setattr(layer, COUNTER, getattr(layer, COUNTER) + tokens)
+    for kept, new in ((layer.keys, keys), (layer.values, values)):
+        kept.copy_(torch.cat((kept[:, :, tokens:], new), dim=2))
+    return layer.keys, layer.values
 
 
 def _is_full(layer: Any) -> bool:

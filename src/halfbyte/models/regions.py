@@ -25,9 +25,7 @@ MOST_SHAPES = 64  # of one region: batch sizes, head and hidden sizes
 def compiled_regions(model: nn.Module) -> Iterator[None]:
     """Within, the regions of `model` run compiled. A region that does not compile runs as it is."""
     with ExitStack() as stack:
-        stack.enter_context(
-            torch._dynamo.config.patch(recompile_limit=MOST_SHAPES, suppress_errors=True)  # type: ignore[no-untyped-call]
-        )
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=MOST_SHAPES, suppress_errors=True))
         for module in model.modules():
             if is_region(module):
                 module.forward = MethodType(_compiled(type(module).forward), module)

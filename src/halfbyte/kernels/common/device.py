@@ -40,6 +40,28 @@ def facts_of(index: int) -> DeviceFacts:
     return DeviceFacts("cuda", capability, properties.multi_processor_count, shared)
 
 
+# Multiprocessors of a common GPU of each target (T4, A100, A40, RTX 4090, H100 and H200, B200, RTX 5090), and the most
+# shared memory of a block.
+_TARGETS = {
+    75: (40, 65536), 80: (108, 166912), 86: (84, 101376), 89: (128, 101376), 90: (132, 232448), 100: (148, 232448),
+    120: (170, 101376),
+}  # fmt: skip
+
+
+def facts_for(target: str, sms: int | None = None) -> DeviceFacts:
+    """The facts of an NVIDIA GPU that is not here, by its target, such as "sm_90".
+
+    sms: its multiprocessors; by default those of a common GPU. Raises ValueError for a target that is not known.
+    """
+    known = {f"sm_{capability}": capability for capability in _TARGETS}
+    if target not in known:
+        raise ValueError(f"target is {target!r}; known targets are {', '.join(known)}")
+    if sms is not None and sms < 1:
+        raise ValueError(f"sms is {sms}; a GPU has one multiprocessor or more")
+    usual, shared = _TARGETS[known[target]]
+    return DeviceFacts("cuda", known[target], sms or usual, shared)
+
+
 @cache
 def has_triton() -> bool:
     """True where Triton is installed; it is not imported to find out."""

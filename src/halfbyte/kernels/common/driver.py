@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Hashable, Mapping
-from functools import cache
+from collections.abc import Callable, Hashable
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
+
+from halfbyte.kernels.common.nvrtc import Variant, cubin
 
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -39,16 +41,20 @@ def check(status: int) -> None:
         raise RuntimeError(f"the CUDA driver answered with error {status} (see CUresult in cuda.h)")
 
 
-def load(code: bytes, shared_bytes: Mapping[str, int], carveout: int | None = None) -> tuple[ctypes.c_void_p, ...]:
-    """Kernels of a cubin by name, loaded for the current device and allowed that much dynamic shared memory each.
+@cache
+def kernels(
+    index: int | None, variant: Variant, shared_bytes: tuple[tuple[str, int], ...], carveout: int | None = None
+) -> tuple[ctypes.c_void_p, ...]:
+    """Kernels by name, compiled or from the cache, loaded for device number `index`, which must be current, and allowed
+    that much dynamic shared memory each.
 
     carveout: the percentage of a multiprocessor's L1 that is to be shared memory. It changes only while the
     multiprocessor is idle, so kernels that overlap must agree on it.
     """
     module = ctypes.c_void_p()
-    check(driver().cuModuleLoadData(ctypes.byref(module), code))
+    check(driver().cuModuleLoadData(ctypes.byref(module), cubin(variant)))
     functions = []
-    for name, count in shared_bytes.items():
+    for name, count in shared_bytes:
         function = ctypes.c_void_p()
         check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         if count:
@@ -60,21 +66,25 @@ def load(code: bytes, shared_bytes: Mapping[str, int], carveout: int | None = No
 
 
 class _PerThread(threading.local):
-    """Launches that are ready. A launch's arguments are not shared between threads."""
+    """What is ready to be launched. Arguments are written right before a launch, and not shared between threads."""
 
     def __init__(self) -> None:
-        self.launches: dict[Hashable, Any] = {}
+        self.ready: dict[Hashable, Any] = {}
 
 
 per_thread = _PerThread()
+_MOST_READY = 1 << 15  # entries of a few hundred bytes, for weights that came and went
 
 
 def prepared(key: Hashable, prepare: Callable[[], T]) -> T:
     """What `prepare` made for this key when this thread first asked."""
-    launches = per_thread.launches
-    found = launches.get(key)
+    ready = per_thread.ready
+    found: T | None = ready.get(key)
     if found is None:
-        found = launches[key] = prepare()
+        found = prepare()
+        if len(ready) >= _MOST_READY:
+            ready.clear()
+        ready[key] = found
     return found
 
 
@@ -93,31 +103,44 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
     ]
 
 
-class Launch:
-    """A kernel that takes one structure of arguments, with its grid. Call it with a stream and the structure's fields.
+class Arguments:
+    """The one structure that a kernel takes. Most of it is written once; some of it, side by side, for every launch.
 
-    layout: the structure, as Python's struct module writes it. cluster: CTAs side by side along y that share memory
-    (0: no cluster). overlaps: may begin before the kernel ahead of it in the stream is done, and waits for it
-    by itself.
+    layout: the structure in three parts, as Python's struct module writes them: what comes before the fields that
+    change, those, and what comes after. before, after: the values that stay. Not to be shared between threads.
     """
 
-    __slots__ = ("_attributes", "_config", "_function", "_launch", "_pack", "_parameters", "_reference", "_structure")
+    __slots__ = ("_buffer", "parameters", "set")
+
+    def __init__(self, layout: tuple[str, str, str], before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+        whole, changing = struct.Struct("".join(layout)), struct.Struct(layout[1])
+        zeros = changing.unpack(bytes(changing.size))
+        self._buffer = ctypes.create_string_buffer(whole.size)
+        whole.pack_into(self._buffer, 0, *before, *zeros, *after)
+        # Called with the fields that change.
+        self.set = partial(changing.pack_into, self._buffer, struct.calcsize(layout[0]))
+        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+
+
+class Launch:
+    """A kernel with its grid. Call it with a stream and its arguments.
+
+    cluster: CTAs side by side along y that share memory (0: no cluster). overlaps: may begin before the kernel ahead of
+    it in the stream is done, and waits for it by itself.
+    """
+
+    __slots__ = ("_attributes", "_config", "_function", "_launch", "_reference")
 
     def __init__(
         self,
         function: ctypes.c_void_p,
-        layout: str,
         grid: tuple[int, int],
         threads: int,
         shared_bytes: int = 0,
         cluster: int = 0,
         overlaps: bool = False,
     ) -> None:
-        fields = struct.Struct(layout)
         self._function = function
-        self._pack = fields.pack_into
-        self._structure = ctypes.create_string_buffer(fields.size)
-        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._structure))
         attributes = []
         if cluster:
             attributes.append(_Attribute(_CLUSTER_DIMENSION, 0, (ctypes.c_uint * 16)(1, cluster, 1)))
@@ -144,10 +167,9 @@ class Launch:
     def set_grid(self, x: int, y: int) -> None:
         self._config.grid[:] = (x, y, 1)
 
-    def __call__(self, stream: int, *fields: Any) -> None:
+    def __call__(self, stream: int, arguments: Arguments) -> None:
         """Raises RuntimeError when the driver refuses."""
-        self._pack(self._structure, 0, *fields)
         self._config.stream = stream
-        status = self._launch(self._reference, self._function, self._parameters, None)
+        status = self._launch(self._reference, self._function, arguments.parameters, None)
         if status:
             check(status)

@@ -51,14 +51,14 @@ def launch(
     """
     values = tuple([value if isinstance(value, int) else value.data_ptr() for value in arguments])
     key = (id(kernel), index, key)  # hashing a kernel itself means hashing its source
-    direct = per_thread.launches.get(key)
+    direct = per_thread.ready.get(key)
     if direct is not None and direct(torch._C._cuda_getCurrentRawStream(index), values):
         return
     facts = facts_of(index)
     grid, options = configure(facts)
     compiled = kernel[(grid,)](*arguments, **options)
     if facts.kind == "cuda" and direct is None:
-        per_thread.launches[key] = _direct_launch(compiled, grid, values)
+        per_thread.ready[key] = _direct_launch(compiled, grid, values)
 
 
 class _DirectLaunch:

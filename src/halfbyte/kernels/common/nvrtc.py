@@ -10,14 +10,17 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 _DIGEST = hashlib.sha256().digest_size
+_importing = threading.Lock()  # cuda.core looks for its other half while it is imported, and finds it half-made
 
 
 def read_sources(*paths: Path) -> str:
@@ -25,29 +28,51 @@ def read_sources(*paths: Path) -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in paths)
 
 
-def cubin(source: str, capability: int | str, macros: Mapping[str, int]) -> bytes:
-    """Machine code of `source` for sm_<capability> (90, or "90a"), from the cache where it is there.
+@dataclass(frozen=True)
+class Variant:
+    """A source, the target it is compiled for (90, or "90a" for what no later GPU has), and its macros."""
+
+    source: str
+    capability: int | str
+    macros: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, source: str, capability: int | str, macros: Mapping[str, int]) -> Variant:
+        return cls(source, capability, tuple(sorted(macros.items())))
+
+
+def cubin(variant: Variant) -> bytes:
+    """Machine code, from the cache where it is there.
 
     Raises ImportError where it must be compiled and cuda.core is missing, RuntimeError where it does not compile.
     """
-    key = "\n".join(
-        [source, str(capability), _compiler(), *(f"{name}={value}" for name, value in sorted(macros.items()))]
-    )
-    path = cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    code = cached(variant)
+    if code is None:
+        code = compile_cubin(variant.source, variant.capability, dict(variant.macros))
+        with suppress(OSError):  # a cache that cannot be written costs time, not results
+            keep(variant, code)
+    return code
+
+
+def cached(variant: Variant) -> bytes | None:
+    """What the cache holds of a variant, whole, or None."""
     with suppress(OSError):
-        content = path.read_bytes()
+        content = _entry(variant).read_bytes()
         if content[:_DIGEST] == hashlib.sha256(content[_DIGEST:]).digest():
             return content[_DIGEST:]
-    code = compile_cubin(source, capability, macros)
-    with suppress(OSError):  # a cache that cannot be written costs time, not results
-        _write(path, hashlib.sha256(code).digest() + code)
-    return code
+    return None
+
+
+def keep(variant: Variant, code: bytes) -> None:
+    """Put machine code into the cache. Raises OSError where it cannot be written."""
+    _write(_entry(variant), hashlib.sha256(code).digest() + code)
 
 
 def compile_cubin(source: str, capability: int | str, macros: Mapping[str, int]) -> bytes:
     """Compile, whatever is in the cache; no GPU is needed."""
     try:
-        from cuda.core import Program, ProgramOptions
+        with _importing:
+            from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise ImportError(f"compiling CUDA kernels needs cuda.core ({error}); pip install 'halfbyte[cuda]'") from error
     defines = [f"{name}={value}" for name, value in macros.items()]
@@ -66,6 +91,12 @@ def cache_directory() -> Path:
     if chosen := os.environ.get("HALFBYTE_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfbyte"
+
+
+def _entry(variant: Variant) -> Path:
+    macros = (f"{name}={value}" for name, value in variant.macros)
+    key = "\n".join([variant.source, str(variant.capability), _compiler(), *macros])
+    return cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
 
 
 @cache

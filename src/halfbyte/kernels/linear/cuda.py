@@ -8,14 +8,21 @@ exact    CUDA cores: whatever is left, fp32 x above all
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from functools import lru_cache
 from types import ModuleType
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.kernels.common.device import facts_of
-from halfbyte.kernels.common.nvrtc import has_compiler
+from halfbyte.kernels.common.device import DeviceFacts, facts_of
+from halfbyte.kernels.common.driver import per_thread, prepared
+from halfbyte.kernels.common.nvrtc import Variant, has_compiler
 from halfbyte.kernels.linear import decode, exact, hopper, tensor
+from halfbyte.kernels.linear.operands import ALIGNED, Operands, addresses, operands_of
+from halfbyte.kernels.linear.ready import Product, ready
 
 # The most rows of x for which decoding W anew for each tile of them is ahead of making the dense weight once. Measured
 # on an H200; `tensor`'s is a guess from it.
@@ -24,48 +31,35 @@ MOST_ROWS = {hopper: 384, tensor: 64, exact: 8}
 INVARIANT_ROWS = 256
 
 
-def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
-    """x @ W.T + bias, or None where the dense weight is the faster way, or nothing can be compiled.
+class Choice(NamedTuple):
+    """A kernel, which is a module of this folder, and its plan."""
 
-    x [M, K] and bias [N] or None, contiguous, on the current device. Returns [M, N]. With batch_invariant the choice
-    depends on the weight alone.
+    kernel: ModuleType
+    plan: Any
+
+    def variant(self, operands: Operands, facts: DeviceFacts) -> Variant:
+        """What is compiled for it."""
+        variant: Variant = self.kernel.variant(operands, self.plan, facts)
+        return variant
+
+
+@lru_cache(1 << 14)
+def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> Choice | None:
+    """How x [m, K] is multiplied, m and no side of W being 0, or None where the dense weight is the faster way.
+
+    With batch_invariant m is up to INVARIANT_ROWS, and there always is a way, which depends on the weight alone.
     """
-    m, (n, k) = x.shape[0], q.shape
-    if min(m, n, k) == 0 or not has_compiler() or facts_of(x.get_device()).ptx == 0:
-        return None
-    if x.data_ptr() % 16:
-        x = x.clone()
-    out = x.new_empty((m, n))
-    if not batch_invariant or m <= INVARIANT_ROWS:
-        return out if _multiply(x, q, bias, batch_invariant, out) else None
-    for first in range(0, m, INVARIANT_ROWS):
-        rows = slice(first, first + INVARIANT_ROWS)
-        _multiply(x[rows], q, bias, True, out[rows])
-    return out
-
-
-def _multiply(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool, out: Tensor) -> bool:
-    """Fill `out`, and say so, if a kernel is for such a product and ahead of the dense weight."""
-    m, (n, k) = x.shape[0], q.shape
-    blackwell = facts_of(x.get_device()).ptx > 90
-
-    def allows(kernel: ModuleType) -> bool:
-        return batch_invariant or m <= MOST_ROWS[kernel]
-
+    blackwell = facts.ptx > 90
     if m <= decode.MOST_ROWS or (batch_invariant and blackwell):
-        few = decode.plan_for(x, q, bias, batch_invariant)
-        if few is not None and (blackwell or (not batch_invariant and _is_lighter(few, m, n, k))):
-            decode.linear(x, q, bias, out, few)
-            return True
-    if allows(hopper) and (found := hopper.plan_for(x, q, batch_invariant)) is not None:
-        hopper.linear(x, q, bias, out, *found)
-    elif allows(tensor) and (plan := tensor.plan_for(x, q, bias, batch_invariant)) is not None:
-        tensor.linear(x, q, bias, out, plan)
-    elif allows(exact):
-        exact.linear(x, q, bias, out, exact.plan_for(x, q, bias))
-    else:
-        return False
-    return True
+        few = decode.find_plan(m, operands, facts, batch_invariant)
+        if few is not None and (blackwell or (not batch_invariant and _is_lighter(few, m, operands.n, operands.k))):
+            return Choice(decode, few)
+    for kernel, most in MOST_ROWS.items():
+        if batch_invariant or m <= most:
+            plan = kernel.find_plan(m, operands, facts, batch_invariant)
+            if plan is not None:
+                return Choice(kernel, plan)
+    return None
 
 
 def _is_lighter(plan: decode.DecodePlan, m: int, n: int, k: int) -> bool:
@@ -75,3 +69,88 @@ def _is_lighter(plan: decode.DecodePlan, m: int, n: int, k: int) -> bool:
     if k <= 5376:
         return m <= 8 and n * k < 1 << 27
     return m <= 4 and n * k < 1 << 26 and plan.cluster > 1
+
+
+def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
+    """x @ W.T + bias, or None where the dense weight is the faster way, or nothing can be compiled.
+
+    x [..., K] and bias [N] or None, contiguous, on the current device. Returns [..., N]. With batch_invariant the
+    choice depends on the weight alone.
+    """
+    n, k = q.shape
+    m = x.numel() // max(k, 1)
+    if min(m, n, k) == 0 or not has_compiler() or facts_of(x.get_device()).ptx == 0:
+        return None
+    if x.data_ptr() % ALIGNED:
+        x = x.clone()
+    if (found := again(x, q, bias, batch_invariant)) is not None:
+        return found
+    device, facts = x.device, facts_of(x.get_device())
+    operands, weight = operands_of(x, q, bias), addresses(q)
+    most = INVARIANT_ROWS if batch_invariant else m
+    if choose(min(m, most), operands, facts, batch_invariant) is None:
+        return None
+    out = x.new_empty((*x.shape[:-1], n))
+    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+    at, bias_at, out_at = x.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
+    for first in range(0, m, most):
+        rows = min(most, m - first)
+        choice = choose(rows, operands, facts, batch_invariant)
+        assert choice is not None
+        product = ready(choice.kernel.product, device, rows, operands, weight, choice.plan)
+        if rows == m and bias_at % ALIGNED == 0:
+            products: dict[int, Product] = prepared(_key(x, q, bias, batch_invariant), dict)
+            products[m] = product
+        product(stream, at + first * k * x.itemsize, bias_at, out_at + first * n * x.itemsize, rows)
+    return out
+
+
+def again(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
+    """x @ W.T + bias at the cost of little more than the launch, where this thread has had a product of so many rows
+    with this weight before. Otherwise None, whatever the reason; then the caller looks closer.
+
+    x, bias: any plain tensors that need no gradients.
+    """
+    products = per_thread.ready.get(_key(x, q, bias, batch_invariant))
+    if products is None:
+        return None
+    n, k = q.shape
+    index, sides = x.get_device(), x.shape
+    # All that the key does not hold. x is often the transpose or a part of something; then it has to be copied first.
+    if (
+        not sides
+        or sides[-1] != k
+        or x.layout is not torch.strided
+        or not x.is_contiguous()
+        or x.is_neg()
+        or q.packed.get_device() != index
+        or torch._C._cuda_getDevice() != index
+        or (product := products.get(x.numel() // k)) is None
+    ):
+        return None
+    at, bias_at = x.data_ptr(), 0
+    if bias is not None:
+        if (
+            bias.dtype is not x.dtype
+            or bias.shape != (n,)
+            or bias.get_device() != index
+            or not bias.is_contiguous()
+            or bias.is_neg()
+        ):
+            return None
+        bias_at = bias.data_ptr()
+    if (at | bias_at) % ALIGNED:
+        return None
+    out = x.new_empty((*sides[:-1], n))
+    product(torch._C._cuda_getCurrentRawStream(index), at, bias_at, out.data_ptr(), x.numel() // k)
+    return out
+
+
+def _key(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Hashable:
+    """By which the products with a weight are known: where its numbers are, what they mean, and what x and bias are."""
+    packed, scale = q.packed, q.scale
+    code, absmax, offset, size = q.nested or (scale, scale, scale, 0)
+    return (
+        packed.data_ptr(), scale.data_ptr(), code.data_ptr(), absmax.data_ptr(), offset.data_ptr(), size, *q.shape,
+        q.format, q.block_size, scale.dtype, x.dtype, x.get_device(), bias is None, not batch_invariant,
+    )  # fmt: skip

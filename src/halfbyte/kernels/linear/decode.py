@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,12 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.formats import blockwise, grouped
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
-from halfbyte.kernels.common.driver import Launch, load, prepared
-from halfbyte.kernels.common.nvrtc import cubin, read_sources
+from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
+from halfbyte.kernels.common.nvrtc import Variant, read_sources
 from halfbyte.kernels.linear.codebook import FACTORS, UNIT_AND_CODEBOOK
+from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
+from halfbyte.kernels.linear.ready import Product, run
 
 BLOCK = 64  # weights that share a scale
 ROWS = 16  # rows of W in a tile
@@ -39,6 +39,10 @@ class DecodePlan:
     def blocks(self) -> int:
         """Blocks of K that a CTA covers."""
         return self.warps * self.slice
+
+    def tiles(self, m: int) -> int:
+        """Tiles of x [m, K] that launches are made for: they are the same for any m."""
+        return 0
 
     def shared_bytes(self, nested: bool) -> int:
         """Dynamic shared memory. decode.cu lays it out, and does not compile where this sum is another than its own."""
@@ -91,20 +95,23 @@ def decode_plan(m: int, n: int, k: int, nested: bool, facts: DeviceFacts) -> Dec
     return min((plan for plan in plans if is_valid(plan, n, k, nested, facts)), key=cost, default=None)
 
 
-def plan_for(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> DecodePlan | None:
-    """The plan with which `linear` computes x @ W.T + bias, or None where this kernel is not for them.
+def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> DecodePlan | None:
+    """The plan for x [m, K], or None where this kernel is not for such operands.
 
     It is for NF4 and FP4 in blocks of 64, x of 16 bits and up to 32 rows, shapes that `is_valid` describes. With
     batch_invariant it takes any number of rows, eight at a time: a row's sums are then always made in the same order.
     """
-    if (q.format, x.dtype) not in FACTORS or q.format == grouped.NAME or q.block_size != BLOCK:
+    o = operands
+    if (o.format, o.dtype) not in FACTORS or o.low_first or o.block_size != BLOCK or not o.has_usual_nesting:
         return None
-    if q.nested is not None and q.nested.block_size != blockwise.NESTED_BLOCK_SIZE:
+    if min(o.align_packed, o.align_scale, o.align_x, o.align_bias) < 16:
         return None
-    if any(tensor.data_ptr() % 16 for tensor in (q.packed, q.scale, x, x if bias is None else bias)):
-        return None
-    rows = min(len(x), 8) if batch_invariant else len(x)
-    return _plan(rows, *q.shape, q.nested is not None, x.get_device())
+    return decode_plan(min(m, 8) if batch_invariant else m, o.n, o.k, o.nested > 0, facts)
+
+
+def plan_for(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> DecodePlan | None:
+    """The plan for these very tensors."""
+    return find_plan(len(x), operands_of(x, q, bias), facts_of(x.get_device()), batch_invariant)
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan: DecodePlan) -> None:
@@ -112,39 +119,41 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
 
     x [M, K] and out [M, N], contiguous, aligned to 16 bytes, on the current device; the plan is from `plan_for`.
     """
-    step = 8 * plan.columns
-    for first in range(0, len(x), step):
-        part = slice(first, first + step)
-        _linear_blockwise(x[part], q, bias, out[part], plan)
+    run(product, x, q, bias, out, plan)
 
 
-@cache
-def _plan(m: int, n: int, k: int, nested: bool, index: int) -> DecodePlan | None:
-    return decode_plan(m, n, k, nested, facts_of(index))
+def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: DecodePlan) -> Product:
+    """The product with a weight on the current device, of any number of rows."""
+    o, index, step = operands, device.index, 8 * plan.columns
+    row, out_row = o.k * o.dtype.itemsize, o.n * o.dtype.itemsize
+    compiled = variant(o, plan, facts_of(index))
+    launch = prepared(("decode", index, o.n, compiled), lambda: _launch(index, o, plan, compiled))
+    arguments = Arguments(LAYOUT, weight, (o.n, o.k, *UNIT_AND_CODEBOOK[o.format, o.dtype]))
+
+    def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
+        for first in range(0, m, step):
+            arguments.set(x + first * row, bias, out + first * out_row, min(step, m - first))
+            launch(stream, arguments)
+
+    return multiply
 
 
-def _linear_blockwise(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan: DecodePlan) -> None:
-    (m, k), n, index = x.shape, out.shape[1], x.get_device()
-    key = ("decode", index, n, x.dtype, q.nested is None, bias is None, plan)
-    launch = prepared(key, lambda: _launch(index, n, x.dtype, q.nested is not None, bias is not None, plan))
-    code, absmax, offset = q.nested[:3] if q.nested else (q.scale, q.scale, q.scale)
-    launch(
-        torch._C._cuda_getCurrentRawStream(index),
-        q.packed.data_ptr(), q.scale.data_ptr(), code.data_ptr(), absmax.data_ptr(), offset.data_ptr(), x.data_ptr(),
-        0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k, *UNIT_AND_CODEBOOK[q.format, x.dtype],
-    )  # fmt: skip
+LAYOUT = ("5Q", "3QI", "2If64s")  # decode.cu's Arguments: x, bias, out and m change
 
 
-LAYOUT = "8Q3If64s"  # decode.cu's Arguments
-
-
-def _launch(index: int, n: int, dtype: torch.dtype, nested: bool, bias: bool, plan: DecodePlan) -> Launch:
+def _launch(index: int, o: Operands, plan: DecodePlan, compiled: Variant) -> Launch:
     """One compiled shape of decode.cu with its grid."""
-    function = _function(index, dtype, nested, bias, plan)
-    threads, shared = 32 * (plan.warps + 2), plan.shared_bytes(nested)
-    launch = Launch(function, LAYOUT, (1, plan.cluster), threads, shared, cluster=plan.cluster)
-    launch.set_grid(min(launch.most_clusters(), -(-n // ROWS)), plan.cluster)
+    threads, shared = 32 * (plan.warps + 2), plan.shared_bytes(o.nested > 0)
+    (function,) = kernels(index, compiled, (("decode", shared),))
+    launch = Launch(function, (1, plan.cluster), threads, shared, cluster=plan.cluster)
+    launch.set_grid(min(launch.most_clusters(), -(-o.n // ROWS)), plan.cluster)
     return launch
+
+
+def variant(operands: Operands, plan: DecodePlan, facts: DeviceFacts) -> Variant:
+    """What is compiled for such operands."""
+    constants = macros(operands.dtype, operands.nested > 0, operands.bias, plan)
+    return Variant.of(source(), facts.capability, constants)
 
 
 def macros(dtype: torch.dtype, nested: bool, bias: bool, plan: DecodePlan) -> dict[str, int]:
@@ -156,12 +165,7 @@ def macros(dtype: torch.dtype, nested: bool, bias: bool, plan: DecodePlan) -> di
     }  # fmt: skip
 
 
+@cache
 def source() -> str:
     folder = Path(__file__).parent
     return read_sources(folder / "barriers.cuh", folder / "decode.cu")
-
-
-@cache
-def _function(index: int, dtype: torch.dtype, nested: bool, bias: bool, plan: DecodePlan) -> ctypes.c_void_p:
-    code = cubin(source(), facts_of(index).capability, macros(dtype, nested, bias, plan))
-    return load(code, {"decode": plan.shared_bytes(nested)})[0]

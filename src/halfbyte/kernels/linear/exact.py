@@ -7,7 +7,7 @@ fp32, and the plan has no say in their order: a row of x gives the same bits und
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,15 +16,17 @@ from torch import Tensor
 from halfbyte.formats import blockwise, grouped
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
-from halfbyte.kernels.common.driver import Launch, load, prepared
-from halfbyte.kernels.common.nvrtc import cubin
+from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
+from halfbyte.kernels.common.nvrtc import Variant
+from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
+from halfbyte.kernels.linear.ready import Product, run
 
 WARPS = 4  # a CTA
 WARPS_WANTED = 8  # a multiprocessor, before a warp takes more than one row of W
 PIECE = 16  # weights a lane takes at a time
 MOST_TILES = 65535  # along a grid's y; with more, a warp makes several
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}  # as exact.cu numbers them
-LAYOUT = "12Q2I"  # its Arguments
+LAYOUT = ("6Q", "4Q", "2Q2I")  # its Arguments: x, bias, out and m change
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class ExactPlan:
     rows: int
     columns: int
     whole: bool
+
+    def tiles(self, m: int) -> int:
+        """Tiles of x [m, K] that launches are made for: they are the same for any m."""
+        return 0
 
 
 def is_valid(plan: ExactPlan, k: int, aligned: bool) -> bool:
@@ -56,15 +62,15 @@ def exact_plan(m: int, n: int, k: int, aligned: bool, facts: DeviceFacts) -> Exa
     return ExactPlan(rows, columns, whole)
 
 
-@lru_cache(1024)
-def _plan(m: int, n: int, k: int, aligned: bool, index: int) -> ExactPlan:
-    return exact_plan(m, n, k, aligned, facts_of(index))
+def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool = False) -> ExactPlan:
+    """The plan for x [m, K]; there is one for all operands, and batch_invariant makes no difference to any."""
+    aligned = operands.align_packed >= 8 and operands.align_x >= 16
+    return exact_plan(m, operands.n, operands.k, aligned, facts)
 
 
 def plan_for(x: Tensor, q: QuantizedWeight, bias: Tensor | None) -> ExactPlan:
-    """The plan with which `linear` computes x @ W.T + bias; there is one for every x [M, K] and W [N, K]."""
-    aligned = not (q.packed.data_ptr() % 8 or x.data_ptr() % 16)
-    return _plan(len(x), *q.shape, aligned, x.get_device())
+    """The plan for these very tensors."""
+    return find_plan(len(x), operands_of(x, q, bias), facts_of(x.get_device()))
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan: ExactPlan) -> None:
@@ -73,29 +79,42 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
     x [M, K], bias [N] or None and out [M, N] of one dtype, contiguous, on the current device; the plan is from
     `plan_for`, for these very tensors.
     """
-    (m, k), n, index = x.shape, out.shape[1], x.get_device()
+    (m, k), n = x.shape, out.shape[1]
     if m == 0 or n == 0:
         return
     if k == 0:
         out.copy_(out.new_zeros(n) if bias is None else bias)
         return
-    low_first = q.format == grouped.NAME
-    key = ("exact", index, x.dtype, q.scale.dtype, low_first, plan)
-    launch = prepared(key, lambda: _launch(index, x.dtype, q.scale.dtype, low_first, plan))
-    launch.set_grid(-(-n // (WARPS * plan.columns)), min(-(-m // plan.rows), MOST_TILES))
-    code, absmax, offset, nested_size = q.nested or (q.scale, q.scale, q.scale, 1)  # only read where nested
-    codebook = grouped.codebook_tensor(x.device) if low_first else blockwise.codebook_tensor(q.format, x.device)
-    launch(
-        torch._C._cuda_getCurrentRawStream(index),
-        q.packed.data_ptr(), q.scale.data_ptr(), code.data_ptr(), absmax.data_ptr(), offset.data_ptr(),
-        codebook.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-        m, n, k, q.block_size.bit_length() - 1, nested_size.bit_length() - 1,
-    )  # fmt: skip
+    run(product, x, q, bias, out, plan)
 
 
-def _launch(index: int, dtype: torch.dtype, scale: torch.dtype, low_first: bool, plan: ExactPlan) -> Launch:
-    code = cubin(source(), facts_of(index).capability, macros(dtype, scale, low_first, plan))
-    return Launch(load(code, {"exact": 0})[0], LAYOUT, (1, 1), 32 * WARPS)
+def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: ExactPlan) -> Product:
+    """The product with a weight on the current device, of any number of rows."""
+    o, index = operands, device.index
+    compiled = variant(o, plan, facts_of(index))
+    launch = prepared(("exact", index, compiled), lambda: _launch(index, compiled))
+    codebook = grouped.codebook_tensor(device) if o.low_first else blockwise.codebook_tensor(o.format, device)
+    shifts = o.block_size.bit_length() - 1, max(o.nested, 1).bit_length() - 1
+    arguments = Arguments(LAYOUT, (*weight, codebook.data_ptr()), (o.n, o.k, *shifts))
+    across = -(-o.n // (WARPS * plan.columns))
+
+    def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
+        arguments.set(x, bias, out, m)
+        launch.set_grid(across, min(-(-m // plan.rows), MOST_TILES))
+        launch(stream, arguments)
+
+    return multiply
+
+
+def _launch(index: int, compiled: Variant) -> Launch:
+    (function,) = kernels(index, compiled, (("exact", 0),))
+    return Launch(function, (1, 1), 32 * WARPS)
+
+
+def variant(operands: Operands, plan: ExactPlan, facts: DeviceFacts) -> Variant:
+    """What is compiled for such operands."""
+    constants = macros(operands.dtype, operands.scale, operands.low_first, plan)
+    return Variant.of(source(), facts.capability, constants)
 
 
 def macros(dtype: torch.dtype, scale: torch.dtype, low_first: bool, plan: ExactPlan) -> dict[str, int]:
@@ -107,5 +126,6 @@ def macros(dtype: torch.dtype, scale: torch.dtype, low_first: bool, plan: ExactP
     }  # fmt: skip
 
 
+@cache
 def source() -> str:
     return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from halfbyte.formats import blockwise, grouped
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
-from halfbyte.kernels.common.driver import Launch, check, driver, load, prepared
-from halfbyte.kernels.common.nvrtc import cubin, read_sources
+from halfbyte.kernels.common.driver import Arguments, Launch, check, driver, kernels, prepared
+from halfbyte.kernels.common.nvrtc import Variant, read_sources
 from halfbyte.kernels.linear.codebook import UNIT_AND_CODEBOOK
+from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
+from halfbyte.kernels.linear.ready import Product, run
 
 DEPTH = 256  # of K, a unit of work
 WIDTHS = (8, 16, 32, 64)
@@ -42,6 +43,10 @@ class HopperPlan:
         stage = self.rows * DEPTH // 2 + self.width * DEPTH * 2 + DEPTH // span * self.rows * 4
         return 256 * 256 + 1024 + self.stages * stage
 
+    def tiles(self, m: int) -> int:
+        """Tiles of x [m, K]."""
+        return -(-m // self.width)
+
     @property
     def threads(self) -> int:
         return 128 * (self.groups + 1)
@@ -60,26 +65,28 @@ class Kind:
     high_first: bool
 
 
-def kind_of(x: Tensor, q: QuantizedWeight) -> Kind | None:
-    """None where hopper.cu is not for such a weight or x."""
-    span = min(q.block_size, 64)
-    k = q.shape[1]
-    if x.dtype not in (torch.float16, torch.bfloat16) or k % span or k == 0:
+def find_kind(operands: Operands) -> Kind | None:
+    """None where hopper.cu is not for such operands."""
+    o = operands
+    span = min(o.block_size, 64)
+    if o.dtype not in (torch.float16, torch.bfloat16) or o.k % span or o.k == 0 or not o.has_usual_nesting:
         return None
-    if q.nested is not None and q.nested.block_size != blockwise.NESTED_BLOCK_SIZE:
+    if min(o.align_packed, o.align_x) < 16:
         return None
-    if any(tensor.data_ptr() % 16 for tensor in (q.packed, x)):
-        return None
-    scales = "nested" if q.nested else str(q.scale.dtype).removeprefix("torch.")
-    size = q.scale.element_size()
+    size = o.scale.itemsize
     vector = (
-        DEPTH // q.block_size * size in (4, 8, 16)
-        and k % DEPTH == 0
-        and k // q.block_size * size % 16 == 0
-        and q.scale.data_ptr() % 16 == 0
+        DEPTH // o.block_size * size in (4, 8, 16)
+        and o.k % DEPTH == 0
+        and o.k // o.block_size * size % 16 == 0
+        and o.align_scale == 16
     )
-    high_first = q.format != grouped.NAME
-    return Kind(x.dtype, scales, q.block_size.bit_length() - 1, span, vector, high_first)
+    scales = "nested" if o.nested else str(o.scale).removeprefix("torch.")
+    return Kind(o.dtype, scales, o.block_size.bit_length() - 1, span, vector, not o.low_first)
+
+
+def kind_of(x: Tensor, q: QuantizedWeight) -> Kind | None:
+    """What these very tensors are."""
+    return find_kind(operands_of(x, q, None))
 
 
 def is_valid(plan: HopperPlan, m: int, n: int, k: int, span: int, facts: DeviceFacts) -> bool:
@@ -150,72 +157,78 @@ def _best_shares(tiles: int, depth: int, cost: float, part: float, sms: int) -> 
     return min((time(shares), shares) for shares in range(1, max(1, min(depth, sms // tiles)) + 1))
 
 
+def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> HopperPlan | None:
+    """The plan for x [m, K], or None where this kernel is not for such operands: it is for every format, x of 16 bits,
+    K % 64 == 0 (K % 32 where 32 weights share a scale), on Hopper."""
+    kind = find_kind(operands)
+    return None if kind is None else hopper_plan(m, operands.n, operands.k, kind.span, facts, batch_invariant)
+
+
 def plan_for(x: Tensor, q: QuantizedWeight, batch_invariant: bool) -> tuple[HopperPlan, Kind] | None:
-    """The plan with which `linear` computes x @ W.T, or None where this kernel is not for them: it is for every format,
-    x of 16 bits, K % 64 == 0 (K % 32 where 32 weights share a scale), on Hopper."""
-    kind = kind_of(x, q)
-    if kind is None:
-        return None
-    plan = _plan(len(x), *q.shape, kind.span, x.get_device(), batch_invariant)
-    return None if plan is None else (plan, kind)
+    """The plan for these very tensors, and what they are."""
+    operands = operands_of(x, q, None)
+    plan, kind = find_plan(len(x), operands, facts_of(x.get_device()), batch_invariant), find_kind(operands)
+    return None if plan is None or kind is None else (plan, kind)
 
 
-@lru_cache(4096)
-def _plan(m: int, n: int, k: int, span: int, index: int, batch_invariant: bool) -> HopperPlan | None:
-    return hopper_plan(m, n, k, span, facts_of(index), batch_invariant)
-
-
-def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan: HopperPlan, kind: Kind) -> None:
+def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan: HopperPlan) -> None:
     """out = x @ W.T + bias; x [M, K] and out [M, N], contiguous, on the current device."""
-    (m, k), n, index = x.shape, out.shape[1], x.get_device()
-    row_tiles, column_tiles, units = -(-n // plan.rows), -(-m // plan.width), -(-k // DEPTH)
-    arrange, multiply = prepared(
-        (index, row_tiles, column_tiles, units, kind, plan),
-        lambda: _launches(index, row_tiles, column_tiles, units, kind, plan),
-    )
-    stream = torch._C._cuda_getCurrentRawStream(index)
+    run(product, x, q, bias, out, plan)
+
+
+def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: HopperPlan) -> Product:
+    """The product with a weight on the current device, of as many rows as there are tiles of x for m."""
+    o, index = operands, device.index
+    row_tiles, column_tiles, units = -(-o.n // plan.rows), plan.tiles(m), -(-o.k // DEPTH)
+    compiled = variant(o, plan, facts_of(index))
+    key = ("hopper", index, column_tiles * units, plan, compiled)
+    arrange, launch = prepared(key, lambda: _launches(index, column_tiles * units, plan, compiled))
     partial = 2 * plan.ctas * plan.rows * plan.width * 4 if plan.ctas != row_tiles * column_tiles else 0
-    arranged = column_tiles * units * plan.width * DEPTH * 2
-    workspace = torch.empty(partial + arranged, dtype=torch.uint8, device=x.device)
-    at, packed = workspace.data_ptr(), q.packed.data_ptr()
-    code, absmax, offset = q.nested[:3] if q.nested else (q.scale, q.scale, q.scale)
-    counters = _counters(row_tiles * column_tiles * plan.groups * 4, index, stream)
-    fields = (
-        _map(packed, n, k, plan.rows), q.scale.data_ptr(), code.data_ptr(), absmax.data_ptr(), offset.data_ptr(),
-        x.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        out.data_ptr(), at + partial, at, counters.data_ptr(),
-        m, n, k, row_tiles, column_tiles, units, *UNIT_AND_CODEBOOK[q.format, x.dtype],
-    )  # fmt: skip
-    arrange(stream, *fields)
-    multiply(stream, *fields)
+    workspace_bytes = partial + column_tiles * units * plan.width * DEPTH * 2
+    count = row_tiles * column_tiles * plan.groups * 4
+    packed, *scales = weight
+    constants = UNIT_AND_CODEBOOK[o.format, o.dtype]
+    arguments = Arguments(
+        LAYOUT, (_map(packed, o.n, o.k, plan.rows), *scales), (o.n, o.k, row_tiles, column_tiles, units, *constants)
+    )
+
+    def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+        at, counters = workspace.data_ptr(), _counters(count, device, stream)
+        arguments.set(x, bias, out, at + partial, at, counters.data_ptr(), m)
+        arrange(stream, arguments)
+        launch(stream, arguments)
+
+    return multiply
 
 
-def _counters(count: int, index: int, stream: int) -> Tensor:
+def _counters(count: int, device: torch.device, stream: int) -> Tensor:
     """Zeros that the kernel leaves as zeros. Launches of one stream follow each other and may share them; those of a
     CUDA graph may be replayed beside anything, and get their own."""
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=torch.device("cuda", index))
-    known = _counters_of.get((index, stream))
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    known = _counters_of.get((device, stream))
     if known is None or len(known) < count:
-        known = torch.zeros(max(count, 1 << 14), dtype=torch.int32, device=torch.device("cuda", index))
-        _counters_of[index, stream] = known
+        known = torch.zeros(max(count, 1 << 14), dtype=torch.int32, device=device)
+        _counters_of[device, stream] = known
     return known
 
 
-_counters_of: dict[tuple[int, int], Tensor] = {}
+_counters_of: dict[tuple[torch.device, int], Tensor] = {}
 
 
-_LAYOUT = "128s10Q6If64s20x"  # a structure aligned to 64 bytes
+# A structure aligned to 64 bytes: x, bias, out, arranged, partial, counters and m change.
+LAYOUT = ("128s4Q", "6QI", "5If64s20x")
 
 
-def _launches(
-    index: int, row_tiles: int, column_tiles: int, units: int, kind: Kind, plan: HopperPlan
-) -> tuple[Launch, Launch]:
-    arrange, multiply = _functions(index, kind, replace(plan, ctas=0))
-    pieces = column_tiles * units * plan.width * DEPTH // 8
+def _launches(index: int, column_units: int, plan: HopperPlan, compiled: Variant) -> tuple[Launch, Launch]:
+    """What lays x out, and the product."""
+    shared = dict(compiled.macros)["SHARED_BYTES"]
+    arrange, multiply = kernels(index, compiled, (("arrange", 0), ("multiply", shared)), carveout=100)
+    pieces = column_units * plan.width * DEPTH // 8
     return (
-        Launch(arrange, _LAYOUT, (-(-pieces // 128), 1), 128, overlaps=True),
-        Launch(multiply, _LAYOUT, (plan.ctas, 1), plan.threads, plan.shared_bytes(kind.span), overlaps=True),
+        Launch(arrange, (-(-pieces // 128), 1), 128, overlaps=True),
+        Launch(multiply, (plan.ctas, 1), plan.threads, shared, overlaps=True),
     )
 
 
@@ -235,6 +248,14 @@ def _map(packed: int, n: int, k: int, rows: int) -> bytes:
     return ctypes.string_at(aligned, 128)
 
 
+def variant(operands: Operands, plan: HopperPlan, facts: DeviceFacts) -> Variant:
+    """What is compiled for such operands. Raises ValueError where the kernel is not for them."""
+    kind = find_kind(operands)
+    if kind is None:
+        raise ValueError(f"hopper.cu is not for {operands}")
+    return Variant.of(source(), "90a", macros(kind, plan))
+
+
 def macros(kind: Kind, plan: HopperPlan) -> dict[str, int]:
     """What hopper.cu is compiled with."""
     fetching, multiplying = REGISTERS[plan.groups]
@@ -246,14 +267,7 @@ def macros(kind: Kind, plan: HopperPlan) -> dict[str, int]:
     }  # fmt: skip
 
 
+@cache
 def source() -> str:
     folder = Path(__file__).parent
     return read_sources(folder / "barriers.cuh", folder / "hopper.cu")
-
-
-@cache
-def _functions(index: int, kind: Kind, plan: HopperPlan) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
-    shared = plan.shared_bytes(kind.span)
-    code = cubin(source(), "90a", macros(kind, plan))
-    arrange, multiply = load(code, {"arrange": 0, "multiply": shared}, carveout=100)
-    return arrange, multiply

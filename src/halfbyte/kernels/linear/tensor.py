@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,12 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.formats import blockwise, grouped
+from halfbyte.formats import grouped
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
-from halfbyte.kernels.common.driver import Launch, load, prepared
-from halfbyte.kernels.common.nvrtc import cubin
+from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
+from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear.codebook import UNIT_AND_CODEBOOK
+from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
+from halfbyte.kernels.linear.ready import Product, run
 
 DTYPES = (torch.float16, torch.bfloat16)
 SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}  # SCALE in tensor.cu, by scale's dtype
@@ -26,7 +27,7 @@ MOST_WARPS = {1: 16, 2: 16, 4: 12, 8: 8}  # on a SM, by columns: beyond them reg
 MOST_SPLITS = 8
 # Rows of x that a plan is for where the sums of a row must not depend on how many there are.
 INVARIANT_ROWS = 16
-LAYOUT = "9Q5If64s"  # Arguments in tensor.cu
+LAYOUT = ("5Q", "4QI", "4If64s")  # Arguments in tensor.cu: x, bias, out, partial and m change
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class TensorPlan:
     def rows(self) -> int:
         """Rows of W in a tile."""
         return 16 * self.row_warps
+
+    def tiles(self, m: int) -> int:
+        """Tiles of x [m, K]."""
+        return -(-m // (8 * self.columns))
 
     @property
     def warps(self) -> int:
@@ -123,19 +128,22 @@ def tensor_plan(m: int, n: int, k: int, block_size: int, dtype: torch.dtype, fac
     return None
 
 
-def plan_for(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> TensorPlan | None:
-    """The plan with which `linear` computes x @ W.T + bias, or None where this kernel is not for them.
+def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> TensorPlan | None:
+    """The plan for x [m, K], or None where this kernel is not for such operands.
 
     It is for every format, x of 16 bits (on sm_75 fp16), K % 32 == 0, any N and any rows of x; what is many rows, and
     better served by a dense product, is the caller's to say. With batch_invariant the plan is the same for all of them:
     a row's sums are then always made in the same order.
     """
-    if x.dtype not in DTYPES or (q.nested is not None and q.nested.block_size != blockwise.NESTED_BLOCK_SIZE):
+    o = operands
+    if o.dtype not in DTYPES or not o.has_usual_nesting or o.align_packed < 8 or o.align_x < 16:
         return None
-    if q.packed.data_ptr() % 8 or x.data_ptr() % 16:
-        return None
-    m = INVARIANT_ROWS if batch_invariant and len(x) else len(x)
-    return _plan(m, *q.shape, q.block_size, x.dtype, x.get_device())
+    return tensor_plan(INVARIANT_ROWS if batch_invariant and m else m, o.n, o.k, o.block_size, o.dtype, facts)
+
+
+def plan_for(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> TensorPlan | None:
+    """The plan for these very tensors."""
+    return find_plan(len(x), operands_of(x, q, bias), facts_of(x.get_device()), batch_invariant)
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan: TensorPlan) -> None:
@@ -143,33 +151,47 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
 
     x [M, K], aligned to 16 bytes, and out [M, N], contiguous, on the current device; the plan is from `plan_for`.
     """
-    (m, k), n, index = x.shape, out.shape[1], x.get_device()
-    columns = -(-m // (8 * plan.columns))
-    key = ("tensor", index, columns, n, x.dtype, q.format, q.scale.dtype, plan)
-    product, combine = prepared(key, lambda: _launches(index, columns, n, x.dtype, q, plan))
-    partial = x.new_empty((plan.splits, m, n), dtype=torch.float32) if plan.splits > 1 else None
-    code, absmax, offset = q.nested[:3] if q.nested else (q.scale, q.scale, q.scale)
-    fields = (
-        q.packed.data_ptr(),
-        q.scale.data_ptr(),
-        code.data_ptr(),
-        absmax.data_ptr(),
-        offset.data_ptr(),
-        x.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        0 if partial is None else partial.data_ptr(),
-        m,
-        n,
-        k,
-        plan.splits,
-        (q.block_size // plan.span).bit_length() - 1,
-        *UNIT_AND_CODEBOOK[q.format, x.dtype],
+    run(product, x, q, bias, out, plan)
+
+
+def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: TensorPlan) -> Product:
+    """The product with a weight on the current device, of as many rows as there are tiles of x for m."""
+    o, index = operands, device.index
+    columns = plan.tiles(m)
+    compiled = variant(o, plan, facts_of(index))
+    key = ("tensor", index, columns, o.n, plan, compiled)
+    launch, combine = prepared(key, lambda: _launches(index, columns, o.n, plan, compiled))
+    shift = (o.block_size // plan.span).bit_length() - 1
+    constants = UNIT_AND_CODEBOOK[o.format, o.dtype]
+    arguments = Arguments(LAYOUT, weight, (o.n, o.k, plan.splits, shift, *constants))
+
+    def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
+        if plan.splits == 1:
+            arguments.set(x, bias, out, 0, m)
+            launch(stream, arguments)
+            return
+        partial = torch.empty(plan.splits * m * o.n, dtype=torch.float32, device=device)
+        arguments.set(x, bias, out, partial.data_ptr(), m)
+        launch(stream, arguments)
+        combine(stream, arguments)
+
+    return multiply
+
+
+def _launches(index: int, columns: int, n: int, plan: TensorPlan, compiled: Variant) -> tuple[Launch, Launch]:
+    """The product, and what adds up its partial sums, of as many rows as the tiles of x may hold."""
+    product, combine = kernels(index, compiled, (("product", plan.sum_bytes), ("combine", 0)))
+    sums = -(-columns * 8 * plan.columns * n // 256)
+    return (
+        Launch(product, grid(n, columns, plan, facts_of(index).sms), 32 * plan.warps, plan.sum_bytes),
+        Launch(combine, (sums, 1), 256),
     )
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    product(stream, *fields)
-    if partial is not None:
-        combine(stream, *fields)
+
+
+def variant(operands: Operands, plan: TensorPlan, facts: DeviceFacts) -> Variant:
+    """What is compiled for such operands."""
+    constants = macros(operands.format, operands.scale, operands.dtype, plan)
+    return Variant.of(source(), facts.capability, constants)
 
 
 def macros(format: str, scale_dtype: torch.dtype, dtype: torch.dtype, plan: TensorPlan) -> dict[str, int]:
@@ -181,6 +203,7 @@ def macros(format: str, scale_dtype: torch.dtype, dtype: torch.dtype, plan: Tens
     }  # fmt: skip
 
 
+@cache
 def source() -> str:
     return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 
@@ -190,29 +213,3 @@ def grid(n: int, columns: int, plan: TensorPlan, sms: int) -> tuple[int, int]:
     many as the SMs hold at once."""
     across, tiles = columns * plan.splits, -(-n // plan.rows)
     return across, min(tiles, max(1, sms * plan.resident // across))
-
-
-@cache
-def _plan(m: int, n: int, k: int, block_size: int, dtype: torch.dtype, index: int) -> TensorPlan | None:
-    return tensor_plan(m, n, k, block_size, dtype, facts_of(index))
-
-
-def _launches(
-    index: int, columns: int, n: int, dtype: torch.dtype, q: QuantizedWeight, plan: TensorPlan
-) -> tuple[Launch, Launch]:
-    """The product, and what adds up its partial sums, of as many rows as the tiles of x may hold."""
-    product, combine = _functions(index, q.format, q.scale.dtype, dtype, plan)
-    sums = -(-columns * 8 * plan.columns * n // 256)
-    return (
-        Launch(product, LAYOUT, grid(n, columns, plan, facts_of(index).sms), 32 * plan.warps, plan.sum_bytes),
-        Launch(combine, LAYOUT, (sums, 1), 256),
-    )
-
-
-@cache
-def _functions(
-    index: int, format: str, scale_dtype: torch.dtype, dtype: torch.dtype, plan: TensorPlan
-) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
-    code = cubin(source(), facts_of(index).capability, macros(format, scale_dtype, dtype, plan))
-    product, combine = load(code, {"product": plan.sum_bytes, "combine": 0})
-    return product, combine

@@ -1,0 +1,152 @@
+"""`halfbyte bench train`: one QLoRA step (forward, backward, optimizer) with PEFT, as fine-tuning runs it.
+
+Rank 16 on every projection, adapters in fp32 under bf16 autocast, gradient checkpointing, AdamW. The very same model
+runs as bitsandbytes leaves it, accelerated, and in Unsloth's way: dequantize into memory, then torch's product. The
+gradients of all adapters are compared with bitsandbytes' before anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.bench import models, peers
+from halfbyte.bench.decode import Contest, clock, empty_cache, times
+from halfbyte.bench.linear import relative_error
+
+RANK = 16
+MOST_APART = 0.05  # ‖gradient - bitsandbytes'‖ / ‖bitsandbytes'‖ of all adapters together: bf16 noise of the layers
+TOKENS = (512, 2048, 8192)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """tokens: of one text, a step each. rounds: samples of each provider. layers: of a named shape, 0 for all."""
+
+    tokens: Sequence[int] = TOKENS
+    rounds: int = 5
+    layers: int = 0
+    dtype: torch.dtype = torch.bfloat16
+
+
+def train_rows(name: str, device: torch.device, settings: Settings, say: Callable[[str], None]) -> Iterator[Any]:
+    """Rows of a record for one model, a provider and a number of tokens each. Raises ValueError for wrong gradients."""
+    say(f"{name}: loading")
+    empty_cache(device)
+    model = _adapted(models.load(name, device, settings.dtype, layers=settings.layers))
+    contest = Contest(model)
+    if device.type == "cuda":
+        contest.providers["unsloth's way"] = partial(_unsloth_way, model)
+    steps = {provider: Step(contest.theirs if provider == "bitsandbytes" else model) for provider in contest.providers}
+    for tokens in settings.tokens:
+        say(f"{name}: {tokens} tokens")
+        ids = torch.randint(3, 1000, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+        apart = _apart(contest, steps, ids)
+        peaks, samples = {}, {provider: [] for provider in steps}  # type: ignore[var-annotated]
+        for provider, step in steps.items():
+            with contest.providers[provider]():
+                step(ids)
+                empty_cache(device)
+                step(ids)
+                peaks[provider] = (
+                    round(torch.cuda.max_memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
+                )
+        for turn in range(settings.rounds):
+            for provider in sorted(steps, reverse=bool(turn % 2)):
+                with contest.providers[provider]():
+                    samples[provider].append(clock(partial(steps[provider], ids), device))
+        for provider, measured in samples.items():
+            row = times(measured)
+            yield {
+                "model": name, "layers": model.config.num_hidden_layers, "tokens": tokens, "provider": provider,
+                "mode": "step", **row, "tokens_per_s": round(1e3 * tokens / row["median_ms"], 1),
+                "peak_gb": peaks[provider], "gradients_apart": apart[provider],
+            }  # fmt: skip
+
+
+class Step:
+    """A training step of the adapters, which starts from the same adapters each time it is made."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # A rate of zero: the optimizer does all its work and every step is the same.
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, fused=True)
+
+    def __call__(self, ids: Tensor) -> None:
+        self.gradients(ids)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self, ids: Tensor) -> None:
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            loss = self.model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+
+
+def _adapted(model: Any) -> Any:
+    peft = peers.require("peft")
+    names = sorted({path.rpartition(".")[2] for path, _ in models.four_bit(model)})
+    model.requires_grad_(False)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=names))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:  # zeros at first; then adapters A would have no gradient to compare
+            parameter.data.copy_(1e-2 * torch.randn(parameter.shape, generator=generator))
+    adapted.train()
+    adapted.enable_input_require_grads()
+    adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return adapted
+
+
+def _apart(contest: Contest, steps: Mapping[str, Step], ids: Tensor) -> dict[str, float]:
+    gradients: dict[str, Tensor] = {}
+    for provider, step in steps.items():
+        with contest.providers[provider]():
+            step.gradients(ids)
+        gradients[provider] = torch.cat([p.grad.flatten() for p in step.parameters if p.grad is not None])
+        step.optimizer.zero_grad(set_to_none=True)
+    right = gradients["bitsandbytes"].double()
+    apart = {provider: float(f"{relative_error(found, right):.3g}") for provider, found in gradients.items()}
+    if wrong := {provider: error for provider, error in apart.items() if not error <= MOST_APART}:
+        raise ValueError(f"gradients differ from bitsandbytes' by {wrong}, more than {MOST_APART}: nothing is timed")
+    return apart
+
+
+@contextmanager
+def _unsloth_way(model: Any) -> Iterator[Any]:
+    """Every 4-bit layer as Unsloth multiplies in training: its sequence to dequantize, torch's product, twice."""
+    dequantize = peers.Unsloth().dequantize
+    layers = [module for _, module in models.four_bit(model)]
+    for module in layers:
+        module.forward = MethodType(partial(_DequantizedLinear.run, dequantize), module)
+    try:
+        yield model
+    finally:
+        for module in layers:
+            del module.forward
+
+
+class _DequantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def run(dequantize: Callable[..., Tensor], module: Any, x: Tensor) -> Tensor:
+        return _apply(x.to(module.compute_dtype), module.weight, dequantize)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, dequantize: Callable[..., Tensor]) -> Tensor:
+        ctx.weight, ctx.dequantize = weight, dequantize
+        return x @ dequantize(weight, weight.quant_state).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad @ ctx.dequantize(ctx.weight, ctx.weight.quant_state), None, None
+
+
+_apply: Callable[..., Tensor] = _DequantizedLinear.apply

@@ -1,0 +1,172 @@
+"""Compile ahead what `linear` will ask for, so that no first call has to wait for a compiler.
+
+Which variants of the kernels that takes follows from the choices which `linear` itself makes (kernels/linear/cuda.py).
+No GPU is needed, and of checkpoints only headers and the few bytes that say how a weight was quantized are read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.formats import blockwise, grouped
+from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common.device import DeviceFacts, facts_for, facts_of
+from halfbyte.kernels.common.nvrtc import Variant
+from halfbyte.kernels.linear.cuda import INVARIANT_ROWS, choose
+from halfbyte.kernels.linear.operands import Operands, operands_of
+
+
+class Settings(NamedTuple):
+    """How weights that are not in 4 bits yet will be quantized. block_size: for int4 the group size."""
+
+    format: str
+    block_size: int
+    nested: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """variants: how many are in the cache now. cached: how many of them were there before. folder: the cache."""
+
+    variants: int
+    cached: int
+    seconds: float
+    folder: Path
+
+
+def of_shapes(
+    shapes: Iterable[tuple[int, int]], dtypes: Sequence[torch.dtype], settings: Settings, bias: bool = False
+) -> set[Operands]:
+    """Products of x of these dtypes with weights [N, K] to be quantized, and with `bias` also those with a bias.
+
+    Raises ValueError for a K that groups do not divide.
+    """
+    found = set()
+    for n, k in shapes:
+        if settings.format == grouped.NAME:
+            grouped.check_shape((n, k), settings.block_size)
+        for dtype in dtypes:
+            for added in {False, bias}:
+                found.add(_to_be_quantized(n, k, dtype, dtype, settings, added))
+    return found
+
+
+def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings) -> set[Operands]:
+    """Products of x of these dtypes with the 4-bit weights of a checkpoint; where it has none, with those that
+    `halfbyte quantize` would convert. Raises ValueError where there are none of either kind."""
+    from halfbyte.checkpoints.plan import quantized_names, read_quantized
+    from halfbyte.checkpoints.reader import DTYPES, open_checkpoint
+    from halfbyte.checkpoints.select import select
+
+    checkpoint = open_checkpoint(path)
+    found = set()
+
+    def has_bias(name: str) -> bool:
+        return f"{name.removesuffix('weight')}bias" in checkpoint.entries
+
+    names = quantized_names(checkpoint)
+    for name in names:
+        q = read_quantized(checkpoint, name, planning=True)
+        for dtype in dtypes if len(q.shape) == 2 else ():
+            nothing = torch.empty(0, dtype=dtype, device="meta")
+            found.add(operands_of(nothing, q, nothing if has_bias(name) else None))
+    for name in () if names else select(checkpoint.entries):
+        entry = checkpoint.entries[name]
+        n, k = entry.shape
+        if settings.format == grouped.NAME and k % settings.block_size:
+            continue  # such a weight is left as it is
+        for dtype in dtypes:
+            found.add(_to_be_quantized(n, k, dtype, DTYPES[entry.dtype], settings, has_bias(name)))
+    if not found:
+        raise ValueError(f"{path} has no weight of a linear layer, in 4 bits or to be quantized")
+    return found
+
+
+def _to_be_quantized(
+    n: int, k: int, dtype: torch.dtype, weight_dtype: torch.dtype, settings: Settings, bias: bool
+) -> Operands:
+    format, block_size, nested = settings
+    scale = weight_dtype if format == grouped.NAME else torch.uint8 if nested else torch.float32
+    return Operands(
+        dtype, n, k, format, block_size, scale, nested=blockwise.NESTED_BLOCK_SIZE if nested else 0, bias=bias
+    )
+
+
+def variants(operands: Iterable[Operands], rows: Iterable[int], facts: DeviceFacts) -> list[Variant]:
+    """What `linear` compiles on such a GPU for x with these numbers of rows, batch-invariant or not; each once."""
+    counts = sorted(set(rows))
+    # With batch_invariant so many rows go at a time, and then the rest.
+    invariant = sorted({part for m in counts for part in (min(m, INVARIANT_ROWS), m % INVARIANT_ROWS) if part})
+    cases = [(m, False) for m in counts] + [(m, True) for m in invariant]
+    found: dict[Variant, None] = {}
+    for one in sorted(operands, key=repr):
+        for m, batch_invariant in cases if min(one.n, one.k) else ():
+            choice = choose(m, one, facts, batch_invariant)
+            if choice is not None:
+                found[choice.variant(one, facts)] = None
+    return list(found)
+
+
+def warm(variants: Sequence[Variant], progress: Callable[[str, int, int], None] | None = None) -> Report:
+    """Compile those that the cache lacks, on all CPUs: NVRTC works without the interpreter lock.
+
+    progress: called with "", how many are compiled and how many will be. Raises ImportError without a compiler and
+    OSError where the cache cannot be written. What was compiled before an error or an interrupt is kept.
+    """
+    start = time.monotonic()
+    missing = [variant for variant in variants if nvrtc.cached(variant) is None]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            compiled = [pool.submit(_compile, variant) for variant in missing]
+            for done, future in enumerate(as_completed(compiled), 1):
+                future.result()
+                if progress is not None:
+                    progress("", done, len(missing))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    cached = len(variants) - len(missing)
+    return Report(len(variants), cached, time.monotonic() - start, nvrtc.cache_directory())
+
+
+def _compile(variant: Variant) -> None:
+    nvrtc.keep(variant, nvrtc.compile_cubin(variant.source, variant.capability, dict(variant.macros)))
+
+
+def facts_of_target(target: str | None, sms: int | None) -> DeviceFacts:
+    """The facts of the target, or of the GPU at hand where none is named. Raises ValueError where there is neither."""
+    if target is not None:
+        return facts_for(target, sms)
+    if sms is not None:
+        raise ValueError("sms says how large another GPU is than the one here; name it with --target")
+    if torch.version.hip or not torch.cuda.is_available():
+        raise ValueError("there is no NVIDIA GPU here; name the one to compile for, as --target sm_90")
+    return facts_of(torch.cuda.current_device())
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """(N, K) of "NxK"."""
+    if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip().lower())):
+        raise ValueError(f"shape {text!r} is not a weight's; write NxK, as 4096x14336")
+    return int(match[1]), int(match[2])
+
+
+def parse_rows(text: str) -> list[int]:
+    """The numbers in "1-16,64"."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise ValueError(f"rows {text!r} are not numbers of rows; write 1-16,64")
+        found.update(range(first, last + 1))
+    return sorted(found)

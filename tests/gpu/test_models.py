@@ -1,0 +1,193 @@
+"""Whole models on a GPU: `generate` on CUDA graphs gives what it gives without them."""
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import halfbyte as hb
+from halfbyte.bench import models
+from halfbyte.models import graphs
+
+pytest.importorskip("transformers")
+pytest.importorskip("bitsandbytes")
+
+SHAPES = {
+    "llama": ("llama", {"num_key_value_heads": 2}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 64}),
+    # Its window slides over 20 tokens: generation goes through a step before and after it is full.
+    "gemma": ("gemma3_text", {"num_key_value_heads": 2, "head_dim": 64, "sliding_window": 20, "num_hidden_layers": 7}),
+}
+SIDES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
+
+
+@pytest.fixture(params=SHAPES)
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    kind, facts = SHAPES[request.param]
+    monkeypatch.setitem(models.SHAPES, "small", (kind, {"num_hidden_layers": 2} | SIDES | facts))
+    loaded = models.load("small", torch.device("cuda"), torch.bfloat16)
+    loaded.requires_grad_(False)
+    for name, parameter in loaded.named_parameters():
+        if "embed" in name or "head" in name:  # logits far enough apart that rounding decides none
+            parameter.mul_(20)
+    yield loaded
+    hb.restore(loaded)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every step that a graph makes."""
+    made: list[int] = []
+    replay = graphs.Step.replay
+
+    def counted(step: graphs.Step) -> Any:
+        made.append(1)
+        return replay(step)
+
+    monkeypatch.setattr(graphs.Step, "replay", counted)
+    return made
+
+
+def prompt(batch: int, length: int = 12) -> Tensor:
+    return torch.randint(3, 500, (batch, length), device="cuda")
+
+
+def generate(model: Any, ids: Tensor, **options: Any) -> Any:
+    settings = {"max_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    return model.generate(ids, **settings | options)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_are_those_of_steps_without_a_graph(model: Any, batch: int, replays: list[int]) -> None:
+    ids = prompt(batch)
+    report = hb.accelerate(model)
+    assert "CUDA graphs" in report.generation
+    first = generate(model, ids)
+    assert len(replays) >= 24 - 5
+    second = generate(model, ids)
+    made = len(replays)
+    plain = generate(model, ids, disable_compile=True)
+    assert len(replays) == made
+    assert torch.equal(first, second)
+    assert (first == plain).float().mean() > 0.95  # bf16 ties of random weights aside
+    assert torch.equal(first[:, :14], plain[:, :14])
+
+
+def test_logits_of_every_step(model: Any, replays: list[int]) -> None:
+    """Outputs that the caller keeps are not overwritten by later steps."""
+    ids = prompt(2)
+    hb.accelerate(model)
+    options = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 12}
+    ours = generate(model, ids, **options)
+    assert replays
+    exact = model(ours.sequences).logits[:, ids.shape[1] - 1 : -1].float()
+    logits = torch.stack(ours.logits, 1)
+    assert (logits - exact).norm() < 3e-2 * exact.norm()
+    assert torch.equal(logits.argmax(-1), ours.sequences[:, ids.shape[1] :])
+
+
+def test_padding_and_sampling(model: Any, replays: list[int]) -> None:
+    ids = prompt(3)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    hb.accelerate(model)
+    generated = generate(model, ids, attention_mask=mask, max_new_tokens=8)
+    alone = generate(model, ids[1:2, 5:], attention_mask=mask[1:2, 5:], max_new_tokens=8)
+    assert torch.equal(generated[1, 12:15], alone[0, 7:10])
+    samples = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        samples.append(generate(model, ids, do_sample=True, num_return_sequences=2))
+    assert torch.equal(*samples)
+    assert samples[0].shape == (6, 36)
+    assert replays
+
+
+def test_calls_that_choose_their_own_way_are_left_alone(model: Any, replays: list[int]) -> None:
+    from transformers import DynamicCache
+
+    ids = prompt(1)
+    hb.accelerate(model)
+    generate(model, ids, num_beams=2)
+    generate(model, ids, use_cache=False, max_new_tokens=4)
+    generate(model, ids, cache_implementation="dynamic")
+    generate(model, ids, past_key_values=DynamicCache(config=model.config))
+    assert not replays
+    generate(model, ids, cache_implementation="static")
+    assert replays
+    hb.restore(model)
+    made = len(replays)
+    generate(model, ids)
+    assert len(replays) == made
+    assert not any(name in vars(model) for name in ("get_compiled_call", "_prepare_cache_for_generation"))
+
+
+def test_a_model_that_cannot_be_captured_goes_on_without_a_graph(model: Any, replays: list[int]) -> None:
+    ids = prompt(1)
+    hb.accelerate(model)
+    right = generate(model, ids, disable_compile=True)
+
+    def synchronizing(module: Any, args: Any, output: Tensor) -> None:
+        output.sum().item()
+
+    hook = model.lm_head.register_forward_hook(synchronizing)
+    with pytest.warns(UserWarning, match="cannot be captured in a CUDA graph and goes on without one"):
+        ours = generate(model, ids)
+    hook.remove()
+    assert not replays
+    assert (ours == right).float().mean() > 0.95
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        generate(model, ids)  # and once it can be, it is
+    assert replays
+
+
+def test_no_memory_is_kept_between_calls(model: Any) -> None:
+    ids = prompt(2)
+    hb.accelerate(model)
+    generate(model, ids)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        generate(model, ids, max_new_tokens=40)
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+def test_with_an_adapter(model: Any, replays: list[int]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    ids = prompt(2)
+    hb.accelerate(adapted)
+    ours = generate(adapted, ids)
+    assert replays
+    plain = generate(adapted, ids, disable_compile=True)
+    assert (ours == plain).float().mean() > 0.95
+    hb.restore(adapted)
+
+
+def test_a_training_step_has_the_gradients_of_bitsandbytes(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "o_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).train()
+    adapted.enable_input_require_grads()
+    adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = prompt(2, 40)
+
+    def gradients() -> dict[str, Tensor]:
+        adapted.zero_grad()
+        adapted(ids, labels=ids).loss.backward()
+        return {name: p.grad.float().clone() for name, p in adapted.named_parameters() if p.grad is not None}
+
+    theirs = gradients()
+    hb.accelerate(adapted)
+    ours = gradients()
+    assert ours.keys() == theirs.keys()
+    assert ours
+    for name in ours:
+        assert (ours[name] - theirs[name]).norm() < 5e-2 * theirs[name].norm(), name
+    hb.restore(adapted)

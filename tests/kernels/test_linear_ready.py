@@ -1,0 +1,289 @@
+"""Products that are ready, on a driver that is not there: its "kernels" find all that they read by its addresses.
+
+So what is tested here is what is handed over: a stale address, or another thread's, gives another result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte.formats.weight import NestedScale, QuantizedWeight
+from halfbyte.kernels.common import driver, nvrtc
+from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.linear import cuda, decode, exact, hopper, tensor
+from halfbyte.kernels.linear.reference import linear_exact
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+H200, A100 = DeviceFacts("cuda", 90, 132, 232448), DeviceFacts("cuda", 80, 108, 166912)
+KERNELS = {b"decode": decode, b"multiply": hopper, b"product": tensor, b"exact": exact}
+
+
+def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    numel = torch.Size(shape).numel()
+    bytes_there = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(bytes_there, dtype=dtype).view(shape)
+
+
+class Driver:
+    """Kernels in Python. `like` is the weight that is multiplied, as far as its addresses do not say it."""
+
+    def __init__(self) -> None:
+        self.like: QuantizedWeight
+        self.dtype = BF16
+        self.names = [b""]
+        self.seen: list[tuple[Any, int]] = []  # kernel and rows of x
+        self.pause = 0.0  # seconds before a launch looks at its arguments
+
+    def cuModuleLoadData(self, module: Any, code: bytes) -> int:
+        return 0
+
+    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
+        self.names.append(name)
+        function._obj.value = len(self.names) - 1
+        return 0
+
+    def cuFuncSetAttribute(self, *_: Any) -> int:
+        return 0
+
+    def cuOccupancyMaxActiveClusters(self, count: Any, *_: Any) -> int:
+        count._obj.value = 66
+        return 0
+
+    def cuTensorMapEncodeTiled(self, at: Any, kind: int, rank: int, packed: Any, *_: Any) -> int:
+        ctypes.memmove(at, struct.pack("Q", packed.value), 8)
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
+        time.sleep(self.pause)
+        kernel = KERNELS.get(self.names[function.value])
+        if kernel is None:  # what comes before or after the product
+            return 0
+        first, *rest = struct.unpack_from("".join(kernel.LAYOUT), ctypes.string_at(parameters[0], 320))
+        packed = struct.unpack_from("Q", first)[0] if kernel is hopper else first
+        scale, code, absmax, offset = rest[:4]
+        x, bias, out = rest[5:8] if kernel is exact else rest[4:7]
+        changing = len(struct.unpack(kernel.LAYOUT[1], bytes(struct.calcsize(kernel.LAYOUT[1]))))
+        m, n, k = rest[(5 if kernel is exact else 4) + changing - 1 :][:3]
+        self.seen.append((kernel, m))
+        like = self.like
+        assert (n, k) == like.shape
+        parts = [
+            memory(packed, like.packed.shape, like.packed.dtype),
+            memory(scale, like.scale.shape, like.scale.dtype),
+        ]
+        nested = like.nested
+        if nested:
+            there = (memory(at, tuple(t.shape), F32) for at, t in zip((code, absmax, offset), nested[:3], strict=True))
+            nested = NestedScale(*there)
+        dense = hb.dequantize(replace(like, packed=parts[0], scale=parts[1], nested=nested), F32)
+        y = linear_exact(memory(x, (m, k), self.dtype), dense, memory(bias, (n,), self.dtype) if bias else None)
+        memory(out, (m, n), self.dtype).copy_(y)
+        return 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """A Hopper in the place of the CPU."""
+    yield from _gpu(monkeypatch, H200)
+
+
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    yield from _gpu(monkeypatch, A100)
+
+
+def _gpu(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts) -> Iterator[Driver]:
+    there = Driver()
+    for module in (driver, hopper):
+        monkeypatch.setattr(module, "driver", lambda: there)
+    for module in (cuda, decode, exact, hopper, tensor):
+        monkeypatch.setattr(module, "facts_of", lambda index: facts)
+    monkeypatch.setattr(cuda, "has_compiler", lambda: True)
+    monkeypatch.setattr(driver, "cubin", lambda variant: b"")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    caches = (driver.kernels.cache_clear, driver.per_thread.ready.clear, hopper._map.cache_clear)
+    for clear in caches:
+        clear()
+    yield there
+    for clear in caches:
+        clear()
+
+
+def make(n: int, k: int, dtype: torch.dtype = BF16, **options: Any) -> QuantizedWeight:
+    q = hb.quantize(torch.randn(n, k).to(dtype), **options)
+    if q.nested:  # all weights share one code
+        q = replace(q, nested=q.nested._replace(code=q.nested.code.clone()))
+    return q
+
+
+def right(x: torch.Tensor, q: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return linear_exact(x, hb.dequantize(q, F32), bias).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "dtype", "kernel"),
+    [
+        ((64, 1024), {}, BF16, decode),
+        ((64, 1024), {"nested": False}, F16, decode),
+        ((64, 320), {}, BF16, hopper),
+        ((64, 512), {"format": "int4"}, F16, hopper),
+        ((64, 1024), {}, F32, exact),
+        ((33, 1000), {}, BF16, exact),
+    ],
+)
+def test_every_kernel(
+    gpu: Driver, shape: tuple[int, int], options: dict[str, Any], dtype: torch.dtype, kernel: Any
+) -> None:
+    n, k = shape
+    q = gpu.like = make(n, k, **options)
+    gpu.dtype = dtype
+    for m in (1, 7, 1, 8, 3):
+        for bias in (None, torch.randn(n).to(dtype)):
+            x = torch.randn(m, 1, k).to(dtype)
+            known = cuda.again(x, q, bias, False)
+            y = cuda.linear(x, q, bias, False)
+            assert y is not None
+            assert y.shape == (m, 1, n)
+            assert torch.equal(y, right(x, q, bias))
+            assert known is None or torch.equal(known, y)
+            again = cuda.again(x, q, bias, False)
+            assert again is not None
+            assert torch.equal(again, y)
+            assert again.data_ptr() != y.data_ptr()
+            assert cuda.again(x.view(m, k), q, bias, False).shape == (m, n)
+    assert {found for found, _ in gpu.seen} == {kernel}
+
+
+def test_tensor_with_and_without_splits(ampere: Driver) -> None:
+    for n, k in ((16, 16384), (4096, 64)):
+        q = ampere.like = make(n, k)
+        splits = set()
+        for m in (1, 9, 9, 33):
+            x = torch.randn(m, k).bfloat16()
+            splits.add(tensor.plan_for(x, q, None, False).splits)
+            for _ in range(2):
+                assert torch.equal(cuda.linear(x, q, None, False), right(x, q))
+        assert (max(splits) > 1) == (n == 16)
+    assert {found for found, _ in ampere.seen} == {tensor}
+
+
+@pytest.mark.parametrize(("rows", "invariant", "parts"), [(27, False, [27]), (8, True, [8]), (27, True, [8, 8, 8, 3])])
+def test_rows_go_as_many_at_a_time_as_the_plan_takes(gpu: Driver, rows: int, invariant: bool, parts: list[int]) -> None:
+    q = gpu.like = make(64, 1024)
+    x, bias, out = torch.randn(rows, 1024).bfloat16(), torch.randn(64).bfloat16(), torch.zeros(rows, 64).bfloat16()
+    decode.linear(x, q, bias, out, decode.plan_for(x, q, bias, invariant))
+    assert gpu.seen == [(decode, part) for part in parts]
+    assert torch.equal(out, right(x, q, bias))
+
+
+def test_many_rows_go_256_at_a_time_where_the_batch_must_not_matter(gpu: Driver) -> None:
+    q = gpu.like = make(64, 320)
+    x = torch.randn(600, 320).bfloat16()
+    for _ in range(2):
+        gpu.seen.clear()
+        assert torch.equal(cuda.linear(x, q, None, True), right(x, q))
+        assert [m for _, m in gpu.seen] == [256, 256, 88]
+        assert cuda.again(x, q, None, True) is None
+    assert cuda.linear(x, q, None, False) is None  # the dense weight is ahead
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
+
+
+def test_what_is_not_as_before_takes_the_long_way(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = gpu.like = make(64, 1024)
+    x, bias = torch.randn(4, 1024).bfloat16(), torch.randn(64).bfloat16()
+    cuda.linear(x, q, bias, False), cuda.linear(x, q, None, False)
+    assert cuda.again(x, q, bias, False) is not None
+    for other in (
+        x[:3], x[0, :-1], x[0, 0], x.t().contiguous().t(), x[:, :1000], torch._neg_view(x), x.half(), shifted(x),
+        x.to_sparse(), torch.empty(0, 1024).bfloat16(), x.view(-1),
+    ):  # fmt: skip
+        assert cuda.again(other, q, None, False) is None
+    for other in (bias[:-1], bias[None], bias.float(), bias.repeat(2)[::2], torch._neg_view(bias), shifted(bias)):
+        assert cuda.again(x, q, other, False) is None
+    assert cuda.again(x, q, bias, True) is None
+    assert cuda.again(x, replace(q, format="fp4"), bias, False) is None
+    assert cuda.again(x, replace(q, shape=(1024, 64)), bias, False) is None
+    assert torch.equal(cuda.linear(shifted(x), q, bias, False), right(x, q, bias))
+    assert torch.equal(cuda.linear(x, q, shifted(bias), False), right(x, q, bias))
+    assert cuda.again(x, q, shifted(bias), False) is None
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    assert cuda.again(x, q, bias, False) is None
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_weight_whose_memory_moves(gpu: Driver, nested: bool) -> None:
+    q, other = make(64, 1024, nested=nested), make(64, 1024, nested=nested)
+    gpu.like, x = q, torch.randn(4, 1024).bfloat16()
+    assert torch.equal(cuda.linear(x, q, None, False), right(x, q))
+    for tensor_, source in zip(q.tensors, other.tensors, strict=True):
+        assert cuda.again(x, q, None, False) is not None
+        old, tensor_.data = tensor_.data, source.clone()
+        assert cuda.again(x, q, None, False) is None
+        old.zero_()
+        assert torch.equal(cuda.linear(x, q, None, False), right(x, q))
+    assert torch.equal(cuda.again(x, q, None, False), right(x, other))
+    q.packed.copy_(255 - q.packed)
+    assert torch.equal(cuda.again(x, q, None, False), right(x, q))
+
+
+def test_nothing_is_kept_alive(gpu: Driver) -> None:
+    q, x = make(64, 1024), torch.randn(4, 1024).bfloat16()
+    gpu.like = replace(q, packed=q.packed.clone())
+    cuda.linear(x, q, None, False), cuda.again(x, q, None, False)
+    gone = [weakref.ref(tensor_) for tensor_ in (q.packed, x)]
+    del q, x
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+@pytest.mark.parametrize("shape", [(64, 1024), (64, 320)])
+def test_threads_have_arguments_of_their_own(gpu: Driver, shape: tuple[int, int]) -> None:
+    q, barrier = make(*shape), Barrier(2)
+    gpu.like, gpu.pause = q, 1e-4
+    inputs = [torch.randn(4, shape[1]).bfloat16() for _ in range(2)]
+    rights = [right(x, q) for x in inputs]
+
+    def work(i: int) -> list[bool]:
+        barrier.wait()
+        return [torch.equal(cuda.linear(inputs[i], q, None, False), rights[i]) for _ in range(30)]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(all(found) for found in pool.map(work, range(2)))
+
+
+def test_choices_are_pure(gpu: Driver) -> None:
+    """The variant that a call takes is the one which is foretold from sizes alone."""
+    loaded: list[nvrtc.Variant] = []
+    gpu_cubin: Callable[[nvrtc.Variant], bytes] = lambda variant: loaded.append(variant) or b""  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "cubin", gpu_cubin)
+        from halfbyte import warm
+
+        for shape, options in (((64, 1024), {}), ((64, 320), {"nested": False}), ((64, 512), {"format": "int4"})):
+            q = gpu.like = make(*shape, **options)
+            settings = warm.Settings(q.format, q.block_size, q.nested is not None)
+            foretold = warm.variants(warm.of_shapes([shape], [BF16], settings), (1, 9, 33), H200)
+            loaded.clear()
+            for m in (1, 9, 33):
+                for invariant in (False, True):
+                    cuda.linear(torch.randn(m, shape[1]).bfloat16(), q, None, invariant)
+            assert set(loaded) == set(foretold)
+            assert len(loaded) == len(set(loaded)) > 1

@@ -1,0 +1,170 @@
+"""`halfbyte warm`: it compiles what `linear` would ask for, once, and leaves the cache whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from halfbyte import warm
+from halfbyte.cli import app
+from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common.device import DeviceFacts, facts_for
+from halfbyte.kernels.common.targets import CUDA_TARGETS
+from halfbyte.kernels.linear.operands import Operands
+
+runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+NF4 = warm.Settings("nf4", 64, True)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def run(code: int, *arguments: object) -> str:
+    result = runner.invoke(app, ["warm", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.stderr
+    assert not (result.stderr if code == 0 else result.stdout)
+    return result.stderr if code else result.stdout
+
+
+def test_compiles_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--shape", "64x1024", "--rows", "1", "--target", "sm_90")
+    text = run(0, *arguments)
+    assert text.startswith("2 variants for sm_90, 0 of them cached already, ")  # decode, and hopper if batch-invariant
+    assert text.endswith(f"kept in {cache}\n")
+    kept = {path.name: path.read_bytes() for path in cache.iterdir()}
+    assert len(kept) == 2
+    assert all(name.endswith(".cubin") for name in kept)
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *_: pytest.fail("compiled although it is cached"))
+    assert "2 variants for sm_90, 2 of them cached already" in run(0, *arguments)
+    found = warm.variants(warm.of_shapes([(64, 1024)], [BF16], NF4), [1], facts_for("sm_90"))
+    for variant in found:  # by the very way that `linear` takes
+        assert nvrtc.cubin(variant)[:4] == b"\x7fELF"
+    assert {path.name: path.read_bytes() for path in cache.iterdir()} == kept
+
+
+def test_other_targets(cache: Path) -> None:
+    for target in ("sm_75", "sm_120"):
+        run(0, "--shape", "96x320", "--rows", "1,9", "--dtype", "float16", "--target", target)
+    assert len(list(cache.iterdir())) >= 2
+
+
+def operands(path: Path, *dtypes: torch.dtype, settings: warm.Settings = NF4) -> set[Operands]:
+    return warm.of_checkpoint(path, dtypes or (BF16,), settings)
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    weights = {"model.layers.0.mlp.up_proj": (64, 128), "model.layers.0.mlp.down_proj": (128, 64)}
+    tensors = {f"{name}.weight": torch.randn(shape).half() for name, shape in weights.items()}
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(64).half()
+    tensors["model.embed_tokens.weight"] = torch.randn(100, 64).half()
+    source = tmp_path / "dense.safetensors"
+    save_file(tensors, source)
+    up = Operands(BF16, 64, 128, "nf4", 64, torch.uint8, 256, bias=True)
+    down = Operands(BF16, 128, 64, "nf4", 64, torch.uint8, 256)
+    assert operands(source) == {up, down}
+    for format, options in (("nf4", []), ("fp4", ["--flat", "--block-size", "128"]), ("int4", ["--group-size", "32"])):
+        target = tmp_path / f"{format}.safetensors"
+        result = runner.invoke(app, ["quantize", str(source), str(target), "--format", format, *options])
+        assert result.exit_code == 0, result.output
+        size, nested = {"nf4": (64, True), "fp4": (128, False), "int4": (32, False)}[format]
+        # It says itself what its weights are, and they are what was foretold of the dense one.
+        assert operands(target, F16, F32) == operands(source, F16, F32, settings=warm.Settings(format, size, nested))
+    assert operands(source, settings=warm.Settings("int4", 128, False)) == {
+        Operands(BF16, 64, 128, "int4", 128, F16, bias=True)  # groups of 128 do not divide the other's K
+    }
+    text = run(0, tmp_path / "nf4.safetensors", "--rows", "1", "--target", "sm_80")
+    assert "variants for sm_80" in text
+
+
+def test_no_tensor_is_read(tmp_path: Path) -> None:
+    """Only headers: a file whose tensors are a hole in the disk."""
+    n, k = 4096, 1 << 20
+    info = {"dtype": "BF16", "shape": [n, k], "data_offsets": [0, 2 * n * k]}
+    header = json.dumps({"model.layers.0.mlp.up_proj.weight": info}).encode()
+    path = tmp_path / "large.safetensors"
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * n * k)
+    assert operands(path) == {Operands(BF16, n, k, "nf4", 64, torch.uint8, 256)}
+
+
+def test_rows_and_shapes() -> None:
+    assert warm.parse_rows("1-4, 16,3") == [1, 2, 3, 4, 16]
+    assert warm.parse_shape("4096x14336") == (4096, 14336)
+    for text in ("", "0", "4-1", "1,", "a", "-3", "1-2-3"):
+        with pytest.raises(ValueError, match="write 1-16,64"):
+            warm.parse_rows(text)
+    for text in ("", "4096", "0x5", "5x0", "5x5x5", "-1x5"):
+        with pytest.raises(ValueError, match="write NxK"):
+            warm.parse_shape(text)
+
+
+def test_targets() -> None:
+    for capability in CUDA_TARGETS:
+        assert facts_for(f"sm_{capability}").ptx == capability
+    assert facts_for("sm_90") == DeviceFacts("cuda", 90, 132, 232448)
+    assert facts_for("sm_90", 78).sms == 78
+
+
+def test_wrong_usage_is_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shape = ("--shape", "64x1024")
+    assert "give a checkpoint, or weights as --shape NxK" in run(2, "--target", "sm_90")
+    assert "name the one to compile for, as --target sm_90" in run(2, *shape)
+    assert "name it with --target" in run(2, *shape, "--sms", "78")
+    assert "known targets are sm_75, sm_80" in run(2, *shape, "--target", "sm_70")
+    assert "sms is 0" in run(2, *shape, "--target", "sm_90", "--sms", "0")
+    assert "write NxK" in run(2, "--shape", "64", "--target", "sm_90")
+    assert "write 1-16,64" in run(2, *shape, "--rows", "x", "--target", "sm_90")
+    assert "block_size is 65" in run(2, *shape, "--block-size", "65", "--target", "sm_90")
+    assert "K is 1000" in run(2, "--shape", "64x1000", "--format", "int4", "--target", "sm_90")
+
+
+def test_failures_are_1(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "does not exist" in run(1, tmp_path / "nowhere", "--target", "sm_90")
+    save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "norm.safetensors")
+    assert "no weight of a linear layer" in run(1, tmp_path / "norm.safetensors", "--target", "sm_90")
+    cache.write_text("a file")
+    assert "cache" in run(1, "--shape", "64x1024", "--rows", "1", "--target", "sm_90")
+    cache.unlink()
+    for name in ("cuda.core", "cuda"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "halfbyte[cuda]" in run(1, "--shape", "64x1024", "--rows", "1", "--target", "sm_90")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_interrupted(cache: Path) -> None:
+    """A real process, stopped while it compiles: what is in the cache is whole."""
+    shapes = [part for k in range(1, 30) for part in ("--shape", f"512x{1024 * k}")]
+    command = [sys.executable, "-m", "halfbyte", "warm", *shapes, "--dtype", "float16", "--target", "sm_90"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    end = time.monotonic() + 120
+    while len(list(cache.glob("*.cubin"))) < 2:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert stdout == ""
+    assert stderr == "halfbyte: interrupted\n"
+    found = {path.name for path in cache.iterdir()}
+    assert all(name.endswith(".cubin") and not name.startswith(".") for name in found)
+    settings = warm.of_shapes([(512, 1024 * k) for k in range(1, 30)], [F16], NF4)
+    wanted = warm.variants(settings, range(1, 65), facts_for("sm_90"))
+    assert sum(nvrtc.cached(variant) is not None for variant in wanted) == len(found) < len(wanted)
