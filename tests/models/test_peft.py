@@ -95,3 +95,67 @@ def test_the_function_is_replaced_wherever_it_is_and_put_back(load: Any) -> None
     assert bnb.dequantize_bnb_weight is patch.dequantize_bnb_weight
     hb.restore(second)
     assert bnb.dequantize_bnb_weight is integrations.dequantize_bnb_weight is original
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_lora_layer_in_one_node(load: Any, dropout: float, autocast: bool) -> None:
+    """Results and all gradients beside the same formula in float64, at most as far from it as PEFT's are."""
+    model = adapted(load(), lora_dropout=dropout).train()
+    if not autocast:  # then its arithmetic is that of its parameters
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    layer = next(module for module in model.modules() if patch.takes(module))
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    weight = hb.dequantize(from_bitsandbytes(layer.base_layer.weight), torch.float32).double()
+    x = torch.randn(2, 7, layer.in_features, device=model.device, dtype=torch.bfloat16)
+    upstream = torch.randn(2, 7, layer.out_features, device=model.device, dtype=torch.bfloat16)
+
+    def run() -> tuple[Tensor, ...]:
+        inputs = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+            y = layer(inputs)
+        a.grad = b.grad = None
+        y.backward(upstream)
+        return y.detach(), inputs.grad, a.grad, b.grad  # type: ignore[return-value]
+
+    theirs = run()
+    hb.accelerate(model)
+    assert patch._adapter(layer, x) is None or autocast or a.dtype is torch.bfloat16
+    ours = run()
+    torch.manual_seed(1)
+    kept = layer.lora_dropout["default"](torch.ones_like(x)).double()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, a, b)]
+    y = exact[0] @ weight.T + (exact[0] * kept) @ exact[1].T @ exact[2].T * layer.scaling["default"]
+    y.backward(upstream.double())
+    right = (y.detach(), *(tensor.grad for tensor in exact))
+    for mine, other, reference in zip(ours, theirs, right, strict=True):
+        assert mine.dtype == other.dtype
+        assert relative_error(mine, reference) <= 1.1 * relative_error(other, reference) + 1e-3
+
+
+def test_adapters_that_go_pefts_own_way(load: Any, prompts: Tensor) -> None:
+    model = adapted(load()).eval()
+    hb.accelerate(model)
+    layer = next(module for module in model.modules() if patch.takes(module))
+    x = torch.randn(2, layer.in_features, device=model.device, dtype=torch.bfloat16)
+    with torch.autocast(model.device.type, torch.bfloat16):
+        layer(x)
+        assert patch._adapter(layer, x) is not None
+        assert patch._adapter(layer, x.float()) is None
+        with model.disable_adapter():
+            assert patch._adapter(layer, x) is None
+            assert torch.equal(layer(x), layer.base_layer(x))
+        model.merge_adapter()
+        assert patch._adapter(layer, x) is None
+        model.unmerge_adapter()
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+        model.base_model.set_adapter(["default", "other"])
+        assert patch._adapter(layer, x) is None
+        assert layer(x).shape == (2, layer.out_features)
+    model.set_adapter("default")
+    assert patch._adapter(layer, x) is None  # fp32 adapters without autocast: PEFT computes them in fp32
+    hb.restore(model)
+    assert "forward" not in vars(layer)

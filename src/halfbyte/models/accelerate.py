@@ -43,6 +43,8 @@ def accelerate(model: nn.Module) -> Report:
         raise TypeError(f"model is a {type(model).__name__}; accelerate takes a torch.nn.Module: a loaded model")
     done, skipped = [], {}
     for path, module in model.named_modules():
+        if peft.takes(module):
+            peft.apply(module)
         if not bitsandbytes.takes(module):
             continue
         if reason := bitsandbytes.apply(module):
@@ -52,7 +54,7 @@ def accelerate(model: nn.Module) -> Report:
     if not done:
         return Report((), skipped, "as before: no module was taken")
     for host in HOSTS:
-        host.apply()
+        host.apply_to_library()
     _accelerated.add(model)
     return Report(tuple(done), skipped, transformers.apply(model))
 
@@ -65,7 +67,9 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         if bitsandbytes.takes(module):
             bitsandbytes.undo(module)
+        elif peft.takes(module):
+            peft.undo(module)
     _accelerated.discard(model)
     if not _accelerated:
         for host in HOSTS:
-            host.undo()
+            host.undo_in_library()

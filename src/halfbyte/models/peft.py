@@ -1,28 +1,39 @@
-"""PEFT: merging, unmerging and DoRA dequantize through halfbyte; LoRA's products go through the base layers.
+"""PEFT: a LoRA layer over a 4-bit one in a few launches, and dequantization by halfbyte in DoRA, merge and unmerge.
 
-PEFT turns a 4-bit weight into a dense one in a single function, at every forward pass of a DoRA layer. What that
-returns stays bit for bit the same.
+PEFT computes y = base(x), then adds lora_B(lora_A(dropout(x))) * scaling in a dozen operations, each with its node in
+autograd. At the sizes of fine-tuning Python, not the GPU, is what that waits for. Here it is one node:
+
+    forward     h = d @ A.T * scaling                 y = x @ W.T + h @ B.T
+    backward    e = grad @ B * scaling                grad x = grad @ W (+ e @ A)        d = dropout(x), or x itself
+                grad A = e.T @ d                      grad B = grad.T @ h
+
+Variants (DoRA and others), several active adapters, merged or disabled ones, adapters that compute in another dtype
+than the layer, and traced calls go PEFT's own way. What PEFT dequantizes stays the same, bit for bit.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.models import bitsandbytes
 from halfbyte.models.patch import replace_everywhere
-from halfbyte.ops import dequantize
+from halfbyte.ops import dequantize, linear
 
 HOME, NAME = "peft.utils.integrations", "dequantize_bnb_weight"
 
 _original: Callable[..., Tensor] | None = None
 
 
-def apply() -> None:
-    """Replace PEFT's function, if PEFT has been imported."""
+def apply_to_library() -> None:
+    """Replace PEFT's function that dequantizes, if PEFT has been imported."""
     global _original
     home = sys.modules.get(HOME)
     if _original is None and home is not None and hasattr(home, NAME):
@@ -30,7 +41,7 @@ def apply() -> None:
         replace_everywhere(_original, dequantize_bnb_weight)
 
 
-def undo() -> None:
+def undo_in_library() -> None:
     global _original
     if _original is not None:
         replace_everywhere(dequantize_bnb_weight, _original)
@@ -48,3 +59,112 @@ def dequantize_bnb_weight(weight: Any, *args: Any, **kwargs: Any) -> Tensor:
             return dequantize(q)
     assert _original is not None
     return _original(weight, *args, **kwargs)
+
+
+def takes(module: nn.Module) -> bool:
+    """True for PEFT's LoRA layer over a Linear4bit, known by name: nothing is imported to find out."""
+    kind = type(module)
+    return kind.__name__ == "Linear4bit" and kind.__module__.startswith("peft.tuners.lora.")
+
+
+def apply(module: nn.Module) -> None:
+    """Let a LoRA layer compute as above wherever it can."""
+    if "forward" not in module.__dict__:
+        module.forward = MethodType(forward, module)
+
+
+def undo(module: nn.Module) -> None:
+    if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
+        del module.__dict__["forward"]
+
+
+def forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What PEFT's lora.Linear4bit.forward computes: x [..., K] -> [..., N]."""
+    adapter = None if args or kwargs else _adapter(module, x)
+    if adapter is None:
+        result: Tensor = type(module).forward(module, x, *args, **kwargs)
+        return result
+    given = adapter.dropout(x) if adapter.dropout.training else x
+    if torch.is_grad_enabled() and (x.requires_grad or adapter.a.requires_grad or adapter.b.requires_grad):
+        return _apply(x, None if given is x else given, adapter.a, adapter.b, adapter)
+    return _product(x, given, adapter)[0]
+
+
+class Adapter(NamedTuple):
+    """a [r, K], b [N, r]: of LoRA. q [N, K], bias: of the layer under it."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    dropout: nn.Module
+    q: QuantizedWeight
+    bias: Tensor | None
+
+
+def _adapter(module: Any, x: Tensor) -> Adapter | None:
+    """The one plain adapter that is active, or None where PEFT's own way is the right one."""
+    names = module.active_adapters
+    base = module.base_layer
+    if module.disable_adapters or module.merged or len(names) != 1 or torch.compiler.is_compiling():
+        return None
+    name = names[0]
+    if (
+        name not in module.lora_A
+        or name in getattr(module, "lora_variant", {})
+        or getattr(module, "lora_bias", {}).get(name, False)
+        or not bitsandbytes.is_applied(base)
+        or base.compute_dtype is not x.dtype
+        or not base.compute_type_is_set
+    ):
+        return None
+    a, b, bias = module.lora_A[name], module.lora_B[name], base.bias
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else a.weight.dtype
+    if dtype is not x.dtype or type(a) is not nn.Linear or type(b) is not nn.Linear or a._forward_hooks:
+        return None
+    q = bitsandbytes.weight_of(base)
+    if q is None or (bias is not None and (bias.requires_grad or bias.dtype is not x.dtype)):
+        return None
+    return Adapter(a.weight, b.weight, module.scaling[name], module.lora_dropout[name], q, bias)
+
+
+def _product(x: Tensor, given: Tensor, adapter: Adapter) -> tuple[Tensor, Tensor]:
+    """y [..., N] and h [M, r]; `given` is what the adapter gets of x."""
+    a, b = adapter.a.to(x.dtype), adapter.b.to(x.dtype)
+    h = given.reshape(-1, given.shape[-1]) @ a.t()
+    h *= adapter.scaling
+    y = linear(x, adapter.q, adapter.bias)
+    y.view(-1, y.shape[-1]).addmm_(h, b.t())
+    return y, h
+
+
+class _Lora(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, adapter: Adapter) -> Tensor:
+        given = x if dropped is None else dropped
+        y, h = _product(x, given, adapter)
+        ctx.save_for_backward(given, h, a, b)
+        ctx.q, ctx.scaling, ctx.dtype = adapter.q, adapter.scaling, x.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        given, h, a, b = ctx.saved_tensors
+        of_x, of_dropped, of_a, of_b, _ = ctx.needs_input_grad
+        flat, dtype = grad.reshape(-1, grad.shape[-1]), ctx.dtype
+        e = flat @ b.to(dtype)
+        e *= ctx.scaling
+        grad_x = grad_dropped = None
+        if of_x:
+            grad_x = flat @ dequantize(ctx.q, dtype)
+            if not of_dropped:
+                grad_x.addmm_(e, a.to(dtype))
+            grad_x = grad_x.view(given.shape)
+        if of_dropped:
+            grad_dropped = (e @ a.to(dtype)).view(given.shape)
+        grad_a = (e.t() @ given.reshape(-1, given.shape[-1])).to(a.dtype) if of_a else None
+        grad_b = (flat.t() @ h).to(b.dtype) if of_b else None
+        return grad_x, grad_dropped, grad_a, grad_b, None
+
+
+_apply: Callable[..., Tensor] = _Lora.apply
