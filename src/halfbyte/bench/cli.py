@@ -103,17 +103,15 @@ def decode(
     where = _device(device)
     settings = Settings(_counts(batch), context, new_tokens, rounds, layers)
     torch.manual_seed(0)
-    rows = [row for name in model.split(",") for row in decode_rows(name.strip(), where, settings, _say)]
-    record = {
+    record: dict[str, Any] = {
         "bench": "decode",
         "environment": records.environment(where),
         "method": f"wall clock, {context} tokens of context, static cache; generate as a user calls it, {new_tokens} "
         "new tokens, everything included",
-        "rows": rows,
+        "rows": [],
     }
-    console = Console()
-    console.print(wholes.terminal_table(record))
-    _keep(record, out, where, console)
+    _run_models(record, model, partial(decode_rows, device=where, settings=settings, say=_say), out, where)
+    Console().print(wholes.terminal_table(record))
 
 
 @app.command()
@@ -134,16 +132,14 @@ def train(
     where = _device(device)
     settings = Settings(_counts(tokens), rounds, layers)
     torch.manual_seed(0)
-    rows = [row for name in model.split(",") for row in train_rows(name.strip(), where, settings, _say)]
-    record = {
+    record: dict[str, Any] = {
         "bench": "train",
         "environment": records.environment(where),
         "method": "wall clock of a step: rank 16 on every projection, gradient checkpointing, bf16 autocast, AdamW",
-        "rows": rows,
+        "rows": [],
     }
-    console = Console()
-    console.print(wholes.terminal_table(record, "tokens"))
-    _keep(record, out, where, console)
+    _run_models(record, model, partial(train_rows, device=where, settings=settings, say=_say), out, where)
+    Console().print(wholes.terminal_table(record, "tokens"))
 
 
 @app.command()
@@ -189,12 +185,14 @@ def report(
     check: Annotated[bool, typer.Option("--check", help="Only say whether the texts agree with the records.")] = False,
 ) -> None:
     """Put the recorded figures into README.md and docs, and draw their plots."""
-    from halfbyte.bench import records, sweep
+    from halfbyte.bench import records, sweep, wholes
     from halfbyte.bench import report as reports
 
     kinds: dict[str, tuple[Callable[..., str], Callable[..., None] | None]] = {
         "puzzle": (reports.puzzle_markdown, None),
         "linear": (sweep.markdown, sweep.plot),
+        "decode": (wholes.markdown, None),
+        "train": (partial(wholes.markdown, key="tokens"), None),
     }
     blocks: dict[str, str] = {}
     for path in sorted(results.glob("*/*.json")):
@@ -258,6 +256,15 @@ def _run(
     _keep(record, out, device, console)
     if wrong := [row for row in rows if row.error]:
         raise ValueError(f"wrong, and so not timed: {len(wrong)} of {len(rows)} results; see the table")
+
+
+def _run_models(
+    record: dict[str, Any], names: str, rows_of: Callable[..., Any], out: Path | None, device: torch.device
+) -> None:
+    """Fill the record, model by model, and keep it after each: a large one that fails takes nothing with it."""
+    for name in names.split(","):
+        record["rows"] += rows_of(name.strip())
+        _keep(record, out, device, Console())
 
 
 def _say(step: str) -> None:

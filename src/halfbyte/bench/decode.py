@@ -151,6 +151,7 @@ class Decoder:
             self.ids[:, :1],
             next_sequence_length=1,
             past_key_values=self.cache,
+            attention_mask=torch.ones((batch, settings.context + 1), dtype=torch.long, device=self.device),
             position_ids=torch.full((batch, 1), settings.context, device=self.device),
             use_cache=True,
         )

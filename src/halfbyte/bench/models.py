@@ -94,6 +94,7 @@ def load(name: str, device: torch.device, dtype: torch.dtype, *, four_bit: bool 
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if four_bit:
         _replace_linears(model, dtype)
+        model.is_loaded_in_4bit = True  # PEFT goes by it
     _materialize(model, device, dtype)
     model.tie_weights()
     # A checkpoint's weights were trained not to end a sentence at once; random ones must be told.

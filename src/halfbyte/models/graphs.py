@@ -46,7 +46,7 @@ class DecodeGraphs:
         leaves, structure = pytree.tree_flatten(inputs)
         facts = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
         key = (structure, facts, torch.is_grad_enabled(), tuple(map(_is_full, cache.layers)))
-        if not self.works:
+        if not self.works or not _has_masks(cache, inputs):
             return self.model(past_key_values=cache, **inputs)
         if key not in self.steps:
             self.steps[key] = None
@@ -124,6 +124,11 @@ def _slide(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) 
 def _is_full(layer: Any) -> bool:
     """A sliding window takes another path once it is full."""
     return bool(getattr(layer, COUNTER, 0) >= layer.max_cache_len)
+
+
+def _has_masks(cache: Any, inputs: dict[str, Any]) -> bool:
+    """False where a step would make its masks itself, from a number that Python counts: a graph would repeat it."""
+    return isinstance(inputs.get("attention_mask"), dict) or not any(hasattr(layer, COUNTER) for layer in cache.layers)
 
 
 def _count(cache: Any, tokens: int) -> None:

@@ -84,6 +84,7 @@ def forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if adapter is None:
         result: Tensor = type(module).forward(module, x, *args, **kwargs)
         return result
+    x = x.contiguous()
     given = adapter.dropout(x) if adapter.dropout.training else x
     if torch.is_grad_enabled() and (x.requires_grad or adapter.a.requires_grad or adapter.b.requires_grad):
         return _apply(x, None if given is x else given, adapter.a, adapter.b, adapter)
@@ -128,43 +129,51 @@ def _adapter(module: Any, x: Tensor) -> Adapter | None:
     return Adapter(a.weight, b.weight, module.scaling[name], module.lora_dropout[name], q, bias)
 
 
-def _product(x: Tensor, given: Tensor, adapter: Adapter) -> tuple[Tensor, Tensor]:
-    """y [..., N] and h [M, r]; `given` is what the adapter gets of x."""
+def _product(x: Tensor, given: Tensor, adapter: Adapter) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y [..., N] and, for backward, h [M, r], a and b in x's dtype; `given` is what the adapter gets of x."""
     a, b = adapter.a.to(x.dtype), adapter.b.to(x.dtype)
-    h = given.reshape(-1, given.shape[-1]) @ a.t()
-    h *= adapter.scaling
+    h = given.view(-1, given.shape[-1]) @ a.t()
     y = linear(x, adapter.q, adapter.bias)
-    y.view(-1, y.shape[-1]).addmm_(h, b.t())
-    return y, h
+    y.view(-1, y.shape[-1]).addmm_(h, b.t(), alpha=adapter.scaling)
+    return y, h, a, b
 
 
 class _Lora(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, adapter: Adapter) -> Tensor:
         given = x if dropped is None else dropped
-        y, h = _product(x, given, adapter)
-        ctx.save_for_backward(given, h, a, b)
-        ctx.q, ctx.scaling, ctx.dtype = adapter.q, adapter.scaling, x.dtype
+        y, *kept = _product(x, given, adapter)
+        ctx.save_for_backward(given, *kept)
+        ctx.adapter = adapter
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         given, h, a, b = ctx.saved_tensors
-        of_x, of_dropped, of_a, of_b, _ = ctx.needs_input_grad
-        flat, dtype = grad.reshape(-1, grad.shape[-1]), ctx.dtype
-        e = flat @ b.to(dtype)
-        e *= ctx.scaling
+        adapter, (of_x, of_dropped, of_a, of_b, _) = ctx.adapter, ctx.needs_input_grad
+        grad, flat = grad.reshape(-1, grad.shape[-1]), given.view(-1, given.shape[-1])
+        e = grad @ b
+        e *= adapter.scaling
         grad_x = grad_dropped = None
         if of_x:
-            grad_x = flat @ dequantize(ctx.q, dtype)
+            grad_x = grad @ dequantize(adapter.q, grad.dtype)
             if not of_dropped:
-                grad_x.addmm_(e, a.to(dtype))
+                grad_x.addmm_(e, a)
             grad_x = grad_x.view(given.shape)
         if of_dropped:
-            grad_dropped = (e @ a.to(dtype)).view(given.shape)
-        grad_a = (e.t() @ given.reshape(-1, given.shape[-1])).to(a.dtype) if of_a else None
-        grad_b = (flat.t() @ h).to(b.dtype) if of_b else None
+            grad_dropped = (e @ a).view(given.shape)
+        grad_a = _mm(e.t(), flat, adapter.a.dtype) if of_a else None
+        grad_b = _mm(grad.t(), h, adapter.b.dtype) if of_b else None
+        if grad_b is not None and adapter.scaling != 1:
+            grad_b *= adapter.scaling
         return grad_x, grad_dropped, grad_a, grad_b, None
+
+
+def _mm(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """x @ y in `dtype`, on a GPU without rounding to that of x first."""
+    if x.is_cuda and dtype is torch.float32:
+        return torch.mm(x, y, out_dtype=dtype)
+    return (x @ y).to(dtype)
 
 
 _apply: Callable[..., Tensor] = _Lora.apply
