@@ -15,7 +15,10 @@ from halfbyte.kernels.linear import cuda, decode
 from halfbyte.kernels.linear.codebook import FACTORS
 
 DEVICE = torch.device("cuda", 0)
-SHAPES = ((4, 1024), (20, 1024), (1028, 2048), (64, 5120), (4096, 4096), (1024, 14336), (516, 28672), (3072, 8192))
+SHAPES = (
+    *((4, 1024), (20, 1024), (1028, 2048), (64, 5120), (4096, 4096), (1024, 14336), (516, 28672), (3072, 8192)),
+    *((4, 256), (12, 5376), (1028, 5376), (4096, 5376)),  # scales that come a tile at a time
+)
 
 
 def fused(

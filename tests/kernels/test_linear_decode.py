@@ -49,7 +49,8 @@ def test_models_have_plans(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
-    plans = {decode_plan(m, *shape, True, H200) for m in (1, 16, 32) for shape in MODELS[:4]} - {None}
+    shapes = (*MODELS[:4], (21504, 5376))
+    plans = {decode_plan(m, *shape, True, H200) for m in (1, 16, 32) for shape in shapes} - {None}
     for plan in plans:
         for nested in (True, False):
             code = nvrtc.compile_cubin(source(), capability, macros(dtype, nested, plan.cluster % 2 == 0, plan))
@@ -82,6 +83,11 @@ def test_a_plan_that_leaves_part_of_k_is_not_valid() -> None:
     assert not is_valid(DecodePlan(1, 16, 8, 2, 1), 64, 16384, True, H200)
     assert not is_valid(DecodePlan(1, 16, 8, 2, 2), 64, 8192, True, H200)  # a CTA with nothing to do
     assert not is_valid(DecodePlan(1, 16, 8, 2, 1), 63, 8192, True, H200)
+    # Rows whose scales are no multiple of 16 bytes: all of a tile's at once, or not at all.
+    assert is_valid(DecodePlan(1, 11, 8, 2, 1, whole=True), 64, 5376, True, H200)
+    assert not is_valid(DecodePlan(1, 11, 8, 2, 1), 64, 5376, True, H200)
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 2, whole=True), 64, 5376, True, H200)
+    assert not is_valid(DecodePlan(1, 11, 8, 2, 1, whole=True), 64, 5440, True, H200)
 
 
 def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

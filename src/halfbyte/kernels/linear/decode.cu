@@ -15,8 +15,11 @@
 // side by side along K hand their sums to the first of them through distributed shared memory. Sums are always added in
 // the same order, so the same input gives the same bits.
 //
-// Needs barriers.cuh ahead of it, sm_90, K % 1024 == 0, N % 4 == 0, blocks of 64, packed and scales aligned to 16 bytes.
-// Macros: COLUMNS, WARPS, SLICE, STAGES, CLUSTER, NESTED, FP16, BIAS, SHARED_BYTES.
+// Bulk copies move multiples of 16 bytes. Where the scales of a row are no such multiple and a CTA has all of K, those of
+// a whole tile come in one piece (WHOLE): 16 rows always are one, and so are the 4, 8 or 12 of a last tile.
+//
+// Needs barriers.cuh ahead of it, sm_90, N % 4 == 0, blocks of 64, packed and scales aligned to 16 bytes; for K see
+// decode.py. Macros: COLUMNS, WARPS, SLICE, STAGES, CLUSTER, WHOLE, NESTED, FP16, BIAS, SHARED_BYTES.
 
 constexpr u32 BASE = 1024;         // where dynamic shared memory begins on sm_90 and later; checked below
 constexpr u32 TABLE_ROW = 256;     // bytes: a word for each lane, in the lower half
@@ -24,7 +27,7 @@ constexpr int ROWS = 16, BLOCK_BYTES = 32;
 constexpr int BLOCKS = WARPS * SLICE;                 // of K, a CTA
 constexpr int SCALE_BYTES = NESTED ? 1 : 4;
 constexpr u32 W_ROW = BLOCKS * BLOCK_BYTES + 32;      // bytes a row in a stage, padded against bank conflicts
-constexpr u32 SCALE_ROW = BLOCKS * SCALE_BYTES + 16;
+constexpr u32 SCALE_ROW = BLOCKS * SCALE_BYTES + 16;  // room for a row's
 constexpr u32 STAGE = ROWS * (W_ROW + SCALE_ROW);
 constexpr int SUMS = 2, SLOTS = 4;                    // buffers of sums: within the CTA, and from the cluster
 constexpr u32 SUM_COLUMN = 20 * 4;                    // bytes: 16 rows, padded
@@ -129,7 +132,8 @@ __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_b
     if (lane < rows) {
       const u64 block = u64(tile * ROWS + lane) * row_blocks + first_block;
       copy(to + lane * W_ROW, a.packed + block * BLOCK_BYTES, blocks * BLOCK_BYTES, full);
-      copy(to + ROWS * W_ROW + lane * SCALE_ROW, a.scale + block * SCALE_BYTES, blocks * SCALE_BYTES, full);
+      if (!WHOLE) copy(to + ROWS * W_ROW + lane * SCALE_ROW, a.scale + block * SCALE_BYTES, blocks * SCALE_BYTES, full);
+      if (WHOLE && lane == 0) copy(to + ROWS * W_ROW, a.scale + block * SCALE_BYTES, rows * blocks * SCALE_BYTES, full);
     }
   }
 }
@@ -173,7 +177,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
 #pragma unroll
       for (int q = 0; q < SLICE / 4; q++) {
         const u32 block = warp * SLICE + 4 * q + member;
-        const u32 at = stage + ROWS * W_ROW + (group + 8 * half) * SCALE_ROW + block * SCALE_BYTES;
+        const u32 pitch = WHOLE ? row_blocks * SCALE_BYTES : SCALE_ROW;
+        const u32 at = stage + ROWS * W_ROW + (group + 8 * half) * pitch + block * SCALE_BYTES;
 #if NESTED
         const float value = load_float(shared + CODE + 4 * load_byte(at));
         const float decoded = __fadd_rn(__fmul_rn(value, scale[half][q]), offset);

@@ -27,13 +27,14 @@ SUMS, SLOTS = 2, 4
 @dataclass(frozen=True)
 class DecodePlan:
     """The constants of decode.cu. columns: groups of eight rows of x. warps: that multiply. slice: blocks of K a warp.
-    stages: tiles on their way. cluster: CTAs that share K."""
+    stages: tiles on their way. cluster: CTAs that share K. whole: the scales of a tile are copied in one piece."""
 
     columns: int
     warps: int
     slice: int
     stages: int
     cluster: int
+    whole: bool = False
 
     @property
     def blocks(self) -> int:
@@ -58,8 +59,7 @@ def is_valid(plan: DecodePlan, n: int, k: int, nested: bool, facts: DeviceFacts)
     return (
         facts.ptx >= 90
         and k % BLOCK == 0
-        and blocks * scale_bytes % 16 == 0  # bulk copies take multiples of 16 bytes at multiples of 16
-        and plan.blocks * scale_bytes % 16 == 0
+        and _can_copy_scales(plan, blocks, scale_bytes)
         and n % 4 == 0
         and n > 0
         and plan.slice % 4 == 0
@@ -69,6 +69,13 @@ def is_valid(plan: DecodePlan, n: int, k: int, nested: bool, facts: DeviceFacts)
         and 2 <= plan.stages <= 8
         and plan.shared_bytes(nested) <= facts.shared_memory
     )
+
+
+def _can_copy_scales(plan: DecodePlan, blocks: int, scale_bytes: int) -> bool:
+    """Bulk copies take multiples of 16 bytes at multiples of 16: of each row, or of four rows at least."""
+    if plan.whole:
+        return plan.cluster == 1 and blocks * scale_bytes % 4 == 0
+    return blocks * scale_bytes % 16 == 0 and plan.blocks * scale_bytes % 16 == 0
 
 
 def decode_plan(m: int, n: int, k: int, nested: bool, facts: DeviceFacts) -> DecodePlan | None:
@@ -86,8 +93,9 @@ def decode_plan(m: int, n: int, k: int, nested: bool, facts: DeviceFacts) -> Dec
         turns = -(-tiles // max(1, facts.sms // plan.cluster))
         return turns * (plan.blocks * (1 + 0.05 * (most_warps - plan.warps)) + 8) + 8 * plan.cluster - plan.stages
 
+    whole = k // BLOCK * (1 if nested else 4) % 16 != 0
     plans = (
-        DecodePlan(columns, warps, width, stages, cluster)
+        DecodePlan(columns, warps, width, stages, cluster, whole)
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
         for stages in (2, 3, 4)
@@ -160,8 +168,8 @@ def macros(dtype: torch.dtype, nested: bool, bias: bool, plan: DecodePlan) -> di
     """What decode.cu is compiled with."""
     return {
         "COLUMNS": plan.columns, "WARPS": plan.warps, "SLICE": plan.slice, "STAGES": plan.stages,
-        "CLUSTER": plan.cluster, "NESTED": int(nested), "FP16": int(dtype == torch.float16), "BIAS": int(bias),
-        "SHARED_BYTES": plan.shared_bytes(nested),
+        "CLUSTER": plan.cluster, "WHOLE": int(plan.whole), "NESTED": int(nested), "FP16": int(dtype == torch.float16),
+        "BIAS": int(bias), "SHARED_BYTES": plan.shared_bytes(nested),
     }  # fmt: skip
 
 
