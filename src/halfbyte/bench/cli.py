@@ -191,7 +191,7 @@ def report(
     kinds: dict[str, tuple[Callable[..., str], Callable[..., None] | None]] = {
         "puzzle": (reports.puzzle_markdown, None),
         "linear": (sweep.markdown, sweep.plot),
-        "decode": (wholes.markdown, None),
+        "decode": (wholes.markdown, wholes.plot),
         "train": (partial(wholes.markdown, key="tokens"), None),
     }
     blocks: dict[str, str] = {}
@@ -200,6 +200,8 @@ def report(
         name = f"{path.parent.name}/{path.stem}"
         text, plot = kinds.get(record["bench"], (reports.markdown_table, reports.plot))
         blocks[name] = text(record)
+        if record["bench"] == "decode":
+            blocks[f"{name}-summary"] = wholes.summary(record)
         if plot and not check:
             plot(record, root / "docs" / "figures" / f"{path.parent.name}-{path.stem}.png")
     stale = []

@@ -90,7 +90,9 @@ def provenance(record: Mapping[str, Any]) -> str:
     """Hardware, date and versions, in one line of Markdown."""
     facts = record["environment"]
     on_cpu = "threads" in facts
-    packages = ("torch", "numba" if on_cpu else "triton", "bitsandbytes")
+    packages = ["torch", "numba" if on_cpu else "triton", "bitsandbytes"]
+    if record["bench"] in ("decode", "train"):
+        packages += ["transformers", "peft"]
     versions = [f"{name} {facts[name]}" for name in packages if facts.get(name)]
     machine = facts["device"] + (f", {facts['threads']} threads" if on_cpu else f", driver {facts['driver']}")
     copy = f"; copy {record['copy_gb_per_s']:,.0f} GB/s" if "copy_gb_per_s" in record else ""

@@ -44,7 +44,10 @@ def train_rows(name: str, device: torch.device, settings: Settings, say: Callabl
     contest = Contest(model)
     if device.type == "cuda":
         contest.providers["unsloth's way"] = partial(_unsloth_way, model)
-    steps = {provider: Step(contest.theirs if provider == "bitsandbytes" else model) for provider in contest.providers}
+    ours = Step(model)  # one optimizer where there is one model: its state is in everybody's peak of memory
+    steps = dict.fromkeys(contest.providers, ours)
+    if contest.theirs is not model:
+        steps["bitsandbytes"] = Step(contest.theirs)
     for tokens in settings.tokens:
         say(f"{name}: {tokens} tokens")
         ids = torch.randint(3, 1000, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)

@@ -1,14 +1,15 @@
-"""Tables of the benches of whole models: decoding and training."""
+"""Tables and plots of the benches of whole models: decoding and training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from halfbyte.bench.report import BASELINE, OURS, line, provenance, title
+from halfbyte.bench.report import BASELINE, COLORS, OURS, line, provenance, pyplot, title
 
 Group = dict[str, dict[str, Mapping[str, Any]]]
 
@@ -57,6 +58,61 @@ def markdown(record: Mapping[str, Any], key: str = "batch") -> str:
                 line([model, str(number), mode, *times, ratio, speed, " / ".join(f"{peak:.1f}" for peak in peaks)])
             )
     return "\n".join([*lines, "", provenance(record)])
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """One line a model and batch: tokens a second of a plain `generate` and of the fused graph, theirs and ours."""
+    header = ["model", "batch"]
+    for mode in SUMMARY:
+        header += [f"{mode}: {BASELINE}", OURS, "times"]
+    lines = [line([*header]), line(["---", *["---:"] * (len(header) - 1)])]
+    for (model, batch), modes in by_case(record, "batch"):
+        cells = [model, str(batch)]
+        for mode in SUMMARY:
+            theirs, ours = (modes[mode][name]["tokens_per_s"] for name in (BASELINE, OURS))
+            cells += [f"{theirs:,.0f}", f"{ours:,.0f}", f"**{ours / theirs:.2f}**"]
+        lines.append(line(cells))
+    return "\n".join([*lines, "", provenance(record)])
+
+
+SUMMARY = ("generate", "fused graph")
+
+BARS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # provider, mode, and how it is drawn
+    (BASELINE, "generate", {"color": COLORS[BASELINE], "alpha": 0.45}),
+    (BASELINE, "fused graph", {"color": COLORS[BASELINE]}),
+    ("bf16", "fused graph", {"color": "#8d99ae", "hatch": "//"}),
+    (OURS, "generate", {"color": COLORS[OURS], "alpha": 0.55}),
+    (OURS, "fused graph", {"color": COLORS[OURS]}),
+)
+
+
+def plot(record: Mapping[str, Any], path: Path) -> None:
+    """A panel a model: tokens a second of the modes that matter, a group of bars a batch. Needs matplotlib."""
+    plt = pyplot()
+    cases = list(by_case(record, "batch"))
+    models = list(dict.fromkeys(model for (model, _), _ in cases))
+    figure, panels = plt.subplots(
+        1, len(models), figsize=(1.5 + 3.2 * len(models), 3.6), layout="constrained", squeeze=False
+    )
+    for panel, model in zip(panels.flat, models, strict=True):
+        groups = [(batch, modes) for (name, batch), modes in cases if name == model]
+        for number, (provider, mode, style) in enumerate(BARS):
+            speeds = [modes.get(mode, {}).get(provider, {}).get("tokens_per_s", 0.0) for _, modes in groups]
+            places = [index + (number - 2) * 0.16 for index in range(len(groups))]
+            bars = panel.bar(places, speeds, 0.15, label=f"{provider}, {mode}", zorder=2, **style)
+            if provider == OURS:
+                panel.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], fontsize=6, padding=1)
+        panel.set_yscale("log")
+        panel.set_xticks(range(len(groups)), [f"batch {batch}" for batch, _ in groups], fontsize=8)
+        panel.set_title(model, fontsize=9)
+        panel.grid(axis="y", color="#e6e8eb", zorder=0)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].set_ylabel("tokens a second", fontsize=8)
+    figure.suptitle(title(record), fontsize=10)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+    plt.close(figure)
 
 
 def _time(row: Mapping[str, Any] | None) -> str:

@@ -9,9 +9,10 @@ from weakref import WeakSet
 
 from torch import nn
 
-from halfbyte.models import bitsandbytes, peft, transformers
+from halfbyte.models import bitsandbytes, compressed_tensors, peft, transformers, unsloth
 
-HOSTS = (peft,)  # libraries whose functions are replaced for as long as any model is accelerated
+LAYERS = (bitsandbytes, compressed_tensors)  # libraries whose modules get a forward of ours
+HOSTS = (peft, unsloth)  # libraries whose functions are replaced for as long as any model is accelerated
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
 
@@ -34,10 +35,10 @@ class Report:
 def accelerate(model: nn.Module) -> Report:
     """Make a loaded 4-bit model faster in place: same weights, same state_dict, no second copy of anything.
 
-    model: any torch module that holds bitsandbytes' Linear4bit layers, as transformers and PEFT load them. Its layers
-    stay what they are and compute through halfbyte; a transformers model on a GPU decodes on CUDA graphs in a plain
-    `model.generate(...)`. Modules that halfbyte cannot take are left as they were, and the report says why. A second
-    call takes what is new. Raises TypeError for what is no module.
+    model: any torch module that holds bitsandbytes' Linear4bit layers or INT4 ones of compressed-tensors, as
+    transformers, PEFT and Unsloth load them. Its layers stay what they are and compute through halfbyte; a transformers
+    model on a GPU decodes on CUDA graphs in a plain `model.generate(...)`. Modules that halfbyte cannot take are left
+    as they were, and the report says why. A second call takes what is new. Raises TypeError for what is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; accelerate takes a torch.nn.Module: a loaded model")
@@ -45,14 +46,16 @@ def accelerate(model: nn.Module) -> Report:
     for path, module in model.named_modules():
         if peft.takes(module):
             peft.apply(module)
-        if not bitsandbytes.takes(module):
+        layers = next((library for library in LAYERS if library.takes(module)), None)
+        if layers is None:
             continue
-        if reason := bitsandbytes.apply(module):
+        if reason := layers.apply(module):
             skipped[path] = reason
         else:
             done.append(path)
     if not done:
         return Report((), skipped, "as before: no module was taken")
+    compressed_tensors.keep_packed(model)
     for host in HOSTS:
         host.apply_to_library()
     _accelerated.add(model)
@@ -69,6 +72,9 @@ def restore(model: nn.Module) -> None:
             bitsandbytes.undo(module)
         elif peft.takes(module):
             peft.undo(module)
+        elif compressed_tensors.is_applied(module):
+            compressed_tensors.undo(module)
+    compressed_tensors.let_unpack(model)
     _accelerated.discard(model)
     if not _accelerated:
         for host in HOSTS:
