@@ -152,13 +152,15 @@ def test_tiles_are_batch_invariant(dtype: torch.dtype, m: int) -> None:
 def test_plans() -> None:
     bf16 = torch.bfloat16
     for capability, most in (("AVX512", 56), ("AVX2", 32), ("DEFAULT", 8)):
-        assert plan(1, 64, bf16, "cpu", False, capability).kernel == "fused"
-        assert plan(most, 64, bf16, "cpu", False, capability).kernel == "fused"
-        assert plan(most + 1, 64, bf16, "cpu", False, capability).kernel == "dense"
-        assert plan(10_000, 33, bf16, "cpu", True, capability).kernel == "fused"
-        assert plan(1, 33, bf16, "cpu", False, capability).kernel == "dense"
-    assert plan(1, 64, bf16, "meta", False).kernel == "dense"
-    assert plan(1, 64, bf16, "meta", True).kernel == "tiles"
+        assert plan(1, 4096, 4096, bf16, "cpu", False, capability).kernel == "fused"
+        assert plan(most, 4096, 4096, bf16, "cpu", False, capability).kernel == "fused"
+        assert plan(most + 1, 4096, 4096, bf16, "cpu", False, capability).kernel == "dense"
+        assert plan(10_000, 64, 33, bf16, "cpu", True, capability).kernel == "fused"
+        assert plan(1, 64, 33, bf16, "cpu", False, capability).kernel == "dense"
+        assert plan(min(most, 16), 384, 384, bf16, "cpu", False, capability).kernel == "fused"
+        assert plan(17, 384, 384, bf16, "cpu", False, capability).kernel == "dense"
+    assert plan(1, 4096, 4096, bf16, "meta", False).kernel == "dense"
+    assert plan(1, 4096, 4096, bf16, "meta", True).kernel == "tiles"
 
 
 @pytest.mark.parametrize("m", [1, 100])

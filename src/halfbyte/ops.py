@@ -128,7 +128,7 @@ def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant:
         if fused is not None:
             return fused
     rows = x.view(prod(sides), k)
-    kernel = plan_linear(len(rows), k, x.dtype, device.type, batch_invariant, cpu_capability()).kernel
+    kernel = plan_linear(len(rows), n, k, x.dtype, device.type, batch_invariant, cpu_capability()).kernel
     if kernel == "fused":
         out = rows.new_empty((len(rows), n))
         kernels = _backend("linear", device.type)

@@ -2,7 +2,7 @@
 
 On a CPU the fused kernel decodes every weight again for each four rows of x, and multiplies in fp32. Making the dense
 weight costs as much for one row of x as for a thousand, and then torch may have faster instructions for its dtype.
-Measured on 4096×4096 and 14336×4096 (docs/kernels/linear.md).
+Measured on 384×384 to 14336×4096 (docs/kernels/linear.md).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ MOST_FUSED_ROWS = {
     "AVX2": {torch.bfloat16: 32, torch.float16: 32, torch.float32: 32},
 }
 OTHERWISE = 8
+# A bf16 weight of so many numbers is still in the cache when torch multiplies, and then from fewer rows on pays to make.
+CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, 16
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,13 @@ class LinearPlan:
 
 
 def plan(
-    m: int, k: int, dtype: torch.dtype, device_type: str, batch_invariant: bool, cpu_capability: str = ""
+    m: int, n: int, k: int, dtype: torch.dtype, device_type: str, batch_invariant: bool, cpu_capability: str = ""
 ) -> LinearPlan:
-    """The plan for x [m, k] of `dtype` on a kind of device. cpu_capability: as torch names what its CPU code uses."""
+    """The plan for x [m, k] of `dtype` and W [n, k] on a kind of device. cpu_capability: as torch names what its CPU code uses."""
     if device_type != "cpu":
         return LinearPlan("tiles" if batch_invariant else "dense")
     most = MOST_FUSED_ROWS.get(cpu_capability, {}).get(dtype, OTHERWISE)
+    if dtype == torch.bfloat16 and n * k <= CACHED:
+        most = min(most, MOST_FUSED_ROWS_CACHED)
     # Rows that are no whole number of steps are decoded a weight at a time.
     return LinearPlan("fused" if batch_invariant or (k % 32 == 0 and m <= most) else "dense")
