@@ -1,5 +1,7 @@
 """halfbyte: 4-bit LLM weights, in and out at the speed of memory."""
 
+from typing import Any
+
 from halfbyte import autograd as autograd  # the operators and their gradients
 from halfbyte import nn
 from halfbyte.formats.bitsandbytes import from_bitsandbytes, to_bitsandbytes
@@ -23,3 +25,12 @@ __all__ = [
     "restore",
     "to_bitsandbytes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """HalfbyteConfig, for transformers' `quantization_config`; transformers is imported when it is asked for."""
+    if name == "HalfbyteConfig":
+        from halfbyte.models.quantizer import HalfbyteConfig
+
+        return HalfbyteConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

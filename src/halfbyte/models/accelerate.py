@@ -10,6 +10,7 @@ from weakref import WeakSet
 from torch import nn
 
 from halfbyte.models import bitsandbytes, compressed_tensors, peft, transformers, unsloth
+from halfbyte.nn import Linear4bit
 
 LAYERS = (bitsandbytes, compressed_tensors)  # libraries whose modules get a forward of ours
 HOSTS = (peft, unsloth)  # libraries whose functions are replaced for as long as any model is accelerated
@@ -46,6 +47,8 @@ def accelerate(model: nn.Module) -> Report:
     for path, module in model.named_modules():
         if peft.takes(module):
             peft.apply(module)
+        if isinstance(module, Linear4bit):
+            done.append(path)  # our own, which HalfbyteConfig makes: it needs nothing, but generate does
         layers = next((library for library in LAYERS if library.takes(module)), None)
         if layers is None:
             continue

@@ -19,7 +19,7 @@ MOST_FUSED_ROWS = {
     "AVX2": {torch.bfloat16: 32, torch.float16: 32, torch.float32: 32},
 }
 OTHERWISE = 8
-# A bf16 weight of so many numbers is still in the cache when torch multiplies, and then from fewer rows on pays to make.
+# A bf16 weight of so many numbers is still in the cache when torch multiplies, and pays from fewer rows on.
 CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, 16
 
 
@@ -34,7 +34,10 @@ class LinearPlan:
 def plan(
     m: int, n: int, k: int, dtype: torch.dtype, device_type: str, batch_invariant: bool, cpu_capability: str = ""
 ) -> LinearPlan:
-    """The plan for x [m, k] of `dtype` and W [n, k] on a kind of device. cpu_capability: as torch names what its CPU code uses."""
+    """The plan for x [m, k] of `dtype` and W [n, k] on a kind of device.
+
+    cpu_capability: as torch names what its CPU code uses.
+    """
     if device_type != "cpu":
         return LinearPlan("tiles" if batch_invariant else "dense")
     most = MOST_FUSED_ROWS.get(cpu_capability, {}).get(dtype, OTHERWISE)
