@@ -12,19 +12,19 @@ import halfbyte as hb
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
 
-TEXT = Path(__file__).parents[2] / "README.md"
+TEXT = Path(__file__).parents[2] / "LICENSE"  # a text that stays as it is
 LENGTH = 48
 
 
 @pytest.fixture(scope="session")
 def text() -> torch.Tensor:
-    """The README, a byte a token."""
-    return torch.tensor(list(TEXT.read_bytes())[:20_000])
+    """The licence, a byte a token."""
+    return torch.tensor(list(TEXT.read_bytes()))
 
 
 @pytest.fixture(scope="session")
 def checkpoint(text: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level Llama that has learned to continue the README."""
+    """A byte-level Llama that has learned to continue the licence."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

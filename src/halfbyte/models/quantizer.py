@@ -1,0 +1,327 @@
+"""transformers' from_pretrained with 4-bit weights of ours: quantized as they are read, saved, loaded again.
+
+Importing this module registers the quantization method "halfbyte" with transformers:
+
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=HalfbyteConfig("nf4"), device_map="cuda")
+    model.save_pretrained(folder)                                # loads with from_pretrained(folder), the same bits
+    model = AutoModelForCausalLM.from_pretrained(path, config=config_from_bitsandbytes(path))  # bitsandbytes wrote it
+
+While a model loads, its linear layers are transformers' own, on the meta device. Once all the tensors of one's weight
+are there, `halfbyte.nn.Linear4bit` takes its place: no layer has a dense weight and a quantized one for longer than it
+takes to round it, and a layer that a checkpoint holds dense stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.formats import bitsandbytes, compressed_tensors, grouped
+from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight, check_settings
+from halfbyte.nn import NAMES, Linear4bit
+from halfbyte.ops import dequantize, quantize
+
+OLDEST = "5.10"
+METHOD = "halfbyte"
+
+try:
+    import transformers
+    from packaging.version import Version
+
+    if Version(transformers.__version__) < Version(OLDEST):
+        raise ImportError(f"transformers is {transformers.__version__}")
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise ImportError(
+        f"halfbyte.models.quantizer needs transformers >= {OLDEST} ({error}): pip install -U transformers"
+    ) from error
+
+# What a checkpoint may hold of a weight, after its name; _zero_point and _g_idx only to be refused by name.
+SUFFIXES = (*bitsandbytes.SUFFIXES, *compressed_tensors.SUFFIXES, "_zero_point", "_g_idx", "")
+
+
+class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """How transformers is to quantize the linear layers of a model; and, in config.json, how they were quantized.
+
+    format: "nf4", "fp4" or "int4". block_size, nested: for nf4 and fp4, group_size: for int4, as `halfbyte.quantize`
+    takes them, with its defaults. modules_to_not_convert: names, ends of names or regular expressions of layers that
+    stay dense, besides the output layer and layers whose weight is tied to another, which always do.
+
+    Raises TypeError or ValueError for arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        format: str = "nf4",
+        *,
+        block_size: int | None = None,
+        group_size: int | None = None,
+        nested: bool | None = None,
+        modules_to_not_convert: list[str] | None = None,
+    ) -> None:
+        size, nested = check_settings(format, block_size, group_size, nested)
+        names = modules_to_not_convert
+        if names is not None and not (
+            isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        ):
+            raise TypeError(f"modules_to_not_convert is {names!r}; a list of names is accepted")
+        self.quant_method = METHOD
+        self.format = format
+        self.block_size = None if format == grouped.NAME else size
+        self.group_size = size if format == grouped.NAME else None
+        self.nested = nested
+        self.modules_to_not_convert = None if names is None else list(names)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The configuration that `to_dict` wrote."""
+        settings = {key: value for key, value in config_dict.items() if key != "quant_method"}
+        return super().from_dict(settings, return_unused_kwargs, **kwargs)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments that `halfbyte.quantize` takes."""
+        return {name: getattr(self, name) for name in ("format", "block_size", "group_size", "nested")}
+
+
+def config_from_bitsandbytes(path: Any, **options: Any) -> Any:
+    """The model configuration of a checkpoint that bitsandbytes quantized to 4 bits, to load it as ours:
+
+        from_pretrained(path, config=config_from_bitsandbytes(path))
+
+    transformers lets no `quantization_config` replace the one that a checkpoint has, so it is replaced beforehand.
+    path, options: as `AutoConfig.from_pretrained` takes them. Raises ValueError for any other kind of checkpoint.
+    """
+    config = transformers.AutoConfig.from_pretrained(path, **options)
+    theirs = getattr(config, "quantization_config", None)
+    if theirs is None:
+        theirs = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    theirs = theirs if isinstance(theirs, dict) else theirs.to_dict() if theirs is not None else {}
+    if not theirs.get("load_in_4bit"):
+        kind = theirs.get("quant_method") or "not quantized"
+        raise ValueError(f"{str(path)!r} is {kind}, without load_in_4bit; a 4-bit bitsandbytes checkpoint is accepted")
+    storage = theirs.get("bnb_4bit_quant_storage") or "uint8"
+    if storage != "uint8" and not hasattr(HfQuantizer, "get_new_dtype"):
+        # Such releases cast every floating tensor to the dtype of the model, and these are packed nibbles.
+        raise ValueError(
+            f"{str(path)!r} has bnb_4bit_quant_storage {storage}, which transformers {transformers.__version__} would "
+            "cast; transformers >= 5.21 reads it: pip install -U transformers"
+        )
+    ours = HalfbyteConfig(
+        theirs.get("bnb_4bit_quant_type") or "fp4",
+        nested=bool(theirs.get("bnb_4bit_use_double_quant")),
+        modules_to_not_convert=theirs.get("llm_int8_skip_modules"),
+    )
+    config.quantization_config = ours.to_dict()
+    return config
+
+
+class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
+    """What transformers asks, step by step, while from_pretrained loads a model with a HalfbyteConfig."""
+
+    requires_calibration = False
+    is_compileable = True
+    is_trainable = True  # gradients flow to x and bias, which is what adapters need
+
+    def __init__(self, quantization_config: HalfbyteConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.targets: frozenset[str] = frozenset()  # layers that the model could hold in 4 bits
+        self.regrouped: set[str] = set()  # what model-specific conversions made before it was quantized
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    # Before anything is read.
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse to offload; also asked for the map that transformers infers of "auto"."""
+        places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else {device_map}
+        if "disk" in places or ("cpu" in places and len(places) > 1):
+            raise ValueError(
+                "device_map offloads part of the model to the CPU or the disk, which halfbyte's layers do not support; "
+                "give it devices with enough memory, or device_map='cpu' for all of it"
+            )
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype is not None and dtype not in FLOAT_DTYPES:
+            raise ValueError(f"dtype is {dtype}; torch.float16, torch.bfloat16 and torch.float32 are accepted")
+        return dtype
+
+    def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
+        """Leave room for the dense tensor that is being quantized."""
+        return max_memory if self.pre_quantized else {key: size * 0.9 for key, size in max_memory.items()}
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        layers = {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)}
+        fp32 = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+        skipped = fp32
+        if not self.pre_quantized:  # else the checkpoint says which weights are quantized
+            given = self.quantization_config.modules_to_not_convert
+            skipped = self.get_modules_to_not_convert(model, given, fp32, add_default_skips=True)
+        layers = {name: layer for name, layer in layers.items() if should_convert_module(name, skipped)}
+        self.targets = frozenset(layers)
+        if self.pre_quantized:
+            return
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no linear layer to quantize; load it without this config")
+        group = self.quantization_config.group_size
+        misfits = [f"{name} (K = {sides(m)[1]})" for name, m in layers.items() if group and sides(m)[1] % group]
+        if misfits:
+            raise ValueError(
+                f"group_size {group} does not divide the input features of {len(misfits)} layers: "
+                f"{', '.join(misfits[:5])}{', ...' if len(misfits) > 5 else ''}; take a smaller group_size, another "
+                "format, or name them in modules_to_not_convert"
+            )
+
+    # While tensors arrive.
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        name, _, parameter = param_name.rpartition(".")
+        return parameter == "weight" and name in self.targets
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes of a weight, its share of the scales included."""
+        if not self.param_needs_quantization(model, param_name):
+            size: float = param.element_size()
+            return size
+        config: HalfbyteConfig = self.quantization_config
+        if config.group_size is not None:
+            return 0.5 + param.element_size() / config.group_size
+        assert config.block_size is not None
+        return 0.5 + (1 if config.nested else 4) / config.block_size
+
+    def get_quantize_ops(self) -> Any:
+        return Quantize(self)
+
+    def get_weight_conversions(self) -> list[Any]:
+        """What gathers the tensors of each weight of a quantized checkpoint: one converter for each last name."""
+        if not self.pre_quantized:
+            return []
+        # The longest name first: "weight" would match the beginning of all the others.
+        suffixes = sorted(SUFFIXES, key=len, reverse=True)
+        names = sorted({name.rpartition(".")[2] for name in self.targets})
+        return [
+            WeightConverter([re.escape(f"{name}.weight{s}") for s in suffixes], f"{name}.weight", [Assemble()])
+            for name in names
+        ]
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
+        """Ours come first: those of the model are for dense tensors, and take packed ones for such."""
+        return [*self.get_weight_conversions(), *weight_conversions]
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """None, which is to say as in the file, for the tensors of a weight: casting would change scales and bytes."""
+        if any(isinstance(step, Assemble) for step in getattr(converter, "operations", ())):
+            return None
+        return super().get_new_dtype(converter, param, dtype)
+
+    # Once all are there.
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for module in model.modules():
+            if isinstance(module, Linear4bit):
+                module._non_persistent_buffers_set.update(NAMES)
+        # Saving undoes what the model's conversions did when loading. Ours are no such thing, and 4-bit weights cannot
+        # be glued together again: they keep the names and shapes that they have in the model.
+        conversions = getattr(model, "_weight_conversions", None) or []
+        model._weight_conversions = [c for c in conversions if not (is_ours(c) or self._cannot_undo(c))]
+        return model
+
+    def _cannot_undo(self, conversion: Any) -> bool:
+        return isinstance(conversion, WeightConverter) and not self.regrouped.isdisjoint(conversion.target_patterns)
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, Linear4bit):
+                with torch.device("meta"):
+                    dense = nn.Linear(module.in_features, module.out_features, bias=False)
+                dense.weight = nn.Parameter(dequantize(module.weight, dtype), requires_grad=False)
+                dense.register_parameter("bias", module.bias)
+                model.set_submodule(name, dense.train(module.training))
+        return model
+
+
+class Quantize(ConversionOps):  # type: ignore[misc]
+    """Round each dense weight that arrives, put the 4-bit layer in place, and let go of the weight."""
+
+    def __init__(self, quantizer: HalfbyteQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(
+        self, input_dict: dict[str, Any], *, model: Any, missing_keys: set[str] | None, target_patterns: Any, **_: Any
+    ) -> dict[str, Any]:
+        others = {}
+        for key, given in input_dict.items():
+            tensor = given[0] if isinstance(given, list) else given
+            if not self.quantizer.param_needs_quantization(model, key):
+                others[key] = tensor
+                continue
+            module = model.get_submodule(key.rpartition(".")[0])
+            if tuple(tensor.shape) != tuple(module.weight.shape):
+                raise ValueError(f"{key!r} has shape {list(tensor.shape)}; the model has {list(module.weight.shape)}")
+            weight = tensor.T if isinstance(module, Conv1D) else tensor
+            self.quantizer.regrouped.update(target_patterns)
+            put(model, key, quantize(weight, **self.quantizer.quantization_config.settings), missing_keys)
+        return others
+
+
+class Assemble(ConversionOps):  # type: ignore[misc]
+    """Make a 4-bit layer of the tensors that a checkpoint holds of its weight."""
+
+    # transformers copies an operation for every weight: nothing is kept in it.
+
+    def convert(
+        self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, missing_keys: set[str] | None, **_: Any
+    ) -> dict[str, Any]:
+        name = full_layer_name.rpartition(".")[2]
+        tensors = {}
+        for pattern, given in input_dict.items():
+            key = name + re.sub(r"\\(.)", r"\1", pattern).rpartition(f".{name}")[2]
+            tensors[key] = given[0] if isinstance(given, list) else given
+        if tensors.keys() == {name}:  # this one is dense
+            return {full_layer_name: tensors[name].to(model.get_parameter(full_layer_name).dtype)}
+        library = compressed_tensors if f"{name}_packed" in tensors else bitsandbytes
+        q = library.from_tensors(name, tensors)
+        module = model.get_submodule(full_layer_name.rpartition(".")[0])
+        if q.shape != sides(module):
+            raise ValueError(f"{full_layer_name!r} has shape {list(q.shape)}; the model has {list(sides(module))}")
+        put(model, full_layer_name, q, missing_keys)
+        return {}
+
+
+def put(model: Any, key: str, q: QuantizedWeight, missing_keys: set[str] | None) -> None:
+    """Replace the layer whose weight is called `key`, keeping its bias, which may be there already or not yet."""
+    name = key.rpartition(".")[0]
+    dense = model.get_submodule(name)
+    layer = Linear4bit.from_quantized(q, dense.bias).train(dense.training)
+    # transformers gives new memory to all non-persistent buffers after loading, for the model to fill them again. These
+    # are no such buffers; they are called so afterwards, since the layer itself writes them to state_dicts.
+    layer._non_persistent_buffers_set.clear()
+    # Nor are there weights to draw at random, neither for the model nor for a block that reaches into its layers.
+    for flagged in (layer, layer.weight):
+        flagged.__dict__["_is_hf_initialized"] = True
+    model.set_submodule(name, layer)
+    if missing_keys is not None:
+        missing_keys.discard(key)
+
+
+def sides(layer: Any) -> tuple[int, int]:
+    """N and K."""
+    n, k = layer.weight.shape
+    return (k, n) if isinstance(layer, Conv1D) else (n, k)
+
+
+def is_ours(conversion: Any) -> bool:
+    return any(isinstance(step, Assemble) for step in getattr(conversion, "operations", ()))
+
+
+register_quantization_config(METHOD)(HalfbyteConfig)
+register_quantizer(METHOD)(HalfbyteQuantizer)
