@@ -57,7 +57,7 @@ def test_logits_are_as_near_to_fp32_as_those_of_bitsandbytes(load: Any, prompts:
 
 
 def test_greedy_tokens_are_those_of_before(load: Any, prompts: Tensor) -> None:
-    """Where one differs, the two were a tie: nearer in float64 than a few roundings to bf16 of the way there can tell."""
+    """Where one differs, the two were a tie: nearer in float64 than a few roundings to bf16 can tell."""
     model = load()
     prompts = prompts.to(model.device)
     options = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones_like(prompts)}
