@@ -52,6 +52,7 @@ def apply(module: nn.Module) -> str | None:
     if reason := _reason(module):
         return reason
     setattr(module, name, MethodType(forward, module))
+    _look(module)  # now, for a traced call could not
     return None
 
 
