@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
+from halfbyte.models.patch import forward_name, is_method_of, replaced_by
 from halfbyte.ops import linear
 
 ATTRIBUTE = "_halfbyte"  # of a QuantState
-FORWARDS = ("forward", "_old_forward")  # the second is where accelerate's hooks keep the forward that they wrap
 
 
 class View:
@@ -35,6 +35,18 @@ class View:
         return View, ()
 
 
+def known(weight: Any, state: Any) -> QuantizedWeight | None:
+    """What `keep` kept of a weight, if that is still where it was. A traced call cannot look at addresses."""
+    view: View | None = getattr(state, ATTRIBUTE, None)
+    if view is None or view.absmax is not state.absmax:
+        return None
+    return view.q if torch.compiler.is_compiling() or view.address == _address(weight) else None
+
+
+def keep(q: QuantizedWeight, weight: Any, state: Any) -> None:
+    setattr(state, ATTRIBUTE, View(q, state.absmax, _address(weight)))
+
+
 def takes(module: nn.Module) -> bool:
     """True for a Linear4bit of bitsandbytes or a subclass, known by name: nothing is imported to find out."""
     return any(
@@ -44,23 +56,21 @@ def takes(module: nn.Module) -> bool:
 
 def apply(module: nn.Module) -> str | None:
     """Let halfbyte compute a Linear4bit; returns None, or why it was left alone."""
-    name = _wrapped(module)
     if is_applied(module):
         return None
-    if name in module.__dict__ and not _is_own_forward(module, module.__dict__[name]):
+    name = forward_name(module)
+    if name in vars(module) and not is_method_of(type(module).forward, vars(module)[name]):
         return "its forward is not that of its class: other code has replaced it"
-    if reason := _reason(module):
-        return reason
+    found = _look(module)  # now, for a traced call could not
+    if isinstance(found, str):
+        return found
     setattr(module, name, MethodType(forward, module))
-    _look(module)  # now, for a traced call could not
     return None
 
 
 def undo(module: nn.Module) -> None:
     """Give a module back the forward of its class."""
-    for name in FORWARDS:
-        if not _is_ours(module.__dict__.get(name)):
-            continue
+    for name in replaced_by(forward, module):
         if name == "forward":
             del module.__dict__[name]
         else:
@@ -71,7 +81,7 @@ def undo(module: nn.Module) -> None:
 
 
 def is_applied(module: nn.Module) -> bool:
-    return any(_is_ours(module.__dict__.get(name)) for name in FORWARDS)
+    return bool(replaced_by(forward, module))
 
 
 def forward(module: Any, x: Tensor) -> Tensor:
@@ -96,37 +106,15 @@ def forward(module: Any, x: Tensor) -> Tensor:
 def weight_of(module: Any) -> QuantizedWeight | None:
     """The module's weight as it is now, sharing its memory, or None where halfbyte has no reading of it."""
     weight = module.weight
-    state = getattr(weight, "quant_state", None)
-    view: View | None = getattr(state, ATTRIBUTE, None)
-    if state is not None and view is not None and view.absmax is state.absmax:
-        if torch.compiler.is_compiling():
-            return view.q
-        with torch._C.DisableTorchFunctionSubclass():
-            if view.address == weight.data_ptr():
-                return view.q
-    return None if torch.compiler.is_compiling() else _look(module)
+    q = known(weight, getattr(weight, "quant_state", None))
+    if q is not None or torch.compiler.is_compiling():
+        return q
+    found = _look(module)
+    return None if isinstance(found, str) else found
 
 
-def _look(module: Any) -> QuantizedWeight | None:
-    """Read the weight anew, after it was moved, merged or replaced."""
-    state = _state_of(module)
-    if state is None or _reason(module) is not None:
-        return None
-    weight = module.weight
-    if getattr(weight, "quant_state", None) is not state:  # FSDP and the like drop it from the parameter
-        weight.quant_state = state
-    q = from_bitsandbytes(weight, state)
-    with torch._C.DisableTorchFunctionSubclass():
-        setattr(state, ATTRIBUTE, View(q, state.absmax, weight.data_ptr()))
-    return q
-
-
-def _state_of(module: Any) -> Any:
-    return getattr(module.weight, "quant_state", None) or getattr(module, "quant_state", None)
-
-
-def _reason(module: Any) -> str | None:
-    """Why halfbyte cannot compute a module, or None."""
+def _look(module: Any) -> QuantizedWeight | str:
+    """Read the weight anew, as at first and after it was moved, merged or replaced; or why halfbyte cannot."""
     weight = module.weight
     hook = getattr(module, "_hf_hook", None)
     if getattr(hook, "offload", False):
@@ -139,21 +127,22 @@ def _reason(module: Any) -> str | None:
     if module.compute_dtype is not None and module.compute_dtype not in FLOAT_DTYPES:
         return f"its compute_dtype is {module.compute_dtype}"
     try:
-        shape = from_bitsandbytes(weight, state).shape
+        q = from_bitsandbytes(weight, state)
     except (TypeError, ValueError) as error:
         return str(error)
-    if shape != (module.out_features, module.in_features):
-        return f"its weight has shape {list(shape)}, not [{module.out_features}, {module.in_features}]"
-    return None
+    if q.shape != (module.out_features, module.in_features):
+        return f"its weight has shape {list(q.shape)}, not [{module.out_features}, {module.in_features}]"
+    if getattr(weight, "quant_state", None) is not state:  # FSDP and the like drop it from the parameter
+        weight.quant_state = state
+    keep(q, weight, state)
+    return q
 
 
-def _wrapped(module: nn.Module) -> str:
-    return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+def _state_of(module: Any) -> Any:
+    return getattr(module.weight, "quant_state", None) or getattr(module, "quant_state", None)
 
 
-def _is_ours(function: Any) -> bool:
-    return isinstance(function, MethodType) and function.__func__ is forward
-
-
-def _is_own_forward(module: nn.Module, function: Any) -> bool:
-    return isinstance(function, MethodType) and function.__func__ is type(module).forward
+def _address(weight: Any) -> int:
+    with torch._C.DisableTorchFunctionSubclass():  # Params4bit hooks every torch call
+        address: int = weight.data_ptr()
+    return address

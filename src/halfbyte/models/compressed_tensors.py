@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from halfbyte.formats.compressed_tensors import from_compressed_tensors
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.models.patch import forward_name, replaced_by
 from halfbyte.ops import linear
 
 ATTRIBUTE = "_halfbyte"  # of a module
 HANDLE = "ct_decompress_hook"  # the attribute in which compressed-tensors keeps the handle of its hook
-FORWARDS = ("forward", "_old_forward")  # the second is where accelerate's hooks keep the forward that they wrap
 
 
 class View:
@@ -80,11 +80,12 @@ def takes(module: nn.Module) -> bool:
 
 def apply(module: nn.Module) -> str | None:
     """Let halfbyte compute a module; returns None, or why it was left alone."""
-    if reason := _reason(module):
-        return reason
+    found = _read(module)
+    if isinstance(found, str):
+        return found
     if is_applied(module):
         return None
-    name = _wrapped(module)
+    name = forward_name(module)
     before = getattr(vars(module).get(name), "__func__", None)
     if not _is_known(type(module).forward) or (name in vars(module) and not _is_known(before)):
         return "its forward is not that of a linear layer: other code has replaced it"
@@ -97,9 +98,7 @@ def undo(module: nn.Module) -> None:
     """Give a module back the forward that it had."""
     view: View | None = vars(module).pop(ATTRIBUTE, None)
     before = view.forward if view is not None else None
-    for name in FORWARDS:
-        if not _is_ours(vars(module).get(name)):
-            continue
+    for name in replaced_by(forward, module):
         if before is None and name == "forward":
             del module.__dict__[name]
         else:
@@ -107,7 +106,7 @@ def undo(module: nn.Module) -> None:
 
 
 def is_applied(module: nn.Module) -> bool:
-    return any(_is_ours(vars(module).get(name)) for name in FORWARDS)
+    return bool(replaced_by(forward, module))
 
 
 def keep_packed(model: nn.Module) -> None:
@@ -161,20 +160,17 @@ def _look(module: Any) -> QuantizedWeight | None:
     """Read the weight anew, after it was moved, replaced or made dense."""
     view: View = module.__dict__[ATTRIBUTE]
     view.q, view.tensors = None, ()  # first of all, so that no memory is held which the module has let go
-    if not takes(module) or _reason(module) is not None:
+    found = _read(module) if takes(module) else None
+    if found is None or isinstance(found, str):
         return None
-    view.q = _view(module)
+    view.q = found
     view.tensors = (module.weight_packed, module.weight_scale)
     view.addresses = (module.weight_packed.data_ptr(), module.weight_scale.data_ptr())
     return view.q
 
 
-def _view(module: Any) -> QuantizedWeight:
-    return from_compressed_tensors(module.weight_packed.data, module.weight_scale.data, module.weight_shape.data)
-
-
-def _reason(module: Any) -> str | None:
-    """Why halfbyte cannot compute a module, or None."""
+def _read(module: Any) -> QuantizedWeight | str:
+    """The weight, or why halfbyte cannot compute the module."""
     scheme = module.quantization_scheme
     weights = scheme.weights
     if not _is_packed(module):
@@ -195,12 +191,12 @@ def _reason(module: Any) -> str | None:
     if module.weight_packed.device.type == "meta":
         return "its weight is on the meta device, without memory"
     try:
-        shape = _view(module).shape
+        q = from_compressed_tensors(module.weight_packed.data, module.weight_scale.data, module.weight_shape.data)
     except (AttributeError, TypeError, ValueError) as error:
         return str(error)
-    if shape != (module.out_features, module.in_features):
-        return f"its weight has shape {list(shape)}, not [{module.out_features}, {module.in_features}]"
-    return None
+    if q.shape != (module.out_features, module.in_features):
+        return f"its weight has shape {list(q.shape)}, not [{module.out_features}, {module.in_features}]"
+    return q
 
 
 def _quantized(model: nn.Module) -> Iterator[nn.Module]:
@@ -228,14 +224,6 @@ def _hooked(model: nn.Module) -> Iterator[tuple[nn.Module, dict[int, Any], int]]
         key = getattr(vars(module).get(HANDLE), "id", None)
         if key in module._forward_pre_hooks:
             yield module, module._forward_pre_hooks, key
-
-
-def _wrapped(module: nn.Module) -> str:
-    return "_old_forward" if "_hf_hook" in vars(module) and "_old_forward" in vars(module) else "forward"
-
-
-def _is_ours(function: Any) -> bool:
-    return isinstance(function, MethodType) and function.__func__ is forward
 
 
 def _is_known(function: Any) -> bool:

@@ -1,10 +1,30 @@
-"""Functions of a host library replaced wherever they were imported, and put back."""
+"""What host libraries compute replaced and put back: a function wherever it was imported, a module's forward."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
+
+from torch import nn
+
+FORWARDS = ("forward", "_old_forward")  # the second is where accelerate's hooks keep the forward that they wrap
+
+
+def forward_name(module: nn.Module) -> str:
+    """The attribute whose forward does a module's own work."""
+    hooked = "_hf_hook" in vars(module) and "_old_forward" in vars(module)
+    return "_old_forward" if hooked else "forward"
+
+
+def replaced_by(forward: Callable[..., Any], module: nn.Module) -> list[str]:
+    """The attributes in which a module has `forward` for its own."""
+    return [name for name in FORWARDS if is_method_of(forward, vars(module).get(name))]
+
+
+def is_method_of(function: Callable[..., Any], method: object) -> bool:
+    return isinstance(method, MethodType) and method.__func__ is function
 
 
 def replace_everywhere(old: Callable[..., Any], new: Callable[..., Any]) -> int:

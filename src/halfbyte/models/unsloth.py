@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.models.bitsandbytes import ATTRIBUTE, View
+from halfbyte.models.bitsandbytes import keep, known
 from halfbyte.models.patch import replace_everywhere
 from halfbyte.ops import dequantize, linear
 
@@ -71,18 +71,13 @@ def _read(weight: Any, state: Any) -> QuantizedWeight | None:
     is_list = type(state) is list  # the state of old versions, which nothing can be kept with
     if not is_list and type(state).__name__ != "QuantState":
         return None
-    view: View | None = getattr(state, ATTRIBUTE, None)
-    known = view is not None and view.absmax is state.absmax
-    if torch.compiler.is_compiling():
-        return view.q if view is not None and known else None
-    with torch._C.DisableTorchFunctionSubclass():
-        address = weight.data_ptr()
-    if view is not None and known and view.address == address:
-        return view.q
+    q = None if is_list else known(weight, state)
+    if q is not None or torch.compiler.is_compiling():
+        return q
     try:
         q = from_bitsandbytes(weight, state)
     except (TypeError, ValueError):  # such as one of 8 bits
         return None
     if not is_list:
-        setattr(state, ATTRIBUTE, View(q, state.absmax, address))
+        keep(q, weight, state)
     return q
