@@ -8,11 +8,9 @@ bitsandbytes'. A step is timed as it is, as a CUDA graph, and as a graph whose s
 
 from __future__ import annotations
 
-import copy
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.bench import models
+from halfbyte.bench.contest import Contest, clock, empty_cache, peak_gb, random_ids, times
 from halfbyte.bench.linear import relative_error
 from halfbyte.models.accelerate import accelerate, restore
 from halfbyte.models.graphs import COUNTER, Step
@@ -52,7 +51,7 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
     say(f"{name}: loading")
     empty_cache(device)
     model = models.load(name, device, dtype, layers=settings.layers)
-    weights = _allocated(device)
+    weights = round(torch.cuda.memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
     started = time.perf_counter()
     report = accelerate(model)
     seconds = time.perf_counter() - started
@@ -67,8 +66,7 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
     for batch in settings.batches:
         say(f"{name}: batch {batch}")
         for row in _batch_rows(contest, batch, settings, device):
-            error = {"relative_error": errors.get(row["provider"])} if row["provider"] in errors else {}
-            yield facts | {"batch": batch} | row | error
+            yield facts | {"batch": batch} | row | {"relative_error": errors[row["provider"]]}
     need = 2 * sum(module.out_features * module.in_features for _, module in models.four_bit(model))
     if device.type == "cuda" and need < 0.9 * torch.cuda.mem_get_info(device)[0]:
         say(f"{name}: dense")
@@ -112,28 +110,6 @@ def _dense_rows(model: Any, batch: int, settings: Settings, device: torch.device
     yield {"provider": "bf16", "mode": "generate", **_generate(model, batch, settings, device)}
 
 
-class Contest:
-    """A model and the ways to run it, by provider: each gives a context within which its model computes."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        # On some CPUs bitsandbytes rounds the scales of the weights that it runs, so it gets its own.
-        self.theirs = model if model.device.type == "cuda" else copy.deepcopy(model)
-        self.providers: dict[str, Callable[[], Any]] = {"bitsandbytes": self._plain, "halfbyte": self._accelerated}
-
-    @contextmanager
-    def _plain(self) -> Iterator[Any]:
-        yield self.theirs
-
-    @contextmanager
-    def _accelerated(self) -> Iterator[Any]:
-        accelerate(self.model)
-        try:
-            yield self.model
-        finally:
-            restore(self.model)
-
-
 class Decoder:
     """A model with a static cache, `context` tokens in it, that decodes one token a step in one of three modes."""
 
@@ -141,9 +117,7 @@ class Decoder:
         from transformers import StaticCache
 
         self.model, self.context, self.device = model, settings.context, model.device
-        generator = torch.Generator().manual_seed(0)
-        vocabulary = model.config.get_text_config().vocab_size
-        self.ids = torch.randint(3, vocabulary, (batch, settings.context), generator=generator).to(self.device)
+        self.ids = random_ids(model, batch, settings.context, seed=0)
         self.cache = StaticCache(config=model.config, max_cache_len=settings.context + 2 * STEPS)
         self.prefill()
         # As `generate` calls the model: with masks made beforehand, which depend on numbers that Python counts.
@@ -192,9 +166,7 @@ class Decoder:
 
 def _generate(model: Any, batch: int, settings: Settings, device: torch.device) -> dict[str, Any]:
     """A plain `generate`: milliseconds a token, prefill and capture included, and the peak of memory in GB."""
-    generator = torch.Generator().manual_seed(1)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(3, vocabulary, (batch, settings.context), generator=generator).to(device)
+    ids = random_ids(model, batch, settings.context, seed=1)
     mask = torch.ones_like(ids)
 
     def run(tokens: int) -> Any:
@@ -203,11 +175,10 @@ def _generate(model: Any, batch: int, settings: Settings, device: torch.device) 
     run(4)  # what is compiled once, is compiled now
     empty_cache(device)
     elapsed = clock(lambda: run(settings.new_tokens), device)
-    peak = round(torch.cuda.max_memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
     speed = 1e3 * batch * settings.new_tokens / elapsed
     return {
         "median_ms": round(elapsed / settings.new_tokens, 3), "samples": 1, "new_tokens": settings.new_tokens,
-        "tokens_per_s": round(speed, 1), "peak_gb": peak,
+        "tokens_per_s": round(speed, 1), "peak_gb": peak_gb(device),
     }  # fmt: skip
 
 
@@ -217,9 +188,7 @@ def _errors(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, fl
     Over the first layers; a prompt and then single tokens, so that every kernel that decoding takes has its part.
     """
     model = models.load(name, device, dtype, layers=CHECKED_LAYERS)
-    generator = torch.Generator().manual_seed(2)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(3, vocabulary, (4, 48), generator=generator).to(device)
+    ids = random_ids(model, 4, 48, seed=2)
     results = {}
     contest = Contest(model)
     for provider, run_by in contest.providers.items():
@@ -254,38 +223,5 @@ def _agree(logits: Mapping[tuple[str, str], Tensor]) -> None:
             raise ValueError(f"logits of {provider}, {mode}, are {apart:.3g} from bitsandbytes': nothing is timed")
 
 
-def clock(run: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds by the wall clock, from an idle device to an idle device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    result = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elapsed = time.perf_counter() - start
-    del result
-    return 1e3 * elapsed
-
-
-def times(samples: Sequence[float]) -> dict[str, Any]:
-    """What a row says of samples in milliseconds."""
-    ordered = sorted(samples)
-    last = len(ordered) - 1
-    p20, middle, p80 = (round(ordered[round(last * quantile)], 3) for quantile in (0.2, 0.5, 0.8))
-    return {"median_ms": middle, "p20_ms": p20, "p80_ms": p80, "samples": len(ordered)}
-
-
 def _speed(batch: int, samples: Sequence[float]) -> dict[str, Any]:
     return {"tokens_per_s": round(1e3 * batch / median(samples), 1)}
-
-
-def _allocated(device: torch.device) -> float | None:
-    return round(torch.cuda.memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
-
-
-def empty_cache(device: torch.device) -> None:
-    """Begin to measure a peak of memory anew."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)

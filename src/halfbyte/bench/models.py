@@ -115,8 +115,7 @@ def make_dense(model: nn.Module, dtype: torch.dtype) -> None:
         dense = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
         dense.weight = nn.Parameter(ops.dequantize(from_bitsandbytes(module.weight), dtype), requires_grad=False)
         dense.bias = module.bias
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, dense)
+        model.set_submodule(path, dense)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -125,11 +124,10 @@ def _replace_linears(model: Any, dtype: torch.dtype) -> None:
     from bitsandbytes.nn import Linear4bit
 
     for path, module in list(_named_linears(model)):
-        parent, _, name = path.rpartition(".")
         four_bit = Linear4bit(
             module.in_features, module.out_features, module.bias is not None, dtype, quant_type="nf4", device="meta"
         )
-        setattr(model.get_submodule(parent), name, four_bit)
+        model.set_submodule(path, four_bit)
 
 
 def _named_linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.bench import models, peers
-from halfbyte.bench.decode import Contest, clock, empty_cache, times
+from halfbyte.bench.contest import Contest, clock, empty_cache, peak_gb, times
 from halfbyte.bench.linear import relative_error
 
 RANK = 16
@@ -33,14 +33,13 @@ class Settings:
     tokens: Sequence[int] = TOKENS
     rounds: int = 5
     layers: int = 0
-    dtype: torch.dtype = torch.bfloat16
 
 
 def train_rows(name: str, device: torch.device, settings: Settings, say: Callable[[str], None]) -> Iterator[Any]:
     """Rows of a record for one model, a provider and a number of tokens each. Raises ValueError for wrong gradients."""
     say(f"{name}: loading")
     empty_cache(device)
-    model = _adapted(models.load(name, device, settings.dtype, layers=settings.layers))
+    model = _adapted(models.load(name, device, torch.bfloat16, layers=settings.layers))
     contest = Contest(model)
     if device.type == "cuda":
         contest.providers["unsloth's way"] = partial(_unsloth_way, model)
@@ -52,15 +51,14 @@ def train_rows(name: str, device: torch.device, settings: Settings, say: Callabl
         say(f"{name}: {tokens} tokens")
         ids = torch.randint(3, 1000, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
         apart = _apart(contest, steps, ids)
-        peaks, samples = {}, {provider: [] for provider in steps}  # type: ignore[var-annotated]
+        peaks: dict[str, float | None] = {}
+        samples: dict[str, list[float]] = {provider: [] for provider in steps}
         for provider, step in steps.items():
             with contest.providers[provider]():
                 step(ids)
                 empty_cache(device)
                 step(ids)
-                peaks[provider] = (
-                    round(torch.cuda.max_memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
-                )
+                peaks[provider] = peak_gb(device)
         for turn in range(settings.rounds):
             for provider in sorted(steps, reverse=bool(turn % 2)):
                 with contest.providers[provider]():

@@ -43,7 +43,7 @@ def terminal_table(record: Mapping[str, Any], key: str = "batch") -> Table:
 
 
 def markdown(record: Mapping[str, Any], key: str = "batch") -> str:
-    """One line a case and mode, as in the terminal, with the peak of memory and the error of the logits."""
+    """One line a case and mode, as in the terminal, with the peaks of memory."""
     providers = list(dict.fromkeys(row["provider"] for row in record["rows"]))
     header = ["model", key, "mode", *(f"{name}, ms" for name in providers), f"× {BASELINE}", "tokens/s", "peak, GB"]
     lines = [line(header), line(["---", "---:", "---", *["---:"] * (len(header) - 3)])]
@@ -65,7 +65,7 @@ def summary(record: Mapping[str, Any]) -> str:
     header = ["model", "batch"]
     for mode in SUMMARY:
         header += [f"{mode}: {BASELINE}", OURS, "times"]
-    lines = [line([*header]), line(["---", *["---:"] * (len(header) - 1)])]
+    lines = [line(header), line(["---", *["---:"] * (len(header) - 1)])]
     for (model, batch), modes in by_case(record, "batch"):
         cells = [model, str(batch)]
         for mode in SUMMARY:

@@ -1,0 +1,80 @@
+"""What the benches of whole models share: one model run by several providers, wall clocks, and peaks of memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.bench.timing import summarize
+from halfbyte.models.accelerate import accelerate, restore
+
+
+class Contest:
+    """A model and the ways to run it, by provider: each gives a context within which its model computes."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        # On some CPUs bitsandbytes rounds the scales of the weights that it runs, so it gets its own.
+        self.theirs = model if model.device.type == "cuda" else copy.deepcopy(model)
+        self.providers: dict[str, Callable[[], Any]] = {"bitsandbytes": self._plain, "halfbyte": self._accelerated}
+
+    @contextmanager
+    def _plain(self) -> Iterator[Any]:
+        yield self.theirs
+
+    @contextmanager
+    def _accelerated(self) -> Iterator[Any]:
+        accelerate(self.model)
+        try:
+            yield self.model
+        finally:
+            restore(self.model)
+
+
+def random_ids(model: Any, texts: int, tokens: int, seed: int) -> Tensor:
+    """Tokens [texts, tokens] on the model's device, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(3, vocabulary, (texts, tokens), generator=generator).to(model.device)
+
+
+def clock(run: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds by the wall clock, from an idle device to an idle device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    result = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elapsed = time.perf_counter() - start
+    del result
+    return 1e3 * elapsed
+
+
+def times(samples: Sequence[float]) -> dict[str, Any]:
+    """What a row says of samples in milliseconds."""
+    found = summarize(list(samples), "wall")
+    return {
+        "median_ms": round(found.median, 3), "p20_ms": round(found.p20, 3), "p80_ms": round(found.p80, 3),
+        "samples": found.samples,
+    }  # fmt: skip
+
+
+def empty_cache(device: torch.device) -> None:
+    """Begin to measure a peak of memory anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gb(device: torch.device) -> float | None:
+    """The most memory in use since then, in GB, where torch counts it."""
+    return round(torch.cuda.max_memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None

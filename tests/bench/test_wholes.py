@@ -1,0 +1,64 @@
+"""The benches of whole models, run on a tiny one; and what is made of their records."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from halfbyte.bench import decode, records, train, wholes
+from halfbyte.cli import app
+
+pytest.importorskip("transformers")
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+
+def run(out: Path, bench: str, *options: str) -> dict[str, object]:
+    result = CliRunner().invoke(
+        app, ["bench", bench, "--model", "tiny", "--device", "cpu", "--rounds", "3", "--out", str(out), *options]
+    )
+    assert result.exit_code == 0, result.output
+    (path,) = out.glob(f"*/{bench}.json")
+    return records.read(path)
+
+
+def test_decode(tmp_path: Path) -> None:
+    record = run(tmp_path, "decode", "--batch", "1,2", "--context", "16", "--new-tokens", "4")
+    rows = record["rows"]
+    assert isinstance(rows, list)
+    found = {(row["batch"], row["mode"], row["provider"]) for row in rows}
+    assert found == {
+        (batch, mode, provider)
+        for batch in (1, 2)
+        for mode in ("eager", "prefill", "generate")
+        for provider in ("bitsandbytes", "halfbyte")
+    }
+    assert all(row["median_ms"] > 0 and 0 < row["relative_error"] < 0.05 for row in rows)
+    assert wholes.markdown(record).count("| tiny |") == 6
+
+
+def test_train(tmp_path: Path) -> None:
+    record = run(tmp_path, "train", "--tokens", "16")
+    rows = record["rows"]
+    assert isinstance(rows, list)
+    assert [row["provider"] for row in rows] == ["bitsandbytes", "halfbyte"]
+    assert rows[1]["gradients_apart"] < train.MOST_APART
+    assert wholes.markdown(record, "tokens").count("| tiny |") == 1
+
+
+@pytest.mark.parametrize(("bench", "module"), [("decode", decode), ("train", train)])
+def test_wrong_numbers_are_not_timed(
+    bench: str, module: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "MOST_APART", 0.0)
+    result = CliRunner().invoke(
+        app, ["bench", bench, "--model", "tiny", "--device", "cpu", "--rounds", "3", "--out", str(tmp_path)]
+    )
+    assert result.exit_code != 0
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_model_that_is_none(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "decode", "--model", "gpt-9", "--device", "cpu"])
+    assert result.exit_code != 0
+    assert "neither a folder nor one of tiny" in " ".join((result.output + str(result.exception)).split())
