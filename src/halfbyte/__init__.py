@@ -9,21 +9,27 @@ from halfbyte.formats.compressed_tensors import from_compressed_tensors
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.models.accelerate import accelerate, restore
 from halfbyte.ops import dequantize, linear, quantize
+from halfbyte.search import Fidelity, distances, fidelity, nearest, token_ranks
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Fidelity",
     "NestedScale",
     "QuantizedWeight",
     "accelerate",
     "dequantize",
+    "distances",
+    "fidelity",
     "from_bitsandbytes",
     "from_compressed_tensors",
     "linear",
+    "nearest",
     "nn",
     "quantize",
     "restore",
     "to_bitsandbytes",
+    "token_ranks",
 ]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from halfbyte.formats import blockwise
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.ops import _dequantize, _empty_quantized, _linear, _quantize
+from halfbyte.search import Matrix, _distances, _nearest, _token_ranks
 
 WEIGHT = (
     "Tensor packed, Tensor scale, Tensor[] nested, str format, SymInt[] shape, int block_size, int nested_block_size"
@@ -69,10 +70,48 @@ def _linear_fake(x: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
+def _matrix_of(parts: Sequence[Any]) -> Matrix:
+    """A dense tensor, or the weight of its parts."""
+    *weight, dtype = parts
+    return parts[0] if parts[3] == "dense" else weight_of(tuple(weight), dtype)
+
+
+def _distances_op(query: Tensor, *parts: Any) -> Tensor:
+    return _distances(query, _matrix_of(parts))
+
+
+def _distances_fake(query: Tensor, *parts: Any) -> Tensor:
+    return query.new_empty((*query.shape[:-1], parts[4][0]), dtype=torch.float32)
+
+
+def _nearest_op(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *parts, k = arguments
+    return _nearest(query, _matrix_of(parts), k)
+
+
+def _nearest_fake(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    shape = (*query.shape[:-1], arguments[-1])
+    return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
+
+
+def _token_ranks_op(hidden: Tensor, *arguments: Any) -> Tensor:
+    *parts, tokens = arguments
+    return _token_ranks(hidden, _matrix_of(parts), tokens)
+
+
+def _token_ranks_fake(hidden: Tensor, *arguments: Any) -> Tensor:
+    return arguments[-1].new_empty(hidden.shape[:1], dtype=torch.int64)  # type: ignore[no-any-return]
+
+
+MATRIX = f"{WEIGHT}, ScalarType dtype"
+
 OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("quantize(Tensor weight, str format, int block_size, bool nested) -> Tensor[]", _quantize_op, _quantize_fake),
     (f"dequantize({WEIGHT}, ScalarType dtype) -> Tensor", _dequantize_op, _dequantize_fake),
     (f"linear(Tensor x, {WEIGHT}, Tensor? bias, bool batch_invariant) -> Tensor", _linear_op, _linear_fake),
+    (f"distances(Tensor query, {MATRIX}) -> Tensor", _distances_op, _distances_fake),
+    (f"nearest(Tensor query, {MATRIX}, int k) -> (Tensor, Tensor)", _nearest_op, _nearest_fake),
+    (f"token_ranks(Tensor hidden, {MATRIX}, Tensor tokens) -> Tensor", _token_ranks_op, _token_ranks_fake),
 )
 
 _library = torch.library.Library("halfbyte", "DEF")

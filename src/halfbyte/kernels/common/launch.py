@@ -4,14 +4,15 @@ Triton's own launcher binds arguments, looks up a specialization and asks the dr
 Python a call, several times what a small dequantize takes on the GPU. The kernel it compiled is an ordinary CUDA
 function, so from then on we hand it to `cuLaunchKernel` ourselves, in 6 µs, with the same parameters.
 
-That holds only for the specialization that was compiled. Triton specializes on types, on constants, and on which
-pointers and integers are multiples of 16; the caller's key stands for the former, and the latter is checked here.
+That holds only for the specialization that was compiled. Triton specializes on types, on constants, on integers that
+are 1 or multiples of 16, and on pointers that are such multiples. The caller's key stands for types and constants,
+integers are part of it, and pointers are looked at here.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, reduce
 from operator import or_
 from typing import Any
@@ -49,31 +50,41 @@ def launch(
     key: everything that `configure` depends on, besides the device.
     configure: the grid and the constants and options, for the device's facts; asked once per key and thread.
     """
-    values = tuple([value if isinstance(value, int) else value.data_ptr() for value in arguments])
-    key = (id(kernel), index, key)  # hashing a kernel itself means hashing its source
+    integers = tuple([value for value in arguments if isinstance(value, int)])
+    pointers = [value.data_ptr() for value in arguments if not isinstance(value, int)]
+    key = (id(kernel), index, key, integers)  # hashing a kernel itself means hashing its source
     direct = per_thread.ready.get(key)
-    if direct is not None and direct(torch._C._cuda_getCurrentRawStream(index), values):
+    aligned = not reduce(or_, pointers) % 16
+    if direct is not None and aligned:
+        direct(torch._C._cuda_getCurrentRawStream(index), pointers)
         return
     facts = facts_of(index)
     grid, options = configure(facts)
     compiled = kernel[(grid,)](*arguments, **options)
-    if facts.kind == "cuda" and direct is None:
-        per_thread.ready[key] = _direct_launch(compiled, grid, values)
+    if facts.kind == "cuda" and direct is None and aligned:
+        per_thread.ready[key] = _direct_launch(compiled, grid, arguments)
 
 
 class _DirectLaunch:
-    """One kernel compiled for pointers and integers that are all multiples of 16, with one grid.
+    """One kernel compiled for its integers and for pointers that are all multiples of 16, with one grid.
 
-    Call it with the stream and the kernel's arguments in order. It returns False, and does nothing, where one of them
-    is not such a multiple: that launch is Triton's. Raises RuntimeError when the driver refuses.
+    Call it with the stream and such pointers, in order. Raises RuntimeError when the driver refuses.
     """
 
-    __slots__ = ("_fixed", "_launch", "_parameters", "_values")
+    __slots__ = ("_fixed", "_launch", "_parameters", "_places", "_values")
 
-    def __init__(self, driver_launch: Any, compiled: Any, grid: int, arguments: int) -> None:
-        slots = arguments + _SCRATCH
+    def __init__(self, driver_launch: Any, compiled: Any, grid: int, arguments: Sequence[torch.Tensor | int]) -> None:
+        # An integer that is 1 is a constant to Triton, and no parameter.
+        parameters = [value for value in arguments if isinstance(value, torch.Tensor) or value != 1]
+        slots = len(parameters) + _SCRATCH
         self._launch = driver_launch
         self._values = (ctypes.c_uint64 * slots)()
+        self._places = []
+        for place, value in enumerate(parameters):
+            if isinstance(value, int):
+                self._values[place] = value
+            else:
+                self._places.append(place)
         base = ctypes.addressof(self._values)
         self._parameters = (ctypes.c_void_p * slots)(*(base + 8 * i for i in range(slots)))
         metadata = compiled.metadata
@@ -81,24 +92,19 @@ class _DirectLaunch:
         # Converted once, here, rather than by ctypes at every call.
         self._fixed = (ctypes.c_void_p(compiled.function), *map(ctypes.c_uint, sizes))
 
-    def __call__(self, stream: int, values: tuple[int, ...]) -> bool:
-        if not _are_multiples_of_16(values):
-            return False
-        self._values[: len(values)] = values  # type: ignore[call-overload]  # a tuple does as well as a list
+    def __call__(self, stream: int, pointers: Sequence[int]) -> None:
+        values = self._values
+        for place, pointer in zip(self._places, pointers, strict=True):
+            values[place] = pointer
         status = self._launch(*self._fixed, stream, self._parameters, None)
         if status:
             check(status)
-        return True
 
 
-def _are_multiples_of_16(values: tuple[int, ...]) -> bool:
-    return not reduce(or_, values) % 16
-
-
-def _direct_launch(compiled: Any, grid: int, values: tuple[int, ...]) -> _DirectLaunch | None:
-    """What Triton has just compiled for `values`, or None where only Triton's own launcher will do."""
+def _direct_launch(compiled: Any, grid: int, arguments: Sequence[torch.Tensor | int]) -> _DirectLaunch | None:
+    """What Triton has just compiled for `arguments`, or None where only Triton's own launcher will do."""
     driver_launch, metadata = _driver_launch(), compiled.metadata
     scratch = metadata.global_scratch_size or getattr(metadata, "profile_scratch_size", 0)
     if driver_launch is None or scratch or metadata.num_ctas > 1 or not isinstance(compiled.function, int):
         return None
-    return _DirectLaunch(driver_launch, compiled, grid, len(values)) if _are_multiples_of_16(values) else None
+    return _DirectLaunch(driver_launch, compiled, grid, arguments)

@@ -8,7 +8,15 @@ from typing import Any
 CUDA_TARGETS = (75, 80, 86, 89, 90, 100, 120)
 HIP_TARGETS = ("gfx942", "gfx1100")
 
-_TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "uint8": "*u8", "int32": "*i32"}
+_TYPES = {
+    "float16": "*fp16",
+    "bfloat16": "*bf16",
+    "float32": "*fp32",
+    "uint8": "*u8",
+    "int32": "*i32",
+    "int64": "*i64",
+    "float64": "*fp64",
+}
 
 
 def pointer(dtype: Any) -> str:

@@ -1,0 +1,77 @@
+"""Which tiles the distance kernels take: a pure function of sizes and device, from measurements on an H200.
+
+One query: a program sums `rows` candidates at a time, `dims` of their elements side by side. Several: `many` queries
+meet a tile of candidates in tensor cores. For the nearest rows a program makes one list of the best of `rows * steps`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfbyte.kernels.common.device import DeviceFacts
+
+PRODUCTS = 80  # the first target whose tensor cores Triton knows
+LISTS = 1024  # that one program merges at most
+GROUP = 16  # candidates that share a bound, where several queries look for the nearest
+
+
+@dataclass(frozen=True)
+class DirectPlan:
+    """rows: candidates a step. dims: elements of each at a time. steps: of a program that makes a list."""
+
+    rows: int
+    dims: int
+    steps: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class ProductsPlan:
+    """rows: candidates a program. queries: that it meets. dims: elements at a time. stages: loads under way."""
+
+    rows: int
+    queries: int
+    dims: int
+    warps: int
+    stages: int
+
+
+def is_valid(plan: DirectPlan | ProductsPlan) -> bool:
+    """True if the kernels compute the right thing under `plan`."""
+    sides = [getattr(plan, name) for name in plan.__dataclass_fields__ if name != "stages"]
+    powers = all(side > 0 and side & (side - 1) == 0 for side in sides)
+    if isinstance(plan, DirectPlan):
+        return powers and plan.rows * plan.dims <= 2**15
+    return powers and plan.rows % GROUP == 0 and min(plan.queries, plan.dims) >= 16 and plan.stages >= 1
+
+
+def direct(dims: int) -> DirectPlan:
+    """The plan for the distances of one query, or a few."""
+    width = min(_power(dims), 1024)
+    return DirectPlan(2048 // width if width >= 128 else 16, width, 1, 4)
+
+
+def lists(rows: int, dims: int, itemsize: int, k: int) -> DirectPlan:
+    """The plan for lists of the k nearest of `rows` candidates."""
+    width = min(_power(dims), 1024 if itemsize == 2 else 512)
+    height = max(4, min(16, 2048 // width))
+    steps = 4 if itemsize == 2 else 8
+    while steps > 1 and rows < LISTS // 2 * steps * height and steps * height > k:
+        steps //= 2
+    while steps * height < k:
+        steps *= 2
+    return DirectPlan(height, width, steps, 4)
+
+
+def products(queries: int, itemsize: int, facts: DeviceFacts) -> ProductsPlan:
+    """The plan for several queries; itemsize: bytes of an element as tensor cores see it."""
+    width = max(16, min(64, _power(queries)))
+    large = facts.shared_memory >= 160_000
+    return ProductsPlan(
+        128, width, 64 if large and itemsize == 2 else 16 if itemsize == 4 else 32, 4, 4 if large else 2
+    )
+
+
+def _power(value: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, value - 1).bit_length()

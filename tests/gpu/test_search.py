@@ -1,0 +1,177 @@
+"""Distances, nearest rows and token ranks on a GPU, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import halfbyte as hb
+from halfbyte.formats.weight import FLOAT_DTYPES
+from halfbyte.kernels.distance.reference import first_of
+from halfbyte.kernels.rank import reference as ranks_reference
+
+dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+CUDA = torch.device("cuda")
+
+
+def matrices(p: int, v: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Queries and candidates that hold every query twice, and rows very near to one."""
+    query, candidates = torch.randn(p, d, device=CUDA).to(dtype), torch.randn(v, d, device=CUDA).to(dtype)
+    for i in range(min(p, v // 4)):
+        candidates[4 * i] = candidates[4 * i + 1] = query[i]
+        candidates[4 * i + 2] = query[i] + 0.01 * torch.randn(d, device=CUDA).to(dtype)
+    return query, candidates
+
+
+def exact(query: Tensor, candidates: Tensor) -> Tensor:
+    return torch.stack([(candidates.double() - q).norm(dim=1) for q in query.double()])
+
+
+def check_nearest(query: Tensor, candidates: Tensor, k: int) -> None:
+    """The rows are the nearest in fp64, but for those that fp32 cannot tell apart."""
+    least, rows = hb.nearest(query, candidates, k)
+    everything = exact(query, candidates)
+    right, right_rows = first_of(everything, None, k)
+    there = everything.gather(1, rows)
+    torch.testing.assert_close(least.double(), there, rtol=2e-6, atol=0)
+    torch.testing.assert_close(there, right, rtol=2e-6, atol=0)
+    assert (rows.sort(dim=1).values.diff(dim=1) > 0).all()
+    apart = (there - right).abs() > 0
+    assert (rows == right_rows)[~apart & (right == 0)].all()
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("p", "v", "d"),
+    [(1, 1, 1), (1, 1000, 4096), (1, 999, 4095), (2, 100, 63), (5, 1000, 768), (64, 5000, 1024), (70, 333, 129)],
+)
+def test_distances(p: int, v: int, d: int, dtype: torch.dtype) -> None:
+    query, candidates = matrices(p, v, d, dtype)
+    right = exact(query, candidates)
+    torch.testing.assert_close(hb.distances(query, candidates).double(), right, rtol=2.0**-16, atol=0)
+    torch.testing.assert_close(hb.distances(query[0], candidates).double(), right[0], rtol=2e-6, atol=0)
+
+
+@dtypes
+@pytest.mark.parametrize(("p", "v", "d"), [(1, 1, 1), (1, 5000, 512), (3, 999, 63), (64, 20000, 1024)])
+@pytest.mark.parametrize("k", [1, 2, 10, 128])
+def test_nearest(p: int, v: int, d: int, k: int, dtype: torch.dtype) -> None:
+    if k > v:
+        pytest.skip("more than there are")
+    check_nearest(*matrices(p, v, d, dtype), k)
+
+
+@pytest.mark.parametrize("p", [1, 5])
+def test_equal_rows_come_in_order(p: int) -> None:
+    candidates = torch.ones(3000, 64, device=CUDA, dtype=torch.bfloat16)
+    candidates[7], candidates[70], candidates[700] = float("nan"), float("inf"), 0.5
+    for k in (1, 10, 100):
+        least, rows = hb.nearest(torch.zeros(p, 64, device=CUDA, dtype=torch.bfloat16), candidates, k)
+        assert rows.tolist() == [[700, *(row for row in range(200) if row not in (7, 70))][:k]] * p
+    least, rows = hb.nearest(torch.zeros(p, 64, device=CUDA), candidates[:100].float(), 100)
+    assert rows[:, -2:].tolist() == [[70, 7]] * p
+    assert least[:, -1].isnan().all()
+    assert least[:, -2].isinf().all()
+
+
+@pytest.mark.parametrize("p", [1, 3])
+def test_mixed_dtypes_and_strides(p: int) -> None:
+    wide = torch.randn(500, 200, device=CUDA)
+    candidates = wide.bfloat16()[::3, 7:150]
+    query = torch.randn(143, p, device=CUDA).T
+    torch.testing.assert_close(hb.distances(query, candidates).double(), exact(query, candidates), rtol=2e-5, atol=0)
+    check_nearest(query, candidates, 9)
+    turned = torch.randn(64, 300, device=CUDA).T
+    check_nearest(torch.randn(p, 64, device=CUDA), turned, 3)
+
+
+def test_nothing() -> None:
+    empty = torch.empty(0, 16, device=CUDA)
+    assert hb.distances(empty, torch.randn(5, 16, device=CUDA)).shape == (0, 5)
+    assert hb.distances(torch.randn(16, device=CUDA), empty).shape == (0,)
+    assert hb.nearest(empty, torch.randn(5, 16, device=CUDA), 2)[0].shape == (0, 2)
+
+
+@pytest.mark.parametrize(("p", "k"), [(1, 10), (16, 10)])
+def test_more_than_two_thousand_million_elements(p: int, k: int) -> None:
+    candidates = torch.randn(530_000, 4096, device=CUDA, dtype=torch.bfloat16)
+    query = candidates[-p:].clone()
+    query[0] += 0.01
+    least, rows = hb.nearest(query, candidates, k)
+    assert rows[:, 0].tolist() == list(range(530_000 - p, 530_000))
+    some = hb.distances(query, candidates)
+    assert torch.equal(some[0].argmin(), rows[0, 0])
+    assert (some[:, -p:].diagonal() - least[:, 0]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int4"])
+def test_packed_candidates_are_what_dequantize_gives(format: str) -> None:
+    q = hb.quantize(torch.randn(9000, 1024, device=CUDA, dtype=torch.bfloat16), format)
+    dense = hb.dequantize(q)
+    query = torch.randn(1024, device=CUDA, dtype=torch.bfloat16)
+    torch.testing.assert_close(hb.distances(query, q), hb.distances(query, dense), rtol=1e-6, atol=0)
+    check_rows = [hb.nearest(query, matrix, 20)[1].tolist() for matrix in (q, dense)]
+    assert check_rows[0] == check_rows[1]
+    hidden, tokens = torch.randn(7, 1024, device=CUDA, dtype=torch.bfloat16), torch.randint(9000, (7,), device=CUDA)
+    assert torch.equal(hb.token_ranks(hidden, q, tokens), hb.token_ranks(hidden, dense, tokens))
+
+
+@dtypes
+@pytest.mark.parametrize(("t", "v", "d"), [(1, 1, 1), (3, 999, 63), (130, 5000, 1024), (512, 32000, 4096)])
+def test_ranks(t: int, v: int, d: int, dtype: torch.dtype) -> None:
+    hidden, lm_head = torch.randn(t, d, device=CUDA).to(dtype), torch.randn(v, d, device=CUDA).to(dtype)
+    lm_head[v // 2] = lm_head[v // 3]
+    tokens = torch.randint(v, (t,), device=CUDA)
+    tokens[0] = v // 2
+    right = torch.zeros_like(tokens)
+    ranks_reference.count_above(hidden, lm_head, ranks_reference.own_logits(hidden, lm_head, tokens), tokens, 0, right)
+    assert torch.equal(hb.token_ranks(hidden, lm_head, tokens), right)
+
+
+def test_equal_logits_rank_by_index() -> None:
+    tokens = torch.tensor([0, 4, 299], device=CUDA)
+    assert hb.token_ranks(torch.randn(3, 64, device=CUDA), torch.ones(300, 64, device=CUDA), tokens).tolist() == [
+        0,
+        4,
+        299,
+    ]
+
+
+@pytest.mark.parametrize("p", [1, 8])
+def test_graph_and_stream(p: int) -> None:
+    query, candidates = matrices(p, 4000, 512, torch.bfloat16)
+    tokens = torch.randint(4000, (p,), device=CUDA)
+
+    def everything() -> list[Tensor]:
+        ranks = hb.token_ranks(query, candidates, tokens)
+        return [hb.distances(query, candidates), *hb.nearest(query, candidates, 5), ranks]
+
+    expected = everything()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results = everything()
+    side.synchronize()
+    assert all(map(torch.equal, results, expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = everything()
+    for result in results:
+        result.fill_(77)
+    graph.replay()
+    assert all(map(torch.equal, results, expected))
+
+
+def test_compiles_whole() -> None:
+    query, candidates = matrices(4, 500, 64, torch.float32)
+    nearest = torch.compile(lambda q, c: hb.nearest(q, c, 3), fullgraph=True)
+    assert all(map(torch.equal, nearest(query, candidates), hb.nearest(query, candidates, 3)))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device() -> None:
+    query, candidates = (tensor.to("cuda:1") for tensor in matrices(3, 500, 64, torch.float32))
+    least, rows = hb.nearest(query, candidates, 3)
+    assert least.device == query.device
+    assert torch.equal(rows.cpu(), first_of(exact(query, candidates), None, 3)[1].cpu())
