@@ -14,6 +14,7 @@ import copy
 import logging
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -86,6 +87,12 @@ def main() -> None:
 
         step(6, f"How long it takes on this machine ({device_name()})", "medians; results checked before timing")
         console.print(timings([dense[layer.name].to(DEVICE, torch.bfloat16) for layer in summary.layers]))
+
+        step(7, "A prompt back from its hidden states", "halfbyte.recover_tokens(model, states, layer)")
+        recover_prompt()
+
+        step(8, "Where the time of a decoding step goes", "halfbyte profile --model tiny --batch 1")
+        profile_model()
     console.print(f"[bold green]Every bit agrees with bitsandbytes.[/] {time.perf_counter() - start:.0f} s in all.")
 
 
@@ -182,6 +189,47 @@ def accelerate_model(source: Path) -> None:
     halfbyte.restore(model)
     console.print(f"   hidden states {100 * apart:.1f} % apart in bf16, the state_dict the same to the bit")
     console.print(f"   {len(SENTENCES)} sentences: bitsandbytes {milliseconds(them)}, halfbyte {milliseconds(us)}")
+
+
+def recover_prompt() -> None:
+    """Train a small byte-level model on this file, show it a sentence, and find that in its states."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(DEVICE)
+    text = torch.tensor(list(Path(__file__).read_bytes()), device=DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), 4e-3)
+    for _ in range(60):
+        batch = text[torch.randint(len(text) - 48, (16, 1), device=DEVICE) + torch.arange(48, device=DEVICE)]
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    prompt = torch.tensor(list(b"Nobody else has read this sentence."), device=DEVICE)
+    with torch.no_grad():
+        states = model.eval()(prompt[None], output_hidden_states=True).hidden_states[-1]
+    for policy in ("gradient", "exhaustive"):
+        found = halfbyte.recover_tokens(model, states, policy=policy)
+        if found.tokens != tuple(prompt.tolist()):
+            console.print(f"[bold red]   {found}[/]")
+            sys.exit(1)
+        tried = sum(position.tried for position in found.positions) / len(found.positions)
+        console.print(
+            f"   {policy}: [green]{bytes(found.tokens).decode()!r}[/] from {list(states.shape[1:])} numbers, "
+            f"{tried:.0f} tokens tried a position, {found.seconds:.2f} s"
+        )
+    wrong = halfbyte.recover_tokens(model, states + 0.1 * states.std() * torch.randn_like(states))
+    console.print(f"   with noise: {wrong.positions[0].status}, {len(wrong.tokens)} tokens claimed")
+
+
+def profile_model() -> None:
+    """The command itself, on a small model with random weights: ceilings of this machine, then every class."""
+    modes = "eager,graph" if DEVICE.type == "cuda" else "eager"
+    options = ["--batch", "1", "--mode", modes, "--device", DEVICE.type, "--no-counters"]
+    subprocess.run([sys.executable, "-m", "halfbyte", "profile", "--model", "tiny", *options], check=True)
 
 
 def timings(weights: list[torch.Tensor]) -> Table:

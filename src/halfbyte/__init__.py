@@ -9,6 +9,7 @@ from halfbyte.formats.compressed_tensors import from_compressed_tensors
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.models.accelerate import accelerate, restore
 from halfbyte.ops import dequantize, linear, quantize
+from halfbyte.recover import recover_tokens
 from halfbyte.search import Fidelity, distances, fidelity, nearest, token_ranks
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "nearest",
     "nn",
     "quantize",
+    "recover_tokens",
     "restore",
     "to_bitsandbytes",
     "token_ranks",

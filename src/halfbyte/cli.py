@@ -17,6 +17,8 @@ from typer.core import TyperGroup
 
 from halfbyte.bench.cli import Device
 from halfbyte.bench.cli import app as bench_app
+from halfbyte.recover.cli import recover
+from halfbyte.roofline.cli import profile
 
 if TYPE_CHECKING:
     from halfbyte.checkpoints import Summary
@@ -63,6 +65,8 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_app, name="bench")
+app.command()(recover)
+app.command()(profile)
 
 
 class Format(str, Enum):

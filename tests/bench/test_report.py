@@ -88,6 +88,15 @@ def test_fill() -> None:
         report.fill(text, {"b": "", "a": ""})
 
 
+def test_results() -> None:
+    """One text of every record, by device; summaries of a record are not repeated."""
+    text = report.results({"cpu/a": "A", "h200/b": "B", "h200/b-summary": "S", "h200/c": "C"})
+    assert text.startswith("# All results\n")
+    assert [line for line in text.splitlines() if line.startswith("#") or len(line) == 1] == [
+        "# All results", "## cpu", "### cpu: a", "A", "## h200", "### h200: b", "B", "### h200: c", "C",
+    ]  # fmt: skip
+
+
 def test_plot(fixed: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "figures" / "plot.png"

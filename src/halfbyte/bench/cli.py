@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,6 +82,24 @@ def linear(
 
 
 @app.command()
+def search(
+    device: Device = None,
+    shapes: Annotated[str | None, typer.Option(help="Comma-separated candidates, such as 32000x4096.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the candidates in --shapes.")] = "bfloat16",
+    rounds: Rounds = 15,
+    out: Out = None,
+) -> None:
+    """L2 distances, nearest rows and token ranks, beside torch's norm, cdist, and logits with topk."""
+    import torch
+
+    from halfbyte.bench import search as searches
+
+    where = _device(device)
+    given = [(v, d, getattr(torch, dtype)) for v, d in _shapes(shapes)]
+    _run_cases("search", searches.search_cases(where, given), where, rounds, out)
+
+
+@app.command()
 def decode(
     model: Annotated[
         str, typer.Option(help="Folders of checkpoints or named shapes with random weights, comma-separated.")
@@ -143,6 +161,37 @@ def train(
 
 
 @app.command()
+def recover(
+    cases: Annotated[
+        str | None, typer.Option(help="gpt2-small, gpt2-small-trained, mistral-7b, mistral-7b-nf4.")
+    ] = None,
+    device: Device = None,
+    prompts: Annotated[int, typer.Option(min=0, help="Of each case; 0 for its own number.")] = 0,
+    tokens: Annotated[int, typer.Option(min=0, help="Of each prompt; 0 for the case's own number.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny models, in seconds: to see that it runs.")] = False,
+    out: Out = None,
+) -> None:
+    """Prompts back from their hidden states, beside the plain loop over the vocabulary."""
+    from halfbyte.bench import records
+    from halfbyte.bench import recover as bench
+
+    where = _device(device)
+    try:
+        chosen = bench.cases_of(cases, quick, prompts, tokens)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    record: dict[str, Any] = {
+        "bench": "recover", "environment": records.environment(where), "method": bench.METHOD, "rows": [],
+    }  # fmt: skip
+    for case in chosen:
+        record["rows"] += bench.recover_rows(case, where, _say)
+        _keep(record, out, where, Console())
+    Console().print(bench.terminal_table(record))
+    if wrong := [row for row in record["rows"] if "error" in row]:
+        raise ValueError(f"wrong, and so not timed: {len(wrong)} of {len(record['rows'])} results; see the table")
+
+
+@app.command()
 def puzzle(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of three dequantizations.")] = 1000,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of that many rounds; medians are reported.")] = 3,
@@ -186,13 +235,20 @@ def report(
 ) -> None:
     """Put the recorded figures into README.md and docs, and draw their plots."""
     from halfbyte.bench import records, sweep, wholes
+    from halfbyte.bench import recover as recoveries
     from halfbyte.bench import report as reports
+    from halfbyte.bench import search as searches
+    from halfbyte.roofline import markdown as roofline
+    from halfbyte.roofline import plot as roofline_plot
 
     kinds: dict[str, tuple[Callable[..., str], Callable[..., None] | None]] = {
         "puzzle": (reports.puzzle_markdown, None),
         "linear": (sweep.markdown, sweep.plot),
+        "search": (searches.markdown, None),
         "decode": (wholes.markdown, wholes.plot),
         "train": (partial(wholes.markdown, key="tokens"), None),
+        "recover": (recoveries.markdown, None),
+        "profile": (roofline.markdown, roofline_plot.roofline),
     }
     blocks: dict[str, str] = {}
     for path in sorted(results.glob("*/*.json")):
@@ -204,7 +260,13 @@ def report(
             blocks[f"{name}-summary"] = wholes.summary(record)
         if plot and not check:
             plot(record, root / "docs" / "figures" / f"{path.parent.name}-{path.stem}.png")
+    everything = reports.results(blocks)
+    results_path = root / reports.RESULTS
     stale = []
+    if not results_path.exists() or results_path.read_text(encoding="utf-8") != everything:
+        stale.append(str(results_path))
+        if not check:
+            results_path.write_text(everything, encoding="utf-8")
     for text_path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         text = text_path.read_text(encoding="utf-8")
         filled = reports.fill(text, blocks)
@@ -232,11 +294,7 @@ def _run(
 ) -> None:
     import torch
 
-    from halfbyte.bench import records
-    from halfbyte.bench.case import run
-    from halfbyte.bench.ceiling import copy_bandwidth
     from halfbyte.bench.dequantize import CPU_SHAPES, GPU_SHAPES
-    from halfbyte.bench.report import terminal_table
 
     if dtype not in ("float16", "bfloat16", "float32"):
         raise typer.BadParameter(f"dtype {dtype!r} is not float16, bfloat16 or float32")
@@ -244,12 +302,29 @@ def _run(
         raise typer.BadParameter(f"format {format!r} is not {' or '.join(formats)}, the formats that the peers have")
     device = _device(device_name)
     sizes = _shapes(shapes) or (defaults or {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES})[device.type]
+    _run_cases(bench, make_cases(device, sizes, getattr(torch, dtype), format, nested), device, rounds, out)
+
+
+def _run_cases(
+    bench: str,
+    cases: Iterable[Any],
+    device: torch.device,
+    rounds: int,
+    out: Path | None,
+) -> None:
+    import torch
+
+    from halfbyte.bench import records
+    from halfbyte.bench.case import run
+    from halfbyte.bench.ceiling import copy_bandwidth
+    from halfbyte.bench.report import terminal_table
+
     console = Console()
     rows = []
     torch.manual_seed(0)
     _say("measuring the copy ceiling")
     copy, _ = copy_bandwidth(device)
-    for case in make_cases(device, sizes, getattr(torch, dtype), format, nested):
+    for case in cases:
         _say(f"{bench} {case.name}")
         rows += run(case, rounds)
         del case  # its inputs make room for those of the next

@@ -47,7 +47,7 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
     """Rows of a record for one model: a provider, a mode and a batch each. Raises ValueError where logits disagree."""
     dtype = torch.bfloat16
     say(f"{name}: logits against fp32")
-    errors = _errors(name, device, dtype)
+    errors = errors_against_fp32(name, device, dtype)
     say(f"{name}: loading")
     empty_cache(device)
     model = models.load(name, device, dtype, layers=settings.layers)
@@ -182,7 +182,7 @@ def _generate(model: Any, batch: int, settings: Settings, device: torch.device) 
     }  # fmt: skip
 
 
-def _errors(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def errors_against_fp32(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """‖logits - exact‖ / ‖exact‖ of both providers, the exact ones being of dequantized weights in fp32.
 
     Over the first layers; a prompt and then single tokens, so that every kernel that decoding takes has its part.

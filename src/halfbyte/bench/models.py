@@ -33,6 +33,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
         },
     ),
+    "mistral-7b": (
+        "mistral",
+        {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": 4096,
+        },
+    ),
     "llama-3-8b": (
         "llama",
         {

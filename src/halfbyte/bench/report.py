@@ -91,7 +91,7 @@ def provenance(record: Mapping[str, Any]) -> str:
     facts = record["environment"]
     on_cpu = "threads" in facts
     packages = ["torch", "numba" if on_cpu else "triton", "bitsandbytes"]
-    if record["bench"] in ("decode", "train"):
+    if record["bench"] in ("decode", "train", "recover", "profile"):
         packages += ["transformers", "peft"]
     versions = [f"{name} {facts[name]}" for name in packages if facts.get(name)]
     machine = facts["device"] + (f", {facts['threads']} threads" if on_cpu else f", driver {facts['driver']}")
@@ -157,6 +157,29 @@ def fill(text: str, blocks: Mapping[str, str]) -> str:
         return f"{match.group(1)}\n{blocks[name]}\n{match.group(3)}"
 
     return re.sub(r"(<!-- figures: (\S+) -->)\n.*?(<!-- end -->)", block, text, flags=re.DOTALL)
+
+
+RESULTS = "docs/results.md"
+
+
+def results(blocks: Mapping[str, str]) -> str:
+    """The whole text of docs/results.md: every record's table, by device and bench. blocks: as for `fill`."""
+    lines = [
+        "# All results",
+        "",
+        "Every record under `benchmarks/results`, written by `halfbyte bench report`; nothing here is typed. How it is",
+        "measured stands in [measuring.md](measuring.md), how to read a profile in [profiling.md](profiling.md).",
+    ]
+    device = ""
+    for name, block in blocks.items():
+        place, _, bench = name.partition("/")
+        if bench.endswith("-summary"):  # of a record that has its own
+            continue
+        if place != device:
+            lines += ["", f"## {place}"]
+            device = place
+        lines += ["", f"### {place}: {bench}", "", block]
+    return "\n".join(lines) + "\n"
 
 
 def title(record: Mapping[str, Any]) -> str:

@@ -12,17 +12,20 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def atomic_output(path: str | Path, *, directory: bool, overwrite: bool = False) -> Iterator[Path]:
+def atomic_output(
+    path: str | Path, *, directory: bool, overwrite: bool = False, marker: str = "*.safetensors"
+) -> Iterator[Path]:
     """A path to write to, which becomes `path` when the block ends and vanishes when it raises (Ctrl-C as well).
 
     directory: whether `path` is a directory (the given path is then one already) or a file.
     overwrite: replace what is at `path`; it stays whole until the new output is.
+    marker: a pattern of a file that a directory must hold to be replaced, so that no other folder is lost.
 
     Raises FileExistsError where `path` exists and may not be replaced, FileNotFoundError where its parent is missing,
     and OSError with a plain sentence when the disk is full.
     """
     path = Path(path)
-    check_destination(path, directory=directory, overwrite=overwrite)
+    check_destination(path, directory=directory, overwrite=overwrite, marker=marker)
     target = path.resolve()  # behind a symbolic link, the file it points to is replaced, not the link
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     try:
@@ -46,7 +49,7 @@ def atomic_output(path: str | Path, *, directory: bool, overwrite: bool = False)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def check_destination(path: Path, *, directory: bool, overwrite: bool) -> None:
+def check_destination(path: Path, *, directory: bool, overwrite: bool, marker: str = "*.safetensors") -> None:
     """Raise unless `path` may be written to."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent} is not a directory; create it first")
@@ -57,8 +60,8 @@ def check_destination(path: Path, *, directory: bool, overwrite: bool) -> None:
         raise FileExistsError(f"{path} is {'not ' if directory else ''}a directory and the output is a {kind}")
     if not overwrite:
         raise FileExistsError(f"{path} exists; give another name, or say that it may be replaced (--overwrite)")
-    if directory and any(path.iterdir()) and not any(path.glob("*.safetensors")):
-        raise FileExistsError(f"{path} holds no .safetensors file, so it is not replaced; delete it yourself")
+    if directory and any(path.iterdir()) and not any(path.glob(marker)):
+        raise FileExistsError(f"{path} holds no {marker.lstrip('*')} file, so it is not replaced; delete it yourself")
 
 
 def check_space(directory: Path, needed: int) -> None:
