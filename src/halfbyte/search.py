@@ -290,27 +290,29 @@ def _check_ranks(hidden: Tensor, lm_head: Matrix, tokens: Tensor) -> None:
 
 
 class _Tokens:
-    """The check of numbers that are on a device: made first, called when the work is under way, so nothing waits long.
+    """The check of numbers that are on a device: they are fetched first, and looked at when the work is under way.
 
-    A capture cannot wait at all, and then nobody looks.
+    A capture cannot wait, and then nobody looks.
     """
 
     def __init__(self, tokens: Tensor, vocabulary: int) -> None:
-        self.vocabulary, self.bounds = vocabulary, None
-        if len(tokens) and not (tokens.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.bounds = torch.stack(tokens.aminmax())
-            if tokens.is_cuda:
-                here = torch.empty(2, dtype=tokens.dtype, pin_memory=True)
-                self.bounds = here.copy_(self.bounds, non_blocking=True)
-                self.event = torch.cuda.Event()
-                self.event.record()
+        self.tokens, self.vocabulary = tokens, vocabulary
+        self.fetched = None
+        if tokens.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                self.tokens = tokens[:0]
+                return
+            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self.tokens.copy_(tokens, non_blocking=True)
+            self.fetched = torch.cuda.Event()
+            self.fetched.record()
 
     def __call__(self) -> None:
-        if self.bounds is None:
+        if self.fetched is not None:
+            self.fetched.synchronize()
+        if not len(self.tokens):
             return
-        if hasattr(self, "event"):
-            self.event.synchronize()
-        least, most = self.bounds.tolist()
+        least, most = (int(end) for end in self.tokens.aminmax())
         if least < 0 or most >= self.vocabulary:
             wrong, last = least if least < 0 else most, self.vocabulary - 1
             raise ValueError(f"tokens holds {wrong}; the vocabulary has {self.vocabulary} tokens, 0 to {last}")

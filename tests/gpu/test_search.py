@@ -129,13 +129,27 @@ def test_ranks(t: int, v: int, d: int, dtype: torch.dtype) -> None:
     assert torch.equal(hb.token_ranks(hidden, lm_head, tokens), right)
 
 
-def test_equal_logits_rank_by_index() -> None:
-    tokens = torch.tensor([0, 4, 299], device=CUDA)
-    assert hb.token_ranks(torch.randn(3, 64, device=CUDA), torch.ones(300, 64, device=CUDA), tokens).tolist() == [
-        0,
-        4,
-        299,
-    ]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_equal_logits_rank_by_index(dtype: torch.dtype) -> None:
+    """More of them than the list of near ones holds."""
+    hidden, lm_head = torch.randn(3, 64, device=CUDA).to(dtype), torch.ones(3000, 64, device=CUDA).to(dtype)
+    tokens = torch.tensor([0, 4, 2999], device=CUDA)
+    assert hb.token_ranks(hidden, lm_head, tokens).tolist() == [0, 4, 2999]
+
+
+def test_numbers_of_one_sign() -> None:
+    """Tensor cores cut off what they add up, always downwards: all logits are off by nearly as much."""
+    hidden, lm_head = torch.rand(64, 4096, device=CUDA).bfloat16(), torch.rand(30000, 4096, device=CUDA).bfloat16()
+    tokens = torch.randint(30000, (64,), device=CUDA)
+    right = torch.zeros_like(tokens)
+    ranks_reference.count_above(hidden, lm_head, ranks_reference.own_logits(hidden, lm_head, tokens), tokens, 0, right)
+    assert torch.equal(hb.token_ranks(hidden, lm_head, tokens), right)
+
+
+def test_tokens_outside_of_the_vocabulary() -> None:
+    hidden = torch.randn(2, 64, device=CUDA)
+    with pytest.raises(ValueError, match="tokens holds 5; the vocabulary has 5 tokens"):
+        hb.token_ranks(hidden, torch.randn(5, 64, device=CUDA), torch.tensor([1, 5], device=CUDA))
 
 
 @pytest.mark.parametrize("p", [1, 8])

@@ -115,6 +115,9 @@ def test_ranks(t: int, v: int, d: int, dtype: torch.dtype) -> None:
     assert torch.equal(ranks(hidden, lm_head, tokens), right)
 
 
-def test_equal_logits_rank_by_index() -> None:
+@pytest.mark.parametrize("room", [0, 1, 32])
+def test_equal_logits_rank_by_index(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are on the list or find it full."""
+    monkeypatch.setattr(rank, "PAIRS", room)
     tokens = torch.tensor([0, 4, 17])
-    assert ranks(torch.randn(3, 8), torch.ones(20, 8), tokens).tolist() == [0, 4, 17]
+    assert ranks(torch.randn(3, 8), torch.ones(70, 8), tokens).tolist() == [0, 4, 17]

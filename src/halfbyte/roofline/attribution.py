@@ -128,10 +128,11 @@ def _bounds(kernels: Sequence[Kernel], steps: int) -> list[tuple[int, int]]:
 
 
 def _extent(trace: Trace) -> tuple[float, float]:
-    """From the end of the last wait for an idle GPU before the first kernel, to the end of the first after the last."""
+    """From the end of the last wait for an idle GPU, or of the profiler, before the first kernel, to the end of the
+    first wait after the last kernel."""
     first, last = trace.kernels[0].start, max(kernel.end for kernel in trace.kernels)
     # The host's wait ends a moment after the GPU's work, by clocks that agree to a microsecond or two.
-    before = [wait.end for wait in trace.waits if wait.end <= first]
+    before = [wait.end for wait in (*trace.waits, *trace.pauses) if wait.end <= first]
     after = [wait.end for wait in trace.waits if wait.end >= last - 5]
     return max(before, default=first), max(last, min(after, default=last))
 

@@ -16,6 +16,7 @@ from typing import Any
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
 WAITS = ("cudaDeviceSynchronize", "hipDeviceSynchronize")
+PAUSES = ("Activity Buffer Request",)  # milliseconds of the profiler's own, within the first call that it records
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Trace:
     ranges: tuple[Span, ...] = ()
     operators: tuple[Span, ...] = ()
     waits: tuple[Span, ...] = ()
+    pauses: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def parse(events: Iterable[Mapping[str, Any]], prefix: str = "halfbyte|") -> Tra
 
     ranges = _ordered(Span(e["name"].removeprefix(prefix), e["ts"], e["ts"] + e["dur"]) for e in marked)
     kernels.sort(key=lambda kernel: kernel.start)
-    return Trace(tuple(kernels), ranges, spans(("cpu_op",)), spans(CALLS, WAITS))
+    return Trace(tuple(kernels), ranges, spans(("cpu_op",)), spans(CALLS, WAITS), spans(("overhead",), PAUSES))
 
 
 def _starts(events: Iterable[Mapping[str, Any]], categories: tuple[str, ...], key: str) -> dict[Any, float]:

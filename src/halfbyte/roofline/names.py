@@ -38,14 +38,17 @@ UNNAMED = Label("products", "unnamed")  # a product outside of every projection
 # What the kernels of kernels/linear are called.
 OURS = ("decode", "exact", "multiply", "arrange", "product", "combine")
 
+# What torch's compiler fuses; such a kernel's name lists what it computes, what it takes up, and no product of its own.
+FUSED = ("triton_poi", "triton_red", "triton_per")
+NORM_WORDS = "norm rsqrt meanops aten::mean aten::pow aten::var"
+
 # Words in kernels' names, and what they mean; the first that fits decides.
 WORDS: tuple[tuple[Label, str], ...] = (
     (DEQUANTIZE, "dequant"),
     (ATTENTION, "flash fmha sdpa attention softmax"),
     (UNNAMED, "gemm gemv nvjet cutlass xmma splitk cublas dot_kernel 4bit halfbyte::linear"),
     (SAMPLING, "argmax argmin multinomial topk sort radix"),
-    (NORMS, "norm rsqrt meanops aten::mean aten::pow aten::var"),
-    (ELEMENTWISE, "triton_poi triton_red triton_per"),  # torch's fused kernels, whatever they also copy
+    (NORMS, NORM_WORDS),
     (
         COPIES,
         "memcpy memset copy index_put catarray scatter gather index_select indexselect embedding repeat aten::cat",
@@ -73,6 +76,8 @@ def by_name(name: str) -> Label:
     if base(name) in OURS:
         return UNNAMED
     low = name.lower()
+    if low.startswith(FUSED):
+        return NORMS if any(word in low for word in NORM_WORDS.split()) else ELEMENTWISE
     # "aten::add" must not take "aten::addmm" for its own.
     if MULTIPLIES.match(low):
         return UNNAMED

@@ -113,7 +113,7 @@ def _merge(
 ) -> None:  # fmt: skip
     def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
         constants = {"LISTS": size, "K": keep, "k": k, "LAST": parts == 1}
-        return p * parts, constants | {"num_warps": 4 if keep < 32 else 8}
+        return p * parts, constants | {"num_warps": 8 if 1 < keep < 32 else 4}
 
     arguments = (lists, shorter, least, rows, n, parts, list_rows)
     launch(merge_kernel, lists.get_device(), arguments, (p, n, parts, list_rows, size, keep, k), configure)

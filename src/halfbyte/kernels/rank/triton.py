@@ -22,12 +22,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.launch import launch
 
-# What a sum in tensor cores may be off by. Rounding at random: MARGIN of |h| |w|, four times the worst of ten million
+# What a sum in tensor cores may be off by. Rounding at random: MARGIN of |h| |w|, twice the worst of a million
 # sums. Cut off rather than rounded, always in one direction: LARGEST of the tile's largest logit for every 16 elements.
-MARGIN, LARGEST = tl.constexpr(2.0**-19), tl.constexpr(2.0**-23)
+MARGIN, LARGEST = tl.constexpr(2.0**-20), tl.constexpr(2.0**-23)
 TIE = tl.constexpr(2.0**-45)  # fp64 sums are equal if they differ by less, of |h| |w|
 
-PAIRS = 64  # near logits a token that the list has room for
+PAIRS = 32  # words of near logits a token that the list has room for
 PROGRAMS = 1024  # that share the list
 
 
@@ -51,28 +51,36 @@ def own_kernel(hidden, rows, index, own, n_tokens, n_rows, n_dims, h_stride, r_s
 
 
 @triton.jit
-def _settle(hidden, lm_head, own, tokens, above, t, v, n_tokens, n_dims, first, h_stride, w_stride, DIMS: tl.constexpr):
-    """Count row v of the head for token t, both int64, by their product in fp64."""
-    product = tl.zeros((DIMS,), tl.float64)
-    for start in range(0, n_dims, DIMS):
-        d = start + tl.arange(0, DIMS)
-        h = tl.load(hidden + t * h_stride + d, mask=d < n_dims, other=0).to(tl.float32).to(tl.float64)
-        w = tl.load(lm_head + v * w_stride + d, mask=d < n_dims, other=0).to(tl.float32).to(tl.float64)
-        product += h * w
-    lead = tl.sum(product, axis=0) - tl.load(own + t)
-    tie = tl.abs(lead) <= tl.load(own + n_tokens + t) * TIE
-    earlier = v + first < tl.load(tokens + t)
-    tl.atomic_add(above + t, 1, mask=(tie & earlier) | (~tie & (lead > 0)), sem="relaxed")
+def _settle(
+    hidden, lm_head, own, tokens, above, t, v0, mask, n_tokens, n_dims, first, h_stride, w_stride,
+    DIMS: tl.constexpr,
+):  # fmt: skip
+    """Count for token t those of the 32 rows from v0 on that `mask` has bits for, by their products in fp64."""
+    mine, length, token = tl.load(own + t), tl.load(own + n_tokens + t), tl.load(tokens + t)
+    for bit in range(32):
+        if (mask >> bit) & 1:
+            v = v0 + bit
+            product = tl.zeros((DIMS,), tl.float64)
+            for start in range(0, n_dims, DIMS):
+                d = start + tl.arange(0, DIMS)
+                h = tl.load(hidden + t * h_stride + d, mask=d < n_dims, other=0).to(tl.float32).to(tl.float64)
+                w = tl.load(lm_head + v * w_stride + d, mask=d < n_dims, other=0).to(tl.float32).to(tl.float64)
+                product += h * w
+            lead = tl.sum(product, axis=0) - mine
+            tie = tl.abs(lead) <= length * TIE
+            beats = (tie & (v + first < token)) | (~tie & (lead > 0))
+            tl.atomic_add(above + t, 1, mask=beats, sem="relaxed")
 
 
 @triton.jit
 def count_kernel(
     hidden, lm_head, hidden_tiles, head_tiles, own, tokens, above, pairs, n_pairs,
-    n_tokens, n_rows, n_dims, first, h_stride, w_stride, t_tiles, room,
+    n_tokens, n_rows, n_dims, first, h_stride, w_stride, t_tiles, n_words, room,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, EXACT_DIMS: tl.constexpr,
     DESCRIBED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to `above`, int64 [T], and to `pairs`, int64 [room], of which `n_pairs` counts how many there would be.
+    """Add to `above`, int64 [T], and to `pairs`, int64 [room, 2], of which `n_pairs` counts how many there would be:
+    t * n_words + v // 32, and a bit for each of the 32 logits.
 
     Tokens are the faster side of the grid: the head comes from memory once. DESCRIBED: the tiles are tensor
     descriptors, and come by TMA; else they are the pointers once more. EVEN: DIMS divides n_dims.
@@ -99,36 +107,47 @@ def count_kernel(
 
     mine = tl.load(own + t_in).to(tl.float32)
     bound = tl.load(own + n_tokens + t_in).to(tl.float32) * MARGIN
-    cuts = (n_dims // 16 + 32).to(tl.float32) * (1 if PRECISION == "stored" else 6)
+    cuts = (n_dims // 16 + 32) * (1 if PRECISION == "stored" else 6)
     margin = tl.maximum(bound, tl.max(tl.abs(logits), axis=1) * (cuts * LARGEST))[:, None]
     ahead = logits - mine[:, None]
     real = (t < n_tokens)[:, None] & (v < n_rows)[None, :]
     count = tl.sum((real & (ahead > margin)).to(tl.int32), axis=1)
     tl.atomic_add(above + t, count.to(tl.int64), mask=(t < n_tokens) & (count > 0), sem="relaxed")
 
+    # A bit for every near logit, 32 of them a word, is all that is written of a tile, and only where there are any.
     close = real & ~(tl.abs(ahead) > margin)  # NaN, too
-    place = tl.atomic_add(n_pairs + tl.zeros((TOKENS, ROWS), tl.int32), 1, mask=close, sem="relaxed")
-    pair = t.to(tl.int64)[:, None] * n_rows + v[None, :]
-    tl.store(pairs + place, pair, mask=close & (place < room))
-    left = (close & (place >= room)).to(tl.int32)
-    corner = tl.arange(0, TOKENS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    for _ in range(tl.sum(left)):
-        chosen = tl.min(tl.where(left > 0, corner, TOKENS * ROWS))
+    bits = tl.where(close, 1 << (tl.arange(0, ROWS) % 32)[None, :], 0)
+    bits = tl.sum(bits.reshape(TOKENS, ROWS // 32, 32), axis=2)
+    word = t.to(tl.int64)[:, None] * n_words + (v0 // 32 + tl.arange(0, ROWS // 32))[None, :]
+    place = tl.atomic_add(n_pairs + tl.zeros((TOKENS, ROWS // 32), tl.int32), 1, mask=bits != 0, sem="relaxed")
+    kept = (bits != 0) & (place < room)
+    tl.store(pairs + 2 * place, word, mask=kept)
+    tl.store(pairs + 2 * place + 1, bits.to(tl.int64), mask=kept)
+    left = tl.where(kept, 0, bits)
+    corner = tl.arange(0, TOKENS)[:, None] * (ROWS // 32) + tl.arange(0, ROWS // 32)[None, :]
+    for _ in range(tl.sum((left != 0).to(tl.int32))):
+        chosen = tl.min(tl.where(left != 0, corner, TOKENS * ROWS))
+        mask = tl.sum(tl.where(corner == chosen, left, 0))
         left = tl.where(corner == chosen, 0, left)
-        line, row = (t0 + chosen // ROWS).to(tl.int64), (v0 + chosen % ROWS).to(tl.int64)
-        _settle(hidden, lm_head, own, tokens, above, line, row, n_tokens, n_dims, first, h_stride, w_stride, EXACT_DIMS)
+        line, row = (t0 + chosen // (ROWS // 32)).to(tl.int64), v0 + chosen % (ROWS // 32) * 32
+        _settle(
+            hidden, lm_head, own, tokens, above, line, row.to(tl.int64), mask,
+            n_tokens, n_dims, first, h_stride, w_stride, EXACT_DIMS,
+        )  # fmt: skip
 
 
 @triton.jit
 def pairs_kernel(
-    hidden, lm_head, own, tokens, above, pairs, n_pairs, n_tokens, n_rows, n_dims, first, h_stride, w_stride, room,
+    hidden, lm_head, own, tokens, above, pairs, n_pairs, n_tokens, n_dims, first, h_stride, w_stride, n_words, room,
     PROGRAMS: tl.constexpr, EXACT_DIMS: tl.constexpr,
 ):  # fmt: skip
     """Settle the pairs of the list."""
     for place in range(tl.program_id(0), tl.minimum(tl.load(n_pairs), room), PROGRAMS):
-        pair = tl.load(pairs + place)
-        t, v = pair // n_rows, pair % n_rows
-        _settle(hidden, lm_head, own, tokens, above, t, v, n_tokens, n_dims, first, h_stride, w_stride, EXACT_DIMS)
+        word, mask = tl.load(pairs + 2 * place), tl.load(pairs + 2 * place + 1).to(tl.int32)
+        _settle(
+            hidden, lm_head, own, tokens, above, word // n_words, word % n_words * 32, mask,
+            n_tokens, n_dims, first, h_stride, w_stride, EXACT_DIMS,
+        )  # fmt: skip
 
 
 def own_logits(hidden: Tensor, rows: Tensor, index: Tensor) -> Tensor:
@@ -155,22 +174,23 @@ def count_above(hidden: Tensor, lm_head: Tensor, own: Tensor, tokens: Tensor, fi
         return
     index = above.get_device()
     constants = _constants(hidden, lm_head, facts_of(index))
-    t_tiles, room = triton.cdiv(t, constants["TOKENS"]), PAIRS * t
+    t_tiles, room, words = triton.cdiv(t, constants["TOKENS"]), PAIRS * t, triton.cdiv(v, 32)
     grid = triton.cdiv(v, constants["ROWS"]) * t_tiles
-    pairs, n_pairs = above.new_empty(room), above.new_zeros(1, dtype=torch.int32)
-    integers = (t, v, d, first, hidden.stride(0), lm_head.stride(0))
+    pairs, n_pairs = above.new_empty((room, 2)), above.new_zeros(1, dtype=torch.int32)
+    strides = hidden.stride(0), lm_head.stride(0)
     outputs = (own, tokens, above, pairs, n_pairs)
+    integers = (t, v, d, first, *strides, t_tiles, words, room)
     if constants["DESCRIBED"]:
         tiles = (
             TensorDescriptor.from_tensor(matrix, [constants[side], constants["DIMS"]])
             for matrix, side in ((hidden, "TOKENS"), (lm_head, "ROWS"))
         )
-        count_kernel[(grid,)](hidden, lm_head, *tiles, *outputs, *integers, t_tiles, room, **constants)
+        count_kernel[(grid,)](hidden, lm_head, *tiles, *outputs, *integers, **constants)
     else:
-        arguments = (hidden, lm_head, hidden, lm_head, *outputs, *integers, t_tiles, room)
+        arguments = (hidden, lm_head, hidden, lm_head, *outputs, *integers)
         launch(count_kernel, index, arguments, (hidden.dtype, lm_head.dtype), lambda facts: (grid, constants))
     few = {"PROGRAMS": PROGRAMS, "EXACT_DIMS": constants["EXACT_DIMS"], "num_warps": 4}
-    again = (hidden, lm_head, *outputs, *integers, room)
+    again = (hidden, lm_head, *outputs, t, d, first, *strides, words, room)
     launch(pairs_kernel, index, again, (hidden.dtype, lm_head.dtype), lambda facts: (PROGRAMS, few))
 
 
