@@ -180,11 +180,16 @@ def recover(
         chosen = bench.cases_of(cases, quick, prompts, tokens)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    record: dict[str, Any] = {
-        "bench": "recover", "environment": records.environment(where), "method": bench.METHOD, "rows": [],
-    }  # fmt: skip
+    environment = records.environment(where)
+    # All cases together take long. Those that ran before, on this machine as it is, stay in the record.
+    kept = _kept("recover", out, where)
+    same = kept is not None and all(kept["environment"][k] == environment[k] for k in ("device", "driver", "torch"))
+    names = {case.name for case in chosen}
+    rows = [row for row in kept["rows"] if row["case"] not in names] if kept and same else []
+    record: dict[str, Any] = {"bench": "recover", "environment": environment, "method": bench.METHOD, "rows": rows}
     for case in chosen:
-        record["rows"] += bench.recover_rows(case, where, _say)
+        facts = {"commit": environment["commit"]}
+        record["rows"] += [row | facts for row in bench.recover_rows(case, where, _say)]
         _keep(record, out, where, Console())
     Console().print(bench.terminal_table(record))
     if wrong := [row for row in record["rows"] if "error" in row]:
@@ -356,6 +361,14 @@ def _keep(record: dict[str, Any], out: Path | None, device: torch.device, consol
         path = out / records.folder_of(device) / f"{record['bench']}.json"
         records.write(path, record)
         console.print(f"kept in {path}")
+
+
+def _kept(bench: str, out: Path | None, device: torch.device) -> dict[str, Any] | None:
+    """The record that an earlier run left."""
+    from halfbyte.bench import records
+
+    path = out / records.folder_of(device) / f"{bench}.json" if out else None
+    return records.read(path) if path is not None and path.exists() else None
 
 
 def _device(name: str | None) -> torch.device:

@@ -1,9 +1,10 @@
 """epsilon: how far apart two states of one token may be, since they are computed in two ways.
 
 The search computes one position of many candidates, and whoever recorded the states computed all positions of one
-text. Roundings differ, by kernel and by batch. So tokens drawn at random, which are known, are computed both ways, and
-epsilon is the largest difference seen, times a factor of safety. The other candidates say how far apart the states of
-two tokens are; where that is not far more than epsilon, recovery cannot tell tokens apart, and says so.
+text. Roundings differ, by kernel and by batch. So tokens drawn at random, which are known, are computed both ways. The
+largest difference seen is the noise, and the other candidates say how far apart the states of two tokens are. epsilon
+is many times the noise, for another text may have more, but stays as far below the separation as it is above the noise.
+Where there is no such room recovery cannot tell tokens apart, and says so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from halfbyte.recover.blocks import Blocks
 from halfbyte.recover.result import Calibration
 from halfbyte.search import distances
 
-SAFETY = 4.0
+LEAST, MOST = 4.0, 32.0  # times the noise that epsilon is
 POSITIONS = 16  # at most; noise does not grow with the length of a text
 UNSEEN = 0.5  # a difference that no rounding makes: the model computes positions in a way of its own
 
@@ -55,7 +56,8 @@ def calibrate(blocks: Blocks, length: int, batch: int, dtype: torch.dtype, gener
             f"one position of this model after its prefix comes out {noise:.2g} of its norm away from what the whole "
             "text gives; a model whose positions do not depend on tokens before them alone cannot be recovered from"
         )
-    epsilon = max(SAFETY * noise, torch.finfo(dtype).eps)
+    between = (noise * separation) ** 0.5 if separation < float("inf") else MOST * noise
+    epsilon = max(LEAST * noise, min(MOST * noise, between), torch.finfo(dtype).eps)
     if 2 * epsilon > separation:
         warnings.warn(
             f"states of different tokens came as near as {separation:.2g} to each other, and epsilon is "
