@@ -10,15 +10,18 @@ ranks: every process passes its own rows and the same queries, and gets the resu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from importlib import import_module
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from halfbyte.formats.rows import row_chunks
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
+from halfbyte.kernels.common.device import has_triton
 from halfbyte.kernels.distance.reference import first_of
 from halfbyte.ops import _backend, _dequantize, _is_tracing, _parts
 
@@ -126,17 +129,44 @@ def fidelity(hidden: Tensor, lm_head: Matrix, tokens: Tensor, top_k: int = 5, *,
     )
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _on_its_device(function: Function) -> Function:
+    """The function, with the device of its first argument as the current one."""
+
+    @wraps(function)
+    def run(first: Tensor, *arguments: Any) -> Any:
+        device = first.device
+        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return function(first, *arguments)
+        return function(first, *arguments)
+
+    return cast(Function, run)
+
+
+@_on_its_device
 def _distances(query: Tensor, candidates: Matrix) -> Tensor:
     queries = _lines(query)
     out = queries.new_empty((len(queries), candidates.shape[0]), dtype=torch.float32)
-    kernels = _search_kernels("distance", queries)
-    for first, dense in _dense(candidates):
-        kernels.distances(queries, dense, out[:, first : first + len(dense)])
+    packed = _packed_kernels(queries, candidates)
+    if packed is not None:
+        packed.distances(queries, candidates, out)
+    else:
+        kernels = _search_kernels("distance", queries)
+        for first, dense in _dense(candidates):
+            kernels.distances(queries, dense, out[:, first : first + len(dense)])
     return out[0] if query.dim() == 1 else out
 
 
+@_on_its_device
 def _nearest(query: Tensor, candidates: Matrix, k: int) -> tuple[Tensor, Tensor]:
     queries = _lines(query)
+    packed = _packed_kernels(queries, candidates)
+    if packed is not None:
+        least, rows = packed.nearest(queries, candidates, k)
+        return (least[0], rows[0]) if query.dim() == 1 else (least, rows)
     kernels = _search_kernels("distance", queries)
     found: list[tuple[Tensor, Tensor]] = []
     for first, dense in _dense(candidates):
@@ -152,6 +182,7 @@ def _merged(found: list[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]
     return first_of(least, rows, k)
 
 
+@_on_its_device
 def _token_ranks(hidden: Tensor, lm_head: Matrix, tokens: Tensor) -> Tensor:
     lines, tokens = _lines(hidden), tokens.detach().long()
     check = _Tokens(tokens, lm_head.shape[0])
@@ -166,6 +197,17 @@ def _token_ranks(hidden: Tensor, lm_head: Matrix, tokens: Tensor) -> Tensor:
 
 def _search_kernels(operation: str, tensor: Tensor) -> Any:
     return _backend(operation, tensor.device.type)
+
+
+def _packed_kernels(queries: Tensor, candidates: Matrix) -> Any:
+    """The kernels that take 4-bit candidates as they are, or None where their rows are made dense first."""
+    if not isinstance(candidates, QuantizedWeight):
+        return None
+    name = {"cpu": "packed_cpu", "cuda": "packed" if has_triton() else None}.get(queries.device.type)
+    if name is None:
+        return None
+    kernels = import_module(f"halfbyte.kernels.distance.{name}")
+    return kernels if kernels.takes(candidates, len(queries)) else None
 
 
 def _lines(query: Tensor) -> Tensor:
@@ -200,6 +242,7 @@ def _rows_of(matrix: Matrix, index: Tensor) -> tuple[Tensor, Tensor]:
     return rows, torch.arange(len(index), device=index.device)
 
 
+@_on_its_device
 def _nearest_of_all(query: Tensor, candidates: Matrix, k: int, group: Any) -> tuple[Tensor, Tensor]:
     import torch.distributed as dist
 
@@ -223,6 +266,7 @@ def _nearest_of_all(query: Tensor, candidates: Matrix, k: int, group: Any) -> tu
     return (least[0], rows[0]) if query.dim() == 1 else (least, rows)
 
 
+@_on_its_device
 def _ranks_of_all(hidden: Tensor, lm_head: Matrix, tokens: Tensor, group: Any) -> Tensor:
     import torch.distributed as dist
 

@@ -50,7 +50,7 @@ def test_join() -> None:
             ("gemm", 10, 105, 5), ("gemm", 10, 50, 0),
         )
     )  # fmt: skip
-    joined = counters.join(found, kernels, [("halfbyte", 1, labels, work)])
+    joined = counters.join(found, kernels, [("halfbyte", 1, labels, work)], 50.0)
     told = joined["counters"]
     assert told["copy"] == {"counted_gb_per_s": 52.0, "measured_gb_per_s": 50.0, "apart": -0.0385}
     by_class = {entry["class"]: entry for entry in told["classes"]}
@@ -64,7 +64,7 @@ def test_join() -> None:
 
 def test_steps_that_do_not_match_are_refused() -> None:
     with pytest.raises(Refused, match="saw 0 steps of 1"):
-        counters.join(record(q=1.0), [], [("halfbyte", 1, [], {})])
+        counters.join(record(q=1.0), [], [("halfbyte", 1, [], {})], 50.0)
 
 
 def program(folder: Path, text: str, code: int = 0) -> str:
@@ -109,6 +109,7 @@ def test_it_asks_what_it_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """From the command to the record, with a program in ncu's place."""
     text = page(("copy_kernel", 10, 260, 240), ("write_kernel", 1, 1, 1), ("gemm", 10, 95, 5))
     monkeypatch.setattr(counters, "find", lambda device: program(tmp_path, text))
+    monkeypatch.setattr(counters, "_copied", lambda device: 50.0)
     monkeypatch.setattr(counters, "_ask", lambda program, found, device: (
         counters.parse(counters.execute([program, *counters.options()])),
         [("halfbyte", 1, [("gemm", Q)], {Q: Amount(100, 1, 100)})],

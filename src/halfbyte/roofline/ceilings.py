@@ -109,11 +109,11 @@ def _bandwidth(kind: str, device: torch.device, rounds: int) -> dict[int, Speed]
         source = torch.ones(size // 4, dtype=torch.int32, device=device)
         target = torch.empty_like(source)
         moved = size * (2 if kind == "copy" else 1)
-        found = [Speed.of(moved / 1e3, _time(_torch_way(kind, source, target), device, rounds))]
+        found = [Speed.of(moved / 1e3, time_one(_torch_way(kind, source, target), device, rounds))]
         if device.type == "cuda" and has_triton():
             passes = max(1, MOVED // moved)
             run = triton_way(kind, source, target, passes)
-            found.append(Speed.of(passes * moved / 1e3, _time(run, device, rounds)))
+            found.append(Speed.of(passes * moved / 1e3, time_one(run, device, rounds)))
         speeds[size] = max(found, key=lambda speed: speed.median)
     return speeds
 
@@ -146,7 +146,7 @@ def _matrix(dtype: str, device: torch.device, rounds: int) -> Speed:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
-        return Speed.of(2 * side**3 / 1e6, _time(lambda: torch.mm(a, b, out=out), device, rounds))
+        return Speed.of(2 * side**3 / 1e6, time_one(lambda: torch.mm(a, b, out=out), device, rounds))
     finally:
         torch.set_float32_matmul_precision(precision)
 
@@ -161,7 +161,7 @@ def _launch(device: torch.device, rounds: int, calls: int = 200) -> dict[str, fl
     with torch.cuda.graph(graph):
         for _ in range(calls):
             number.add_(1)
-    replay = _time(graph.replay, device, rounds).median
+    replay = time_one(graph.replay, device, rounds).median
     return {
         "host": round(host, 3), "device": round(times["op"].median / calls, 3), "graph": round(replay / calls, 3),
     }  # fmt: skip
@@ -182,7 +182,7 @@ def _host_time(run: Callable[[], Any], calls: int) -> float:
     return sorted(samples)[len(samples) // 2]
 
 
-def _time(run: Callable[[], Any], device: torch.device, rounds: int) -> Timing:
+def time_one(run: Callable[[], Any], device: torch.device, rounds: int) -> Timing:
     return time_all({"it": lambda _: run()}, 1, device, rounds)["it"]
 
 

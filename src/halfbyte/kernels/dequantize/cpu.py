@@ -5,15 +5,13 @@ for each `block_size` weights, fp32 or nested.        value = codebook[nibble] *
 Grouped ("int4"): packed int32 [N, K / 8], which little-endian is two weights a byte, the first in the *low* nibble.
 value = (nibble - 8) * scale: the same again, with the integers -8 to 7 for a codebook.
 
-Within a block there are but sixteen values. They are multiplied and rounded once, kept in registers as tables of bytes,
-and looked up sixteen at a time by the byte shuffle that every x86-64 (pshufb) and Arm (tbl) has: no arithmetic is left
-for the weights themselves. The shuffle is the reason for writing LLVM by hand below; LLVM never finds it on its own.
+Within a block there are but sixteen values: they are multiplied and rounded once, and looked up (common/decode.py).
 
 Bytes moved a weight: 1/2 read, 2 or 4 written, and 1 or 4 read for every block. Flops: 16 a block.
 Source: formats/.
 """
 
-# numba finds out the types of kernels by itself, and llvmlite has none for what it builds.
+# numba finds out the types of kernels by itself.
 # mypy: allow-untyped-defs, allow-untyped-calls
 
 from __future__ import annotations
@@ -22,35 +20,17 @@ import ctypes
 import sys
 from typing import Any
 
-import llvmlite.ir as ir
 import numpy as np
 import torch
 from numba import njit
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from halfbyte.formats import grouped
 from halfbyte.formats.weight import NestedScale
-from halfbyte.kernels.common.floats import BITS, ROUND
-from halfbyte.kernels.common.llvm import (
-    I8,
-    I32,
-    I64,
-    constant,
-    interleave,
-    join,
-    load,
-    shift_right,
-    shuffle,
-    splat,
-    store,
-)
+from halfbyte.kernels.common.decode import BYTES, WEIGHTS, decode
+from halfbyte.kernels.common.floats import BITS
 from halfbyte.kernels.common.scales import scale_arguments
 from halfbyte.kernels.common.threads import parallel
-
-# A step of the kernel: so many packed bytes become twice as many weights. The smallest block is one step.
-BYTES, WEIGHTS = 16, 32
 
 # Fewer weights than this are not worth waking a thread for.
 GRAIN = 2**20
@@ -92,52 +72,14 @@ def _dequantize_blocks(
         first = block * block_size
         size = min(block_size, out.size - first)
         steps = size // WEIGHTS
-        _decode(packed, first // 2, steps, scale, codebook, low_first, out, first)
+        decode(packed, first // 2, steps, scale, codebook, low_first, out, first)
         first += steps * WEIGHTS
         if first < block * block_size + size:  # the end of the last block is less than one step
             bytes_left = np.zeros(BYTES, np.uint8)
             bytes_left[: packed.size - first // 2] = packed[first // 2 :]
             weights = np.empty(WEIGHTS, out.dtype)
-            _decode(bytes_left, 0, 1, scale, codebook, low_first, weights, 0)
+            decode(bytes_left, 0, 1, scale, codebook, low_first, weights, 0)
             out[first:] = weights[: out.size - first]
-
-
-@intrinsic
-def _decode(typing_context, packed, byte, steps, scale, codebook, low_first, out, weight):
-    """packed[byte:] -> out[weight:], `steps` times 16 bytes and 32 weights of one scale."""
-    signature = types.void(packed, types.intp, types.intp, types.float32, codebook, types.boolean, out, types.intp)
-
-    def lower(context, builder, signature, arguments):
-        packed, byte, steps, scale, codebook, low_first, out, weight = arguments
-
-        def pointer(position, array):
-            return context.make_array(signature.args[position])(context, builder, array).data
-
-        table = load(builder, pointer(4, codebook), I32, 16)
-        scales = splat(builder, builder.bitcast(scale, I32), 16)
-        floats = ir.VectorType(ir.FloatType(), 16)
-        product = builder.fmul(builder.bitcast(table, floats), builder.bitcast(scales, floats))
-        words = ROUND[signature.args[6].dtype](builder, product)
-        look_up = shuffle(context)
-        width = words.type.element.width // 8
-        tables = [builder.trunc(shift_right(builder, words, 8 * i), ir.VectorType(I8, 16)) for i in range(width)]
-
-        source = builder.gep(pointer(0, packed), [byte])
-        target = builder.gep(pointer(6, out), [weight])
-        with cgutils.for_range(builder, steps) as loop:
-            octets = load(builder, builder.gep(source, [builder.mul(loop.index, I64(BYTES))]), I8, BYTES)
-            high = shift_right(builder, octets, 4)
-            low = builder.and_(octets, constant(octets.type, 15))
-            nibbles = interleave(builder, builder.select(low_first, low, high), builder.select(low_first, high, low))
-            here = builder.mul(loop.index, I64(WEIGHTS))
-            for half in nibbles:
-                parts = [look_up(builder, table, half) for table in tables]
-                for values in join(builder, parts):
-                    store(builder, values, builder.gep(target, [here]), words.type.element)
-                    here = builder.add(here, I64(16 * 8 // words.type.element.width))
-        return context.get_dummy_value()
-
-    return signature, lower
 
 
 # glibc gives blocks of this size and more pages of their own, and takes the pages back when they are freed.

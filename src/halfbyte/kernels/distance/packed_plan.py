@@ -1,0 +1,54 @@
+"""Which tile the packed distance kernels take, and what they can take at all: pure functions of sizes and format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfbyte.formats.weight import QuantizedWeight
+
+WORDS = 4  # of 32 bits, that a thread reads at once
+LOAD = 32  # weights in them; no scale block is smaller
+LISTS = 1024  # that one program merges at most
+
+
+@dataclass(frozen=True)
+class PackedPlan:
+    """rows: candidates a step. parts: that a tile is wide, one a thread and row. loads: of 32 weights, to a part.
+    steps: of a program, and so rows * steps candidates to a list of the nearest. warps: of a program."""
+
+    rows: int
+    parts: int
+    loads: int
+    steps: int
+    warps: int
+
+
+def is_valid(plan: PackedPlan, dims: int, block_size: int) -> bool:
+    """True if the kernels compute the right thing under `plan`."""
+    sides = (plan.rows, plan.parts, plan.loads, plan.steps, plan.warps)
+    powers = all(side > 0 and side & (side - 1) == 0 for side in sides)
+    return powers and plan.loads in (1, 2) and block_size % (LOAD * plan.loads) == 0 and dims % block_size == 0
+
+
+def takes(q: QuantizedWeight) -> bool:
+    """Whether rows are whole scale blocks, places fit into 32 bits, and bytes can be read 16 at a time."""
+    whole = len(q.shape) == 2 and q.shape[1] > 0 and q.shape[1] % q.block_size == 0
+    return whole and q.numel // LOAD < 2**31 - 2**16 and q.packed.data_ptr() % 16 == 0
+
+
+def plan(rows: int, dims: int, block_size: int, k: int) -> PackedPlan:
+    """The plan for `rows` candidates of `dims`; k: how many of the nearest a list keeps, or 0 for all distances."""
+    loads = 2 if block_size >= 2 * LOAD else 1
+    parts = min(32, _power(dims // (LOAD * loads)))
+    height = 16
+    steps = 4
+    while steps > 1 and rows < LISTS // 2 * steps * height and steps * height > k:
+        steps //= 2
+    while steps * height < k:
+        steps *= 2
+    return PackedPlan(height, parts, loads, steps, 4)
+
+
+def _power(value: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, value - 1).bit_length()
