@@ -230,7 +230,7 @@ def distances(query: Tensor, q: QuantizedWeight, out: Tensor, plan: PackedPlan |
     p, v = out.shape
     if p == 0 or v == 0:
         return
-    tile = plan or plans.plan(q.shape[0], q.shape[1], q.block_size, 0)
+    tile = plan or plans.plan(q.shape[1], q.block_size, 0)
 
     def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
         return triton.cdiv(v, tile.rows * tile.steps) * p, _constants(q, tile, facts)
@@ -243,7 +243,7 @@ def nearest(query: Tensor, q: QuantizedWeight, k: int, plan: PackedPlan | None =
     """The k least distances, fp32 [P, k], ascending, and their rows, int64 [P, k]."""
     p, v = len(query), q.shape[0]
     keep = triton.next_power_of_2(k)
-    tile = plan or plans.plan(q.shape[0], q.shape[1], q.block_size, keep)
+    tile = plan or plans.plan(q.shape[1], q.block_size, keep)
     pieces = triton.cdiv(v, tile.rows * tile.steps)
     lists = query.new_empty((p, pieces, keep), dtype=torch.int64)
     if p:

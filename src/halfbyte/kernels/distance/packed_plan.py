@@ -8,7 +8,6 @@ from halfbyte.formats.weight import QuantizedWeight
 
 WORDS = 4  # of 32 bits, that a thread reads at once
 LOAD = 32  # weights in them; no scale block is smaller
-LISTS = 1024  # that one program merges at most
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,11 @@ def takes(q: QuantizedWeight) -> bool:
     return whole and q.numel // LOAD < 2**31 - 2**16 and q.packed.data_ptr() % 16 == 0
 
 
-def plan(rows: int, dims: int, block_size: int, k: int) -> PackedPlan:
-    """The plan for `rows` candidates of `dims`; k: how many of the nearest a list keeps, or 0 for all distances."""
+def plan(dims: int, block_size: int, k: int) -> PackedPlan:
+    """The plan for candidates of `dims`; k: how many of the nearest a list keeps, or 0 for all distances."""
     loads = 2 if block_size >= 2 * LOAD else 1
     parts = min(32, _power(dims // (LOAD * loads)))
-    height = 16
-    steps = 4
-    while steps > 1 and rows < LISTS // 2 * steps * height and steps * height > k:
-        steps //= 2
+    height, steps = 16, 1
     while steps * height < k:
         steps *= 2
     return PackedPlan(height, parts, loads, steps, 4)
