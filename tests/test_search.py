@@ -273,3 +273,20 @@ def test_rows_split_over_two_processes(tmp_path: Any) -> None:
     ]
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "".join(errors)
+
+
+@dtypes
+def test_ranks_of_numbers_of_one_sign(dtype: torch.dtype) -> None:
+    """Logits are large beside their differences."""
+    hidden, lm_head = torch.rand(6, 500).to(dtype), torch.rand(3000, 500).to(dtype)
+    tokens = torch.randint(3000, (6,))
+    above = torch.zeros_like(tokens)
+    own = ranks_reference.own_logits(hidden, lm_head, tokens)
+    ranks_reference.count_above(hidden, lm_head, own, tokens, 0, above)
+    assert torch.equal(hb.token_ranks(hidden, lm_head, tokens), above)
+
+
+def test_ranks_of_infinite_logits() -> None:
+    """What fp16 cannot hold, fp64 can."""
+    hidden, lm_head = torch.full((2, 40), 200.0).half(), (100 + torch.arange(50).half())[:, None].repeat(1, 40)
+    assert hb.token_ranks(hidden, lm_head, torch.tensor([49, 0])).tolist() == [0, 49]

@@ -206,7 +206,7 @@ def test_a_model_quantized_while_loading(tmp_path: Any, replays: list[int]) -> N
     layer = loaded.model.layers[0].self_attn.q_proj
     assert isinstance(layer, hb.nn.Linear4bit)
     q = hb.quantize(dense.model.layers[0].self_attn.q_proj.weight.cuda())
-    assert torch.equal(layer.weight.view(torch.uint8).flatten(), q.packed.flatten())
+    assert torch.equal(layer.weight.packed.flatten(), q.packed.flatten())
     ids = prompt(2)
     right = generate(loaded, ids)
     assert not replays

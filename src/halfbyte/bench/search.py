@@ -24,7 +24,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 # Embeddings of Llama-2 and Llama-3, [V, D].
 GPU_SHAPES = ((32000, 4096, F32), (32000, 4096, BF16), (128256, 4096, BF16))
 CPU_SHAPES = ((32000, 4096, F32), (32000, 4096, BF16))
-QUERIES = 64
+QUERIES = {"cuda": 64, "cpu": 8}
 TOKENS = {"cuda": 512, "cpu": 16}
 NEAREST = (1, 10, 128)
 
@@ -35,13 +35,13 @@ Provider = Callable[[int], Any]
 
 
 def search_cases(device: torch.device, shapes: Sequence[tuple[int, int, torch.dtype]] = ()) -> Iterator[Case]:
-    """For each shape one query, 64 queries, and candidates in 4 bits; ranks for the last of the shapes."""
+    """For each shape one query, several queries, and candidates in 4 bits; ranks for the last of the shapes."""
     shapes = shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
     for v, d, dtype in shapes:
         moved = v * d * dtype.itemsize
         sets = input_sets(moved, device)
         candidates = [torch.randn(v, d, device=device).to(dtype) for _ in range(sets)]
-        query = torch.randn(QUERIES, d, device=device).to(dtype)
+        query = torch.randn(QUERIES[device.type], d, device=device).to(dtype)
         facts = {"v": v, "d": d, "dtype": str(dtype).removeprefix("torch."), "inputs": sets}
         yield _one_query(candidates, query[0], moved, device, facts)
         yield _many_queries(candidates, query, moved, device, facts)
