@@ -14,7 +14,7 @@ from synthetic import limits
 from typer.testing import CliRunner, Result
 
 from halfbyte.cli import app
-from halfbyte.roofline import ceilings, markdown, output, record, run
+from halfbyte.roofline import ceilings, markdown, output, record, render, run
 from halfbyte.roofline.analysis import Roofs, rows
 
 pytest.importorskip("transformers")
@@ -265,3 +265,10 @@ def test_places_that_a_report_may_not_take(profile: Callable[..., Result], tmp_p
     assert "is not empty" in said(profile("--out", str(folder)))
     assert "holds thesis.tex, which no report does" in said(profile("--out", str(folder), "--overwrite"))
     assert (folder / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("ms", [0.0, 0.0004, 9.9996, 37.845, 99.996, 999.96, 12345.6])
+def test_a_time_takes_five_characters(ms: float) -> None:
+    text = render._five(ms)
+    assert len(text) <= 5
+    assert float(text) == pytest.approx(ms, rel=1e-3, abs=1e-3)
