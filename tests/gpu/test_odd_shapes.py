@@ -69,3 +69,34 @@ def test_linear_of_every_format(dtype: torch.dtype, shape: tuple[int, int]) -> N
             y = hb.linear(x, q, bias, batch_invariant=invariant)
             right = x.double() @ exact.double().t() + (0.0 if bias is None else bias.double())
             assert float((y.double() - right).norm() / right.norm()) < 5e-3
+
+
+@pytest.mark.parametrize(("v", "d"), [(1, 1), (3, 64), (17, 127), (129, 33), (257, 192), (1000, 65)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_search(v: int, d: int, dtype: torch.dtype) -> None:
+    for p in (1, 2, 17, 65):
+        query, candidates = torch.randn(p, d).to(dtype), torch.randn(v, d).to(dtype)
+        candidates[v // 2] = query[0]
+        there = query.cuda(), candidates.cuda()
+        distances = hb.distances(query, candidates)
+        torch.testing.assert_close(hb.distances(*there).cpu(), distances, rtol=2e-5, atol=0)
+        for k in {1, min(v, 7), min(v, 128)}:
+            least, rows = hb.nearest(*there, k)
+            right = distances.sort(dim=1).values[:, :k]
+            torch.testing.assert_close(least.cpu(), right, rtol=2e-5, atol=0)
+            torch.testing.assert_close(distances.gather(1, rows.cpu()), right, rtol=2e-5, atol=0)
+        tokens = torch.randint(v, (p,))
+        assert torch.equal(hb.token_ranks(*there, tokens.cuda()).cpu(), hb.token_ranks(query, candidates, tokens))
+
+
+@pytest.mark.parametrize(("v", "d"), [(1, 64), (17, 128), (257, 192)])
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int4"])
+def test_search_among_packed_rows(format: str, v: int, d: int) -> None:
+    size = {"group_size": 64} if format == "int4" else {"block_size": 64}
+    q = hb.quantize(torch.randn(v, d).bfloat16(), format, **size).to("cuda")
+    for p in (1, 3, 9):
+        query = torch.randn(p, d, device="cuda").bfloat16()
+        dense = hb.dequantize(q)
+        torch.testing.assert_close(hb.distances(query, q), hb.distances(query, dense), rtol=2e-5, atol=0)
+        least, _ = hb.nearest(query, q, min(v, 10))
+        torch.testing.assert_close(least, hb.nearest(query, dense, min(v, 10))[0], rtol=2e-5, atol=0)
