@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
@@ -154,7 +154,7 @@ def _distances(query: Tensor, candidates: Matrix) -> Tensor:
     if packed is not None:
         packed.distances(queries, candidates, out)
     else:
-        kernels = _search_kernels("distance", queries)
+        kernels = _backend("distance", queries.device.type)
         for first, dense in _dense(candidates):
             kernels.distances(queries, dense, out[:, first : first + len(dense)])
     return out[0] if query.dim() == 1 else out
@@ -167,7 +167,7 @@ def _nearest(query: Tensor, candidates: Matrix, k: int) -> tuple[Tensor, Tensor]
     if packed is not None:
         least, rows = packed.nearest(queries, candidates, k)
         return (least[0], rows[0]) if query.dim() == 1 else (least, rows)
-    kernels = _search_kernels("distance", queries)
+    kernels = _backend("distance", queries.device.type)
     found: list[tuple[Tensor, Tensor]] = []
     for first, dense in _dense(candidates):
         least, rows = kernels.nearest(queries, dense, min(k, len(dense)))
@@ -186,7 +186,7 @@ def _merged(found: list[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]
 def _token_ranks(hidden: Tensor, lm_head: Matrix, tokens: Tensor) -> Tensor:
     lines, tokens = _lines(hidden), tokens.detach().long()
     check = _Tokens(tokens, lm_head.shape[0])
-    kernels = _search_kernels("rank", lines)
+    kernels = _backend("rank", lines.device.type)
     own = kernels.own_logits(lines, *_rows_of(lm_head, tokens))
     above = torch.zeros_like(tokens)
     for first, dense in _dense(lm_head):
@@ -195,19 +195,19 @@ def _token_ranks(hidden: Tensor, lm_head: Matrix, tokens: Tensor) -> Tensor:
     return above
 
 
-def _search_kernels(operation: str, tensor: Tensor) -> Any:
-    return _backend(operation, tensor.device.type)
-
-
 def _packed_kernels(queries: Tensor, candidates: Matrix) -> Any:
     """The kernels that take 4-bit candidates as they are, or None where their rows are made dense first."""
     if not isinstance(candidates, QuantizedWeight):
         return None
-    name = {"cpu": "packed_cpu", "cuda": "packed" if has_triton() else None}.get(queries.device.type)
-    if name is None:
-        return None
-    kernels = import_module(f"halfbyte.kernels.distance.{name}")
-    return kernels if kernels.takes(candidates, len(queries)) else None
+    kernels = _packed_backend(queries.device.type)
+    return kernels if kernels is not None and kernels.takes(candidates, len(queries)) else None
+
+
+@cache
+def _packed_backend(device_type: str) -> Any:
+    if device_type == "cpu":
+        return import_module("halfbyte.kernels.distance.packed_cpu")
+    return import_module("halfbyte.kernels.distance.packed") if device_type == "cuda" and has_triton() else None
 
 
 def _lines(query: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def _ranks_of_all(hidden: Tensor, lm_head: Matrix, tokens: Tensor, group: Any) -
     sizes = _sizes(lm_head.shape[0], hidden.device, group)
     lines, tokens = _lines(hidden), tokens.detach().long()
     check = _Tokens(tokens, sum(sizes))
-    kernels = _search_kernels("rank", lines)
+    kernels = _backend("rank", lines.device.type)
     start = sum(sizes[: dist.get_rank(group)])
     mine = ((tokens >= start) & (tokens < start + lm_head.shape[0])).nonzero()[:, 0]
     own = lines.new_zeros((2, len(lines)), dtype=torch.float64)

@@ -42,9 +42,8 @@ class State:
         return calibration, positions
 
     def save(self, calibration: Calibration, positions: list[Position]) -> None:
-        from halfbyte.checkpoints.atomic import (
-            atomic_output,
-        )  # with safetensors, which the command's help need not load
+        # It comes with safetensors, which the command's help need not load.
+        from halfbyte.checkpoints.atomic import atomic_output
 
         kept = {
             "fingerprint": self.fingerprint,

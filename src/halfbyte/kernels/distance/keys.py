@@ -1,7 +1,8 @@
 """Lists of the nearest rows on a GPU: 64-bit keys, the best of many, and lists merged into one.
 
 A key is the complement of (bits of the distance) << 32 | row, so the largest key is the nearest, the lower row of equal
-ones, and NaN comes last. Distances are not negative: their bits are in their order.
+ones, and NaN comes last. Distances are not negative: their bits are in their order. Merging lists of K needs no more
+than the K lists with the best heads: any key of another list is behind K heads.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.launch import launch
+from halfbyte.kernels.distance.plan import LISTS
 
 EMPTY = tl.constexpr(-(2**63))  # behind every key
 SORTED = tl.constexpr(256)  # keys that are sorted at once
 TOGETHER = tl.constexpr(8)  # lists that are merged two by two at once
-MERGED = 1024  # lists that one program merges
+MERGED = LISTS  # that one program merges
 
 
 @triton.jit
@@ -116,4 +118,4 @@ def _merge(
         return p * parts, constants | {"num_warps": 8 if 1 < keep < 32 else 4}
 
     arguments = (lists, shorter, least, rows, n, parts, list_rows)
-    launch(merge_kernel, lists.get_device(), arguments, (p, n, parts, list_rows, size, keep, k), configure)
+    launch(merge_kernel, lists.get_device(), arguments, (p, size, keep, k), configure)

@@ -27,7 +27,7 @@ from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.distance import plan as plans
 from halfbyte.kernels.distance.keys import EMPTY, key_of, leading, merge, merged
-from halfbyte.kernels.distance.triton import sum_of_squares
+from halfbyte.kernels.distance.sums import sum_of_squares
 
 CANCELLED = tl.constexpr(1.0 / 16)
 SPLITS = 1024  # programs that examine groups, about
@@ -36,17 +36,21 @@ SCANNED = 128  # bounds that one of them looks at together
 
 @triton.jit
 def _squares(
-    query, candidates, row, column, n_dims, q_stride, c_stride,
+    query, candidates, n_queries, n_rows, n_dims, q_stride, c_stride, q_tiles,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, DIMS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(|c|^2 + |q|^2 - 2 c.q, |c|^2 + |q|^2), fp32 [ROWS, QUERIES]."""
+    """What a program begins with: its rows [ROWS] and queries [QUERIES], which may lie beyond the last, and of them
+    |c|^2 + |q|^2 - 2 c.q and |c|^2 + |q|^2, fp32 [ROWS, QUERIES]."""
+    program = tl.program_id(0)
+    row = program // q_tiles * ROWS + tl.arange(0, ROWS)
+    column = program % q_tiles * QUERIES + tl.arange(0, QUERIES)
     dtype: tl.constexpr = candidates.dtype.element_ty if PRECISION == "stored" else tl.float32
     precision: tl.constexpr = "ieee" if PRECISION == "stored" else PRECISION
     product = tl.zeros((ROWS, QUERIES), tl.float32)
     c_square = tl.zeros((ROWS, DIMS), tl.float32)
     q_square = tl.zeros((DIMS, QUERIES), tl.float32)
-    c_line = candidates + row.to(tl.int64)[:, None] * c_stride
-    q_line = query + column.to(tl.int64)[None, :] * q_stride
+    c_line = candidates + tl.minimum(row, n_rows - 1).to(tl.int64)[:, None] * c_stride
+    q_line = query + tl.minimum(column, n_queries - 1).to(tl.int64)[None, :] * q_stride
     for start in range(0, n_dims, DIMS):
         d = start + tl.arange(0, DIMS)
         if EVEN:
@@ -66,7 +70,7 @@ def _squares(
     c_sum = tl.sum(c_square.to(tl.float64), axis=1)
     q_sum = tl.sum(q_square.to(tl.float64), axis=0)
     total = c_sum[:, None] + q_sum[None, :]
-    return (total - 2 * product.to(tl.float64)).to(tl.float32), total.to(tl.float32)
+    return row, column, (total - 2 * product.to(tl.float64)).to(tl.float32), total.to(tl.float32)
 
 
 @triton.jit
@@ -74,20 +78,17 @@ def distances_kernel(
     query, candidates, out, n_queries, n_rows, n_dims, q_stride, c_stride, o_stride, q_tiles,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, DIMS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    row = program // q_tiles * ROWS + tl.arange(0, ROWS)
-    column = program % q_tiles * QUERIES + tl.arange(0, QUERIES)
-    inside, there = tl.minimum(row, n_rows - 1), tl.minimum(column, n_queries - 1)
-    square, total = _squares(
-        query, candidates, inside, there, n_dims, q_stride, c_stride, ROWS, QUERIES, DIMS, EVEN, PRECISION
+    row, column, square, total = _squares(
+        query, candidates, n_queries, n_rows, n_dims, q_stride, c_stride, q_tiles, ROWS, QUERIES, DIMS, EVEN, PRECISION
     )
     wanted = (row < n_rows)[:, None] & (column < n_queries)[None, :]
     blurred = (wanted & ~(square > total * CANCELLED)).to(tl.int32)  # NaN, of infinite squares, too
     if tl.max(blurred) > 0:
+        inside = tl.minimum(row, n_rows - 1)
         for j in range(QUERIES):
             this = (tl.arange(0, QUERIES) == j)[None, :]
             if tl.max(tl.where(this, blurred, 0)) > 0:
-                q = tl.minimum(program % q_tiles * QUERIES + j, n_queries - 1).to(tl.int64)
+                q = tl.minimum(tl.program_id(0) % q_tiles * QUERIES + j, n_queries - 1).to(tl.int64)
                 exact = sum_of_squares(query + q * q_stride, candidates, inside, n_dims, c_stride, ROWS, DIMS, EVEN)
                 square = tl.where(this & (blurred > 0), exact[:, None], square)
     at = column.to(tl.int64)[None, :] * o_stride + row[:, None]
@@ -102,12 +103,8 @@ def bounds_kernel(
 ):  # fmt: skip
     """lower, upper: fp32 [P, n_groups], the least bounds of the squares of each GROUP. error: of |c|^2 + |q|^2, in
     units of 2^-30."""
-    program = tl.program_id(0)
-    row = program // q_tiles * ROWS + tl.arange(0, ROWS)
-    column = program % q_tiles * QUERIES + tl.arange(0, QUERIES)
-    inside, there = tl.minimum(row, n_rows - 1), tl.minimum(column, n_queries - 1)
-    square, total = _squares(
-        query, candidates, inside, there, n_dims, q_stride, c_stride, ROWS, QUERIES, DIMS, EVEN, PRECISION
+    row, column, square, total = _squares(
+        query, candidates, n_queries, n_rows, n_dims, q_stride, c_stride, q_tiles, ROWS, QUERIES, DIMS, EVEN, PRECISION
     )
     slack = total * (error.to(tl.float32) * 9.313225746154785e-10)
     known = slack < float("inf")  # neither infinite nor NaN
@@ -117,7 +114,7 @@ def bounds_kernel(
     low, high = tl.where(real, low, float("inf")), tl.where(real, high, float("inf"))
     low = tl.min(low.reshape(ROWS // GROUP, GROUP, QUERIES), axis=1)
     high = tl.min(high.reshape(ROWS // GROUP, GROUP, QUERIES), axis=1)
-    group = program // q_tiles * (ROWS // GROUP) + tl.arange(0, ROWS // GROUP)
+    group = tl.program_id(0) // q_tiles * (ROWS // GROUP) + tl.arange(0, ROWS // GROUP)
     at = column.to(tl.int64)[None, :] * n_groups + group[:, None]
     wanted = (group < n_groups)[:, None] & (column < n_queries)[None, :]
     tl.store(lower + at, low, mask=wanted)
@@ -168,7 +165,7 @@ def distances(query: Tensor, candidates: Tensor, out: Tensor) -> None:
         return triton.cdiv(v, tile.rows) * q_tiles, constants
 
     arguments = (query, candidates, out, p, v, d, query.stride(0), candidates.stride(0), out.stride(0), q_tiles)
-    launch(distances_kernel, out.get_device(), arguments, (p, v, d, query.dtype, candidates.dtype), configure)
+    launch(distances_kernel, out.get_device(), arguments, (query.dtype, candidates.dtype), configure)
 
 
 def nearest(query: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -195,7 +192,7 @@ def _bounds(query: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
 
     strides = query.stride(0), candidates.stride(0)
     arguments = (query, candidates, lower, upper, p, v, d, groups, *strides, q_tiles, _error(d, constants))
-    launch(bounds_kernel, lower.get_device(), arguments, (p, v, d, query.dtype, candidates.dtype), configure)
+    launch(bounds_kernel, lower.get_device(), arguments, (query.dtype, candidates.dtype), configure)
     return lower, upper
 
 
@@ -223,7 +220,7 @@ def _examine(query: Tensor, candidates: Tensor, lower: Tensor, limits: Tensor, k
 
     strides = query.stride(0), candidates.stride(0)
     arguments = (query, candidates, lower, limits, lists, v, d, groups, n_lists, list_groups, *strides)
-    launch(examine_kernel, lists.get_device(), arguments, (p, v, d, k, query.dtype, candidates.dtype), configure)
+    launch(examine_kernel, lists.get_device(), arguments, (p, keep, query.dtype, candidates.dtype), configure)
     return merge(lists, list_groups * plans.GROUP, k)
 
 

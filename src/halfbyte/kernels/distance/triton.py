@@ -5,9 +5,8 @@ everything of them in registers, and sums (c - q)^2 in fp32. Bytes: the candidat
 Flops: 3 an element. Bound by memory.
 
 Nearest: a program keeps what it found as 64-bit keys, a distance over a row, whose order is the order wanted: near
-first, lower row first, NaN last. It writes the best K; a second kernel merges the lists. To do so it needs no more than
-the K lists with the best heads: any key of another list is behind K heads. Several queries with more than a few
-candidates between them go through products.py.
+first, lower row first, NaN last (keys.py). It writes the best K; a second kernel merges the lists. More than a few
+queries share tensor cores (products.py).
 """
 
 from __future__ import annotations
@@ -22,31 +21,12 @@ from torch import Tensor
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.distance import plan as plans
+from halfbyte.kernels.distance import products
 from halfbyte.kernels.distance.keys import EMPTY, key_of, leading, merge
+from halfbyte.kernels.distance.sums import sum_of_squares
 
 # Queries that take the candidates one after the other; more share tensor cores. They do so sooner in 16 bits.
 FEW, FEW_WIDE = 1, 4
-
-
-@triton.jit
-def sum_of_squares(
-    query, candidates, rows, n_dims, stride, ROWS: tl.constexpr, DIMS: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """fp32 [ROWS]: the sum of (c - q)^2 for each of `rows`, which are inside. EVEN: DIMS divides n_dims."""
-    total = tl.zeros((ROWS, DIMS), tl.float32)
-    line = candidates + rows.to(tl.int64)[:, None] * stride
-    for start in range(0, n_dims, DIMS):
-        d = start + tl.arange(0, DIMS)
-        if EVEN:
-            q = tl.load(query + d).to(tl.float32)
-            c = tl.load(line + d[None, :], eviction_policy="evict_first").to(tl.float32)
-        else:
-            inside = d < n_dims
-            q = tl.load(query + d, mask=inside, other=0).to(tl.float32)
-            c = tl.load(line + d[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first").to(tl.float32)
-        difference = c - q[None, :]
-        total += difference * difference
-    return tl.sum(total, axis=1)
 
 
 @triton.jit
@@ -91,8 +71,6 @@ def distances(query: Tensor, candidates: Tensor, out: Tensor) -> None:
     if p == 0 or v == 0:
         return
     if shares_products(query, candidates):
-        from halfbyte.kernels.distance import products
-
         products.distances(query, candidates, out)
         return
 
@@ -102,15 +80,13 @@ def distances(query: Tensor, candidates: Tensor, out: Tensor) -> None:
         return triton.cdiv(v, tile.rows) * p, constants | {"num_warps": tile.warps}
 
     arguments = (query, candidates, out, p, v, d, query.stride(0), candidates.stride(0), out.stride(0))
-    launch(distances_kernel, out.get_device(), arguments, (p, v, d, query.dtype, candidates.dtype), configure)
+    launch(distances_kernel, out.get_device(), arguments, (query.dtype, candidates.dtype), configure)
 
 
 def nearest(query: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k least distances, fp32 [P, k], ascending, and their rows, int64 [P, k]."""
     p, v, d = len(query), *candidates.shape
     if shares_products(query, candidates):
-        from halfbyte.kernels.distance import products
-
         return products.nearest(query, candidates, k)
     keep = triton.next_power_of_2(k)
     tile = plans.lists(v, d, candidates.itemsize, keep)
@@ -123,8 +99,7 @@ def nearest(query: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
             return p * pieces, constants | {"EVEN": d % tile.dims == 0, "num_warps": tile.warps}
 
         arguments = (query, candidates, lists, p, v, d, pieces, query.stride(0), candidates.stride(0))
-        key = (p, v, d, keep, query.dtype, candidates.dtype)
-        launch(lists_kernel, lists.get_device(), arguments, key, configure)
+        launch(lists_kernel, lists.get_device(), arguments, (keep, query.dtype, candidates.dtype), configure)
     return merge(lists, tile.rows * tile.steps, k)
 
 

@@ -32,6 +32,12 @@ PROGRAMS = 1024  # that share the list
 
 
 @triton.jit
+def _wide(line, d, n_dims):
+    """Elements d of a line in fp64, by way of fp32, for Triton's interpreter knows no other way from bf16."""
+    return tl.load(line + d, mask=d < n_dims, other=0).to(tl.float32).to(tl.float64)
+
+
+@triton.jit
 def own_kernel(hidden, rows, index, own, n_tokens, n_rows, n_dims, h_stride, r_stride, DIMS: tl.constexpr):
     """own: fp64 [2, T], the product of hidden[t] and rows[index[t]], and |hidden[t]| |rows[index[t]]|."""
     t = tl.program_id(0).to(tl.int64)
@@ -41,8 +47,7 @@ def own_kernel(hidden, rows, index, own, n_tokens, n_rows, n_dims, h_stride, r_s
     w_square = tl.zeros((DIMS,), tl.float64)
     for start in range(0, n_dims, DIMS):
         d = start + tl.arange(0, DIMS)
-        h = tl.load(hidden + t * h_stride + d, mask=d < n_dims, other=0).to(tl.float32).to(tl.float64)
-        w = tl.load(rows + row * r_stride + d, mask=d < n_dims, other=0).to(tl.float32).to(tl.float64)
+        h, w = _wide(hidden + t * h_stride, d, n_dims), _wide(rows + row * r_stride, d, n_dims)
         product += h * w
         h_square += h * h
         w_square += w * w
@@ -63,9 +68,7 @@ def _settle(
             product = tl.zeros((DIMS,), tl.float64)
             for start in range(0, n_dims, DIMS):
                 d = start + tl.arange(0, DIMS)
-                h = tl.load(hidden + t * h_stride + d, mask=d < n_dims, other=0).to(tl.float32).to(tl.float64)
-                w = tl.load(lm_head + v * w_stride + d, mask=d < n_dims, other=0).to(tl.float32).to(tl.float64)
-                product += h * w
+                product += _wide(hidden + t * h_stride, d, n_dims) * _wide(lm_head + v * w_stride, d, n_dims)
             lead = tl.sum(product, axis=0) - mine
             tie = tl.abs(lead) <= length * TIE
             beats = (tie & (v + first < token)) | (~tie & (lead > 0))
