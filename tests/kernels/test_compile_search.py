@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from halfbyte.kernels.distance import keys, products  # noqa: E402
+from halfbyte.kernels.distance import merge, products  # noqa: E402
 from halfbyte.kernels.distance import triton as distance  # noqa: E402
 from halfbyte.kernels.rank import triton as rank  # noqa: E402
 
@@ -40,7 +40,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "distances fp32 odd": lambda: distance.distances(*pair(1, F32, 4095), empty(1, 32000)),
     "lists fp16, 1": lambda: distance.nearest(*pair(1, F16), 1),
     "lists fp32, 10": lambda: distance.nearest(*pair(1, F32), 10),
-    "merge 128": lambda: keys.merge(empty(1, 900, 128, dtype=torch.int64), 32, 128),
+    "merge 1": lambda: merge.merge(empty(1, 900, 1, dtype=torch.int64), 32, 1),
+    "merge 10": lambda: merge.merge(empty(1, 900, 16, dtype=torch.int64), 32, 10),
+    "merge 128": lambda: merge.merge(empty(1, 900, 128, dtype=torch.int64), 32, 128),
     "products fp16": lambda: products.distances(*pair(64, F16), empty(64, 32000)),
     "products bf16": lambda: products.distances(*pair(64, BF16), empty(64, 32000)),
     "products fp32 odd": lambda: products.distances(*pair(5, F32, 4095), empty(5, 32000)),
@@ -83,7 +85,7 @@ def signature_of(value: object) -> str:
 def test_compiles(name: str, target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = facts_for(f"sm_{target}") if isinstance(target, int) else DeviceFacts("hip", 0, 304)
     kept: list[tuple[Any, ...]] = []
-    for module in (distance, products, keys, rank):
+    for module in (distance, products, merge, rank):
         monkeypatch.setattr(module, "launch", lambda *launch: kept.append(launch))
         if hasattr(module, "facts_of"):
             monkeypatch.setattr(module, "facts_of", lambda index: facts)

@@ -58,7 +58,7 @@ class Case:
 
 CASES = {
     "gpt2-small": Case("gpt2-small", "random", 20, 20),
-    "gpt2-small-trained": Case("gpt2-small", "trained", 20, 20, ("gradient",)),
+    "gpt2-small-trained": Case("gpt2-small", "trained", 20, 20),
     "mistral-7b": Case("mistral-7b", "random", 1, 100, ("gradient",)),
     "mistral-7b-nf4": Case("mistral-7b", "nf4", 1, 100, ("gradient",)),
 }

@@ -21,7 +21,8 @@ _accelerated: WeakSet[nn.Module] = WeakSet()
 @dataclass(frozen=True)
 class Report:
     """What `accelerate` did. modules: paths of those that halfbyte computes now. skipped: path to the reason why a
-    4-bit module was left alone. generation: how `generate` decodes from now on."""
+    4-bit module was left alone. generation: how `generate` decodes from now on; where there are several models, which
+    of them go on as before, and why."""
 
     modules: tuple[str, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

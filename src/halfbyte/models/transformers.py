@@ -16,31 +16,48 @@ import torch
 from torch import nn
 
 from halfbyte.models.graphs import DecodeGraphs, can_capture
+from halfbyte.models.patch import is_method_of
 
 HOOKS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
+ON_GRAPHS = "on CUDA graphs, from the second token on"
 MODES = ("GREEDY_SEARCH", "SAMPLE")
 ATTENTION = ("sdpa", "eager")
 MOST_OF_FREE_MEMORY = 0.5  # that a cache for the longest possible text may take; beyond it, one that grows is better
 
 
 def apply(model: nn.Module) -> str:
-    """Let `generate` decode on CUDA graphs; returns in words what it will do."""
-    generators = list(_generators(model))
+    """Let every model in it that can be captured decode on CUDA graphs; returns in words what `generate` will do."""
+    generators = dict(_generators(model))
     if not generators:
         return "as before: there is no transformers model in it that generates"
-    for generator in generators:
-        if reason := _reason(generator):
-            return f"as before: {reason}"
-        for name in HOOKS:
-            setattr(generator, name, MethodType(globals()[name], generator))
-    return "on CUDA graphs, from the second token on"
+    reasons = {path: reason for path, generator in generators.items() if (reason := _hook(generator))}
+    if not reasons:
+        return ON_GRAPHS
+    if len(generators) == 1:
+        return f"as before: {next(iter(reasons.values()))}"
+    told = ", ".join(f"{path or type(model).__name__} ({reason})" for path, reason in reasons.items())
+    return f"as before in {told}" if len(reasons) == len(generators) else f"{ON_GRAPHS}, but as before in {told}"
 
 
 def undo(model: nn.Module) -> None:
     for module in model.modules():
-        for name in HOOKS:
-            if getattr(module.__dict__.get(name), "__func__", None) is globals()[name]:
-                del module.__dict__[name]
+        _unhook(module)
+
+
+def _hook(generator: Any) -> str | None:
+    """Answer for one model; returns None, or why it was left alone."""
+    _unhook(generator)  # of an earlier call, after which the model may have moved
+    if reason := _reason(generator):
+        return reason
+    for name in HOOKS:
+        setattr(generator, name, MethodType(globals()[name], generator))
+    return None
+
+
+def _unhook(module: nn.Module) -> None:
+    for name in HOOKS:
+        if is_method_of(globals()[name], vars(module).get(name)):
+            delattr(module, name)
 
 
 def _prepare_cache_for_generation(
@@ -68,16 +85,19 @@ def get_compiled_call(self: Any, compile_config: Any) -> Any:
     return type(self).get_compiled_call(self, compile_config)
 
 
-def _generators(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
+def _generators(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(path, module) of every model that generates."""
+    for path, module in model.named_modules():
         if hasattr(type(module), "get_compiled_call") and getattr(type(module), "can_generate", bool)():
-            yield module
+            yield path, module
 
 
 def _reason(model: Any) -> str | None:
     """Why a model's steps cannot be captured, or None."""
     if missing := [name for name in HOOKS if not hasattr(type(model), name)]:
         return f"this version of transformers has no {missing[0]}; 5.17 has"
+    if replaced := [name for name in HOOKS if name in vars(model)]:
+        return f"its {replaced[0]} is not that of its class: other code has replaced it"
     devices = {parameter.device for parameter in model.parameters()}
     if {device.type for device in devices} != {"cuda"}:
         return f"CUDA graphs need a GPU, and the model is on {', '.join(sorted(map(str, devices)))}"

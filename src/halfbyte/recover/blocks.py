@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from halfbyte.recover.attention import Prefix, candidates_attention
 from halfbyte.recover.graphed import Graphed
+from halfbyte.recover.invariant import BatchInvariant
 
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
 ATTENTIONS = {"full_attention", "sliding_attention"}  # kinds of layers that see a prefix as attention.py has it
@@ -26,15 +27,20 @@ class Blocks:
 
     model: a causal LM of transformers. layer: 0 (the embeddings) to the number of blocks. normed: whether the model's
     final norm comes after. length: tokens that there will be. graphs: replay calls as CUDA graphs; what is returned
-    then lives until the next call. Raises TypeError or ValueError for models whose positions cannot be computed one by
-    one.
+    then lives until the next call. batch_invariant: 4-bit products of candidates give a row the same bits however many
+    rows there are. Raises TypeError or ValueError for models whose positions cannot be computed one by one.
     """
 
-    def __init__(self, model: Any, layer: int, normed: bool, length: int, graphs: bool = False) -> None:
+    def __init__(
+        self, model: Any, layer: int, normed: bool, length: int, graphs: bool = False, batch_invariant: bool = False
+    ) -> None:
         decoder = _decoder_of(model)
         name, blocks = _blocks_of(decoder)
         self.config = decoder.config
         self.graphs = graphs
+        self.products: AbstractContextManager[Any] = nullcontext()
+        if batch_invariant:
+            self.products = BatchInvariant()  # type: ignore[no-untyped-call]
         self.shell = copy.copy(decoder)
         for replaced in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which would call the whole decoder
             self.shell.__dict__.pop(replaced, None)
@@ -93,7 +99,7 @@ class Blocks:
 
     def _run(self, **inputs: Tensor) -> Tensor:
         (given,) = inputs.values()
-        with candidates_attention(self.config):
+        with candidates_attention(self.config), self.products:
             result: Tensor = self.shell(
                 **inputs,
                 attention_mask=self.prefix.back,

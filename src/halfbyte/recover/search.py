@@ -52,8 +52,10 @@ def recover_tokens(
     epsilon: the largest ‖state - wanted‖ / ‖wanted‖ that counts as equal; by default measured on the model.
     whole: try the whole vocabulary at each position, so that a second token within epsilon is always found. By default
         for "exhaustive" only; "gradient" stops at a token that fits, having tried its neighbours and its twins.
-    batch_size: candidates at once. batch_invariant: always that many, the last batch filled up, so that a token's
-        state has the same bits whatever it is tried with; CUDA graphs do so in any case.
+    batch_size: candidates at once.
+    batch_invariant: always that many, the last batch filled up, so that a token's state has the same bits whatever it
+        is tried with; CUDA graphs do so in any case. In an accelerated model the products with 4-bit weights then do
+        not depend on `batch_size` either.
     graphs: replay CUDA graphs; by default on a GPU.
     seed: of what is drawn at random: texts for epsilon, restarts.
     state_file: where to keep what was found, after each position; a file that is there is gone on from.
@@ -72,7 +74,7 @@ def recover_tokens(
         raise ValueError(f"batch_size is {batch_size}; it takes 1 or more candidates")
     with torch.inference_mode(False), torch.no_grad(), evaluating(model):
         on_gpu = states.device.type == "cuda"
-        blocks = Blocks(model, index, normed, len(states), on_gpu if graphs is None else graphs)
+        blocks = Blocks(model, index, normed, len(states), on_gpu if graphs is None else graphs, batch_invariant)
         _check_fit(states, blocks)
         batch = min(batch_size or _batch_size(blocks), blocks.vocabulary)
         whole = policy == "exhaustive" if whole is None else whole
@@ -82,7 +84,7 @@ def recover_tokens(
         if state_file is not None:
             options = {
                 "layer": index, "normed": normed, "policy": policy, "epsilon": epsilon, "whole": whole,
-                "batch": batch, "padded": padded, "seed": seed,
+                "batch": batch, "padded": padded, "batch_invariant": batch_invariant, "seed": seed,
             }  # fmt: skip
             state = State(state_file, fingerprint(blocks.shell, states, options))
         kept = state.load() if state else None

@@ -167,9 +167,9 @@ class Launch:
     def set_grid(self, x: int, y: int) -> None:
         self._config.grid[:] = (x, y, 1)
 
-    def __call__(self, stream: int, arguments: Arguments) -> None:
-        """Raises RuntimeError when the driver refuses."""
+    def __call__(self, stream: int, parameters: Any) -> None:
+        """parameters: an array of pointers, to each of the kernel's. Raises RuntimeError when the driver refuses."""
         self._config.stream = stream
-        status = self._launch(self._reference, self._function, arguments.parameters, None)
+        status = self._launch(self._reference, self._function, parameters, None)
         if status:
             check(status)

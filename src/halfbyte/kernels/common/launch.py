@@ -2,7 +2,7 @@
 
 Triton's own launcher binds arguments, looks up a specialization and asks the driver about every pointer: 12 to 21 µs of
 Python a call, several times what a small dequantize takes on the GPU. The kernel it compiled is an ordinary CUDA
-function, so from then on we hand it to `cuLaunchKernel` ourselves, in 6 µs, with the same parameters.
+function, so from then on we hand it to the driver ourselves, in 6 µs, with the same parameters.
 
 That holds only for the specialization that was compiled. Triton specializes on types, on constants, on integers that
 are 1 or multiples of 16, and on pointers that are such multiples. The caller's key stands for types and constants,
@@ -13,28 +13,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
 from typing import Any
 
 import torch
 
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
-from halfbyte.kernels.common.driver import check, driver, per_thread
+from halfbyte.kernels.common.driver import Launch, driver, per_thread
 
 # Triton appends pointers for its global and its profiling scratch memory, depending on its version. Our kernels need
 # neither, and the driver reads only as many parameters as the function has.
 _SCRATCH = 2
-
-
-@cache
-def _driver_launch() -> Any:
-    """cuLaunchKernel, or None where there is no NVIDIA driver under its Linux name."""
-    launch = getattr(driver(), "cuLaunchKernel", None)
-    if launch is not None:
-        launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
-        launch.restype = ctypes.c_int
-    return launch
 
 
 def launch(
@@ -48,7 +38,8 @@ def launch(
 
     arguments: the kernel's tensors and integers, in order, without its constants.
     key: everything that `configure` depends on, besides the device.
-    configure: the grid and the constants and options, for the device's facts; asked once per key and thread.
+    configure: the grid and the constants and options, for the device's facts; asked once per key and thread. With a
+        constant OVERLAPS that is true, the kernel may begin before the one ahead of it is done (overlap.py).
     """
     integers = tuple([value for value in arguments if isinstance(value, int)])
     pointers = [value.data_ptr() for value in arguments if not isinstance(value, int)]
@@ -62,7 +53,7 @@ def launch(
     grid, options = configure(facts)
     compiled = kernel[(grid,)](*arguments, **options)
     if facts.kind == "cuda" and direct is None and aligned:
-        per_thread.ready[key] = _direct_launch(compiled, grid, arguments)
+        per_thread.ready[key] = _direct_launch(compiled, grid, arguments, bool(options.get("OVERLAPS")))
 
 
 class _DirectLaunch:
@@ -71,13 +62,13 @@ class _DirectLaunch:
     Call it with the stream and such pointers, in order. Raises RuntimeError when the driver refuses.
     """
 
-    __slots__ = ("_fixed", "_launch", "_parameters", "_places", "_values")
+    __slots__ = ("_launch", "_parameters", "_places", "_values")
 
-    def __init__(self, driver_launch: Any, compiled: Any, grid: int, arguments: Sequence[torch.Tensor | int]) -> None:
+    def __init__(self, run: Launch, arguments: Sequence[torch.Tensor | int]) -> None:
         # An integer that is 1 is a constant to Triton, and no parameter.
         parameters = [value for value in arguments if isinstance(value, torch.Tensor) or value != 1]
         slots = len(parameters) + _SCRATCH
-        self._launch = driver_launch
+        self._launch = run
         self._values = (ctypes.c_uint64 * slots)()
         self._places = []
         for place, value in enumerate(parameters):
@@ -87,24 +78,22 @@ class _DirectLaunch:
                 self._places.append(place)
         base = ctypes.addressof(self._values)
         self._parameters = (ctypes.c_void_p * slots)(*(base + 8 * i for i in range(slots)))
-        metadata = compiled.metadata
-        sizes = (grid, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared)
-        # Converted once, here, rather than by ctypes at every call.
-        self._fixed = (ctypes.c_void_p(compiled.function), *map(ctypes.c_uint, sizes))
 
     def __call__(self, stream: int, pointers: Sequence[int]) -> None:
         values = self._values
         for place, pointer in zip(self._places, pointers, strict=True):
             values[place] = pointer
-        status = self._launch(*self._fixed, stream, self._parameters, None)
-        if status:
-            check(status)
+        self._launch(stream, self._parameters)
 
 
-def _direct_launch(compiled: Any, grid: int, arguments: Sequence[torch.Tensor | int]) -> _DirectLaunch | None:
-    """What Triton has just compiled for `arguments`, or None where only Triton's own launcher will do."""
-    driver_launch, metadata = _driver_launch(), compiled.metadata
+def _direct_launch(
+    compiled: Any, grid: int, arguments: Sequence[torch.Tensor | int], overlaps: bool
+) -> _DirectLaunch | None:
+    """What Triton has just compiled for `arguments`, or None where only Triton's own launcher will do: no NVIDIA driver
+    under its Linux name, or kernels of a kind that ours are not."""
+    metadata = compiled.metadata
     scratch = metadata.global_scratch_size or getattr(metadata, "profile_scratch_size", 0)
-    if driver_launch is None or scratch or metadata.num_ctas > 1 or not isinstance(compiled.function, int):
+    if driver() is None or scratch or metadata.num_ctas > 1 or not isinstance(compiled.function, int):
         return None
-    return _DirectLaunch(driver_launch, compiled, grid, arguments)
+    function, threads = ctypes.c_void_p(compiled.function), 32 * metadata.num_warps
+    return _DirectLaunch(Launch(function, (grid, 1), threads, metadata.shared, overlaps=overlaps), arguments)

@@ -25,8 +25,10 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.arithmetic import add, multiply
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.launch import launch
+from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin
 from halfbyte.kernels.distance import packed_plan as plans
-from halfbyte.kernels.distance.keys import EMPTY, key_of, leading, merge
+from halfbyte.kernels.distance.keys import EMPTY, key_of, leading
+from halfbyte.kernels.distance.merge import merge
 from halfbyte.kernels.distance.packed_plan import PackedPlan
 
 PACKING = 80  # the first target with cvt.rn.{bf16x2,f16x2}.f32
@@ -199,9 +201,11 @@ def lists_kernel(
     query, packed, scale, code, absmax, offset, codebook, lists, n_queries, n_rows, n_parts, q_stride, n_lists,
     ROWS: tl.constexpr, PARTS: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
     NESTED: tl.constexpr, SHIFT: tl.constexpr, LOW_FIRST: tl.constexpr, FLUSH: tl.constexpr, DTYPE: tl.constexpr,
-    PTX: tl.constexpr, PACKS: tl.constexpr, STEPS: tl.constexpr, K: tl.constexpr,
+    PTX: tl.constexpr, PACKS: tl.constexpr, STEPS: tl.constexpr, K: tl.constexpr, FOLLOWED: tl.constexpr,
 ):  # fmt: skip
     """int64 [P, n_lists, K]: the best keys of every ROWS * STEPS candidates. The rest as above."""
+    if FOLLOWED:
+        let_the_next_begin()
     program = tl.program_id(0)
     q = program % n_queries
     piece = program // n_queries
@@ -249,7 +253,7 @@ def nearest(query: Tensor, q: QuantizedWeight, k: int, plan: PackedPlan | None =
     if p:
 
         def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
-            return p * pieces, _constants(q, tile, facts) | {"K": keep}
+            return p * pieces, _constants(q, tile, facts) | {"K": keep, "FOLLOWED": facts.ptx >= SINCE}
 
         arguments = (*_arguments(query, q, tile, lists), pieces)
         launch(lists_kernel, lists.get_device(), arguments, (_key(q, tile), keep), configure)

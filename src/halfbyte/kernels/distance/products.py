@@ -26,7 +26,8 @@ from torch import Tensor
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.distance import plan as plans
-from halfbyte.kernels.distance.keys import EMPTY, key_of, leading, merge, merged
+from halfbyte.kernels.distance.keys import EMPTY, key_of, leading, merged
+from halfbyte.kernels.distance.merge import merge
 from halfbyte.kernels.distance.sums import sum_of_squares
 
 CANCELLED = tl.constexpr(1.0 / 16)

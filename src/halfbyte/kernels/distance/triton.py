@@ -20,9 +20,11 @@ from torch import Tensor
 
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.launch import launch
+from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin
 from halfbyte.kernels.distance import plan as plans
 from halfbyte.kernels.distance import products
-from halfbyte.kernels.distance.keys import EMPTY, key_of, leading, merge
+from halfbyte.kernels.distance.keys import EMPTY, key_of, leading
+from halfbyte.kernels.distance.merge import merge
 from halfbyte.kernels.distance.sums import sum_of_squares
 
 # Queries that take the candidates one after the other; more share tensor cores. They do so sooner in 16 bits.
@@ -47,8 +49,11 @@ def distances_kernel(
 def lists_kernel(
     query, candidates, lists, n_queries, n_rows, n_dims, n_lists, q_stride, c_stride,
     ROWS: tl.constexpr, DIMS: tl.constexpr, STEPS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ):  # fmt: skip
     """int64 [P, n_lists, K]: the best keys of every ROWS * STEPS candidates."""
+    if FOLLOWED:
+        let_the_next_begin()
     program = tl.program_id(0)
     q = (program % n_queries).to(tl.int64)
     piece = program // n_queries
@@ -96,7 +101,8 @@ def nearest(query: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
         def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
             constants = {"ROWS": tile.rows, "DIMS": tile.dims, "STEPS": tile.steps, "K": keep}
-            return p * pieces, constants | {"EVEN": d % tile.dims == 0, "num_warps": tile.warps}
+            constants |= {"EVEN": d % tile.dims == 0, "FOLLOWED": facts.ptx >= SINCE}
+            return p * pieces, constants | {"num_warps": tile.warps}
 
         arguments = (query, candidates, lists, p, v, d, pieces, query.stride(0), candidates.stride(0))
         launch(lists_kernel, lists.get_device(), arguments, (keep, query.dtype, candidates.dtype), configure)

@@ -141,7 +141,7 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
         for first in range(0, m, step):
             arguments.set(x + first * row, bias, out + first * out_row, min(step, m - first))
-            launch(stream, arguments)
+            launch(stream, arguments.parameters)
 
     return multiply
 

@@ -101,7 +101,7 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
         arguments.set(x, bias, out, m)
         launch.set_grid(across, min(-(-m // plan.rows), MOST_TILES))
-        launch(stream, arguments)
+        launch(stream, arguments.parameters)
 
     return multiply
 

@@ -196,8 +196,8 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
         at, counters = workspace.data_ptr(), _counters(count, device, stream)
         arguments.set(x, bias, out, at + partial, at, counters.data_ptr(), m)
-        arrange(stream, arguments)
-        launch(stream, arguments)
+        arrange(stream, arguments.parameters)
+        launch(stream, arguments.parameters)
 
     return multiply
 

@@ -168,12 +168,12 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
         if plan.splits == 1:
             arguments.set(x, bias, out, 0, m)
-            launch(stream, arguments)
+            launch(stream, arguments.parameters)
             return
         partial = torch.empty(plan.splits * m * o.n, dtype=torch.float32, device=device)
         arguments.set(x, bias, out, partial.data_ptr(), m)
-        launch(stream, arguments)
-        combine(stream, arguments)
+        launch(stream, arguments.parameters)
+        combine(stream, arguments.parameters)
 
     return multiply
 
