@@ -13,12 +13,15 @@ FACTS = [HOST, *(facts_for(f"sm_{target}") for target in CUDA_TARGETS)]
 
 @pytest.mark.parametrize("dims", [0, 1, 17, 768, 4096, 16384])
 def test_one_query(dims: int) -> None:
-    assert plans.is_valid(plans.direct(dims))
-    for rows in (1, 100, 32000, 10**7):
-        for k in (1, 16, 128):
-            plan = plans.lists(rows, dims, 2, k)
-            assert plans.is_valid(plan)
-            assert plan.rows * plan.steps >= k
+    for itemsize in (2, 4):
+        direct = plans.direct(dims, itemsize)
+        assert plans.is_valid(direct)
+        for rows in (1, 100, 32000, 10**7):
+            for k in (1, 16, 128):
+                plan = plans.lists(rows, dims, itemsize, k)
+                assert plans.is_valid(plan)
+                assert plan.rows * plan.steps >= k
+                assert (plan.dims, plan.warps) == (direct.dims, direct.warps)  # the same sums, to the bit
 
 
 @pytest.mark.parametrize("queries", [2, 5, 64, 1000])
@@ -29,7 +32,7 @@ def test_several_queries(queries: int) -> None:
 
 
 def test_what_is_not_valid() -> None:
-    assert not plans.is_valid(replace(plans.direct(4096), rows=3))
-    assert not plans.is_valid(replace(plans.direct(4096), rows=64))
+    assert not plans.is_valid(replace(plans.direct(4096, 2), rows=3))
+    assert not plans.is_valid(replace(plans.direct(4096, 2), rows=64))
     assert not plans.is_valid(replace(plans.products(64, 2, HOST), rows=8))
     assert not plans.is_valid(replace(plans.products(64, 2, HOST), stages=0))

@@ -30,36 +30,42 @@ _SCRATCH = 2
 def launch(
     kernel: Any,
     index: int,
-    arguments: tuple[torch.Tensor | int, ...],
+    arguments: tuple[Any, ...],
     key: Hashable,
     configure: Callable[[DeviceFacts], tuple[int, dict[str, Any]]],
 ) -> None:
     """Run a Triton kernel on device number `index`, which must be current, on its current stream.
 
-    arguments: the kernel's tensors and integers, in order, without its constants.
+    arguments: the kernel's tensors, tensor descriptors and integers, in order, without its constants.
     key: everything that `configure` depends on, besides the device.
     configure: the grid and the constants and options, for the device's facts; asked once per key and thread. With a
         constant OVERLAPS that is true, the kernel may begin before the one ahead of it is done (overlap.py).
     """
     integers = tuple([value for value in arguments if isinstance(value, int)])
-    pointers = [value.data_ptr() for value in arguments if not isinstance(value, int)]
+    pointers = [value.data_ptr() for value in arguments if isinstance(value, torch.Tensor)]
     key = (id(kernel), index, key, integers)  # hashing a kernel itself means hashing its source
-    direct = per_thread.ready.get(key)
+    again = per_thread.ready.get(key)
     aligned = not reduce(or_, pointers) % 16
-    if direct is not None and aligned:
-        direct(torch._C._cuda_getCurrentRawStream(index), pointers)
+    if again is not None and aligned:
+        again(torch._C._cuda_getCurrentRawStream(index), arguments, pointers)
         return
     facts = facts_of(index)
     grid, options = configure(facts)
     compiled = kernel[(grid,)](*arguments, **options)
-    if facts.kind == "cuda" and direct is None and aligned:
+    if facts.kind != "cuda" or again is not None or not aligned:
+        return
+    if len(pointers) + len(integers) == len(arguments):
         per_thread.ready[key] = _direct_launch(compiled, grid, arguments, bool(options.get("OVERLAPS")))
+    else:
+        per_thread.ready[key] = _CompiledLaunch(
+            compiled, grid, [options[name] for name in kernel.arg_names if name in options]
+        )
 
 
 class _DirectLaunch:
     """One kernel compiled for its integers and for pointers that are all multiples of 16, with one grid.
 
-    Call it with the stream and such pointers, in order. Raises RuntimeError when the driver refuses.
+    Call it with the stream, the arguments, and the pointers among them. Raises RuntimeError when the driver refuses.
     """
 
     __slots__ = ("_launch", "_parameters", "_places", "_values")
@@ -79,11 +85,23 @@ class _DirectLaunch:
         base = ctypes.addressof(self._values)
         self._parameters = (ctypes.c_void_p * slots)(*(base + 8 * i for i in range(slots)))
 
-    def __call__(self, stream: int, pointers: Sequence[int]) -> None:
+    def __call__(self, stream: int, arguments: Sequence[Any], pointers: Sequence[int]) -> None:
         values = self._values
         for place, pointer in zip(self._places, pointers, strict=True):
             values[place] = pointer
         self._launch(stream, self._parameters)
+
+
+class _CompiledLaunch:
+    """The same through Triton's launcher, which makes the descriptors; what it would look up is known."""
+
+    __slots__ = ("_constants", "_run")
+
+    def __init__(self, compiled: Any, grid: int, constants: Sequence[Any]) -> None:
+        self._run, self._constants = compiled[(grid, 1, 1)], constants
+
+    def __call__(self, stream: int, arguments: Sequence[Any], pointers: Sequence[int]) -> None:
+        self._run(*arguments, *self._constants, stream=stream)
 
 
 def _direct_launch(

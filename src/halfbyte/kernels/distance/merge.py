@@ -25,7 +25,8 @@ from halfbyte.kernels.distance.plan import LISTS
 SORTED = tl.constexpr(256)  # keys that are sorted at once
 TOGETHER = tl.constexpr(8)  # lists that are merged two by two at once
 RANKED = 16  # the largest K that goes by ranks
-ROOM = tl.constexpr(64)  # keys that are ranked at most
+ROOM = tl.constexpr(64)  # keys for which there is room to be ranked
+AT_ONCE = tl.constexpr(128)  # keys of all lists that are ranked as they come
 COLUMNS = tl.constexpr(2)  # of the lists that are looked at together; few lists hold more of the nearest
 MERGED = LISTS  # that one program merges
 
@@ -64,22 +65,42 @@ def _floor(heads, LISTS: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def _collect(lists, heads, number, room, LISTS: tl.constexpr, K: tl.constexpr):
+    """Write the keys that reach the floor into `room`, in any order, and return how many there are, or would be."""
+    floor = _floor(heads, LISTS, K)
+    wanted = (heads >= floor) & (heads != EMPTY)
+    count, column, deeper = 0, 0, 1
+    while deeper > 0:
+        at = number[:, None] * K + column + tl.arange(0, COLUMNS)[None, :]
+        keys = tl.load(lists + at, mask=wanted[:, None], other=EMPTY)
+        reaches = (keys >= floor) & (keys != EMPTY)
+        keys, flat = keys.reshape(LISTS * COLUMNS), reaches.reshape(LISTS * COLUMNS).to(tl.int32)
+        place = count + tl.cumsum(flat, axis=0) - 1
+        tl.store(room + place, keys, mask=(flat > 0) & (place < ROOM))
+        count += tl.sum(flat, axis=0)
+        column += COLUMNS
+        last = tl.arange(0, COLUMNS)[None, :] == COLUMNS - 1
+        deeper = tl.sum(tl.sum((reaches & last & (column < K)).to(tl.int32), axis=1), axis=0)
+    return count
+
+
+@triton.jit
 def _sorted(lists, heads, list_rows, LISTS: tl.constexpr, K: tl.constexpr):
     """The K best keys of lists [n, K] that have these heads, in descending order."""
     heads = leading(heads, K) if LISTS > K else heads
     SORTS: tl.constexpr = K < 64
-    AT_ONCE: tl.constexpr = min(SORTED // K if SORTS else TOGETHER, K, LISTS)
+    SOME: tl.constexpr = min(SORTED // K if SORTS else TOGETHER, K, LISTS)
     best = tl.full((K,), EMPTY, tl.int64)
     place = tl.arange(0, min(K, LISTS))
-    for start in range(0, min(K, LISTS), AT_ONCE):
+    for start in range(0, min(K, LISTS), SOME):
         # Number `start` and its followers among the heads, whose rows tell which list they lead.
-        wanted = place[None, :] == start + tl.arange(0, AT_ONCE)[:, None]
+        wanted = place[None, :] == start + tl.arange(0, SOME)[:, None]
         head = tl.max(tl.where(wanted, heads[None, :], EMPTY), axis=1)
         led = ((~head) & 0x7FFFFFFF) // list_rows
         at = led[:, None] * K + tl.arange(0, K)[None, :]
         keys = tl.load(lists + at, mask=(head != EMPTY)[:, None], other=EMPTY)
-        if SORTS or AT_ONCE < TOGETHER:
-            some = leading(keys.reshape(AT_ONCE * K), K)
+        if SORTS or SOME < TOGETHER:
+            some = leading(keys.reshape(SOME * K), K)
         else:
             some = _halved(_halved(_halved(keys, 8, K), 4, K), 2, K).reshape(K)
         best = merged(best, some, K)
@@ -106,33 +127,26 @@ def merge_kernel(
     room += program * ROOM
     least += query * k
     rows += query * k
-    number = part * LISTS + tl.arange(0, LISTS)
-    heads = tl.load(lists + number * K, mask=number < n_lists, other=EMPTY)
-    crowded = True
-    if RANKS:
-        floor = _floor(heads, LISTS, K)
-        wanted = (number < n_lists) & (heads >= floor)
-        count, column, deeper = 0, 0, 1
-        while deeper > 0:
-            at = number[:, None] * K + column + tl.arange(0, COLUMNS)[None, :]
-            keys = tl.load(lists + at, mask=wanted[:, None], other=EMPTY)
-            reaches = (keys >= floor) & (keys != EMPTY)
-            keys, flat = keys.reshape(LISTS * COLUMNS), reaches.reshape(LISTS * COLUMNS).to(tl.int32)
-            place = count + tl.cumsum(flat, axis=0) - 1
-            tl.store(room + place, keys, mask=(flat > 0) & (place < ROOM))
-            count += tl.sum(flat, axis=0)
-            column += COLUMNS
-            last = tl.arange(0, COLUMNS)[None, :] == COLUMNS - 1
-            deeper = tl.sum(tl.sum((reaches & last & (column < K)).to(tl.int32), axis=1), axis=0)
-        crowded = count > ROOM
-        if not crowded:
-            tl.debug_barrier()
-            place = tl.arange(0, ROOM)
-            few = tl.load(room + place, mask=place < count, other=EMPTY)
-            _write(few, _place(few, ROOM), shorter, least, rows, K, k, LAST)
-    if crowded:
-        best = leading(heads, 1) if K == 1 else _sorted(lists, heads, list_rows, LISTS, K)
-        _write(best, tl.arange(0, K), shorter, least, rows, K, k, LAST)
+    first = part * LISTS
+    if K > 1 and LISTS * K <= AT_ONCE:
+        at = first * K + tl.arange(0, LISTS * K)
+        keys = tl.load(lists + at, mask=at < n_lists * K, other=EMPTY)
+        _write(keys, _place(keys, LISTS * K), shorter, least, rows, K, k, LAST)
+    else:
+        number = first + tl.arange(0, LISTS)
+        heads = tl.load(lists + number * K, mask=number < n_lists, other=EMPTY)
+        crowded = True
+        if RANKS:
+            count = _collect(lists, heads, number, room, LISTS, K)
+            crowded = count > ROOM
+            if not crowded:
+                tl.debug_barrier()
+                place = tl.arange(0, ROOM)
+                few = tl.load(room + place, mask=place < count, other=EMPTY)
+                _write(few, _place(few, ROOM), shorter, least, rows, K, k, LAST)
+        if crowded:
+            best = leading(heads, 1) if K == 1 else _sorted(lists, heads, list_rows, LISTS, K)
+            _write(best, tl.arange(0, K), shorter, least, rows, K, k, LAST)
 
 
 def merge(lists: Tensor, list_rows: int, k: int) -> tuple[Tensor, Tensor]:
@@ -158,12 +172,12 @@ def _merge(
     lists: Tensor, shorter: Tensor, least: Tensor, rows: Tensor,
     p: int, n: int, parts: int, list_rows: int, size: int, keep: int, k: int,
 ) -> None:  # fmt: skip
-    ranks = 1 < keep <= RANKED and size >= 2 * keep and size * keep > SORTED.value
+    ranks = 1 < keep <= RANKED and size >= 2 * keep
     room = lists.new_empty((p * parts, ROOM.value)) if ranks else lists
 
     def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
         constants = {"LISTS": size, "K": keep, "k": k, "LAST": parts == 1, "RANKS": ranks}
-        warps = 8 if 1 < keep < 32 else 4
+        warps = 8 if 1 < keep < 32 and not ranks else 4
         return p * parts, constants | {"OVERLAPS": facts.ptx >= SINCE, "num_warps": warps}
 
     arguments = (lists, shorter, room, least, rows, n, parts, list_rows)

@@ -45,15 +45,15 @@ def is_valid(plan: DirectPlan | ProductsPlan) -> bool:
     return powers and plan.rows % GROUP == 0 and min(plan.queries, plan.dims) >= 16 and plan.stages >= 1
 
 
-def direct(dims: int) -> DirectPlan:
-    """The plan for the distances of one query, or a few."""
-    width = min(_power(dims), 1024)
+def direct(dims: int, itemsize: int) -> DirectPlan:
+    """The plan for the distances of one query, or a few. It sums as wide as `lists`, and so to the same bits."""
+    width = _width(dims, itemsize)
     return DirectPlan(2048 // width if width >= 128 else 16, width, 1, 4)
 
 
 def lists(rows: int, dims: int, itemsize: int, k: int) -> DirectPlan:
     """The plan for lists of the k nearest of `rows` candidates."""
-    width = min(_power(dims), 1024 if itemsize == 2 else 512)
+    width = _width(dims, itemsize)
     height = max(4, min(16, 2048 // width))
     steps = 4 if itemsize == 2 else 8
     while steps > 1 and rows < LISTS // 2 * steps * height and steps * height > k:
@@ -70,6 +70,11 @@ def products(queries: int, itemsize: int, facts: DeviceFacts) -> ProductsPlan:
     return ProductsPlan(
         128, width, 64 if large and itemsize == 2 else 16 if itemsize == 4 else 32, 4, 4 if large else 2
     )
+
+
+def _width(dims: int, itemsize: int) -> int:
+    """Elements of a row that are summed side by side."""
+    return min(_power(dims), 2048 // itemsize)
 
 
 def _power(value: int) -> int:

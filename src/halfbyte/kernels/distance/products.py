@@ -209,7 +209,7 @@ def _error(d: int, constants: dict[str, Any]) -> int:
 def _examine(query: Tensor, candidates: Tensor, lower: Tensor, limits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     p, v, d = len(query), *candidates.shape
     groups, keep = lower.shape[1], triton.next_power_of_2(k)
-    tile = plans.direct(d)
+    tile = plans.direct(d, candidates.itemsize)
     list_groups = max(triton.cdiv(groups, max(1, SPLITS // p)), triton.cdiv(keep, plans.GROUP))
     n_lists = triton.cdiv(groups, list_groups)
     lists = query.new_empty((p, n_lists, keep), dtype=torch.int64)

@@ -80,7 +80,7 @@ def distances(query: Tensor, candidates: Tensor, out: Tensor) -> None:
         return
 
     def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
-        tile = plans.direct(d)
+        tile = plans.direct(d, candidates.itemsize)
         constants = {"ROWS": tile.rows, "DIMS": tile.dims, "EVEN": d % tile.dims == 0}
         return triton.cdiv(v, tile.rows) * p, constants | {"num_warps": tile.warps}
 

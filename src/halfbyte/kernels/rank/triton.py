@@ -183,18 +183,17 @@ def count_above(hidden: Tensor, lm_head: Tensor, own: Tensor, tokens: Tensor, fi
     strides = hidden.stride(0), lm_head.stride(0)
     outputs = (own, tokens, above, pairs, n_pairs)
     integers = (t, v, d, first, *strides, t_tiles, words, room)
+    tiles: tuple[Any, Any] = (hidden, lm_head)
     if constants["DESCRIBED"]:
         tiles = (
-            TensorDescriptor.from_tensor(matrix, [constants[side], constants["DIMS"]])
-            for matrix, side in ((hidden, "TOKENS"), (lm_head, "ROWS"))
+            TensorDescriptor.from_tensor(hidden, [constants["TOKENS"], constants["DIMS"]]),
+            TensorDescriptor.from_tensor(lm_head, [constants["ROWS"], constants["DIMS"]]),
         )
-        count_kernel[(grid,)](hidden, lm_head, *tiles, *outputs, *integers, **constants)
-    else:
-        arguments = (hidden, lm_head, hidden, lm_head, *outputs, *integers)
-        launch(count_kernel, index, arguments, (hidden.dtype, lm_head.dtype), lambda facts: (grid, constants))
+    key = (hidden.dtype, lm_head.dtype)
+    launch(count_kernel, index, (hidden, lm_head, *tiles, *outputs, *integers), key, lambda facts: (grid, constants))
     few = {"PROGRAMS": PROGRAMS, "EXACT_DIMS": constants["EXACT_DIMS"], "num_warps": 4}
     again = (hidden, lm_head, *outputs, t, d, first, *strides, words, room)
-    launch(pairs_kernel, index, again, (hidden.dtype, lm_head.dtype), lambda facts: (PROGRAMS, few))
+    launch(pairs_kernel, index, again, key, lambda facts: (PROGRAMS, few))
 
 
 def _constants(hidden: Tensor, lm_head: Tensor, facts: DeviceFacts) -> dict[str, Any]:
