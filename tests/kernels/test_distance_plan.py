@@ -18,7 +18,7 @@ def test_one_query(dims: int) -> None:
         assert plans.is_valid(direct)
         for rows in (1, 100, 32000, 10**7):
             for k in (1, 16, 128):
-                plan = plans.lists(rows, dims, itemsize, k, 132)
+                plan = plans.lists(rows, dims, itemsize, k)
                 assert plans.is_valid(plan)
                 assert plan.rows * plan.steps >= k
                 assert (plan.dims, plan.warps) == (direct.dims, direct.warps)  # the same sums, to the bit

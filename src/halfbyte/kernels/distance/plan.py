@@ -1,8 +1,7 @@
 """Which tiles the distance kernels take: a pure function of sizes and device, from measurements on an H200.
 
-One query: a program sums `rows` candidates at a time, `dims` of their elements side by side. For the nearest rows it
-makes one list of the best of `list_rows`; all programs are on the device at once and have equally many, for there is
-no telling how long the last of several waves would be. Several queries meet a tile of candidates in tensor cores.
+One query: a program sums `rows` candidates at a time, `dims` of their elements side by side. Several: `many` queries
+meet a tile of candidates in tensor cores. For the nearest rows a program makes one list of the best of `rows * steps`.
 """
 
 from __future__ import annotations
@@ -12,26 +11,18 @@ from dataclasses import dataclass
 from halfbyte.kernels.common.device import DeviceFacts
 
 PRODUCTS = 80  # the first target whose tensor cores Triton knows
-LISTS = 2048  # that one program merges at most
-AT_ONCE = 7  # programs that make lists and fit on a multiprocessor together
-LONGEST = 256  # candidates of a list
+LISTS = 1024  # that one program merges at most
 GROUP = 16  # candidates that share a bound, where several queries look for the nearest
 
 
 @dataclass(frozen=True)
 class DirectPlan:
-    """rows: candidates a step. dims: elements of each at a time. list_rows: candidates of a program that makes a
-    list."""
+    """rows: candidates a step. dims: elements of each at a time. steps: of a program that makes a list."""
 
     rows: int
     dims: int
-    list_rows: int
+    steps: int
     warps: int
-
-    @property
-    def steps(self) -> int:
-        """Steps that hold a list's candidates, a power of two."""
-        return _power(-(-self.list_rows // self.rows))
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class ProductsPlan:
 
 def is_valid(plan: DirectPlan | ProductsPlan) -> bool:
     """True if the kernels compute the right thing under `plan`."""
-    sides = [getattr(plan, name) for name in plan.__dataclass_fields__ if name not in ("stages", "list_rows")]
+    sides = [getattr(plan, name) for name in plan.__dataclass_fields__ if name != "stages"]
     powers = all(side > 0 and side & (side - 1) == 0 for side in sides)
     if isinstance(plan, DirectPlan):
         return powers and plan.rows * plan.dims <= 2**15
@@ -57,16 +48,19 @@ def is_valid(plan: DirectPlan | ProductsPlan) -> bool:
 def direct(dims: int, itemsize: int) -> DirectPlan:
     """The plan for the distances of one query, or a few. It sums as wide as `lists`, and so to the same bits."""
     width = _width(dims, itemsize)
-    return DirectPlan(2048 // width if width >= 128 else 16, width, 1, 4)
+    return DirectPlan(4096 // itemsize // width if width >= 128 else 16, width, 1, 4)
 
 
-def lists(rows: int, dims: int, itemsize: int, k: int, sms: int) -> DirectPlan:
-    """The plan for lists of the k nearest of `rows` candidates, on a device of so many multiprocessors."""
+def lists(rows: int, dims: int, itemsize: int, k: int) -> DirectPlan:
+    """The plan for lists of the k nearest of `rows` candidates."""
     width = _width(dims, itemsize)
     height = max(4, min(16, 2048 // width))
-    programs = AT_ONCE * sms
-    waves = max(1, -(-rows // (programs * LONGEST)))
-    return DirectPlan(height, width, max(height, k, -(-rows // (programs * waves))), 4)
+    steps = 4 if itemsize == 2 else 8
+    while steps > 1 and rows < LISTS // 2 * steps * height and steps * height > k:
+        steps //= 2
+    while steps * height < k:
+        steps *= 2
+    return DirectPlan(height, width, steps, 4)
 
 
 def products(queries: int, itemsize: int, facts: DeviceFacts) -> ProductsPlan:

@@ -23,7 +23,7 @@ from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin
 from halfbyte.kernels.distance import plan as plans
 from halfbyte.kernels.distance import products
-from halfbyte.kernels.distance.keys import EMPTY, key_of, leading
+from halfbyte.kernels.distance.keys import EMPTY, key_of, list_of
 from halfbyte.kernels.distance.merge import merge
 from halfbyte.kernels.distance.sums import sum_of_squares
 
@@ -47,26 +47,24 @@ def distances_kernel(
 
 @triton.jit
 def lists_kernel(
-    query, candidates, lists, n_queries, n_rows, n_dims, n_lists, list_rows, q_stride, c_stride,
+    query, candidates, lists, n_queries, n_rows, n_dims, n_lists, q_stride, c_stride,
     ROWS: tl.constexpr, DIMS: tl.constexpr, STEPS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
     FOLLOWED: tl.constexpr,
 ):  # fmt: skip
-    """int64 [P, n_lists, K]: the best keys of every `list_rows` candidates, STEPS * ROWS at most."""
+    """int64 [P, n_lists, K]: the best keys of every ROWS * STEPS candidates."""
     if FOLLOWED:
         let_the_next_begin()
     program = tl.program_id(0)
     q = (program % n_queries).to(tl.int64)
     piece = program // n_queries
-    first = piece * list_rows
-    end = tl.minimum(first + list_rows, n_rows)
     keys = tl.full((STEPS, ROWS), EMPTY, tl.int64)
-    for step in range(tl.cdiv(list_rows, ROWS)):
-        row = first + step * ROWS + tl.arange(0, ROWS)
-        inside = tl.minimum(row, end - 1)
+    for step in range(STEPS):
+        row = (piece * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        inside = tl.minimum(row, n_rows - 1)
         total = sum_of_squares(query + q * q_stride, candidates, inside, n_dims, c_stride, ROWS, DIMS, EVEN)
-        key = tl.where(row < end, key_of(tl.sqrt_rn(total), row), EMPTY)
+        key = tl.where(row < n_rows, key_of(tl.sqrt_rn(total), row), EMPTY)
         keys = tl.where(tl.arange(0, STEPS)[:, None] == step, key[None, :], keys)
-    best = leading(keys.reshape(STEPS * ROWS), K)
+    best = list_of(keys, K)
     tl.store(lists + (q * n_lists + piece) * K + tl.arange(0, K), best)
 
 
@@ -96,25 +94,19 @@ def nearest(query: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if shares_products(query, candidates):
         return products.nearest(query, candidates, k)
     keep = triton.next_power_of_2(k)
-    facts = facts_of(candidates.get_device())
-    tile = plans.lists(v, d, candidates.itemsize, keep, facts.sms)
-    pieces = triton.cdiv(v, tile.list_rows)
+    tile = plans.lists(v, d, candidates.itemsize, keep)
+    pieces = triton.cdiv(v, tile.rows * tile.steps)
     lists = query.new_empty((p, pieces, keep), dtype=torch.int64)
     if p:
 
         def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
-            constants = {
-                "ROWS": tile.rows,
-                "DIMS": tile.dims,
-                "STEPS": tile.steps,
-                "K": keep,
-                "EVEN": d % tile.dims == 0,
-            }
-            return p * pieces, constants | {"FOLLOWED": facts.ptx >= SINCE, "num_warps": tile.warps}
+            constants = {"ROWS": tile.rows, "DIMS": tile.dims, "STEPS": tile.steps, "K": keep}
+            constants |= {"EVEN": d % tile.dims == 0, "FOLLOWED": facts.ptx >= SINCE}
+            return p * pieces, constants | {"num_warps": tile.warps}
 
-        arguments = (query, candidates, lists, p, v, d, pieces, tile.list_rows, query.stride(0), candidates.stride(0))
+        arguments = (query, candidates, lists, p, v, d, pieces, query.stride(0), candidates.stride(0))
         launch(lists_kernel, lists.get_device(), arguments, (keep, query.dtype, candidates.dtype), configure)
-    return merge(lists, tile.list_rows, k)
+    return merge(lists, tile.rows * tile.steps, k)
 
 
 def shares_products(query: Tensor, candidates: Tensor) -> bool:
