@@ -7,9 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from halfbyte.bench import records
+from halfbyte.bench import records, runs
 from halfbyte.bench import recover as bench
 from halfbyte.cli import app
+from halfbyte.recover.policies import POLICIES
 
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -55,6 +56,29 @@ def test_a_wrong_token_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wrong" in bench.markdown(
         {"bench": "recover", "rows": rows, "environment": records.environment(torch.device("cpu"))}
     )
+
+
+def test_cases_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {"provider": "halfbyte, gradient", "dtype": "float32", "prompts": 1, "tokens": 6, "seconds": 1.0, "tried": 9}
+    turn = iter(range(9))
+    monkeypatch.setattr(
+        bench,
+        "recover_rows",
+        lambda case, device, say: [made | {"case": case.name, "extrapolated": False, "turn": next(turn)}],
+    )
+    for name in ("tiny", "tiny-gpt2", "tiny"):
+        runs.run_recovery([bench.QUICK[name]], torch.device("cpu"), tmp_path)
+    (path,) = tmp_path.glob("*/recover.json")
+    found = [(row["case"], row["turn"]) for row in records.read(path)["rows"]]
+    assert found == [("tiny-gpt2, trained", 1), ("tiny, nf4", 2)]
+
+
+def test_gpt2_has_every_policy_on_random_and_on_trained_weights() -> None:
+    cases = bench.cases_of("gpt2-small,gpt2-small-trained", False, 0, 0)
+    assert [case.weights for case in cases] == ["random", "trained"]
+    for case in cases:
+        assert set(case.policies) == set(POLICIES)
+        assert (case.prompts, case.tokens) == (20, 20)
 
 
 def test_names_that_there_are_not() -> None:

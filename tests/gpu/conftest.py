@@ -1,7 +1,26 @@
-"""These tests need a CUDA device and bitsandbytes' CUDA library; without a device they are skipped as a whole."""
+"""What the tests on a GPU share. They need a CUDA device and bitsandbytes' CUDA library; without a device they are
+skipped as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+import halfbyte as hb
+from halfbyte.formats.weight import FLOAT_DTYPES
+
+DEVICE = torch.device("cuda", 0)
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+POISON = 777.0  # a number that no result has
+
+every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+sixteen_bits = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -15,3 +34,75 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@contextmanager
+def poisoned(shape: Sequence[int], dtype: torch.dtype, before: int = 64) -> Iterator[Tensor]:
+    """Memory for a result, full of poison, behind `before` more of it and ahead of 64, which must stay as they are."""
+    numel = torch.Size(shape).numel()
+    buffer = torch.full((before + numel + 64,), POISON, dtype=dtype, device=DEVICE)
+    yield buffer[before : before + numel].view(shape)
+    assert (buffer[:before] == POISON).all()
+    assert (buffer[before + numel :] == POISON).all()
+
+
+def weight(n: int, k: int, format: str = "nf4", dtype: torch.dtype = BF16, **options: Any) -> hb.QuantizedWeight:
+    """A random weight whose products are of the size of x; the test is skipped where its groups do not divide K."""
+    if k % options.get("group_size", 1):
+        pytest.skip("groups do not divide K")
+    return hb.quantize((torch.randn((n, k), device=DEVICE) / k**0.5).to(dtype), format, **options)
+
+
+def error(y: Tensor, right: Tensor) -> float:
+    """‖y - right‖ / ‖right‖, in fp64."""
+    return float((y.double() - right).norm() / right.norm())
+
+
+def check_product(
+    x: Tensor, q: hb.QuantizedWeight, multiply: Callable[[Any, Tensor | None], Tensor], plans: Sequence[Any]
+) -> None:
+    """The error against fp64 is not above that of dequantize and F.linear, and the next run gives the same bits.
+
+    multiply: of a plan and a bias.
+    """
+    m, n = len(x), q.shape[0]
+    bias = torch.randn(n, device=DEVICE).to(x.dtype) if m % 2 else None
+    exact, dense = hb.dequantize(q, F32).double(), hb.dequantize(q, x.dtype)
+    right, sizes = x.double() @ exact.t(), x.double().abs() @ exact.abs().t()
+    if bias is not None:
+        right, sizes = right + bias.double(), sizes + bias.double().abs()
+    most = error(torch.nn.functional.linear(x, dense, bias), right)
+    for plan in plans:
+        ours = multiply(plan, bias)
+        assert torch.equal(ours, multiply(plan, bias)), plan
+        # Two roundings, of the codebook and of the result, and little else.
+        assert ((ours.double() - right).abs() <= 1.01 * torch.finfo(x.dtype).eps * sizes).all(), plan
+        if m * n >= 1000:  # few outputs make a noisy norm
+            assert error(ours, right) <= most * (1.0 if m * n >= 1 << 14 else 1.5), plan
+
+
+def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A call as a CUDA graph, and what it returned: memory that every replay writes anew."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
+def on_another_stream(function: Callable[[], Any]) -> Any:
+    """What a call returns that runs on a stream of its own, once it is done."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results = function()
+    side.synchronize()
+    return results
+
+
+def check_replay(function: Callable[[], Sequence[Tensor]], expected: Sequence[Tensor]) -> None:
+    """A replayed call writes the bits that are expected, wherever there was something else."""
+    graph, results = captured(function)
+    for result in results:
+        result.fill_(77)
+    graph.replay()
+    assert all(map(torch.equal, results, expected))

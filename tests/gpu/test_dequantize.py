@@ -10,8 +10,9 @@ from halfbyte.formats import blockwise
 from halfbyte.kernels.dequantize import reference
 from halfbyte.kernels.dequantize.triton import dequantize_blockwise
 
+from .conftest import DEVICE, POISON, captured, needs_two_gpus, poisoned, sixteen_bits
+
 bnb = pytest.importorskip("bitsandbytes") if torch.cuda.is_available() else None
-DEVICE = torch.device("cuda", 0)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FORMATS = ("nf4", "fp4")
 
@@ -25,12 +26,6 @@ def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert ours.dtype == theirs.dtype
     different = int((bits(ours) != bits(theirs)).sum())
     assert different == 0, f"{different} bytes of {ours.nbytes} differ"
-
-
-def poisoned(numel: int, dtype: torch.dtype, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """A buffer full of a number no weight has, and the part of it that may be written."""
-    buffer = torch.full((offset + numel + 64,), 777.0, dtype=dtype, device=DEVICE)
-    return buffer, buffer[offset : offset + numel]
 
 
 def random_weight(
@@ -70,10 +65,9 @@ def test_every_byte_with_every_scale_code(format: str, dtype: torch.dtype) -> No
 def test_block_sizes_and_shapes(format: str, dtype: torch.dtype, block_size: int, nested: bool) -> None:
     for shape in ((3, 4096), (1, 1), (7, 33), (64, 64), (1001,), (257, 4099), (2, 96, 100), (8192, 512)):
         q = random_weight(shape, format, block_size, nested, dtype)
-        buffer, out = poisoned(q.numel, dtype)
-        hb.dequantize(q, out=out.view(shape))
-        assert_same_bits(out.view(shape), by_bitsandbytes(q))
-        assert (buffer[q.numel :] == 777).all()
+        with poisoned(shape, dtype, before=0) as out:
+            hb.dequantize(q, out=out)
+        assert_same_bits(out, by_bitsandbytes(q))
 
 
 @pytest.mark.parametrize(
@@ -102,11 +96,9 @@ def test_any_alignment(dtype: torch.dtype, offset: int) -> None:
     shifted = torch.empty(q.packed.numel() + offset, dtype=torch.uint8, device=DEVICE)[offset:]
     shifted.copy_(q.packed)
     moved = hb.QuantizedWeight("nf4", shifted, q.scale, q.shape, dtype, 64, q.nested)
-    buffer, out = poisoned(q.numel, dtype, offset)
-    hb.dequantize(moved, out=out.view(q.shape))
-    assert_same_bits(out.view(q.shape), hb.dequantize(q))
-    assert (buffer[:offset] == 777).all()
-    assert (buffer[offset + q.numel :] == 777).all()
+    with poisoned(q.shape, dtype, before=offset) as out:
+        hb.dequantize(moved, out=out)
+    assert_same_bits(out, hb.dequantize(q))
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -117,12 +109,11 @@ def test_int4(dtype: torch.dtype, scale_dtype: torch.dtype, group_size: int) -> 
         packed = torch.randint(-(2**31), 2**31, (n, k // 8), dtype=torch.int32, device=DEVICE)
         scale = torch.randn((n, k // group_size), device=DEVICE).to(scale_dtype)
         q = hb.QuantizedWeight("int4", packed, scale, (n, k), dtype, group_size)
-        buffer, out = poisoned(n * k, dtype)
-        hb.dequantize(q, out=out.view(n, k))
+        with poisoned((n, k), dtype, before=0) as out:
+            hb.dequantize(q, out=out)
         expected = torch.empty((n, k), dtype=dtype, device=DEVICE)
         reference.dequantize_grouped(packed, scale, group_size, expected)
-        assert_same_bits(out.view(n, k), expected)
-        assert (buffer[n * k :] == 777).all()
+        assert_same_bits(out, expected)
 
 
 def test_zero_rows() -> None:
@@ -158,7 +149,7 @@ def test_other_streams_and_threads() -> None:
             assert_same_bits(ours, theirs)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two_gpus
 def test_a_device_that_is_not_current() -> None:
     q = random_weight((512, 512), "nf4", 64, True, torch.bfloat16)
     there = q.to("cuda:1")
@@ -172,16 +163,14 @@ def test_a_device_that_is_not_current() -> None:
 def test_cuda_graph() -> None:
     q = random_weight((1024, 1024), "nf4", 64, True, torch.float16)
     out = hb.dequantize(q)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        hb.dequantize(q, out=out)
+    graph, _ = captured(lambda: hb.dequantize(q, out=out))
     q.packed.random_(0, 256)
-    out.fill_(777)
+    out.fill_(POISON)
     graph.replay()
     assert_same_bits(out, by_bitsandbytes(q))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@sixteen_bits
 def test_torch_compile(dtype: torch.dtype) -> None:
     q = random_weight((256, 512), "nf4", 64, True, dtype)
     x = torch.randn((4, 512), dtype=dtype, device=DEVICE)

@@ -14,7 +14,8 @@ from halfbyte.kernels.common.device import facts_of
 from halfbyte.kernels.linear import cuda, decode
 from halfbyte.kernels.linear.codebook import FACTORS
 
-DEVICE = torch.device("cuda", 0)
+from .conftest import DEVICE, POISON, captured, error, every_dtype, needs_two_gpus, poisoned, sixteen_bits, weight
+
 SHAPES = (
     *((4, 1024), (20, 1024), (1028, 2048), (64, 5120), (4096, 4096), (1024, 14336), (516, 28672), (3072, 8192)),
     *((4, 256), (12, 5376), (1028, 5376), (4096, 5376)),  # scales that come a tile at a time
@@ -25,23 +26,15 @@ def fused(
     x: torch.Tensor, q: hb.QuantizedWeight, bias: torch.Tensor | None = None, invariant: bool = False
 ) -> torch.Tensor:
     """The kernel's result, with poison around it; fails where the kernel says it is not for this."""
-    m, n = len(x), q.shape[0]
-    buffer = torch.full((m * n + 128,), 777.0, dtype=x.dtype, device=DEVICE)
-    out = buffer[64 : 64 + m * n].view(m, n)
     plan = decode.plan_for(x, q, bias, invariant)
     assert plan is not None
-    decode.linear(x, q, bias, out, plan)
-    assert (buffer[:64] == 777).all()
-    assert (buffer[64 + m * n :] == 777).all()
+    with poisoned((len(x), q.shape[0]), x.dtype) as out:
+        decode.linear(x, q, bias, out, plan)
     return out
 
 
-def error(y: torch.Tensor, right: torch.Tensor) -> float:
-    return float((y.double() - right).norm() / right.norm())
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@sixteen_bits
 def test_error_is_not_above_that_of_dequantize_and_linear(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     n, k = shape
     for format, nested in (("nf4", True), ("nf4", False), ("fp4", True)):
@@ -60,7 +53,7 @@ def test_error_is_not_above_that_of_dequantize_and_linear(dtype: torch.dtype, sh
             assert error(ours, right) <= error(theirs, right) * (1.0 if m * n >= 1 << 14 else 1.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@sixteen_bits
 @pytest.mark.parametrize("nested", [True, False])
 def test_identity_gives_the_decoded_weights(nested: bool, dtype: torch.dtype) -> None:
     """Every weight comes out as its 16-bit codebook value times its scale, rounded once: no nibble in a wrong place."""
@@ -87,7 +80,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     assert torch.equal(fused(x[order], q, invariant=True), whole[order])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@every_dtype
 def test_the_public_function(dtype: torch.dtype) -> None:
     """Everything that the kernel takes and everything that it does not, gradients included."""
     cases = (((1024, 4096), "nf4", 64), ((1024, 4096), "nf4", 128), ((96, 1000), "fp4", 64), ((64, 256), "int4", 64))
@@ -109,11 +102,9 @@ def test_cuda_graph_and_streams() -> None:
     q = hb.quantize(torch.randn((4096, 8192), device=DEVICE).bfloat16())
     x = torch.randn((4, 8192), device=DEVICE).bfloat16()
     right = hb.linear(x, q)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = hb.linear(x, q)
+    graph, y = captured(lambda: hb.linear(x, q))
     for _ in range(3):
-        y.fill_(777)
+        y.fill_(POISON)
         graph.replay()
         assert torch.equal(y, right)
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -125,10 +116,6 @@ def test_cuda_graph_and_streams() -> None:
 # Small enough for `decode`, and large enough for `hopper`, where each is there; one for `tensor` or `hopper` (K is no
 # multiple of 1024), one for `exact`.
 READY = ((1024, 1024), (2048, 8192), (512, 320), (100, 333))
-
-
-def make(shape: tuple[int, int], format: str = "nf4", nested: bool = True) -> hb.QuantizedWeight:
-    return hb.quantize((torch.randn(shape, device=DEVICE) / shape[1] ** 0.5).bfloat16(), format, nested=nested)
 
 
 def check_ready(
@@ -147,7 +134,7 @@ def check_ready(
 
 @pytest.mark.parametrize("shape", READY)
 def test_ready_for_any_rows_dtype_and_bias(shape: tuple[int, int]) -> None:
-    q = make(shape)
+    q = weight(*shape)
     for _ in range(2):
         for m in (1, 5, 8):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -160,7 +147,7 @@ def test_ready_for_any_rows_dtype_and_bias(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", READY)
 def test_ready_in_two_threads_and_on_two_streams(shape: tuple[int, int]) -> None:
-    q, barrier = make(shape), Barrier(2)
+    q, barrier = weight(*shape), Barrier(2)
     inputs = [torch.randn((m, shape[1]), device=DEVICE).bfloat16() for m in (3, 8)]
     rights = [check_ready(x, q) for x in inputs]
     torch.cuda.synchronize()
@@ -178,14 +165,12 @@ def test_ready_in_two_threads_and_on_two_streams(shape: tuple[int, int]) -> None
 
 @pytest.mark.parametrize("shape", READY)
 def test_ready_in_a_graph(shape: tuple[int, int]) -> None:
-    q, x = make(shape), torch.randn((4, shape[1]), device=DEVICE).bfloat16()
+    q, x = weight(*shape), torch.randn((4, shape[1]), device=DEVICE).bfloat16()
     rights = [check_ready(x, q)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = hb.linear(x, q)
+    graph, y = captured(lambda: hb.linear(x, q))
     for _ in range(3):
         rights.append(check_ready(x, q))  # beside the graph
-        y.fill_(777)
+        y.fill_(POISON)
         graph.replay()
         assert torch.equal(y, rights[-1])
         x.copy_(torch.randn_like(x))
@@ -196,7 +181,7 @@ def test_ready_in_a_graph(shape: tuple[int, int]) -> None:
 def test_ready_looks_at_x_and_bias(shape: tuple[int, int]) -> None:
     """x and biases that are like those before but for where their numbers are."""
     n, k = shape
-    q, x, bias = make(shape), torch.randn((4, k), device=DEVICE).bfloat16(), torch.randn(n, device=DEVICE).bfloat16()
+    q, x, bias = weight(*shape), torch.randn((4, k), device=DEVICE).bfloat16(), torch.randn(n, device=DEVICE).bfloat16()
     right = check_ready(x, q, bias)
 
     def shifted(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,7 +213,7 @@ def test_ready_looks_at_x_and_bias(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("shape", READY)
 def test_ready_follows_a_weight_whose_memory_moves(shape: tuple[int, int], nested: bool) -> None:
-    q, other, last = (make(shape, nested=nested) for _ in range(3))
+    q, other, last = (weight(*shape, nested=nested) for _ in range(3))
     if q.nested:  # all weights share one code
         q = replace(q, nested=q.nested._replace(code=q.nested.code.clone()))
     x = torch.randn((4, shape[1]), device=DEVICE).bfloat16()
@@ -249,7 +234,7 @@ def test_torch_compile() -> None:
     assert torch.equal(compiled(x, q), hb.linear(x, q) * 2)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two_gpus
 @pytest.mark.parametrize("shape", [(1024, 4096), (512, 320), (100, 333)])
 def test_a_device_that_is_not_current(shape: tuple[int, int]) -> None:
     q = hb.quantize(torch.randn(shape, device=DEVICE).bfloat16())

@@ -10,7 +10,8 @@ from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale
 from halfbyte.kernels.linear import exact
 from halfbyte.kernels.linear.exact import ExactPlan
 
-DEVICE = torch.device("cuda", 0)
+from .conftest import DEVICE, POISON, captured, error, every_dtype, poisoned, weight
+
 WEIGHTS = (
     ("nf4", {"block_size": 64}),
     ("nf4", {"block_size": 32, "nested": False}),
@@ -22,22 +23,12 @@ WEIGHTS = (
 SHAPES = ((1, 1), (3, 7), (5, 33), (2, 64), (17, 96), (9, 515), (33, 528), (130, 1001), (64, 1056), (516, 2048))
 
 
-def quantized(shape: tuple[int, int], format: str, options: dict[str, int], dtype: torch.dtype) -> hb.QuantizedWeight:
-    if format == "int4" and shape[1] % options["group_size"]:
-        pytest.skip("groups divide K")
-    return hb.quantize((torch.randn(shape, device=DEVICE) / shape[1] ** 0.5).to(dtype), format, **options)
-
-
 def multiplied(
     x: torch.Tensor, q: hb.QuantizedWeight, bias: torch.Tensor | None = None, plan: ExactPlan | None = None
 ) -> torch.Tensor:
     """The kernel's result, with poison under it and around it."""
-    m, n = len(x), q.shape[0]
-    buffer = torch.full((m * n + 128,), 777.0, dtype=x.dtype, device=DEVICE)
-    out = buffer[64 : 64 + m * n].view(m, n)
-    exact.linear(x, q, bias, out, plan or exact.plan_for(x, q, bias))
-    assert (buffer[:64] == 777).all()
-    assert (buffer[64 + m * n :] == 777).all()
+    with poisoned((len(x), q.shape[0]), x.dtype) as out:
+        exact.linear(x, q, bias, out, plan or exact.plan_for(x, q, bias))
     return out
 
 
@@ -47,18 +38,14 @@ def moved(tensor: torch.Tensor, by: int = 1) -> torch.Tensor:
     return buffer[by:].view(tensor.shape).copy_(tensor)
 
 
-def error(y: torch.Tensor, right: torch.Tensor) -> float:
-    return float((y.double() - right).norm() / right.norm())
-
-
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@every_dtype
 @pytest.mark.parametrize(("format", "options"), WEIGHTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_identity_gives_what_dequantize_gives(
     shape: tuple[int, int], format: str, options: dict[str, int], dtype: torch.dtype
 ) -> None:
     for stored in FLOAT_DTYPES if format == "int4" else (torch.float32,):
-        q = quantized(shape, format, options, stored)
+        q = weight(*shape, format, stored, **options)
         eye = torch.eye(shape[1], dtype=dtype, device=DEVICE)
         assert torch.equal(multiplied(eye, q), hb.dequantize(q, dtype).t())
 
@@ -74,7 +61,7 @@ def test_nested_scales_of_any_block_size(size: int) -> None:
 def test_scales_that_make_subnormal_weights() -> None:
     """Flushed for bitsandbytes' formats and kept for int4, as dequantize does it."""
     for format, options in WEIGHTS[1:5:3] + WEIGHTS[3:4]:
-        q = quantized((32, 4096), format, options, torch.float32)
+        q = weight(32, 4096, format, torch.float32, **options)
         q = hb.QuantizedWeight(format, q.packed, q.scale * 1e-36, q.shape, q.dtype, q.block_size)
         dense = hb.dequantize(q, torch.float32)
         assert torch.equal(multiplied(torch.eye(4096, device=DEVICE), q), dense.t())
@@ -93,35 +80,35 @@ def test_a_scale_that_is_no_number_stays_in_its_row(scale: float) -> None:
             assert y.isfinite().tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@every_dtype
 @pytest.mark.parametrize(("format", "options"), WEIGHTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_error_is_not_above_that_of_dequantize_and_linear(
     shape: tuple[int, int], format: str, options: dict[str, int], dtype: torch.dtype
 ) -> None:
-    q = quantized(shape, format, options, dtype)
-    weight, dense = hb.dequantize(q, torch.float32).double(), hb.dequantize(q, dtype)
+    q = weight(*shape, format, dtype, **options)
+    decoded, dense = hb.dequantize(q, torch.float32).double(), hb.dequantize(q, dtype)
     for m in (1, 2, 5, 8, 19):
         x = torch.randn((m, shape[1]), device=DEVICE).to(dtype)
         bias = torch.randn(shape[0], device=DEVICE).to(dtype) if m % 2 else None
-        right = x.double() @ weight.t() + (0 if bias is None else bias.double())
+        right = x.double() @ decoded.t() + (0 if bias is None else bias.double())
         ours, theirs = multiplied(x, q, bias), torch.nn.functional.linear(x, dense, bias)
         limits = torch.finfo(dtype)
-        terms = x.double().abs() @ weight.abs().t() + (0 if bias is None else bias.double().abs())
+        terms = x.double().abs() @ decoded.abs().t() + (0 if bias is None else bias.double().abs())
         room = limits.eps * (right.abs() + limits.tiny) + 2.0**-22 * terms
         assert ((ours.double() - right).abs() <= room).all()
         if m * shape[0] >= 1 << 10:  # few outputs make a noisy norm
             assert error(ours, right) <= error(theirs, right)
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@every_dtype
 @pytest.mark.parametrize(("format", "options"), WEIGHTS)
 @pytest.mark.parametrize("shape", [(33, 528), (130, 1001), (64, 1056), (516, 2048)])
 def test_a_row_gives_the_same_bits_always(
     shape: tuple[int, int], format: str, options: dict[str, int], dtype: torch.dtype
 ) -> None:
     """Whatever its neighbours, their number, the plan and the addresses are."""
-    q = quantized(shape, format, options, dtype)
+    q = weight(*shape, format, dtype, **options)
     x, bias = torch.randn((67, shape[1]), device=DEVICE).to(dtype), torch.randn(shape[0], device=DEVICE).to(dtype)
     right = multiplied(x, q, bias)
     assert torch.equal(multiplied(x, q, bias), right)
@@ -171,9 +158,7 @@ def test_cuda_graph() -> None:
     q = hb.quantize(torch.randn((130, 1001), device=DEVICE))
     x = torch.randn((3, 1001), device=DEVICE)
     right, out = multiplied(x, q), torch.empty((3, 130), device=DEVICE)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        exact.linear(x, q, None, out, exact.plan_for(x, q, None))
-    out.fill_(777)
+    graph, _ = captured(lambda: exact.linear(x, q, None, out, exact.plan_for(x, q, None)))
+    out.fill_(POISON)
     graph.replay()
     assert torch.equal(out, right)

@@ -12,15 +12,14 @@ from halfbyte.kernels.linear import tensor
 from halfbyte.kernels.linear.codebook import FACTORS
 from halfbyte.kernels.linear.tensor import MOST_SPLITS, MOST_WARPS, TensorPlan, is_valid
 
-DEVICE = torch.device("cuda", 0)
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, sixteen_bits, weight
+
 FORMATS = (
     *(("nf4", {"block_size": size, "nested": True}) for size in (32, 64, 128, 4096)),
     *(("nf4", {"block_size": size, "nested": False}) for size in (32, 64, 1024)),
     *(("fp4", {"block_size": size, "nested": size != 64}) for size in (32, 64, 256)),
     *(("int4", {"group_size": size}) for size in (32, 64, 128)),
 )
-dtypes = pytest.mark.parametrize("dtype", [F16, BF16])
 formats = pytest.mark.parametrize(("format", "options"), FORMATS, ids=lambda value: str(value))
 
 
@@ -32,52 +31,29 @@ def fused(
     plan: TensorPlan | None = None,
 ) -> torch.Tensor:
     """The kernel's result, with poison around it; fails where the kernel says it is not for this."""
-    m, n = len(x), q.shape[0]
-    buffer = torch.full((m * n + 128,), 777.0, dtype=x.dtype, device=DEVICE)
-    out = buffer[64 : 64 + m * n].view(m, n)
     plan = plan or tensor.plan_for(x, q, bias, invariant)
     assert plan is not None
-    assert is_valid(plan, n, x.shape[1], q.block_size, x.dtype, facts_of(0))
-    tensor.linear(x, q, bias, out, plan)
-    assert (buffer[:64] == 777).all()
-    assert (buffer[64 + m * n :] == 777).all()
+    assert is_valid(plan, *q.shape, q.block_size, x.dtype, facts_of(0))
+    with poisoned((len(x), q.shape[0]), x.dtype) as out:
+        tensor.linear(x, q, bias, out, plan)
     return out
 
 
-def weight(n: int, k: int, format: str = "nf4", dtype: torch.dtype = BF16, **options: object) -> hb.QuantizedWeight:
-    return hb.quantize((torch.randn((n, k), device=DEVICE) / k**0.5).to(dtype), format, **options)
-
-
 def check(x: torch.Tensor, q: hb.QuantizedWeight, plan: TensorPlan | None = None) -> None:
-    """Its error against fp64 is not above that of dequantize and F.linear, and the next run gives the same bits."""
-    m, n = len(x), q.shape[0]
-    bias = torch.randn(n, device=DEVICE).to(x.dtype) if m % 2 else None
-    exact, dense = hb.dequantize(q, F32).double(), hb.dequantize(q, x.dtype)
-    right, sizes = x.double() @ exact.t(), x.double().abs() @ exact.abs().t()
-    if bias is not None:
-        right, sizes = right + bias.double(), sizes + bias.double().abs()
-    ours, theirs = fused(x, q, bias, plan=plan), torch.nn.functional.linear(x, dense, bias)
-    assert torch.equal(ours, fused(x, q, bias, plan=plan))
-    # Two roundings, of the codebook and of the result, and little else.
-    assert ((ours.double() - right).abs() <= 1.01 * torch.finfo(x.dtype).eps * sizes).all()
-    error, most = (float((y.double() - right).norm() / right.norm()) for y in (ours, theirs))
-    if m * n >= 1000:  # few outputs make a noisy norm
-        assert error <= most * (1.0 if m * n >= 1 << 14 else 1.5)
+    check_product(x, q, lambda plan, bias: fused(x, q, bias, plan=plan), [plan])
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (77, 64), (1029, 320), (4096, 5376), (1023, 14336)])
-@dtypes
+@sixteen_bits
 @formats
 def test_error(format: str, options: dict[str, object], dtype: torch.dtype, shape: tuple[int, int]) -> None:
     n, k = shape
-    if k % options.get("group_size", 1):
-        pytest.skip("groups do not divide K")
     q = weight(n, k, format, dtype, **options)
     for m in (1, 8, 9, 32, 33, 64, 65):
         check(torch.randn((m, k), device=DEVICE).to(dtype), q)
 
 
-@dtypes
+@sixteen_bits
 def test_every_number_of_rows(dtype: torch.dtype) -> None:
     q = weight(515, 1024, dtype=dtype)
     for m in range(1, 66):
@@ -85,7 +61,7 @@ def test_every_number_of_rows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("scale_dtype", [F16, BF16, F32])
-@dtypes
+@sixteen_bits
 def test_scales_of_integers(dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
     check(torch.randn((20, 1024), device=DEVICE).to(dtype), weight(1000, 1024, "int4", scale_dtype, group_size=64))
 
@@ -114,8 +90,6 @@ def test_every_way_to_share_the_work(columns: int, step: int) -> None:
 @formats
 def test_as_on_turing(format: str, options: dict[str, object], shape: tuple[int, int]) -> None:
     n, k = shape
-    if k % options.get("group_size", 1):
-        pytest.skip("groups do not divide K")
     q = weight(n, k, format, F16, **options)
     for m in (1, 16, 33):
         x = torch.randn((m, k), device=DEVICE).half()
@@ -123,7 +97,7 @@ def test_as_on_turing(format: str, options: dict[str, object], shape: tuple[int,
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
-@dtypes
+@sixteen_bits
 def test_identity_gives_the_integers(dtype: torch.dtype, group_size: int) -> None:
     """Bit for bit what dequantize gives: no nibble in a wrong place, no scale in another's."""
     n, k = 129, 512
@@ -138,7 +112,7 @@ def test_identity_gives_the_integers(dtype: torch.dtype, group_size: int) -> Non
 
 @pytest.mark.parametrize("block_size", [32, 64, 512])
 @pytest.mark.parametrize("nested", [True, False])
-@dtypes
+@sixteen_bits
 def test_identity_gives_the_decoded_weights(dtype: torch.dtype, nested: bool, block_size: int) -> None:
     """Every weight comes out as its 16-bit codebook value times its scale, rounded once."""
     n, k = 130, 576
@@ -179,11 +153,9 @@ def test_cuda_graph_and_streams() -> None:
     q, x = weight(256, 14336), torch.randn((4, 14336), device=DEVICE).bfloat16()
     plan = replace(tensor.plan_for(x, q, None, False), splits=3)
     right, y = fused(x, q, plan=plan), torch.empty((4, 256), dtype=BF16, device=DEVICE)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tensor.linear(x, q, None, y, plan)
+    graph, _ = captured(lambda: tensor.linear(x, q, None, y, plan))
     for _ in range(3):
-        y.fill_(777)
+        y.fill_(POISON)
         graph.replay()
         assert torch.equal(y, right)
     with torch.cuda.stream(torch.cuda.Stream()):

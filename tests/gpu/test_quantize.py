@@ -9,8 +9,9 @@ import halfbyte as hb
 from halfbyte.formats.blockwise import BLOCK_SIZES, FORMATS
 from halfbyte.kernels.quantize import reference
 
+from .conftest import DEVICE
+
 bnb = pytest.importorskip("bitsandbytes") if torch.cuda.is_available() else None
-DEVICE = torch.device("cuda", 0)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

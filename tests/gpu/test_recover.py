@@ -11,15 +11,20 @@ from halfbyte.bench import models
 from halfbyte.recover import recover_tokens
 from halfbyte.recover.blocks import Blocks
 
+from .conftest import BF16, DEVICE, F32
+
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
 
 TOKENS = 12
 
 
-def small(four_bit: bool, dtype: torch.dtype = torch.bfloat16) -> Any:
-    torch.manual_seed(0)
-    return models.load("tiny", torch.device("cuda"), dtype, four_bit=four_bit)
+def small(four_bit: bool, dtype: torch.dtype = BF16) -> Any:
+    return models.load("tiny", DEVICE, dtype, four_bit=four_bit)
+
+
+def prompt() -> Tensor:
+    return torch.randint(1024, (TOKENS,), device=DEVICE)
 
 
 def states_of(model: Any, tokens: Tensor) -> Tensor:
@@ -32,10 +37,10 @@ def states_of(model: Any, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("policy", ["gradient", "exhaustive"])
 @pytest.mark.parametrize("kind", ["bf16", "fp32", "nf4", "nf4 accelerated"])
 def test_every_token(kind: str, policy: str) -> None:
-    model = small(kind.startswith("nf4"), torch.float32 if kind == "fp32" else torch.bfloat16)
+    model = small(kind.startswith("nf4"), F32 if kind == "fp32" else BF16)
     if kind == "nf4 accelerated":
         assert hb.accelerate(model).modules
-    tokens = torch.randint(1024, (TOKENS,), device="cuda")
+    tokens = prompt()
     found = recover_tokens(model, states_of(model, tokens), policy=policy)
     assert found.ok, str(found)
     assert found.tokens == tuple(tokens.tolist())
@@ -46,11 +51,11 @@ def test_every_token(kind: str, policy: str) -> None:
 def test_graphs_give_what_eager_calls_give(four_bit: bool) -> None:
     model = small(four_bit)
     hb.accelerate(model)
-    tokens = torch.randint(1024, (TOKENS,), device="cuda")
+    tokens = prompt()
     pair = [Blocks(model, 2, True, TOKENS, graphs=graphs) for graphs in (False, True)]
     target = states_of(model, tokens)
     for position in range(TOKENS):
-        candidates = torch.randint(1024, (32,), device="cuda")
+        candidates = torch.randint(1024, (32,), device=DEVICE)
         candidates[position] = tokens[position]
         eager, replayed = (blocks.states(candidates).clone() for blocks in pair)
         assert torch.equal(eager, replayed)
@@ -65,7 +70,7 @@ def test_graphs_give_what_eager_calls_give(four_bit: bool) -> None:
 
 def test_the_same_bits_whatever_the_policy() -> None:
     model = small(False)
-    tokens = torch.randint(1024, (TOKENS,), device="cuda")
+    tokens = prompt()
     states = states_of(model, tokens)
     runs = [recover_tokens(model, states, policy=policy, batch_invariant=True) for policy in ("gradient", "exhaustive")]
     assert [position.distance for position in runs[0].positions] == [

@@ -9,9 +9,10 @@ from halfbyte.bench import models
 from halfbyte.roofline import ceilings, run
 from halfbyte.roofline.analysis import Roofs, entries, rows
 
+from .conftest import DEVICE
+
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
-DEVICE = torch.device("cuda", 0)
 SMALL = (
     "llama",
     {

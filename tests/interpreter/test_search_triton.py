@@ -87,7 +87,8 @@ def test_ties_infinities_and_nan(kernels: object, monkeypatch: pytest.MonkeyPatc
 
 
 def test_many_lists_are_merged_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "MERGED_BY_RANK", 4)
+    monkeypatch.setattr(merge, "MERGED", 4)
+    monkeypatch.setattr(merge, "SHARED", 4)
     query, candidates = matrices(1, 1000, 8, torch.float32)
     monkeypatch.setattr(distance.plans, "LISTS", 10**9)
     _, rows = distance.nearest(query, candidates, 4)

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.models import transformers as host
@@ -38,12 +39,12 @@ def hooks_of(models: dict[str, Any]) -> dict[str, set[str]]:
     return {name: set(host.HOOKS) & set(vars(model)) for name, model in models.items()}
 
 
-@pytest.mark.parametrize("first", ["a", "b", "c"])
-def test_one_that_cannot_be_captured_stops_no_other(models: dict[str, Any], refused: set[str], first: str) -> None:
-    refused.add(first)
+@pytest.mark.parametrize("left", ["a", "b", "c"])
+def test_one_that_cannot_be_captured_stops_no_other(models: dict[str, Any], refused: set[str], left: str) -> None:
+    refused.add(left)
     together = nn.ModuleDict(models)
-    assert hb.accelerate(together).generation == f"{GRAPHS}, but as before in {first} (it is too small)"
-    assert hooks_of(models) == {name: NONE if name == first else ALL for name in models}
+    assert hb.accelerate(together).generation == f"{GRAPHS}, but as before in {left} (it is too small)"
+    assert hooks_of(models) == {name: NONE if name == left else ALL for name in models}
     hb.restore(together)
     assert hooks_of(models) == dict.fromkeys(models, NONE)
 
@@ -70,6 +71,18 @@ def test_restore_takes_back_what_was_hooked_and_no_more(models: dict[str, Any], 
     hb.restore(together)
     assert hooks_of(models) == {"a": NONE, "b": {"get_compiled_call"}, "c": NONE}
     assert vars(models["b"])["get_compiled_call"] is theirs
+
+
+@pytest.mark.usefixtures("refused")
+def test_a_hooked_model_on_a_cpu_generates_as_before(models: dict[str, Any], text: Tensor) -> None:
+    """Such as one that was moved there after `accelerate`."""
+    model = models["a"].to("cpu")
+    hb.accelerate(model)
+    ids = text[None, :12]
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    hooked = model.generate(ids, **options)
+    host.undo(model)
+    assert torch.equal(hooked, model.generate(ids, **options))
 
 
 def test_without_a_gpu_a_report_names_each(load: Any) -> None:

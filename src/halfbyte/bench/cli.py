@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+
+from halfbyte.bench import runs
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,8 @@ Format = Annotated[str, typer.Option(help="nf4 or fp4.")]
 Nested = Annotated[bool, typer.Option("--nested/--flat", help="Scales in one byte, or in four.")]
 Rounds = Annotated[int, typer.Option(min=3, help="Samples of each provider; medians are reported.")]
 Out = Annotated[Path | None, typer.Option(help="Keep the record as OUT/<device>/<bench>.json.")]
+
+_say = runs.say
 
 
 @app.command()
@@ -96,7 +98,7 @@ def search(
 
     where = _device(device)
     given = [(v, d, getattr(torch, dtype)) for v, d in _shapes(shapes)]
-    _run_cases("search", searches.search_cases(where, given), where, rounds, out)
+    runs.run_cases("search", searches.search_cases(where, given), where, rounds, out)
 
 
 @app.command()
@@ -113,23 +115,17 @@ def decode(
     out: Out = None,
 ) -> None:
     """A whole model: prefill, decoding steps and plain generate, beside bitsandbytes and bf16."""
-    import torch
-
-    from halfbyte.bench import records, wholes
+    from halfbyte.bench import wholes
     from halfbyte.bench.decode import Settings, decode_rows
 
     where = _device(device)
+    method = (
+        f"wall clock, {context} tokens of context, static cache; generate as a user calls it, {new_tokens} new tokens, "
+        "everything included"
+    )
     settings = Settings(_counts(batch), context, new_tokens, rounds, layers)
-    torch.manual_seed(0)
-    record: dict[str, Any] = {
-        "bench": "decode",
-        "environment": records.environment(where),
-        "method": f"wall clock, {context} tokens of context, static cache; generate as a user calls it, {new_tokens} "
-        "new tokens, everything included",
-        "rows": [],
-    }
-    _run_models(record, model, partial(decode_rows, device=where, settings=settings, say=_say), out, where)
-    Console().print(wholes.terminal_table(record))
+    rows_of = partial(decode_rows, device=where, settings=settings, say=_say)
+    runs.run_models("decode", method, model, rows_of, wholes.terminal_table, where, out)
 
 
 @app.command()
@@ -142,22 +138,14 @@ def train(
     out: Out = None,
 ) -> None:
     """A QLoRA step with PEFT: forward, backward and optimizer, beside bitsandbytes and Unsloth's way."""
-    import torch
-
-    from halfbyte.bench import records, wholes
+    from halfbyte.bench import wholes
     from halfbyte.bench.train import Settings, train_rows
 
     where = _device(device)
+    method = "wall clock of a step: rank 16 on every projection, gradient checkpointing, bf16 autocast, AdamW"
     settings = Settings(_counts(tokens), rounds, layers)
-    torch.manual_seed(0)
-    record: dict[str, Any] = {
-        "bench": "train",
-        "environment": records.environment(where),
-        "method": "wall clock of a step: rank 16 on every projection, gradient checkpointing, bf16 autocast, AdamW",
-        "rows": [],
-    }
-    _run_models(record, model, partial(train_rows, device=where, settings=settings, say=_say), out, where)
-    Console().print(wholes.terminal_table(record, "tokens"))
+    rows_of = partial(train_rows, device=where, settings=settings, say=_say)
+    runs.run_models("train", method, model, rows_of, partial(wholes.terminal_table, key="tokens"), where, out)
 
 
 @app.command()
@@ -172,28 +160,14 @@ def recover(
     out: Out = None,
 ) -> None:
     """Prompts back from their hidden states, beside the plain loop over the vocabulary."""
-    from halfbyte.bench import records
-    from halfbyte.bench import recover as bench
+    from halfbyte.bench.recover import cases_of
 
     where = _device(device)
     try:
-        chosen = bench.cases_of(cases, quick, prompts, tokens)
+        chosen = cases_of(cases, quick, prompts, tokens)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    environment = records.environment(where)
-    # All cases together take long. Those that ran before, on this machine as it is, stay in the record.
-    kept = _kept("recover", out, where)
-    same = kept is not None and all(kept["environment"][k] == environment[k] for k in ("device", "driver", "torch"))
-    names = {case.name for case in chosen}
-    rows = [row for row in kept["rows"] if row["case"] not in names] if kept and same else []
-    record: dict[str, Any] = {"bench": "recover", "environment": environment, "method": bench.METHOD, "rows": rows}
-    for case in chosen:
-        facts = {"commit": environment["commit"]}
-        record["rows"] += [row | facts for row in bench.recover_rows(case, where, _say)]
-        _keep(record, out, where, Console())
-    Console().print(bench.terminal_table(record))
-    if wrong := [row for row in record["rows"] if "error" in row]:
-        raise ValueError(f"wrong, and so not timed: {len(wrong)} of {len(record['rows'])} results; see the table")
+    runs.run_recovery(chosen, where, out)
 
 
 @app.command()
@@ -203,33 +177,7 @@ def puzzle(
     out: Out = None,
 ) -> None:
     """Unsloth's challenge A, whole: three MLPs, checks, 1000 rounds, and its marking scheme."""
-    import torch
-
-    from halfbyte.bench import records
-    from halfbyte.bench.puzzle import OPTIONS, TOTAL_POINTS, run_puzzle
-
-    console = Console()
-    try:
-        result = run_puzzle(rounds, repeats, _say)
-    except AssertionError as error:
-        raise ValueError(f"a check failed, so nothing is reported: {error}") from error
-    device = torch.device("cuda", torch.cuda.current_device())
-    record = {
-        "bench": "puzzle",
-        "environment": records.environment(device),
-        "method": f"wall clock of {rounds} rounds, each 3 dequantizations with a synchronization after each; "
-        f"median of {repeats} runs in turn",
-        "options": [option.name for option in OPTIONS],
-        "seconds": {name: [round(value, 4) for value in values] for name, values in result.seconds.items()},
-        "speedup": round(result.speedup, 4),
-        "points": dict(result.points),
-        "score": result.score,
-        "of": TOTAL_POINTS,
-    }
-    for name, values in result.seconds.items():
-        console.print(f"{name:9} {'  '.join(f'{value:.3f}' for value in values)}   together {sum(values):.3f} s")
-    console.print(f"speed-up {result.speedup:.2f}; {result.score} of {TOTAL_POINTS} points: {dict(result.points)}")
-    _keep(record, out, device, console)
+    runs.run_puzzle(rounds, repeats, out)
 
 
 @app.command()
@@ -239,49 +187,7 @@ def report(
     check: Annotated[bool, typer.Option("--check", help="Only say whether the texts agree with the records.")] = False,
 ) -> None:
     """Put the recorded figures into README.md and docs, and draw their plots."""
-    from halfbyte.bench import records, sweep, wholes
-    from halfbyte.bench import recover as recoveries
-    from halfbyte.bench import report as reports
-    from halfbyte.bench import search as searches
-    from halfbyte.roofline import markdown as roofline
-    from halfbyte.roofline import plot as roofline_plot
-
-    kinds: dict[str, tuple[Callable[..., str], Callable[..., None] | None]] = {
-        "puzzle": (reports.puzzle_markdown, None),
-        "linear": (sweep.markdown, sweep.plot),
-        "search": (searches.markdown, None),
-        "decode": (wholes.markdown, wholes.plot),
-        "train": (partial(wholes.markdown, key="tokens"), None),
-        "recover": (recoveries.markdown, None),
-        "profile": (roofline.markdown, roofline_plot.roofline),
-    }
-    blocks: dict[str, str] = {}
-    for path in sorted(results.glob("*/*.json")):
-        record = records.read(path)
-        name = f"{path.parent.name}/{path.stem}"
-        text, plot = kinds.get(record["bench"], (reports.markdown_table, reports.plot))
-        blocks[name] = text(record)
-        if record["bench"] == "decode":
-            blocks[f"{name}-summary"] = wholes.summary(record)
-        if plot and not check:
-            plot(record, root / "docs" / "figures" / f"{path.parent.name}-{path.stem}.png")
-    everything = reports.results(blocks)
-    results_path = root / reports.RESULTS
-    stale = []
-    if not results_path.exists() or results_path.read_text(encoding="utf-8") != everything:
-        stale.append(str(results_path))
-        if not check:
-            results_path.write_text(everything, encoding="utf-8")
-    for text_path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
-        text = text_path.read_text(encoding="utf-8")
-        filled = reports.fill(text, blocks)
-        if filled != text:
-            stale.append(str(text_path))
-            if not check:
-                text_path.write_text(filled, encoding="utf-8")
-    if check and stale:
-        raise ValueError(f"figures in {', '.join(stale)} are not those of the records; run: halfbyte bench report")
-    print(f"{len(blocks)} records; " + (f"wrote {', '.join(stale)}" if stale else "texts agree with them"))
+    print(runs.write_figures(results, root, check))
 
 
 def _run(
@@ -307,68 +213,7 @@ def _run(
         raise typer.BadParameter(f"format {format!r} is not {' or '.join(formats)}, the formats that the peers have")
     device = _device(device_name)
     sizes = _shapes(shapes) or (defaults or {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES})[device.type]
-    _run_cases(bench, make_cases(device, sizes, getattr(torch, dtype), format, nested), device, rounds, out)
-
-
-def _run_cases(
-    bench: str,
-    cases: Iterable[Any],
-    device: torch.device,
-    rounds: int,
-    out: Path | None,
-) -> None:
-    import torch
-
-    from halfbyte.bench import records
-    from halfbyte.bench.case import run
-    from halfbyte.bench.ceiling import copy_bandwidth
-    from halfbyte.bench.report import terminal_table
-
-    console = Console()
-    rows = []
-    torch.manual_seed(0)
-    _say("measuring the copy ceiling")
-    copy, _ = copy_bandwidth(device)
-    for case in cases:
-        _say(f"{bench} {case.name}")
-        rows += run(case, rounds)
-        del case  # its inputs make room for those of the next
-    record = records.make_record(bench, device, rows, copy)
-    console.print(terminal_table(record))
-    _keep(record, out, device, console)
-    if wrong := [row for row in rows if row.error]:
-        raise ValueError(f"wrong, and so not timed: {len(wrong)} of {len(rows)} results; see the table")
-
-
-def _run_models(
-    record: dict[str, Any], names: str, rows_of: Callable[..., Any], out: Path | None, device: torch.device
-) -> None:
-    """Fill the record, model by model, and keep it after each: a large one that fails takes nothing with it."""
-    for name in names.split(","):
-        record["rows"] += rows_of(name.strip())
-        _keep(record, out, device, Console())
-
-
-def _say(step: str) -> None:
-    """What is going on, on stderr. No spinner: its thread would compete with what is timed."""
-    print(f"{step} ...", file=sys.stderr, flush=True)
-
-
-def _keep(record: dict[str, Any], out: Path | None, device: torch.device, console: Console) -> None:
-    from halfbyte.bench import records
-
-    if out is not None:
-        path = out / records.folder_of(device) / f"{record['bench']}.json"
-        records.write(path, record)
-        console.print(f"kept in {path}")
-
-
-def _kept(bench: str, out: Path | None, device: torch.device) -> dict[str, Any] | None:
-    """The record that an earlier run left."""
-    from halfbyte.bench import records
-
-    path = out / records.folder_of(device) / f"{bench}.json" if out else None
-    return records.read(path) if path is not None and path.exists() else None
+    runs.run_cases(bench, make_cases(device, sizes, getattr(torch, dtype), format, nested), device, rounds, out)
 
 
 def _device(name: str | None) -> torch.device:

@@ -73,7 +73,7 @@ def _prepare_cache_for_generation(
 
 
 def _valid_auto_compile_criteria(self: Any, model_kwargs: Any, generation_config: Any) -> bool:
-    if _is_plain(generation_config) and can_capture(model_kwargs.get("past_key_values")):
+    if _may_be_captured(self, generation_config) and can_capture(model_kwargs.get("past_key_values")):
         return True
     result: bool = type(self)._valid_auto_compile_criteria(self, model_kwargs, generation_config)
     return result
@@ -108,14 +108,16 @@ def _reason(model: Any) -> str | None:
     return None
 
 
-def _is_plain(generation_config: Any) -> bool:
-    return generation_config.compile_config is None and not generation_config.disable_compile
+def _may_be_captured(model: Any, generation_config: Any) -> bool:
+    """True if the model is still on a GPU and this call of `generate` says nothing about compilation."""
+    on_gpu = model.device.type == "cuda"
+    return on_gpu and generation_config.compile_config is None and not generation_config.disable_compile
 
 
 def _may_be_static(model: Any, generation_config: Any, given: Any) -> bool:
     """True if this call of `generate` leaves the cache to us and a static one serves it well."""
     return (
-        _is_plain(generation_config)
+        _may_be_captured(model, generation_config)
         and generation_config.cache_implementation is None
         and generation_config.use_cache
         and not generation_config.is_assistant

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 EMPTY = tl.constexpr(-(2**63))  # behind every key
-RANKED = tl.constexpr(16)  # the longest lists that may be in any order, for they are merged by rank
 
 
 @triton.jit
@@ -29,11 +28,3 @@ def leading(keys, K: tl.constexpr):
 def merged(best, some, K: tl.constexpr):
     """The K largest of two lists of K, or of pairs of lists, all in descending order along the last axis."""
     return tl.bitonic_merge(tl.maximum(best, tl.flip(some, len(some.shape) - 1)), descending=True)
-
-
-@triton.jit
-def list_of(keys, K: tl.constexpr):
-    """A list of the K best of keys [m, n]: sorted, unless it may be in any order and holds them all."""
-    N: tl.constexpr = keys.shape[0] * keys.shape[1]
-    keys = keys.reshape(N)
-    return keys if (K == N and K <= RANKED) else leading(keys, K)

@@ -1,10 +1,10 @@
 """Lists of the nearest rows merged into one, on a GPU.
 
-Each list holds K keys (keys.py). No more than the K lists with the best heads matter: any key of another list is behind
-K heads. Which they are need not be known to find a floor that K heads reach: of 2 K groups of lists, the K-th best of
-the groups' best heads. The keys that reach it, 22 of 4,000 for K = 16 and rows in any order, are ranked: each one
-against each other, without sorting. Where more than there is room for reach it (rows sorted by distance), or K is
-large, lists are sorted and merged.
+Each list holds K keys (keys.py) in descending order. No more than the K lists with the best heads matter: any key of
+another list is behind K heads. Which they are need not be known to find a floor that K heads reach: of 2 K groups of
+lists, the K-th best of the groups' best heads. Only lists whose head reaches it are read on, and of these only the keys
+that reach it, 22 of 16,000 for K = 16 and rows in any order, are ranked: each one against each other, without sorting.
+Where more than there is room for reach it (rows sorted by distance), or K is large, lists are sorted and merged.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from torch import Tensor
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
-from halfbyte.kernels.distance.keys import EMPTY, RANKED, leading, merged
+from halfbyte.kernels.distance.keys import EMPTY, leading, merged
 from halfbyte.kernels.distance.plan import LISTS
 
 SORTED = tl.constexpr(256)  # keys that are sorted at once
 TOGETHER = tl.constexpr(8)  # lists that are merged two by two at once
+RANKED = 16  # the largest K that goes by ranks
 ROOM = tl.constexpr(64)  # keys that are ranked at most
-MERGED, MERGED_BY_RANK = LISTS, 256  # lists that one program merges
+TAKEN = tl.constexpr(1024)  # keys that are held against the floor together, or two of every list
+MERGED = LISTS  # that one program merges, if that is all there are
+SHARED = 256  # that it merges of more, if they are ranked: in two thirds of the time
 
 
 @triton.jit
@@ -62,6 +65,26 @@ def _floor(heads, LISTS: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def _collect(lists, heads, number, room, LISTS: tl.constexpr, K: tl.constexpr):
+    """Write the keys that reach the floor into `room`, in any order, and return how many there are, or would be."""
+    COLUMNS: tl.constexpr = min(K, max(2, TAKEN // LISTS))
+    floor = _floor(heads, LISTS, K)
+    count, column, deeper = 0, 0, 1
+    while deeper > 0:
+        at = number[:, None] * K + column + tl.arange(0, COLUMNS)[None, :]
+        keys = tl.load(lists + at, mask=((heads >= floor) & (heads != EMPTY))[:, None], other=EMPTY)
+        reaches = (keys >= floor) & (keys != EMPTY)
+        keys, flat = keys.reshape(LISTS * COLUMNS), reaches.reshape(LISTS * COLUMNS).to(tl.int32)
+        place = count + tl.cumsum(flat, axis=0) - 1
+        tl.store(room + place, keys, mask=(flat > 0) & (place < ROOM))
+        count += tl.sum(flat, axis=0)
+        column += COLUMNS
+        last = tl.arange(0, COLUMNS)[None, :] == COLUMNS - 1
+        deeper = tl.sum(tl.sum((reaches & last & (column < K)).to(tl.int32), axis=1), axis=0)
+    return count
+
+
+@triton.jit
 def _sorted(lists, heads, list_rows, LISTS: tl.constexpr, K: tl.constexpr):
     """The K best keys of lists [n, K] that have these heads, in descending order."""
     heads = leading(heads, K) if LISTS > K else heads
@@ -85,36 +108,10 @@ def _sorted(lists, heads, list_rows, LISTS: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _by_rank(
-    lists, first, n_lists, list_rows, room, shorter, least, rows,
-    LISTS: tl.constexpr, K: tl.constexpr, k: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
-    """The K best of lists number `first` and on, in any order themselves. room: for ROOM keys."""
-    at = (first + tl.arange(0, LISTS))[:, None] * K + tl.arange(0, K)[None, :]
-    keys = tl.load(lists + at, mask=at < n_lists * K, other=EMPTY)
-    heads = tl.max(keys, axis=1)
-    keys = keys.reshape(LISTS * K)
-    if LISTS * K <= ROOM:
-        _write(keys, _place(keys, LISTS * K), shorter, least, rows, K, k, LAST)
-    elif LISTS < 2 * K:
-        _write(leading(keys, K), tl.arange(0, K), shorter, least, rows, K, k, LAST)
-    else:
-        reaches = ((keys >= _floor(heads, LISTS, K)) & (keys != EMPTY)).to(tl.int32)
-        count = tl.sum(reaches, axis=0)
-        if count <= ROOM:
-            tl.store(room + tl.cumsum(reaches, axis=0) - 1, keys, mask=reaches > 0)
-            tl.debug_barrier()
-            place = tl.arange(0, ROOM)
-            few = tl.load(room + place, mask=place < count, other=EMPTY)
-            _write(few, _place(few, ROOM), shorter, least, rows, K, k, LAST)
-        else:
-            _write(_sorted(lists, heads, list_rows, LISTS, K), tl.arange(0, K), shorter, least, rows, K, k, LAST)
-
-
-@triton.jit
 def merge_kernel(
     lists, shorter, room, least, rows, n_lists, n_shorter, list_rows,
-    LISTS: tl.constexpr, K: tl.constexpr, k: tl.constexpr, LAST: tl.constexpr, OVERLAPS: tl.constexpr,
+    LISTS: tl.constexpr, K: tl.constexpr, k: tl.constexpr, LAST: tl.constexpr, RANKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The best K of up to LISTS lists. LAST: they are written as distances and rows, else as another list.
 
@@ -127,17 +124,29 @@ def merge_kernel(
     query, part = program // n_shorter, program % n_shorter
     lists += query * n_lists * K
     shorter += program * K
+    room += program * ROOM
     least += query * k
     rows += query * k
     first = part * LISTS
-    if K > 1 and K <= RANKED:
-        room += program * ROOM
-        _by_rank(lists, first, n_lists, list_rows, room, shorter, least, rows, LISTS, K, k, LAST)
+    if K > 1 and LISTS * K <= ROOM:
+        at = first * K + tl.arange(0, LISTS * K)
+        keys = tl.load(lists + at, mask=at < n_lists * K, other=EMPTY)
+        _write(keys, _place(keys, LISTS * K), shorter, least, rows, K, k, LAST)
     else:
         number = first + tl.arange(0, LISTS)
         heads = tl.load(lists + number * K, mask=number < n_lists, other=EMPTY)
-        best = leading(heads, 1) if K == 1 else _sorted(lists, heads, list_rows, LISTS, K)
-        _write(best, tl.arange(0, K), shorter, least, rows, K, k, LAST)
+        crowded = True
+        if RANKS:
+            count = _collect(lists, heads, number, room, LISTS, K)
+            crowded = count > ROOM
+            if not crowded:
+                tl.debug_barrier()
+                place = tl.arange(0, ROOM)
+                few = tl.load(room + place, mask=place < count, other=EMPTY)
+                _write(few, _place(few, ROOM), shorter, least, rows, K, k, LAST)
+        if crowded:
+            best = leading(heads, 1) if K == 1 else _sorted(lists, heads, list_rows, LISTS, K)
+            _write(best, tl.arange(0, K), shorter, least, rows, K, k, LAST)
 
 
 def merge(lists: Tensor, list_rows: int, k: int) -> tuple[Tensor, Tensor]:
@@ -148,8 +157,8 @@ def merge(lists: Tensor, list_rows: int, k: int) -> tuple[Tensor, Tensor]:
     p, n, keep = lists.shape
     least = lists.new_empty((p, k), dtype=torch.float32)
     rows = lists.new_empty((p, k))
-    most = MERGED_BY_RANK if 1 < keep <= RANKED.value else MERGED
     while p:
+        most = SHARED if n > MERGED and 1 < keep <= RANKED else MERGED
         parts = triton.cdiv(n, most)
         shorter = lists.new_empty((p, parts, keep))
         _merge(lists, shorter, least, rows, list_rows, triton.next_power_of_2(min(n, most)))
@@ -162,12 +171,13 @@ def merge(lists: Tensor, list_rows: int, k: int) -> tuple[Tensor, Tensor]:
 def _merge(lists: Tensor, shorter: Tensor, least: Tensor, rows: Tensor, list_rows: int, size: int) -> None:
     p, n, keep = lists.shape
     parts, k = shorter.shape[1], least.shape[1]
-    ranks = 1 < keep <= RANKED.value
+    ranks = 1 < keep <= RANKED and size >= 2 * keep
     room = lists.new_empty((p * parts, ROOM.value)) if ranks else lists
 
     def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
-        constants = {"LISTS": size, "K": keep, "k": k, "LAST": parts == 1, "OVERLAPS": facts.ptx >= SINCE}
-        return p * parts, constants | {"num_warps": 4}
+        constants = {"LISTS": size, "K": keep, "k": k, "LAST": parts == 1, "RANKS": ranks}
+        warps = 8 if 1 < keep < 32 and size > SHARED else 4
+        return p * parts, constants | {"OVERLAPS": facts.ptx >= SINCE, "num_warps": warps}
 
     arguments = (lists, shorter, room, least, rows, n, parts, list_rows)
     launch(merge_kernel, lists.get_device(), arguments, (p, size, keep, k), configure)

@@ -23,7 +23,7 @@ from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin
 from halfbyte.kernels.distance import plan as plans
 from halfbyte.kernels.distance import products
-from halfbyte.kernels.distance.keys import EMPTY, key_of, list_of
+from halfbyte.kernels.distance.keys import EMPTY, key_of, leading
 from halfbyte.kernels.distance.merge import merge
 from halfbyte.kernels.distance.sums import sum_of_squares
 
@@ -64,7 +64,7 @@ def lists_kernel(
         total = sum_of_squares(query + q * q_stride, candidates, inside, n_dims, c_stride, ROWS, DIMS, EVEN)
         key = tl.where(row < n_rows, key_of(tl.sqrt_rn(total), row), EMPTY)
         keys = tl.where(tl.arange(0, STEPS)[:, None] == step, key[None, :], keys)
-    best = list_of(keys, K)
+    best = leading(keys.reshape(STEPS * ROWS), K)
     tl.store(lists + (q * n_lists + piece) * K + tl.arange(0, K), best)
 
 

@@ -1,0 +1,179 @@
+"""What `halfbyte bench` does once its options are read: run, print what was found, keep the record of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from halfbyte.bench import ceiling, records
+from halfbyte.bench import report as reports
+from halfbyte.bench.case import run
+
+SAME = ("device", "driver", "torch")  # of an environment, where rows of an earlier run may stand beside new ones
+
+
+def run_cases(bench: str, cases: Iterable[Any], device: torch.device, rounds: int, out: Path | None) -> None:
+    """Cases, beside the copy ceiling. Raises ValueError for wrong results, once everything is printed and kept."""
+    rows = []
+    torch.manual_seed(0)
+    say("measuring the copy ceiling")
+    copy, _ = ceiling.copy_bandwidth(device)
+    for case in cases:
+        say(f"{bench} {case.name}")
+        rows += run(case, rounds)
+        del case  # its inputs make room for those of the next
+    record = records.make_record(bench, device, rows, copy)
+    Console().print(reports.terminal_table(record))
+    _keep(record, out, device)
+    _check_right(record)
+
+
+def run_models(
+    bench: str,
+    method: str,
+    names: str,
+    rows_of: Callable[[str], Iterable[dict[str, Any]]],
+    table: Callable[[dict[str, Any]], Table],
+    device: torch.device,
+    out: Path | None,
+) -> None:
+    """Whole models, one by one. The record is kept after each: a large one that fails takes nothing with it."""
+    torch.manual_seed(0)
+    record = _empty_record(bench, method, device)
+    for name in names.split(","):
+        record["rows"] += rows_of(name.strip())
+        _keep(record, out, device)
+    Console().print(table(record))
+
+
+def run_recovery(cases: Sequence[Any], device: torch.device, out: Path | None) -> None:
+    """Cases of recovery. Raises ValueError for wrong tokens, once all is printed and kept."""
+    from halfbyte.bench import recover as bench
+
+    record = _empty_record("recover", bench.METHOD, device)
+    environment = record["environment"]
+    # All cases together take long. Those that ran before, on this machine as it is, stay in the record.
+    kept = _kept("recover", out, device)
+    if kept and all(kept["environment"].get(fact) == environment.get(fact) for fact in SAME):
+        names = {case.name for case in cases}
+        record["rows"] += [row for row in kept["rows"] if row["case"] not in names]
+    for case in cases:
+        facts = {"commit": environment["commit"]}
+        record["rows"] += [row | facts for row in bench.recover_rows(case, device, say)]
+        _keep(record, out, device)
+    Console().print(bench.terminal_table(record))
+    _check_right(record)
+
+
+def run_puzzle(rounds: int, repeats: int, out: Path | None) -> None:
+    """The puzzle on the current GPU. Raises ValueError where a check fails."""
+    from halfbyte.bench import puzzle
+
+    console = Console()
+    try:
+        result = puzzle.run_puzzle(rounds, repeats, say)
+    except AssertionError as error:
+        raise ValueError(f"a check failed, so nothing is reported: {error}") from error
+    device = torch.device("cuda", torch.cuda.current_device())
+    record = {
+        "bench": "puzzle",
+        "environment": records.environment(device),
+        "method": f"wall clock of {rounds} rounds, each 3 dequantizations with a synchronization after each; "
+        f"median of {repeats} runs in turn",
+        "options": [option.name for option in puzzle.OPTIONS],
+        "seconds": {name: [round(value, 4) for value in values] for name, values in result.seconds.items()},
+        "speedup": round(result.speedup, 4),
+        "points": dict(result.points),
+        "score": result.score,
+        "of": puzzle.TOTAL_POINTS,
+    }
+    for name, values in result.seconds.items():
+        console.print(f"{name:9} {'  '.join(f'{value:.3f}' for value in values)}   together {sum(values):.3f} s")
+    points = f"{result.score} of {puzzle.TOTAL_POINTS} points: {dict(result.points)}"
+    console.print(f"speed-up {result.speedup:.2f}; {points}")
+    _keep(record, out, device)
+
+
+def write_figures(results: Path, root: Path, check: bool) -> str:
+    """Put the records under `results` into the texts and plots of the tree at `root`; returns in words what was done.
+
+    check: write nothing. Raises ValueError then if a text does not agree with the records.
+    """
+    blocks = _blocks(results, None if check else root / "docs" / "figures")
+    texts = {root / reports.RESULTS: reports.results(blocks)}
+    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+        if path not in texts:
+            texts[path] = reports.fill(path.read_text(encoding="utf-8"), blocks)
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    told = ", ".join(map(str, stale))
+    if check and stale:
+        raise ValueError(f"figures in {told} are not those of the records; run: halfbyte bench report")
+    for path in stale:
+        path.write_text(texts[path], encoding="utf-8")
+    return f"{len(blocks)} records; " + (f"wrote {told}" if stale else "texts agree with them")
+
+
+def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
+    """The Markdown of every record, by device and bench; plots go to `figures`."""
+    from halfbyte.bench import recover, search, sweep, wholes
+    from halfbyte.roofline import markdown as roofline
+    from halfbyte.roofline import plot as roofline_plot
+
+    kinds: dict[str, tuple[Callable[..., str], Callable[..., None] | None]] = {
+        "puzzle": (reports.puzzle_markdown, None),
+        "linear": (sweep.markdown, sweep.plot),
+        "search": (search.markdown, None),
+        "decode": (wholes.markdown, wholes.plot),
+        "train": (partial(wholes.markdown, key="tokens"), None),
+        "recover": (recover.markdown, None),
+        "profile": (roofline.markdown, roofline_plot.roofline),
+    }
+    blocks: dict[str, str] = {}
+    for path in sorted(results.glob("*/*.json")):
+        record = records.read(path)
+        name = f"{path.parent.name}/{path.stem}"
+        text, plot = kinds.get(record["bench"], (reports.markdown_table, reports.plot))
+        blocks[name] = text(record)
+        if record["bench"] == "decode":
+            blocks[f"{name}-summary"] = wholes.summary(record)
+        if plot and figures is not None:
+            plot(record, figures / f"{path.parent.name}-{path.stem}.png")
+    return blocks
+
+
+def say(step: str) -> None:
+    """What is going on, on stderr. No spinner: its thread would compete with what is timed."""
+    print(f"{step} ...", file=sys.stderr, flush=True)
+
+
+def _empty_record(bench: str, method: str, device: torch.device) -> dict[str, Any]:
+    return {"bench": bench, "environment": records.environment(device), "method": method, "rows": []}
+
+
+def _keep(record: dict[str, Any], out: Path | None, device: torch.device) -> None:
+    if out is not None:
+        path = _path_of(record["bench"], out, device)
+        records.write(path, record)
+        Console().print(f"kept in {path}")
+
+
+def _kept(bench: str, out: Path | None, device: torch.device) -> dict[str, Any] | None:
+    """The record that an earlier run left."""
+    path = _path_of(bench, out, device) if out is not None else None
+    return records.read(path) if path is not None and path.exists() else None
+
+
+def _path_of(bench: str, out: Path, device: torch.device) -> Path:
+    return out / records.folder_of(device) / f"{bench}.json"
+
+
+def _check_right(record: dict[str, Any]) -> None:
+    if wrong := [row for row in record["rows"] if "error" in row]:
+        raise ValueError(f"wrong, and so not timed: {len(wrong)} of {len(record['rows'])} results; see the table")
