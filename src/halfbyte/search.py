@@ -55,8 +55,8 @@ def nearest(query: Tensor, candidates: Matrix, k: int = 1, *, group: Any = None)
     group: a torch.distributed group whose processes hold the candidates' rows between them; None for one process.
 
     Returns (distances fp32, rows int64), [k] or [P, k], ascending; of rows equally far the lower comes first, and NaN
-    is farthest. Exact: these are the first k of `distances` to one query, sorted. Nothing of size V is written for one
-    query; for several, two numbers for every 16 rows. Raises TypeError or ValueError.
+    is farthest. Exact: these are the first k of `distances` to one query, sorted. Meanwhile 4 bytes a row are written
+    for one query; for several, two numbers for every 16 rows. Raises TypeError or ValueError.
     """
     _check_search(query, candidates)
     rows = candidates.shape[0]

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from halfbyte.formats.weight import FLOAT_DTYPES
-from halfbyte.kernels.distance import merge, products, reference
+from halfbyte.kernels.distance import products, reference, select
 from halfbyte.kernels.distance import triton as distance
 from halfbyte.kernels.rank import reference as rank_reference
 from halfbyte.kernels.rank import triton as rank
@@ -86,32 +86,28 @@ def test_ties_infinities_and_nan(kernels: object, monkeypatch: pytest.MonkeyPatc
     assert least[0, 59].isnan()
 
 
-def test_many_lists_are_merged_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "MERGED", 4)
-    monkeypatch.setattr(merge, "SHARED", 4)
-    query, candidates = matrices(1, 1000, 8, torch.float32)
-    monkeypatch.setattr(distance.plans, "LISTS", 10**9)
-    _, rows = distance.nearest(query, candidates, 4)
-    assert torch.equal(rows, reference.first_of(exact(query, candidates), None, 4)[1])
-
-
-def listed(distances: Tensor, n: int, keep: int) -> Tensor:
-    """int64 [P, n, keep]: the best keys of each n-th of the distances, as `lists_kernel` would write them."""
-    p, v = distances.shape
-    keys = ~((distances.float().view(torch.int32).long() << 32) | torch.arange(v))
-    keys = torch.nn.functional.pad(keys, (0, -v % n), value=-(2**63)).reshape(p, n, -1)
-    return torch.nn.functional.pad(keys, (0, keep), value=-(2**63)).topk(keep).values.contiguous()
-
-
-@pytest.mark.parametrize(("v", "n", "k"), [(5, 3, 2), (2000, 100, 10), (600, 40, 16), (900, 300, 3), (2000, 64, 33)])
-@pytest.mark.parametrize("order", ["random", "nearest first", "equal"])
-def test_merged_lists(order: str, v: int, n: int, k: int) -> None:
-    """In any order few keys reach the floor; sorted or equal, more than are ranked."""
-    away = torch.rand(2, v)
-    away = away.sort(dim=1).values if order == "nearest first" else away.new_ones(2, v) if order == "equal" else away
-    least, rows = merge.merge(listed(away, n, triton.next_power_of_2(k)), -(-v // n), k)
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 1), (40, 1), (5, 2), (64, 16), (65, 16), (3000, 3), (2500, 10), (130, 100), (2100, 33)]
+)
+@pytest.mark.parametrize(
+    ("order", "keys"),
+    [("random", True), ("random", False), ("sorted", False), ("equal", False), ("in the groups' rhythm", False)],
+)
+def test_select(keys: bool, order: str, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In most orders few keys reach the floor; if the nearest are all of one group, more than there is room for."""
+    monkeypatch.setattr(select, "TAKEN", 512)
+    away = torch.rand(2, n + 3)[:, :n]
+    if order == "sorted":
+        away = away.sort(dim=1).values
+    elif order == "equal":
+        away = torch.ones(2, n)
+    elif order != "random":
+        away = away + torch.arange(n) % (2 * triton.next_power_of_2(k))
+    rows = torch.arange(n) * 3 if keys else torch.arange(n)
+    source = ~((away.contiguous().view(torch.int32).long() << 32) | rows) if keys else away
+    least, found = select.select(source, k)
     right, right_rows = reference.first_of(away, None, k)
-    assert torch.equal(rows, right_rows)
+    assert torch.equal(found, rows[right_rows])
     assert torch.equal(least, right)
 
 

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from halfbyte.kernels.distance import merge, products  # noqa: E402
+from halfbyte.kernels.distance import products, select  # noqa: E402
 from halfbyte.kernels.distance import triton as distance  # noqa: E402
 from halfbyte.kernels.rank import triton as rank  # noqa: E402
 
@@ -38,11 +38,10 @@ def examine(k: int) -> None:
 LAUNCHES: dict[str, Callable[[], object]] = {
     "distances bf16": lambda: distance.distances(*pair(1, BF16), empty(1, 32000)),
     "distances fp32 odd": lambda: distance.distances(*pair(1, F32, 4095), empty(1, 32000)),
-    "lists fp16, 1": lambda: distance.nearest(*pair(1, F16), 1),
-    "lists fp32, 10": lambda: distance.nearest(*pair(1, F32), 10),
-    "merge 1": lambda: merge.merge(empty(1, 900, 1, dtype=torch.int64), 32, 1),
-    "merge 10": lambda: merge.merge(empty(1, 900, 16, dtype=torch.int64), 32, 10),
-    "merge 128": lambda: merge.merge(empty(1, 900, 128, dtype=torch.int64), 32, 128),
+    "select 1": lambda: select.select(empty(1, 32000), 1),
+    "select 10": lambda: select.select(empty(1, 32000), 10),
+    "select 10 of few keys": lambda: select.select(empty(1, 512, dtype=torch.int64), 10),
+    "select 128": lambda: select.select(empty(1, 32000), 128),
     "products fp16": lambda: products.distances(*pair(64, F16), empty(64, 32000)),
     "products bf16": lambda: products.distances(*pair(64, BF16), empty(64, 32000)),
     "products fp32 odd": lambda: products.distances(*pair(5, F32, 4095), empty(5, 32000)),
@@ -73,7 +72,7 @@ def signature_of(value: object) -> str:
 def test_compiles(name: str, target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = facts_for(f"sm_{target}") if isinstance(target, int) else DeviceFacts("hip", 0, 304)
     kept: list[tuple[Any, ...]] = []
-    for module in (distance, products, merge, rank):
+    for module in (distance, products, select, rank):
         monkeypatch.setattr(module, "launch", lambda *launch: kept.append(launch))
         if hasattr(module, "facts_of"):
             monkeypatch.setattr(module, "facts_of", lambda index: facts)

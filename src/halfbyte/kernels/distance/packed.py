@@ -27,9 +27,8 @@ from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin
 from halfbyte.kernels.distance import packed_plan as plans
-from halfbyte.kernels.distance.keys import EMPTY, key_of, leading
-from halfbyte.kernels.distance.merge import merge
 from halfbyte.kernels.distance.packed_plan import PackedPlan
+from halfbyte.kernels.distance.select import select
 
 PACKING = 80  # the first target with cvt.rn.{bf16x2,f16x2}.f32
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -177,50 +176,24 @@ def distances_kernel(
     query, packed, scale, code, absmax, offset, codebook, out, n_queries, n_rows, n_parts, q_stride, o_stride,
     ROWS: tl.constexpr, PARTS: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
     NESTED: tl.constexpr, SHIFT: tl.constexpr, LOW_FIRST: tl.constexpr, FLUSH: tl.constexpr, DTYPE: tl.constexpr,
-    PTX: tl.constexpr, PACKS: tl.constexpr, STEPS: tl.constexpr,
+    PTX: tl.constexpr, PACKS: tl.constexpr, FOLLOWED: tl.constexpr,
 ):  # fmt: skip
     """query: [P, q_stride] words of fp32, as `_laid_out` makes them. packed: int32. A part is 32 * LOADS weights;
     n_parts: of a row. EVEN: PARTS divides them. BLOCK: 2**BLOCK parts share a scale. LOW_FIRST: the first weight of a
     byte is in its low nibble. FLUSH: products flush subnormal numbers to zero. DTYPE: of the dense weight.
 
     Queries are the faster side of the grid, so that programs next to each other read the same candidates."""
-    program = tl.program_id(0)
-    q = program % n_queries
-    table = _table(codebook, tl.arange(0, PARTS)[None, :], PTX)
-    for step in range(STEPS):
-        row = (program // n_queries * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        total = _sum_of_squares(
-            query + q * q_stride, packed, scale, code, absmax, offset, table, tl.minimum(row, n_rows - 1), n_parts,
-            ROWS, PARTS, LOADS, EVEN, BLOCK, NESTED, SHIFT, LOW_FIRST, FLUSH, DTYPE, PTX, PACKS,
-        )  # fmt: skip
-        tl.store(out + q.to(tl.int64) * o_stride + row, tl.sqrt_rn(total), mask=row < n_rows)
-
-
-@triton.jit
-def lists_kernel(
-    query, packed, scale, code, absmax, offset, codebook, lists, n_queries, n_rows, n_parts, q_stride, n_lists,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
-    NESTED: tl.constexpr, SHIFT: tl.constexpr, LOW_FIRST: tl.constexpr, FLUSH: tl.constexpr, DTYPE: tl.constexpr,
-    PTX: tl.constexpr, PACKS: tl.constexpr, STEPS: tl.constexpr, K: tl.constexpr, FOLLOWED: tl.constexpr,
-):  # fmt: skip
-    """int64 [P, n_lists, K]: the best keys of every ROWS * STEPS candidates. The rest as above."""
     if FOLLOWED:
         let_the_next_begin()
     program = tl.program_id(0)
     q = program % n_queries
-    piece = program // n_queries
-    table = _table(codebook, tl.arange(0, PARTS)[None, :], PTX)
-    keys = tl.full((STEPS, ROWS), EMPTY, tl.int64)
-    for step in range(STEPS):
-        row = (piece * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        total = _sum_of_squares(
-            query + q * q_stride, packed, scale, code, absmax, offset, table, tl.minimum(row, n_rows - 1), n_parts,
-            ROWS, PARTS, LOADS, EVEN, BLOCK, NESTED, SHIFT, LOW_FIRST, FLUSH, DTYPE, PTX, PACKS,
-        )  # fmt: skip
-        key = tl.where(row < n_rows, key_of(tl.sqrt_rn(total), row), EMPTY)
-        keys = tl.where(tl.arange(0, STEPS)[:, None] == step, key[None, :], keys)
-    best = leading(keys.reshape(STEPS * ROWS), K)
-    tl.store(lists + (q.to(tl.int64) * n_lists + piece) * K + tl.arange(0, K), best)
+    row = program // n_queries * ROWS + tl.arange(0, ROWS)
+    total = _sum_of_squares(
+        query + q * q_stride, packed, scale, code, absmax, offset, _table(codebook, tl.arange(0, PARTS)[None, :], PTX),
+        tl.minimum(row, n_rows - 1), n_parts,
+        ROWS, PARTS, LOADS, EVEN, BLOCK, NESTED, SHIFT, LOW_FIRST, FLUSH, DTYPE, PTX, PACKS,
+    )  # fmt: skip
+    tl.store(out + q.to(tl.int64) * o_stride + row, tl.sqrt_rn(total), mask=row < n_rows)
 
 
 def takes(q: QuantizedWeight, queries: int) -> bool:
@@ -234,10 +207,10 @@ def distances(query: Tensor, q: QuantizedWeight, out: Tensor, plan: PackedPlan |
     p, v = out.shape
     if p == 0 or v == 0:
         return
-    tile = plan or plans.plan(q.shape[1], q.block_size, 0)
+    tile = plan or plans.plan(q.shape[1], q.block_size)
 
     def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
-        return triton.cdiv(v, tile.rows * tile.steps) * p, _constants(q, tile, facts)
+        return triton.cdiv(v, tile.rows) * p, _constants(q, tile, facts)
 
     arguments = (*_arguments(query, q, tile, out), out.stride(0))
     launch(distances_kernel, out.get_device(), arguments, _key(q, tile), configure)
@@ -245,19 +218,9 @@ def distances(query: Tensor, q: QuantizedWeight, out: Tensor, plan: PackedPlan |
 
 def nearest(query: Tensor, q: QuantizedWeight, k: int, plan: PackedPlan | None = None) -> tuple[Tensor, Tensor]:
     """The k least distances, fp32 [P, k], ascending, and their rows, int64 [P, k]."""
-    p, v = len(query), q.shape[0]
-    keep = triton.next_power_of_2(k)
-    tile = plan or plans.plan(q.shape[1], q.block_size, keep)
-    pieces = triton.cdiv(v, tile.rows * tile.steps)
-    lists = query.new_empty((p, pieces, keep), dtype=torch.int64)
-    if p:
-
-        def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
-            return p * pieces, _constants(q, tile, facts) | {"K": keep, "FOLLOWED": facts.ptx >= SINCE}
-
-        arguments = (*_arguments(query, q, tile, lists), pieces)
-        launch(lists_kernel, lists.get_device(), arguments, (_key(q, tile), keep), configure)
-    return merge(lists, tile.rows * tile.steps, k)
+    away = query.new_empty((len(query), q.shape[0]), dtype=torch.float32)
+    distances(query, q, away, plan)
+    return select(away, k)
 
 
 def _arguments(query: Tensor, q: QuantizedWeight, tile: PackedPlan, out: Tensor) -> tuple[Tensor | int, ...]:
@@ -290,7 +253,8 @@ def _constants(q: QuantizedWeight, tile: PackedPlan, facts: DeviceFacts) -> dict
         "BLOCK": (q.block_size // part).bit_length() - 1, "NESTED": q.nested is not None,
         "SHIFT": q.nested.block_size.bit_length() - 1 if q.nested else 0, "LOW_FIRST": is_int4,
         "FLUSH": facts.ptx > 0 and not is_int4, "DTYPE": TYPES[q.dtype], "PTX": facts.ptx,
-        "PACKS": facts.ptx >= PACKING, "STEPS": tile.steps, "num_warps": tile.warps, "enable_fp_fusion": False,
+        "PACKS": facts.ptx >= PACKING, "FOLLOWED": facts.ptx >= SINCE, "num_warps": tile.warps,
+        "enable_fp_fusion": False,
     }  # fmt: skip
 
 

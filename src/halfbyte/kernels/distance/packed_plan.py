@@ -12,19 +12,18 @@ LOAD = 32  # weights in them; no scale block is smaller
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """rows: candidates a step. parts: that a tile is wide, one a thread and row. loads: of 32 weights, to a part.
-    steps: of a program, and so rows * steps candidates to a list of the nearest. warps: of a program."""
+    """rows: candidates a program. parts: that a tile is wide, one a thread and row. loads: of 32 weights, to a part.
+    warps: of a program."""
 
     rows: int
     parts: int
     loads: int
-    steps: int
     warps: int
 
 
 def is_valid(plan: PackedPlan, dims: int, block_size: int) -> bool:
     """True if the kernels compute the right thing under `plan`."""
-    sides = (plan.rows, plan.parts, plan.loads, plan.steps, plan.warps)
+    sides = (plan.rows, plan.parts, plan.loads, plan.warps)
     powers = all(side > 0 and side & (side - 1) == 0 for side in sides)
     return powers and plan.loads in (1, 2) and block_size % (LOAD * plan.loads) == 0 and dims % block_size == 0
 
@@ -35,14 +34,10 @@ def takes(q: QuantizedWeight) -> bool:
     return whole and q.numel // LOAD < 2**31 - 2**16 and q.packed.data_ptr() % 16 == 0
 
 
-def plan(dims: int, block_size: int, k: int) -> PackedPlan:
-    """The plan for candidates of `dims`; k: how many of the nearest a list keeps, or 0 for all distances."""
+def plan(dims: int, block_size: int) -> PackedPlan:
+    """The plan for candidates of `dims`."""
     loads = 2 if block_size >= 2 * LOAD else 1
-    parts = min(32, _power(dims // (LOAD * loads)))
-    height, steps = 16, 1
-    while steps * height < k:
-        steps *= 2
-    return PackedPlan(height, parts, loads, steps, 4)
+    return PackedPlan(16, min(32, _power(dims // (LOAD * loads))), loads, 4)
 
 
 def _power(value: int) -> int:

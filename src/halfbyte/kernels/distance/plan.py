@@ -1,7 +1,7 @@
 """Which tiles the distance kernels take: a pure function of sizes and device, from measurements on an H200.
 
-One query: a program sums `rows` candidates at a time, `dims` of their elements side by side. Several: `many` queries
-meet a tile of candidates in tensor cores. For the nearest rows a program makes one list of the best of `rows * steps`.
+One query: a program sums `rows` candidates, `dims` of their elements side by side. Several: `queries` of them meet a
+tile of candidates in tensor cores.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from dataclasses import dataclass
 from halfbyte.kernels.common.device import DeviceFacts
 
 PRODUCTS = 80  # the first target whose tensor cores Triton knows
-LISTS = 1024  # that one program merges at most
 GROUP = 16  # candidates that share a bound, where several queries look for the nearest
 
 
 @dataclass(frozen=True)
 class DirectPlan:
-    """rows: candidates a step. dims: elements of each at a time. steps: of a program that makes a list."""
+    """rows: candidates a program. dims: elements of each at a time."""
 
     rows: int
     dims: int
-    steps: int
     warps: int
 
 
@@ -46,21 +44,9 @@ def is_valid(plan: DirectPlan | ProductsPlan) -> bool:
 
 
 def direct(dims: int, itemsize: int) -> DirectPlan:
-    """The plan for the distances of one query, or a few. It sums as wide as `lists`, and so to the same bits."""
-    width = _width(dims, itemsize)
-    return DirectPlan(4096 // itemsize // width if width >= 128 else 16, width, 1, 4)
-
-
-def lists(rows: int, dims: int, itemsize: int, k: int) -> DirectPlan:
-    """The plan for lists of the k nearest of `rows` candidates."""
-    width = _width(dims, itemsize)
-    height = max(4, min(16, 2048 // width))
-    steps = 4 if itemsize == 2 else 8
-    while steps > 1 and rows < LISTS // 2 * steps * height and steps * height > k:
-        steps //= 2
-    while steps * height < k:
-        steps *= 2
-    return DirectPlan(height, width, steps, 4)
+    """The plan for one query, or a few."""
+    width = min(_power(dims), 2048 // itemsize)
+    return DirectPlan(4096 // itemsize // width if width >= 128 else 16, width, 4)
 
 
 def products(queries: int, itemsize: int, facts: DeviceFacts) -> ProductsPlan:
@@ -70,11 +56,6 @@ def products(queries: int, itemsize: int, facts: DeviceFacts) -> ProductsPlan:
     return ProductsPlan(
         128, width, 64 if large and itemsize == 2 else 16 if itemsize == 4 else 32, 4, 4 if large else 2
     )
-
-
-def _width(dims: int, itemsize: int) -> int:
-    """Elements of a row that are summed side by side."""
-    return min(_power(dims), 2048 // itemsize)
 
 
 def _power(value: int) -> int:

@@ -27,7 +27,7 @@ from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.distance import plan as plans
 from halfbyte.kernels.distance.keys import EMPTY, key_of, leading, merged
-from halfbyte.kernels.distance.merge import merge
+from halfbyte.kernels.distance.select import select
 from halfbyte.kernels.distance.sums import sum_of_squares
 
 CANCELLED = tl.constexpr(1.0 / 16)
@@ -222,7 +222,7 @@ def _examine(query: Tensor, candidates: Tensor, lower: Tensor, limits: Tensor, k
     strides = query.stride(0), candidates.stride(0)
     arguments = (query, candidates, lower, limits, lists, v, d, groups, n_lists, list_groups, *strides)
     launch(examine_kernel, lists.get_device(), arguments, (p, keep, query.dtype, candidates.dtype), configure)
-    return merge(lists, list_groups * plans.GROUP, k)
+    return select(lists.view(p, n_lists * keep), k)
 
 
 def _tile(query: Tensor, candidates: Tensor) -> tuple[plans.ProductsPlan, dict[str, Any]]:
