@@ -42,6 +42,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "select 10": lambda: select.select(empty(1, 32000), 10),
     "select 10 of few keys": lambda: select.select(empty(1, 512, dtype=torch.int64), 10),
     "select 128": lambda: select.select(empty(1, 32000), 128),
+    "select 100 of 100": lambda: select.select(empty(1, 100), 100),
     "products fp16": lambda: products.distances(*pair(64, F16), empty(64, 32000)),
     "products bf16": lambda: products.distances(*pair(64, BF16), empty(64, 32000)),
     "products fp32 odd": lambda: products.distances(*pair(5, F32, 4095), empty(5, 32000)),
