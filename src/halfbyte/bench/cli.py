@@ -28,8 +28,6 @@ Nested = Annotated[bool, typer.Option("--nested/--flat", help="Scales in one byt
 Rounds = Annotated[int, typer.Option(min=3, help="Samples of each provider; medians are reported.")]
 Out = Annotated[Path | None, typer.Option(help="Keep the record as OUT/<device>/<bench>.json.")]
 
-_say = runs.say
-
 
 @app.command()
 def dequantize(
@@ -124,7 +122,7 @@ def decode(
         "everything included"
     )
     settings = Settings(_counts(batch), context, new_tokens, rounds, layers)
-    rows_of = partial(decode_rows, device=where, settings=settings, say=_say)
+    rows_of = partial(decode_rows, device=where, settings=settings, say=runs.say)
     runs.run_models("decode", method, model, rows_of, wholes.terminal_table, where, out)
 
 
@@ -144,7 +142,7 @@ def train(
     where = _device(device)
     method = "wall clock of a step: rank 16 on every projection, gradient checkpointing, bf16 autocast, AdamW"
     settings = Settings(_counts(tokens), rounds, layers)
-    rows_of = partial(train_rows, device=where, settings=settings, say=_say)
+    rows_of = partial(train_rows, device=where, settings=settings, say=runs.say)
     runs.run_models("train", method, model, rows_of, partial(wholes.terminal_table, key="tokens"), where, out)
 
 

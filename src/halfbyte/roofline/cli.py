@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from halfbyte.bench.cli import Device, _counts, _device, _say
+from halfbyte.bench import runs
+from halfbyte.bench.cli import Device, _counts, _device
 
 if TYPE_CHECKING:
     import torch
@@ -102,9 +103,9 @@ def _profile(
     from halfbyte.roofline.run import facts_of
 
     torch.manual_seed(0)
-    limits = ceilings(device, anew=measure, say=_say)
-    facts = facts_of(name, device, settings, _say)
+    limits = ceilings(device, anew=measure, say=runs.say)
+    facts = facts_of(name, device, settings, runs.say)
     record = make_record(facts, limits, device)
     if counters is not False:
-        record = counted(record, device, required=bool(counters), say=_say)
+        record = counted(record, device, required=bool(counters), say=runs.say)
     return record, facts["runs"]
