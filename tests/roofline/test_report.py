@@ -166,11 +166,11 @@ def test_a_model_that_fails_half_way_leaves_nothing(
     attribute = run.attribute_cpu
     calls: list[int] = []
 
-    def fails(*arguments: Any) -> Any:
+    def fails(*arguments: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             raise ValueError("half-way")
-        return attribute(*arguments)
+        return attribute(*arguments, **named)
 
     monkeypatch.setattr(run, "attribute_cpu", fails)
     result = profile("--out", str(tmp_path / "deep" / "report"))
