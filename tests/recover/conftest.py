@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import halfbyte as hb
+
 transformers = pytest.importorskip("transformers")
 
 TEXT = Path(__file__).parents[2] / "LICENSE"  # a text that stays as it is
@@ -35,6 +37,22 @@ def llama(text: Tensor) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return model.eval()
+
+
+@pytest.fixture(scope="session")
+def accelerated(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same in bitsandbytes' NF4 and bf16, computed by halfbyte."""
+    pytest.importorskip("bitsandbytes")
+    folder = tmp_path_factory.mktemp("accelerated")
+    llama.save_pretrained(folder)
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
+    ).eval()
+    assert hb.accelerate(model).modules
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ BATCH = 64  # beyond the rows that any fused kernel of a CPU takes by itself
 
 
 @pytest.fixture(scope="module", params=["halfbyte", "bitsandbytes"])
-def packed(request: pytest.FixtureRequest, llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def packed(request: pytest.FixtureRequest, llama: Any) -> Any:
     """The small Llama in NF4 and bf16, with layers of our own, or bitsandbytes' accelerated."""
     if request.param == "halfbyte":
         model = copy.deepcopy(llama).bfloat16()
@@ -29,17 +29,7 @@ def packed(request: pytest.FixtureRequest, llama: Any, tmp_path_factory: pytest.
                     if isinstance(linear, torch.nn.Linear):
                         setattr(parent, name, hb.nn.Linear4bit.from_linear(linear))
         return model
-    pytest.importorskip("bitsandbytes")
-    folder = tmp_path_factory.mktemp("model")
-    llama.save_pretrained(folder)
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
-    ).eval()
-    assert hb.accelerate(model).modules
-    return model
+    return request.getfixturevalue("accelerated")
 
 
 def blocks_of(model: Any, batch_invariant: bool) -> Blocks:

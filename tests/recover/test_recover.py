@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import halfbyte as hb
 from halfbyte.recover import recover_tokens
 from halfbyte.recover import search as searches
 from halfbyte.recover.walk import Walk
@@ -66,20 +65,13 @@ def test_half_precision(llama: Any, prompt: Tensor, states_of: States, dtype: to
 
 
 @pytest.mark.filterwarnings("ignore:states of different tokens")  # so small a model in so few bits
-def test_bitsandbytes_weights_accelerated(llama: Any, prompt: Tensor, states_of: States, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    llama.save_pretrained(tmp_path)
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
-    ).eval()
-    assert hb.accelerate(model).modules
-    states = states_of(model, prompt)[-1]
+def test_bitsandbytes_weights_accelerated(llama: Any, accelerated: Any, prompt: Tensor, states_of: States) -> None:
+    states = states_of(accelerated, prompt)[-1]
     for policy in POLICIES:
-        assert recover_tokens(model, states, policy=policy, batch_invariant=True).tokens == tuple(prompt.tolist())
-    dense = recover_tokens(model, states_of(llama, prompt)[-1].bfloat16())  # of the weights before they were rounded
+        assert recover_tokens(accelerated, states, policy=policy, batch_invariant=True).tokens == tuple(prompt.tolist())
+    dense = recover_tokens(
+        accelerated, states_of(llama, prompt)[-1].bfloat16()
+    )  # of the weights before they were rounded
     assert not dense.ok
     assert dense.tokens == tuple(prompt[: len(dense.tokens)].tolist())
 

@@ -24,11 +24,12 @@ from halfbyte.kernels.common.floats import BITS
 from halfbyte.kernels.common.scales import scale_arguments
 from halfbyte.kernels.common.threads import parallel
 from halfbyte.kernels.distance.cpu import SUMS, by_lists, distance, grain, insert
+from halfbyte.kernels.distance.packed_plan import has_whole_blocks
 
 
 def takes(q: QuantizedWeight, queries: int) -> bool:
     """Whether these kernels are for q, however many the queries: its rows must be whole scale blocks."""
-    return len(q.shape) == 2 and q.shape[1] > 0 and q.shape[1] % q.block_size == 0
+    return has_whole_blocks(q)
 
 
 def distances(query: Tensor, q: QuantizedWeight, out: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.distance.plan import power_of_two
 
 WORDS = 4  # of 32 bits, that a thread reads at once
 LOAD = 32  # weights in them; no scale block is smaller
@@ -28,18 +29,17 @@ def is_valid(plan: PackedPlan, dims: int, block_size: int) -> bool:
     return powers and plan.loads in (1, 2) and block_size % (LOAD * plan.loads) == 0 and dims % block_size == 0
 
 
+def has_whole_blocks(q: QuantizedWeight) -> bool:
+    """Whether no scale block reaches from one row into the next."""
+    return len(q.shape) == 2 and q.shape[1] > 0 and q.shape[1] % q.block_size == 0
+
+
 def takes(q: QuantizedWeight) -> bool:
     """Whether rows are whole scale blocks, places fit into 32 bits, and bytes can be read 16 at a time."""
-    whole = len(q.shape) == 2 and q.shape[1] > 0 and q.shape[1] % q.block_size == 0
-    return whole and q.numel // LOAD < 2**31 - 2**16 and q.packed.data_ptr() % 16 == 0
+    return has_whole_blocks(q) and q.numel // LOAD < 2**31 - 2**16 and q.packed.data_ptr() % 16 == 0
 
 
 def plan(dims: int, block_size: int) -> PackedPlan:
     """The plan for candidates of `dims`."""
     loads = 2 if block_size >= 2 * LOAD else 1
-    return PackedPlan(16, min(32, _power(dims // (LOAD * loads))), loads, 4)
-
-
-def _power(value: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, value - 1).bit_length()
+    return PackedPlan(16, min(32, power_of_two(dims // (LOAD * loads))), loads, 4)

@@ -45,19 +45,19 @@ def is_valid(plan: DirectPlan | ProductsPlan) -> bool:
 
 def direct(dims: int, itemsize: int) -> DirectPlan:
     """The plan for one query, or a few."""
-    width = min(_power(dims), 2048 // itemsize)
+    width = min(power_of_two(dims), 2048 // itemsize)
     return DirectPlan(4096 // itemsize // width if width >= 128 else 16, width, 4)
 
 
 def products(queries: int, itemsize: int, facts: DeviceFacts) -> ProductsPlan:
     """The plan for several queries; itemsize: bytes of an element as tensor cores see it."""
-    width = max(16, min(64, _power(queries)))
+    width = max(16, min(64, power_of_two(queries)))
     large = facts.shared_memory >= 160_000
     return ProductsPlan(
         128, width, 64 if large and itemsize == 2 else 16 if itemsize == 4 else 32, 4, 4 if large else 2
     )
 
 
-def _power(value: int) -> int:
-    """The next power of two."""
+def power_of_two(value: int) -> int:
+    """The least that is not below."""
     return 1 << max(0, value - 1).bit_length()
