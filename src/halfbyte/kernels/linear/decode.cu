@@ -15,6 +15,9 @@
 // side by side along K hand their sums to the first of them through distributed shared memory. Sums are always added in
 // the same order, so the same input gives the same bits.
 //
+// The kernel may begin while the one ahead of it in the stream still runs: it builds its table, and then waits, for x and
+// for W, which may have been written just now. It lets the next one begin in the same way.
+//
 // Bulk copies move multiples of 16 bytes. Where the scales of a row are no such multiple and a CTA has all of K, those of
 // a whole tile come in one piece (WHOLE): 16 rows always are one, and so are the 4, 8 or 12 of a last tile.
 //
@@ -102,6 +105,8 @@ __device__ __forceinline__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32
 template <int J> __device__ __forceinline__ u32 look_up(u32 bytes, u32 column) {
   return load_word(__byte_perm(bytes, column, 0x7604 | (J << 4)));
 }
+
+__device__ __forceinline__ void wait_for_the_one_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 struct Ring {  // a position in a ring of `size` buffers, and the parity of its barriers there
   u32 at = 0, parity;
@@ -295,6 +300,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 1) decode(const _
   const u32 shared = u32(__cvta_generic_to_shared(memory)), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if ((shared & 0xffffffu) != BASE) __trap();  // in a cluster the top byte is the CTA's rank
   const u32 first_block = blockIdx.y * BLOCKS;
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) init(shared + FULL + 8 * s, 1), init(shared + EMPTY + 8 * s, WARPS * 32);
     for (int s = 0; s < SUMS; s++) init(shared + SUM_FULL + 8 * s, WARPS * 32), init(shared + SUM_EMPTY + 8 * s, 32);
@@ -304,16 +310,18 @@ extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 1) decode(const _
   if (CLUSTER > 1) sync_cluster(); else __syncthreads();
 
   if (warp == WARPS) {
+    wait_for_the_one_ahead();
     feed(a, shared, first_block, lane);
   } else {
     const u32 thread = warp < WARPS ? threadIdx.x : threadIdx.x - 32, threads = (WARPS + 1) * 32;  // without the feeder
-#if NESTED
-    for (u32 i = thread; i < 256; i += threads) store_float(shared + CODE + 4 * i, a.code[i]);
-#endif
     for (u32 i = thread; i < 256 * 32; i += threads) {
       const u32 byte = i / 32;
       store_word(shared + byte * TABLE_ROW + i % 32 * 4, pack(a.codebook[byte >> 4], a.codebook[byte & 15]));
     }
+    wait_for_the_one_ahead();
+#if NESTED
+    for (u32 i = thread; i < 256; i += threads) store_float(shared + CODE + 4 * i, a.code[i]);
+#endif
     asm volatile("bar.sync 1, %0;" ::"n"((WARPS + 1) * 32) : "memory");
     if (warp < WARPS) multiply(a, shared, first_block, warp, lane); else reduce(a, shared, lane);
   }

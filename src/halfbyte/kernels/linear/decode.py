@@ -153,7 +153,7 @@ def _launch(index: int, o: Operands, plan: DecodePlan, compiled: Variant) -> Lau
     """One compiled shape of decode.cu with its grid."""
     threads, shared = 32 * (plan.warps + 2), plan.shared_bytes(o.nested > 0)
     (function,) = kernels(index, compiled, (("decode", shared),))
-    launch = Launch(function, (1, plan.cluster), threads, shared, cluster=plan.cluster)
+    launch = Launch(function, (1, plan.cluster), threads, shared, cluster=plan.cluster, overlaps=True)
     launch.set_grid(min(launch.most_clusters(), -(-o.n // ROWS)), plan.cluster)
     return launch
 
