@@ -9,7 +9,7 @@ import torch
 from synthetic import record
 
 from halfbyte.roofline import counters, steps
-from halfbyte.roofline.counters import Refused
+from halfbyte.roofline.counters import Counted, Refused
 from halfbyte.roofline.names import NORMS, Label
 from halfbyte.roofline.work import Amount
 
@@ -111,12 +111,32 @@ def test_it_asks_what_it_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(counters, "find", lambda device: program(tmp_path, text))
     monkeypatch.setattr(counters, "_copied", lambda device: 50.0)
     monkeypatch.setattr(counters, "_ask", lambda program, found, device: (
-        counters.parse(counters.execute([program, *counters.options()])),
+        counters.parse(counters.execute([program, *counters.options(counters.EVERYWHERE)])),
         [("halfbyte", 1, [("gemm", Q)], {Q: Amount(100, 1, 100)})],
     ))  # fmt: skip
     found = counters.counted(record(q=1.0), CUDA, required=False, say=lambda _: None)
     assert found["counters"]["said"] == "bytes are computed from shapes, and counted by ncu"
     assert found["counters"]["copy"]["apart"] == 0.0
+
+
+def test_stalls_are_asked_of_those_that_take_longest() -> None:
+    kernels = [Counted(name, ns, 0, 0, {}) for name, ns in (("a", 1), ("mm<x>", 9), ("a", 2), ("copy_kernel", 99))]
+    assert counters.longest(kernels) == ["mm<x>", "a"]
+    many = [Counted(f"k{n}", n, 0, 0, {}) for n in range(50)]
+    assert counters.longest(many) == [f"k{n}" for n in range(49, 49 - counters.MOST_STALLS, -1)]
+    asked = counters.options(["x", "y"], ["mm", "a.b"])
+    assert asked[asked.index("--metrics") + 1] == "x,y"
+    assert asked[asked.index("--kernel-name") + 1] == r"regex:^(mm|a\.b)$"
+    assert "--kernel-name" not in counters.options(["x"])
+
+
+def test_stalls_go_to_the_same_call_of_a_kernel() -> None:
+    kernels = [Counted(name, ns, 7, 8, {}) for name, ns in (("a", 1), ("b", 2), ("a", 3), ("c", 4))]
+    stalled = [Counted(name, 0, 0, 0, {"wait": cycles}) for name, cycles in (("a", 1.0), ("a", 3.0), ("b", 2.0))]
+    found = counters.with_stalls(kernels, stalled)
+    assert [(k.name, k.ns, k.bytes, k.occupancy, k.stalls.get("wait")) for k in found] == [
+        ("a", 1, 7, 8, 1.0), ("b", 2, 7, 8, 2.0), ("a", 3, 7, 8, 3.0), ("c", 4, 7, 8, None)
+    ]  # fmt: skip
 
 
 def test_plans_travel_as_text() -> None:

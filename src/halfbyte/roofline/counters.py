@@ -1,20 +1,24 @@
 """What the hardware counted, joined to what was computed: bytes to and from memory, occupancy, stalls.
 
-`ncu` runs steps.py in a child and lists a line a kernel. Where there is no `ncu`, or it may not, the report says so and
-stands on bytes computed from shapes. Two checks come with it: the measured copy bandwidth against the counted bytes of
-a copy, and the computed bytes of weight products against the counted ones.
+`ncu` runs steps.py in a child and lists a line a kernel: all that fits into one look at a kernel for every one of them,
+and in a second child the stalls, which take several looks with all memory put back in between, for those that matter.
+Where there is no `ncu`, or it may not, the report says so and stands on bytes computed from shapes. Two checks come with
+it: the measured copy bandwidth against the counted bytes of a copy, and the computed bytes of weight products against
+the counted ones.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,8 @@ STALLS = (
 )  # fmt: skip
 TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
 OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
-METRICS = (TIME, READ, WRITTEN, OCCUPANCY, *(STALL.format(stall) for stall in STALLS))
+EVERYWHERE = (TIME, READ, WRITTEN, OCCUPANCY)
+MOST_STALLS = 12  # names of kernels, those that take longest, of which stalls are asked
 PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 LONGEST = 240  # seconds that ncu may take for a model
 MARK, COPY = "write_kernel", "copy_kernel"
@@ -92,7 +97,10 @@ def _ask(program: str, record: Mapping[str, Any], device: torch.device) -> tuple
         record["context"],
         str(device),
     )
-    kernels = parse(execute([program, *options(), sys.executable, "-m", "halfbyte.roofline.steps", plan.to_text()]))
+    child = [sys.executable, "-m", "halfbyte.roofline.steps", plan.to_text()]
+    kernels = parse(execute([program, *options(EVERYWHERE), *child]))
+    stalled = execute([program, *options([STALL.format(stall) for stall in STALLS], longest(kernels)), *child])
+    kernels = with_stalls(kernels, parse(stalled))
     known = []
     run.start_profiler(device)
     for step in steps.steps(plan):
@@ -102,13 +110,32 @@ def _ask(program: str, record: Mapping[str, Any], device: torch.device) -> tuple
     return kernels, known
 
 
-def options() -> list[str]:
-    """Of ncu: every counter of every kernel between start and stop, at the clocks as they are, from cold caches."""
+def options(metrics: Sequence[str], names: Collection[str] = ()) -> list[str]:
+    """Of ncu: these counters of every kernel between start and stop, or of those of such bare names, at the clocks as
+    they are, from cold caches."""
+    chosen = f"regex:^({'|'.join(map(re.escape, names))})$"
     return [
-        "--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(METRICS),
+        "--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(metrics),
         "--profile-from-start", "off", "--clock-control", "none", "--cache-control", "all",
-        "--target-processes", "application-only",
+        "--target-processes", "application-only", *(("--kernel-name", chosen) if names else ()),
     ]  # fmt: skip
+
+
+def longest(kernels: Iterable[Counted]) -> list[str]:
+    """The bare names under which most time was spent."""
+    times: Counter[str] = Counter()
+    for kernel in kernels:
+        if kernel.name not in (MARK, COPY):
+            times[kernel.name] += round(kernel.ns)
+    return [name for name, _ in times.most_common(MOST_STALLS)]
+
+
+def with_stalls(kernels: Sequence[Counted], stalled: Iterable[Counted]) -> list[Counted]:
+    """The kernels with their stalls: the n-th of a name is the n-th of that name in both lists."""
+    stalls: dict[str, deque[Mapping[str, float]]] = defaultdict(deque)
+    for kernel in stalled:
+        stalls[kernel.name].append(kernel.stalls)
+    return [replace(k, stalls=stalls[k.name].popleft()) if stalls[k.name] else k for k in kernels]
 
 
 def execute(command: Sequence[str]) -> str:
