@@ -2,9 +2,9 @@
 
 `ncu` runs steps.py in a child and lists a line a kernel: all that fits into one look at a kernel for every one of them,
 and in a second child the stalls, which take several looks with all memory put back in between, for those that matter.
-Where there is no `ncu`, or it may not, the report says so and stands on bytes computed from shapes. Two checks come with
-it: the measured copy bandwidth against the counted bytes of a copy, and the computed bytes of weight products against
-the counted ones.
+Where there is no `ncu`, or it may not, the report says so and stands on bytes computed from shapes. Two checks come
+with it: the measured copy bandwidth against the counted bytes of a copy, and the computed bytes of weight products
+against the counted ones.
 """
 
 from __future__ import annotations
