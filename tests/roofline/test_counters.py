@@ -110,7 +110,7 @@ def test_it_asks_what_it_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = page(("copy_kernel", 10, 260, 240), ("write_kernel", 1, 1, 1), ("gemm", 10, 95, 5))
     monkeypatch.setattr(counters, "find", lambda device: program(tmp_path, text))
     monkeypatch.setattr(counters, "_copied", lambda device: 50.0)
-    monkeypatch.setattr(counters, "_ask", lambda program, found, device: (
+    monkeypatch.setattr(counters, "_ask", lambda program, found, device, say: (
         counters.parse(counters.execute([program, *counters.options(counters.EVERYWHERE)])),
         [("halfbyte", 1, [("gemm", Q)], {Q: Amount(100, 1, 100)})],
     ))  # fmt: skip
