@@ -216,8 +216,8 @@ def _backend(operation: str, device_type: str) -> ModuleType:
 
 def _parts(q: QuantizedWeight) -> tuple[Tensor, Tensor, list[Tensor], str, tuple[int, ...], int, int]:
     """The weight as operators take it; library.py puts it together again."""
-    nested, nested_size = (list(q.nested[:3]), q.nested.block_size) if q.nested else ([], 0)
-    return q.packed, q.scale, nested, q.format, q.shape, q.block_size, nested_size
+    packed, scale, *nested = q.tensors
+    return packed, scale, nested, q.format, q.shape, q.block_size, q.nested.block_size if q.nested else 0
 
 
 def _is_plain(tensor: object) -> bool:

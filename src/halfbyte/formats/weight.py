@@ -73,7 +73,10 @@ class QuantizedWeight:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Every tensor the weight is made of."""
-        return (self.packed, self.scale, *(self.nested[:3] if self.nested else ()))
+        if self.nested is None:
+            return self.packed, self.scale
+        # Not a slice of `nested`: torch 2.8 cannot trace one.
+        return self.packed, self.scale, self.nested.code, self.nested.absmax, self.nested.offset
 
     @property
     def nbytes(self) -> int:
