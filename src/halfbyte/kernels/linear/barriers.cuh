@@ -1,5 +1,6 @@
-// What the kernels with bulk copies share: shared memory by address, barriers in it, copies that end at a barrier, and
-// the rounding of two sums. It is put ahead of their sources. Needs sm_90. Macros: FP16.
+// What the kernels with bulk copies share: shared memory by address, barriers in it, copies that end at a barrier, the
+// words of programmatic launch, and the rounding of two sums. It is put ahead of their sources. Needs sm_90.
+// Macros: FP16.
 
 typedef unsigned u32;
 typedef unsigned long long u64;
@@ -33,6 +34,11 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+
+// Until the kernel ahead in the stream is done, and all that it wrote can be read.
+__device__ __forceinline__ void wait_for_the_one_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// It begins when every CTA of this kernel has said so, or has ended.
+__device__ __forceinline__ void let_the_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Two fp32 numbers, rounded, the first in the low half.
 __device__ __forceinline__ u32 pack(float first, float second) {

@@ -106,8 +106,6 @@ template <int J> __device__ __forceinline__ u32 look_up(u32 bytes, u32 column) {
   return load_word(__byte_perm(bytes, column, 0x7604 | (J << 4)));
 }
 
-__device__ __forceinline__ void wait_for_the_one_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 struct Ring {  // a position in a ring of `size` buffers, and the parity of its barriers there
   u32 at = 0, parity;
   __device__ explicit Ring(u32 parity) : parity(parity) {}
@@ -300,7 +298,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 1) decode(const _
   const u32 shared = u32(__cvta_generic_to_shared(memory)), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if ((shared & 0xffffffu) != BASE) __trap();  // in a cluster the top byte is the CTA's rank
   const u32 first_block = blockIdx.y * BLOCKS;
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_the_next_begin();
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) init(shared + FULL + 8 * s, 1), init(shared + EMPTY + 8 * s, WARPS * 32);
     for (int s = 0; s < SUMS; s++) init(shared + SUM_FULL + 8 * s, WARPS * 32), init(shared + SUM_EMPTY + 8 * s, 32);

@@ -270,4 +270,5 @@ def macros(kind: Kind, plan: HopperPlan) -> dict[str, int]:
 @cache
 def source() -> str:
     folder = Path(__file__).parent
-    return read_sources(folder / "barriers.cuh", folder / "hopper.cu")
+    names = ("barriers.cuh", "hopper_work.cuh", "hopper_fetch.cuh", "hopper.cu")
+    return read_sources(*(folder / name for name in names))

@@ -1,0 +1,163 @@
+// How hopper.cu comes by W and x: one warpgroup asks for bytes, stages ahead of those that multiply, and decodes scales.
+// Needs hopper_work.cuh ahead of it.
+
+// A thread carries the scales of its rows of W through registers, ahead of their use: it must not wait for memory.
+// With VECTOR it loads 16 bytes a row, good for LOADED units; else one scale at a time.
+constexpr int SIZE = SCALES == 0 ? 1 : SCALES == 1 ? 4 : 2, SHARE = (ROWS + 127) / 128;
+constexpr int UNIT_BYTES = VECTOR ? (DEPTH >> LOG_BLOCK) * SIZE : SPANS * SIZE, LOADED = VECTOR ? 16 / UNIT_BYTES : 1;
+static_assert(!VECTOR || UNIT_BYTES == 4 || UNIT_BYTES == 8 || UNIT_BYTES == 16, "units begin at words");
+
+struct RawScales {  // as they lie in memory
+#if VECTOR
+  uint4 bytes;
+  float absmax;
+#else
+  u32 bits[SPANS];
+  float absmax[SCALES == 0 ? SPANS : 1];
+#endif
+};
+
+// Loads that stay where they are written: ahead of the bytes of W, behind which they would queue for microseconds.
+__device__ __forceinline__ float load_float(const float* from) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+}
+__device__ __forceinline__ uint4 load_16_bytes(const void* from) {
+  uint4 value;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "l"(from));
+  return value;
+}
+__device__ __forceinline__ u32 load_bits(const Arguments& a, u64 block) {
+#if SCALES == 0
+  return __ldg(static_cast<const unsigned char*>(a.scale) + block);
+#elif SCALES == 1
+  return __ldg(static_cast<const u32*>(a.scale) + block);
+#else
+  return __ldg(static_cast<const unsigned short*>(a.scale) + block);
+#endif
+}
+
+// Scales of row `row` from `k` on, which VECTOR rounds down to what is loaded at once.
+__device__ __forceinline__ RawScales load_scales(const Arguments& a, u32 row, u32 k) {
+  RawScales raw;
+#if VECTOR
+  const u64 block = (u64(min(row, a.n - 1)) * a.k + k / (LOADED * DEPTH) * (LOADED * DEPTH)) >> LOG_BLOCK;
+  raw.bytes = load_16_bytes(static_cast<const unsigned char*>(a.scale) + block * SIZE);
+  raw.absmax = SCALES == 0 ? load_float(a.absmax + (block >> 8)) : 0.0f;
+#else
+#pragma unroll
+  for (int s = 0; s < SPANS; s++) {
+    const bool exists = row < a.n && k + s * SPAN < a.k;
+    const u64 block = exists ? (u64(row) * a.k + k + s * SPAN) >> LOG_BLOCK : 0;
+    raw.bits[s] = exists ? load_bits(a, block) : 0;
+    if (SCALES == 0) raw.absmax[s] = exists ? __ldg(a.absmax + (block >> 8)) : 0.0f;
+  }
+#endif
+  return raw;
+}
+
+#if VECTOR
+__device__ __forceinline__ void next_unit(RawScales& raw) {
+  raw.bytes = UNIT_BYTES == 4 ? make_uint4(raw.bytes.y, raw.bytes.z, raw.bytes.w, 0) : make_uint4(raw.bytes.z, raw.bytes.w, 0, 0);
+}
+#endif
+
+__device__ __forceinline__ void store_scales(const RawScales& raw, float offset, u32 to, u32 column) {
+#if VECTOR
+  const u32 words[4] = {raw.bytes.x, raw.bytes.y, raw.bytes.z, raw.bytes.w};
+#endif
+#pragma unroll
+  for (int s = 0; s < SPANS; s++) {
+#if VECTOR
+    const int at = (s * SPAN >> LOG_BLOCK) * SIZE;
+    const u32 bits = words[at / 4] >> at % 4 * 8;
+    const float absmax = raw.absmax;
+#else
+    const u32 bits = raw.bits[s];
+    const float absmax = raw.absmax[SCALES == 0 ? s : 0];
+#endif
+#if SCALES == 0
+    const float value = __fadd_rn(__fmul_rn(load_code(__byte_perm(bits, column, 0x7604)), absmax), offset);
+#elif SCALES == 1
+    const float value = __uint_as_float(bits);
+#else
+    const float value = SCALES == 2 ? from_fp16(bits & 0xffff) : from_bf16(bits & 0xffff);
+#endif
+    store_word(to + s * ROWS * 4, __float_as_uint(value));
+  }
+}
+
+__device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const Place& place, u32 to, u32 full) {
+  expect(full, W_BYTES + X_BYTES);
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(to), "l"(map), "r"(place.depth * (DEPTH / 2)), "r"(place.row_tile * ROWS), "r"(full) : "memory");
+  wait_for_the_one_ahead();  // until x is arranged
+  const uint4* from = a.arranged + u64(place.column_tile * a.depth_units + place.depth) * (X_BYTES / 16);
+  copy(to + W_BYTES, from, X_BYTES, full);
+}
+
+__device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u32 last, u32 thread) {
+  const u32 column = thread % 32 * 4;
+  Place place(a, first), early = place;
+  RawScales now[SHARE], then[SHARE];  // of this unit, and of the next ones
+#pragma unroll
+  for (int i = 0; i < SHARE; i++) now[i] = load_scales(a, place.row_tile * ROWS + thread + 128 * i, place.depth * DEPTH);
+#if SCALES == 0
+  const float code[2] = {load_float(a.code + thread), load_float(a.code + thread + 128)}, offset = load_float(a.offset);
+#else
+  const float offset = 0;
+#endif
+  if (thread == 0) fetch_bytes(a, map, early, BASE + TILES, BASE + FULL);
+#if VECTOR
+  for (u32 i = 0; i < place.depth % LOADED; i++)
+#pragma unroll
+    for (int j = 0; j < SHARE; j++) next_unit(now[j]);
+#endif
+#if SCALES == 0
+  for (u32 half = 0; half < 2; half++)  // a warp's own values, a copy for every lane
+#pragma unroll 8
+    for (u32 i = 0; i < 32; i++) {
+      const float value = __shfl_sync(~0u, half ? code[1] : code[0], i);
+      store_word(BASE + (thread / 32 * 32 + i + half * 128) * TABLE_ROW + 128 + column, __float_as_uint(value));
+    }
+  asm volatile("bar.sync 1, 128;" ::: "memory");
+#endif
+  if (thread == 0)  // all but the first, whose arrival everybody waits for
+    for (u32 stage = 1; stage < STAGES && first + stage < last; stage++) {
+      early.next(a);
+      fetch_bytes(a, map, early, BASE + TILES + stage * (W_BYTES + X_BYTES), BASE + FULL + 8 * stage);
+    }
+  Ring ring(1);
+  bool has_next = false;
+  for (u32 unit = first; unit < last; unit++, ring.next()) {
+    const u32 full = BASE + FULL + 8 * ring.at, to = BASE + TILES + ring.at * (W_BYTES + X_BYTES);
+    // Which scales come next: of the next units along K, or of the next tile.
+    const u32 left = min(LOADED - place.depth % LOADED, a.depth_units - place.depth);
+    if (!has_next && unit + left < last) {
+      Place after = place;
+      after.depth += left - 1, after.next(a);
+#pragma unroll
+      for (int i = 0; i < SHARE; i++) then[i] = load_scales(a, after.row_tile * ROWS + thread + 128 * i, after.depth * DEPTH);
+      has_next = true;
+    }
+    wait(BASE + EMPTY + 8 * ring.at, ring.parity);
+    if (thread == 0 && unit - first >= STAGES) fetch_bytes(a, map, place, to, full);
+#pragma unroll
+    for (int i = 0; i < SHARE; i++)
+      if (thread + 128 * i < ROWS)
+        store_scales(now[i], offset, BASE + SCALE + ring.at * SCALE_BYTES + (thread + 128 * i) * 4, column);
+    arrive(full);
+    place.next(a);
+    if (left == 1) {
+#pragma unroll
+      for (int i = 0; i < SHARE; i++) now[i] = then[i];
+      has_next = false;
+    } else {
+#if VECTOR
+#pragma unroll
+      for (int i = 0; i < SHARE; i++) next_unit(now[i]);
+#endif
+    }
+  }
+}

@@ -1,0 +1,78 @@
+// What is to be done by hopper.cu, and where: sizes, the layout of shared memory, arguments, and units of work.
+// Macros and needs are those of hopper.cu.
+
+constexpr u32 BASE = 1024;       // where dynamic shared memory begins; `multiply` checks it
+constexpr u32 TABLE_ROW = 256;   // bytes: two weights for each lane, then the value of a scale byte for each lane
+constexpr int WARPS = 4 * GROUPS, ROWS = 64 * GROUPS, DEPTH = 256, SPANS = DEPTH / SPAN, STEPS = SPAN / 16;
+constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr u32 W_BYTES = ROWS * DEPTH / 2, X_BYTES = WIDTH * DEPTH * 2, SCALE_BYTES = SPANS * ROWS * 4;
+constexpr u32 BARRIERS = 256 * TABLE_ROW, TILES = BARRIERS + 1024, SCALE = TILES + STAGES * (W_BYTES + X_BYTES);
+static_assert(SCALE + STAGES * SCALE_BYTES == SHARED_BYTES, "hopper.py reckons with other sizes");
+constexpr u32 FULL = BARRIERS, EMPTY = FULL + 64;
+constexpr u32 SPAN_WORDS = SPAN / 2, OWN = SPAN / 8;  // two neighbouring k are a word: of a span, and of a quad's member
+constexpr int SUMS = WIDTH / 2;  // fp32 numbers a thread, of 16 rows of W and WIDTH columns a warp
+
+struct Arguments {
+  alignas(64) unsigned char map[128];  // the tensor map of packed
+  const void* scale;
+  const float *code, *absmax, *offset;
+  const unsigned short *x, *bias;  // bias: null for none
+  unsigned short* y;
+  uint4* arranged;
+  float* partial;
+  u32* counters;
+  u32 m, n, k, row_tiles, column_tiles, depth_units;  // depth_units: units of 256 along K
+  float unit, codebook[16];
+};
+
+__device__ __forceinline__ u32 load_word(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(value) : "r"(address), "n"(BASE));
+  return value;
+}
+__device__ __forceinline__ float load_code(u32 address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1 + %2];" : "=f"(value) : "r"(address), "n"(BASE + 128));
+  return value;
+}
+__device__ __forceinline__ u32 load_one(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
+__device__ __forceinline__ float from_fp16(u32 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
+  return value;
+}
+__device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+__device__ __forceinline__ float unpack(u32 bits) { return FP16 ? from_fp16(bits) : from_bf16(bits); }
+
+struct Ring {  // a position in a ring of STAGES buffers, and the parity of its barriers there
+  u32 at = 0, parity;
+  __device__ explicit Ring(u32 parity) : parity(parity) {}
+  __device__ void next() {
+    if (++at == STAGES) { at = 0; parity ^= 1; }
+  }
+};
+
+struct Place {  // a unit of work: which tile, and which part of K
+  u32 row_tile, column_tile, depth;
+  __device__ Place(const Arguments& a, u32 unit) {
+    const u32 tile = unit / a.depth_units;
+    depth = unit % a.depth_units;
+    row_tile = tile / a.column_tiles;
+    column_tile = tile % a.column_tiles;
+  }
+  __device__ void next(const Arguments& a) {
+    if (++depth < a.depth_units) return;
+    depth = 0;
+    if (++column_tile < a.column_tiles) return;
+    column_tile = 0;
+    row_tile++;
+  }
+};
+
+__device__ __forceinline__ u32 units_of(const Arguments& a) { return a.row_tiles * a.column_tiles * a.depth_units; }
+__device__ __forceinline__ u32 first_unit(u32 cta, u32 units) { return cta * units / gridDim.x; }
