@@ -69,9 +69,8 @@ def test_bitsandbytes_weights_accelerated(llama: Any, accelerated: Any, prompt: 
     states = states_of(accelerated, prompt)[-1]
     for policy in POLICIES:
         assert recover_tokens(accelerated, states, policy=policy, batch_invariant=True).tokens == tuple(prompt.tolist())
-    dense = recover_tokens(
-        accelerated, states_of(llama, prompt)[-1].bfloat16()
-    )  # of the weights before they were rounded
+    before_rounding = states_of(llama, prompt)[-1].bfloat16()
+    dense = recover_tokens(accelerated, before_rounding)
     assert not dense.ok
     assert dense.tokens == tuple(prompt[: len(dense.tokens)].tolist())
 
