@@ -53,6 +53,43 @@ def test_error_is_not_above_that_of_dequantize_and_linear(dtype: torch.dtype, sh
             assert error(ours, right) <= error(theirs, right) * (1.0 if m * n >= 1 << 14 else 1.5)
 
 
+@pytest.mark.parametrize("format", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [True, False])
+@sixteen_bits
+def test_several_weights_in_one_launch(dtype: torch.dtype, nested: bool, format: str) -> None:
+    """As accurate as one after the other, the same bits every time; weights differ in code, offset and bias."""
+    if facts_of(0).ptx < 90:
+        pytest.skip("decode.cu is for sm_90 and later")
+    for k, sizes in (
+        (4096, (4096, 1024, 1024)),
+        (5376, (4096, 2048, 2048)),
+        (5120, (25600, 25600)),
+        (8192, (8192, 64)),
+    ):
+        group = [
+            hb.quantize(torch.randn((n, k), device=DEVICE).to(dtype) / k**0.5, format, nested=nested) for n in sizes
+        ]
+        if nested:  # every weight with a code of its own
+            group = [
+                replace(q, nested=q.nested._replace(code=q.nested.code * (1 + part / 4)))
+                for part, q in enumerate(group)
+                if q.nested
+            ]
+        for m in (1, 2, 8):
+            x = torch.randn((m, k), device=DEVICE).to(dtype)
+            biases = [torch.randn(n, device=DEVICE).to(dtype) if part % 2 else None for part, n in enumerate(sizes)]
+            found = cuda.linear_group(x, group, biases)
+            assert found is not None
+            again = cuda.linear_group(x, group, biases)
+            assert again is not None
+            for y, other, q, bias in zip(found, again, group, biases, strict=True):
+                assert torch.equal(y, other)
+                exact, dense = hb.dequantize(q, torch.float32).double(), hb.dequantize(q)
+                right = x.double() @ exact.t() + (0 if bias is None else bias.double())
+                theirs = torch.nn.functional.linear(x, dense, bias)
+                assert error(y, right) <= error(theirs, right) * (1.0 if y.numel() >= 1 << 14 else 1.5)
+
+
 @sixteen_bits
 @pytest.mark.parametrize("nested", [True, False])
 def test_identity_gives_the_decoded_weights(nested: bool, dtype: torch.dtype) -> None:

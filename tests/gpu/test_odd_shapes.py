@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte.kernels.linear import cuda
 
 SHAPES = ((1, 1), (1, 63), (3, 21), (5, 65), (2, 1024), (1, 2049), (17, 127), (33, 4099), (129, 1000))
 
@@ -50,6 +51,21 @@ def test_linear(shape: tuple[int, int]) -> None:
         y = hb.linear(x, q, bias)
         right = x.float() @ exact.t() + (0.0 if bias is None else bias.float())
         assert float((y.float() - right).norm() / right.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("k", [256, 1024, 5376, 9216])
+def test_linear_of_several_weights(k: int) -> None:
+    """Weights that end within a tile, one behind the other, K over one CTA and over a cluster."""
+    weights = [hb.quantize(torch.randn((n, k), device="cuda").bfloat16() / k**0.5) for n in (68, 4, 20)]
+    for group in (weights, weights[:2]):
+        for m in (1, 5, 8):
+            x = torch.randn((m, k), device="cuda").bfloat16()
+            biases = [torch.randn(q.shape[0], device="cuda").bfloat16() if m % 2 else None for q in group]
+            found = cuda.linear_group(x, group, biases)
+            assert found is not None
+            for y, q, bias in zip(found, group, biases, strict=True):
+                right = x.float() @ hb.dequantize(q, torch.float32).t() + (0.0 if bias is None else bias.float())
+                assert float((y.float() - right).norm() / right.norm()) < 4e-3
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (7, 63), (33, 320), (129, 1088), (200, 2304)])

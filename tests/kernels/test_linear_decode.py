@@ -1,6 +1,7 @@
 """The CUDA product's plans, and that its source compiles for every target that has the instructions, GPU or not."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear import decode
 from halfbyte.kernels.linear.codebook import FACTORS
 from halfbyte.kernels.linear.decode import MOST_ROWS, DecodePlan, decode_plan, is_valid, macros, source
+from halfbyte.kernels.linear.operands import Operands
 
 H200 = DeviceFacts("cuda", 90, 132, 232448)
 MODELS = ((28672, 8192), (8192, 28672), (14336, 4096), (4096, 14336), (1024, 4096), (25600, 5120), (5120, 25600))
@@ -51,6 +53,7 @@ def test_models_have_plans(shape: tuple[int, int]) -> None:
 def test_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     shapes = (*MODELS[:4], (21504, 5376))
     plans = {decode_plan(m, *shape, True, H200) for m in (1, 16, 32) for shape in shapes} - {None}
+    plans |= {decode_plan(8, *shape, True, H200, parts) for parts in (2, 3) for shape in shapes[2:]} - {None}
     for plan in plans:
         for nested in (True, False):
             code = nvrtc.compile_cubin(source(), capability, macros(dtype, nested, plan.cluster % 2 == 0, plan))
@@ -88,6 +91,25 @@ def test_a_plan_that_leaves_part_of_k_is_not_valid() -> None:
     assert not is_valid(DecodePlan(1, 11, 8, 2, 1), 64, 5376, True, H200)
     assert not is_valid(DecodePlan(1, 8, 8, 2, 2, whole=True), 64, 5376, True, H200)
     assert not is_valid(DecodePlan(1, 11, 8, 2, 1, whole=True), 64, 5440, True, H200)
+
+
+@given(
+    m=st.integers(0, 40),
+    sizes=st.lists(st.integers(1, 2000).map(lambda n: 4 * n), min_size=1, max_size=4),
+    k=st.integers(1, 64).map(lambda k: 256 * k),
+    nested=st.booleans(),
+)
+def test_every_group_plan_is_valid(m: int, sizes: list[int], k: int, nested: bool) -> None:
+    scale = torch.uint8 if nested else torch.float32
+    group = [Operands(torch.bfloat16, n, k, "nf4", 64, scale, 256 if nested else 0) for n in sizes]
+    plan = decode.find_group_plan(m, group, H200)
+    if plan is not None:
+        assert plan.parts == len(sizes) > 1
+        assert all(is_valid(plan, n, k, nested, H200) for n in sizes)
+        assert 1 <= m <= 8 * plan.columns
+        alone = decode_plan(m, sum(sizes), k, nested, H200)
+        assert alone is not None
+        assert plan.shared_bytes(nested) == replace(plan, parts=1).shared_bytes(nested) + 1024 * (len(sizes) - 1)
 
 
 def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import gc
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
@@ -42,6 +42,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.like: QuantizedWeight
+        self.group: list[QuantizedWeight] = []  # the weights of one launch, where it is not `like` alone
         self.dtype = BF16
         self.names = [b""]
         self.seen: list[tuple[Any, int]] = []  # kernel and rows of x
@@ -71,27 +72,47 @@ class Driver:
         kernel = KERNELS.get(self.names[function.value])
         if kernel is None:  # what comes before or after the product
             return 0
+        if kernel is decode:
+            self._decode(ctypes.string_at(parameters[0], 640))
+            return 0
         first, *rest = struct.unpack_from("".join(kernel.LAYOUT), ctypes.string_at(parameters[0], 320))
         packed = struct.unpack_from("Q", first)[0] if kernel is hopper else first
-        scale, code, absmax, offset = rest[:4]
         x, bias, out = rest[5:8] if kernel is exact else rest[4:7]
         changing = len(struct.unpack(kernel.LAYOUT[1], bytes(struct.calcsize(kernel.LAYOUT[1]))))
         m, n, k = rest[(5 if kernel is exact else 4) + changing - 1 :][:3]
         self.seen.append((kernel, m))
-        like = self.like
-        assert (n, k) == like.shape
-        parts = [
-            memory(packed, like.packed.shape, like.packed.dtype),
-            memory(scale, like.scale.shape, like.scale.dtype),
-        ]
+        assert (n, k) == self.like.shape
+        self._multiply(self.like, (packed, *rest[:4]), m, x, bias, out)
+        return 0
+
+    def _decode(self, arguments: bytes) -> None:
+        group = self.group or [self.like]
+        parts = len(group)
+        values = struct.unpack_from("".join(decode.layout(parts)), arguments)
+        x, *results, m = values[5 * parts : 7 * parts + 2]
+        sizes, (tiles, k) = values[7 * parts + 2 : 9 * parts + 2], values[9 * parts + 2 : 9 * parts + 4]
+        assert sizes[:parts] == tuple(like.shape[0] for like in group)
+        counts = [-(-n // 16) for n in sizes[:parts]]
+        assert sizes[parts:] == tuple(sum(counts[:part]) for part in range(parts))
+        assert (tiles, k) == (sum(counts), group[0].shape[1])
+        self.seen.append((decode, m))
+        for part, like in enumerate(group):
+            self._multiply(like, values[5 * part : 5 * part + 5], m, x, *results[2 * part : 2 * part + 2])
+
+    def _multiply(self, like: QuantizedWeight, addresses: Sequence[int], m: int, x: int, bias: int, out: int) -> None:
+        packed, scale, *of_nested = addresses
+        n, k = like.shape
         nested = like.nested
         if nested:
-            there = (memory(at, tuple(t.shape), F32) for at, t in zip((code, absmax, offset), nested[:3], strict=True))
+            there = (memory(at, tuple(t.shape), F32) for at, t in zip(of_nested, nested[:3], strict=True))
             nested = NestedScale(*there)
-        dense = hb.dequantize(replace(like, packed=parts[0], scale=parts[1], nested=nested), F32)
+        parts = {
+            "packed": memory(packed, like.packed.shape, like.packed.dtype),
+            "scale": memory(scale, like.scale.shape, like.scale.dtype),
+        }
+        dense = hb.dequantize(replace(like, **parts, nested=nested), F32)
         y = linear_exact(memory(x, (m, k), self.dtype), dense, memory(bias, (n,), self.dtype) if bias else None)
         memory(out, (m, n), self.dtype).copy_(y)
-        return 0
 
 
 @pytest.fixture
@@ -167,6 +188,50 @@ def test_every_kernel(
             assert again.data_ptr() != y.data_ptr()
             assert cuda.again(x.view(m, k), q, bias, False).shape == (m, n)
     assert {found for found, _ in gpu.seen} == {kernel}
+
+
+@pytest.mark.parametrize("biased", [(), (1,), (0, 1, 2)])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_group(gpu: Driver, nested: bool, biased: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
+    gpu.group = [make(n, 1024, nested=nested) for n in (64, 20, 4)]
+    for m in (1, 8, 1, 3):
+        x = torch.randn(m, 1, 1024).bfloat16()
+        biases = [torch.randn(q.shape[0]).bfloat16() if part in biased else None for part, q in enumerate(gpu.group)]
+        for _ in range(2):
+            found = cuda.linear_group(x, gpu.group, biases)
+            assert found is not None
+            for y, q, bias in zip(found, gpu.group, biases, strict=True):
+                assert y.shape == (m, 1, q.shape[0])
+                assert torch.equal(y, right(x, q, bias))
+    assert [m for _, m in gpu.seen] == [1, 1, 8, 8, 1, 1, 3, 3]
+    moved = gpu.group[1].packed.data.clone()
+    old, gpu.group[1].packed.data = gpu.group[1].packed.data, moved
+    old.zero_()
+    found = cuda.linear_group(x, gpu.group, biases)
+    assert found is not None
+    assert torch.equal(found[1], right(x, gpu.group[1], biases[1]))
+
+
+def test_what_is_no_group(gpu: Driver) -> None:
+    weights, x = [make(n, 1024) for n in (64, 32)], torch.randn(2, 1024).bfloat16()
+    bias = torch.randn(33).bfloat16()[1:]
+    for no in (
+        (x.float(), weights, [None, None]),
+        (x, [weights[0], make(33, 1024)], [None, None]),
+        (x, [weights[0], make(32, 1024, nested=False)], [None, None]),
+        (x, [weights[0], make(32, 1024, format="fp4")], [None, None]),
+        (x, [weights[0], make(32, 1024, block_size=128)], [None, None]),
+        (x, weights * 2, [None] * 4),
+        (x, weights[:1], [None]),
+        (x, weights, [None, bias]),
+        (shifted(x), weights, [None, None]),
+        (x.t().contiguous().t(), weights, [None, None]),
+        (torch.randn(9, 1024).bfloat16(), weights, [None, None]),
+        (x[:0], weights, [None, None]),
+    ):
+        assert cuda.linear_group(*no) is None
+    assert not gpu.seen
 
 
 def test_tensor_with_and_without_splits(ampere: Driver) -> None:

@@ -8,7 +8,7 @@ exact    CUDA cores: whatever is left, fp32 x above all
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -69,6 +69,17 @@ def _is_lighter(plan: decode.DecodePlan, m: int, n: int, k: int) -> bool:
     if k <= 5376:
         return m <= 8 and n * k < 1 << 27
     return m <= 4 and n * k < 1 << 26 and plan.cluster > 1
+
+
+@lru_cache(1 << 14)
+def choose_group(m: int, group: tuple[Operands, ...], facts: DeviceFacts) -> decode.DecodePlan | None:
+    """How x [m, K] is multiplied with several weights in one launch, or None where one after the other is faster."""
+    plan = decode.find_group_plan(m, group, facts)
+    numel = sum(o.n * o.k for o in group)
+    if plan is None or facts.ptx > 90:
+        return plan
+    # `hopper` starts later and then reads faster: it would have to be far ahead to make up for several launches.
+    return plan if m <= 8 and (group[0].k <= 5376 or numel < 1 << 27) else None
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
@@ -144,6 +155,42 @@ def again(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: b
     out = x.new_empty((*sides[:-1], n))
     product(torch._C._cuda_getCurrentRawStream(index), at, bias_at, out.data_ptr(), x.numel() // k)
     return out
+
+
+def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """[x @ W.T + bias] for several weights of the same K in one launch, or None where there is no such launch, or
+    single ones are faster.
+
+    x, biases: any plain tensors that need no gradients, and fit. x [..., K]; returns [..., N] for each.
+    """
+    index, sides = x.get_device(), x.shape
+    m = x.numel() // max(sides[-1], 1)
+    if torch._C._cuda_getDevice() != index or not x.is_contiguous() or x.is_neg() or x.data_ptr() % ALIGNED:
+        return None
+    for bias in biases:
+        if bias is not None and (not bias.is_contiguous() or bias.is_neg() or bias.data_ptr() % ALIGNED):
+            return None
+    key = ("group", m, *(_key(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)))
+    (product,) = prepared(key, lambda: (_group_product(m, x, weights, biases),))
+    if product is None:
+        return None
+    out = [x.new_empty((*sides[:-1], q.shape[0])) for q in weights]
+    results = []
+    for bias, y in zip(biases, out, strict=True):
+        results += [0 if bias is None else bias.data_ptr(), y.data_ptr()]
+    product(torch._C._cuda_getCurrentRawStream(index), x.data_ptr(), results)
+    return out
+
+
+def _group_product(
+    m: int, x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
+) -> decode.GroupProduct | None:
+    facts = facts_of(x.get_device())
+    if m == 0 or facts.ptx == 0 or not has_compiler():
+        return None
+    group = tuple(operands_of(x, q, bias) for q, bias in zip(weights, biases, strict=True))
+    plan = choose_group(m, group, facts)
+    return decode.group_product(x.device, m, group, list(map(addresses, weights)), plan) if plan else None
 
 
 def _key(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Hashable:

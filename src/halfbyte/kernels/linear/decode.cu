@@ -15,6 +15,9 @@
 // side by side along K hand their sums to the first of them through distributed shared memory. Sums are always added in
 // the same order, so the same input gives the same bits.
 //
+// One launch may take several weights of the same K and format: their tiles lie one behind the other, rows of a tile are
+// of one weight, and all read the same x. So q, k and v of an attention start from cold once.
+//
 // The kernel may begin while the one ahead of it in the stream still runs: it builds its table, and then waits, for x and
 // for W, which may have been written just now. It lets the next one begin in the same way.
 //
@@ -22,7 +25,7 @@
 // a whole tile come in one piece (WHOLE): 16 rows always are one, and so are the 4, 8 or 12 of a last tile.
 //
 // Needs barriers.cuh ahead of it, sm_90, N % 4 == 0, blocks of 64, packed and scales aligned to 16 bytes; for K see
-// decode.py. Macros: COLUMNS, WARPS, SLICE, STAGES, CLUSTER, WHOLE, NESTED, FP16, BIAS, SHARED_BYTES.
+// decode.py. Macros: COLUMNS, WARPS, SLICE, STAGES, CLUSTER, WHOLE, PARTS, NESTED, FP16, BIAS, SHARED_BYTES.
 
 constexpr u32 BASE = 1024;         // where dynamic shared memory begins on sm_90 and later; checked below
 constexpr u32 TABLE_ROW = 256;     // bytes: a word for each lane, in the lower half
@@ -38,7 +41,7 @@ constexpr u32 SUM_WARP = 8 * COLUMNS * SUM_COLUMN;
 constexpr u32 SENT = COLUMNS * 512;                   // bytes of one CTA's sums on their way to the first
 
 constexpr u32 CODE = 256 * TABLE_ROW;
-constexpr u32 BARRIERS = CODE + 1024;
+constexpr u32 BARRIERS = CODE + 1024 * PARTS;
 constexpr u32 SUM = BARRIERS + 256;
 constexpr u32 SLOT = SUM + SUMS * WARPS * SUM_WARP;
 constexpr u32 TILES = SLOT + SLOTS * (CLUSTER - 1) * SENT;
@@ -114,35 +117,54 @@ struct Ring {  // a position in a ring of `size` buffers, and the parity of its 
   }
 };
 
-struct Arguments {
+struct Weight {
   const unsigned char* packed;
   const unsigned char* scale;   // u8 with NESTED, else fp32
   const float *code, *absmax, *offset;
-  const unsigned short *x, *bias;
+};
+struct Result {
+  const unsigned short* bias;  // null for none
   unsigned short* y;
-  u32 m, n, k;
+};
+struct Arguments {
+  Weight weight[PARTS];
+  const unsigned short* x;
+  Result result[PARTS];
+  u32 m, n[PARTS], first_tile[PARTS], tiles, k;
   float unit, codebook[16];
 };
 
+struct Tile {  // of which weight, and its first row there
+  u32 part = 0, row;
+  __device__ __forceinline__ Tile(const Arguments& a, u32 tile) {
+#pragma unroll
+    for (int i = 1; i < PARTS; i++) part += tile >= a.first_tile[i];
+    row = (tile - (PARTS > 1 ? a.first_tile[part] : 0)) * ROWS;
+  }
+};
+
 __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_block, u32 lane) {
-  const u32 row_blocks = a.k / 64, blocks = min(BLOCKS, row_blocks - first_block), tiles = (a.n + ROWS - 1) / ROWS;
+  const u32 row_blocks = a.k / 64, blocks = min(BLOCKS, row_blocks - first_block);
   Ring ring(1);
-  for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, ring.next(STAGES)) {
-    const u32 full = shared + FULL + 8 * ring.at, to = shared + TILES + ring.at * STAGE, rows = min(ROWS, a.n - tile * ROWS);
+  for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, ring.next(STAGES)) {
+    const Tile tile(a, number);
+    const Weight& w = a.weight[tile.part];
+    const u32 full = shared + FULL + 8 * ring.at, to = shared + TILES + ring.at * STAGE;
+    const u32 rows = min(ROWS, a.n[tile.part] - tile.row);
     wait(shared + EMPTY + 8 * ring.at, ring.parity);
     if (lane == 0) expect(full, rows * blocks * (BLOCK_BYTES + SCALE_BYTES));
     __syncwarp();
     if (lane < rows) {
-      const u64 block = u64(tile * ROWS + lane) * row_blocks + first_block;
-      copy(to + lane * W_ROW, a.packed + block * BLOCK_BYTES, blocks * BLOCK_BYTES, full);
-      if (!WHOLE) copy(to + ROWS * W_ROW + lane * SCALE_ROW, a.scale + block * SCALE_BYTES, blocks * SCALE_BYTES, full);
-      if (WHOLE && lane == 0) copy(to + ROWS * W_ROW, a.scale + block * SCALE_BYTES, rows * blocks * SCALE_BYTES, full);
+      const u64 block = u64(tile.row + lane) * row_blocks + first_block;
+      copy(to + lane * W_ROW, w.packed + block * BLOCK_BYTES, blocks * BLOCK_BYTES, full);
+      if (!WHOLE) copy(to + ROWS * W_ROW + lane * SCALE_ROW, w.scale + block * SCALE_BYTES, blocks * SCALE_BYTES, full);
+      if (WHOLE && lane == 0) copy(to + ROWS * W_ROW, w.scale + block * SCALE_BYTES, rows * blocks * SCALE_BYTES, full);
     }
   }
 }
 
 __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 warp, u32 lane) {
-  const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64, tiles = (a.n + ROWS - 1) / ROWS;
+  const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64;
   const u32 column = lane * 4 | (shared & 0xff000000u), my_block = first_block + warp * SLICE;
   uint2 x[COLUMNS][SLICE][4];
 #pragma unroll
@@ -157,19 +179,25 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
         x[c][b][step] = exists ? *reinterpret_cast<const uint2*>(a.x + at) : make_uint2(0, 0);
       }
 #if NESTED
-  const float offset = *a.offset;
+  float offsets[PARTS];
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) offsets[i] = *a.weight[i].offset;
 #endif
   Ring ring(0), sums(1);
-  for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, ring.next(STAGES), sums.next(SUMS)) {
+  for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, ring.next(STAGES), sums.next(SUMS)) {
+    const Tile tile(a, number);
     // Each lane of a quad decodes the scales of every fourth block, for its rows `group` and `group + 8`.
     float scale[2][SLICE / 4];
 #if NESTED
+    float offset = offsets[0];
+#pragma unroll
+    for (int i = 1; i < PARTS; i++) offset = tile.part == i ? offsets[i] : offset;
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int q = 0; q < SLICE / 4; q++) {
-        const u32 row = min(tile * ROWS + group + 8 * half, a.n - 1), block = min(my_block + 4 * q + member, row_blocks - 1);
-        scale[half][q] = __ldg(a.absmax + ((u64(row) * row_blocks + block) >> 8));
+        const u32 row = min(tile.row + group + 8 * half, a.n[tile.part] - 1), block = min(my_block + 4 * q + member, row_blocks - 1);
+        scale[half][q] = __ldg(a.weight[tile.part].absmax + ((u64(row) * row_blocks + block) >> 8));
       }
 #endif
     wait(shared + FULL + 8 * ring.at, ring.parity);
@@ -183,7 +211,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
         const u32 pitch = WHOLE ? row_blocks * SCALE_BYTES : SCALE_ROW;
         const u32 at = stage + ROWS * W_ROW + (group + 8 * half) * pitch + block * SCALE_BYTES;
 #if NESTED
-        const float value = load_float(shared + CODE + 4 * load_byte(at));
+        const float value = load_float(shared + CODE + 1024 * tile.part + 4 * load_byte(at));
         const float decoded = __fadd_rn(__fmul_rn(value, scale[half][q]), offset);
 #else
         const float decoded = load_float(at);
@@ -232,9 +260,9 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
 }
 
 __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane) {
-  const u32 tiles = (a.n + ROWS - 1) / ROWS, rank = blockIdx.y, column = lane / 4, four = lane % 4;
+  const u32 rank = blockIdx.y, column = lane / 4, four = lane % 4;
   Ring sums(0), slot(0);
-  for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, sums.next(SUMS), slot.next(SLOTS)) {
+  for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, sums.next(SUMS), slot.next(SLOTS)) {
     wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
     float4 total[COLUMNS];
 #pragma unroll
@@ -279,16 +307,18 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane)
       asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(empty, lane)) : "memory");
 #endif
 
-    const u32 row = tile * ROWS + 4 * four;
+    const Tile tile(a, number);
+    const Result& to = a.result[tile.part];
+    const u32 row = tile.row + 4 * four, n = a.n[tile.part];
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++)
-      if (8 * c + column < a.m && row < a.n) {
-#if BIAS
-        const ushort4 b = *reinterpret_cast<const ushort4*>(a.bias + row);
-        total[c].x += unpack(b.x), total[c].y += unpack(b.y), total[c].z += unpack(b.z), total[c].w += unpack(b.w);
-#endif
+      if (8 * c + column < a.m && row < n) {
+        if (BIAS && to.bias) {
+          const ushort4 b = *reinterpret_cast<const ushort4*>(to.bias + row);
+          total[c].x += unpack(b.x), total[c].y += unpack(b.y), total[c].z += unpack(b.z), total[c].w += unpack(b.w);
+        }
         const uint2 words = make_uint2(pack(total[c].x, total[c].y), pack(total[c].z, total[c].w));
-        *reinterpret_cast<uint2*>(a.y + u64(8 * c + column) * a.n + row) = words;
+        *reinterpret_cast<uint2*>(to.y + u64(8 * c + column) * n + row) = words;
       }
   }
 }
@@ -318,7 +348,9 @@ extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 1) decode(const _
     }
     wait_for_the_one_ahead();
 #if NESTED
-    for (u32 i = thread; i < 256; i += threads) store_float(shared + CODE + 4 * i, a.code[i]);
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+      for (u32 i = thread; i < 256; i += threads) store_float(shared + CODE + 1024 * part + 4 * i, a.weight[part].code[i]);
 #endif
     asm volatile("bar.sync 1, %0;" ::"n"((WARPS + 1) * 32) : "memory");
     if (warp < WARPS) multiply(a, shared, first_block, warp, lane); else reduce(a, shared, lane);

@@ -1,9 +1,11 @@
-"""The CUDA product for a few rows of x: which shape of decode.cu, and how it is launched."""
+"""The CUDA product of a few rows of x with one weight, or several: which shape of decode.cu, and how it is launched."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,17 +19,22 @@ from halfbyte.kernels.linear.codebook import FACTORS, UNIT_AND_CODEBOOK
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import Product, run
 
+# The stream, the address of x, and for each weight those of bias (0: none) and out.
+GroupProduct = Callable[[int, int, Iterable[int]], None]
+
 BLOCK = 64  # weights that share a scale
 ROWS = 16  # rows of W in a tile
 MOST_ROWS = 32  # of x
 MOST_CLUSTER = 8  # CTAs, everywhere clusters exist
+MOST_PARTS = 3  # weights of one launch: q, k and v
 SUMS, SLOTS = 2, 4
 
 
 @dataclass(frozen=True)
 class DecodePlan:
     """The constants of decode.cu. columns: groups of eight rows of x. warps: that multiply. slice: blocks of K a warp.
-    stages: tiles on their way. cluster: CTAs that share K. whole: the scales of a tile are copied in one piece."""
+    stages: tiles on their way. cluster: CTAs that share K. whole: the scales of a tile are copied in one piece. parts:
+    weights of one launch."""
 
     columns: int
     warps: int
@@ -35,6 +42,7 @@ class DecodePlan:
     stages: int
     cluster: int
     whole: bool = False
+    parts: int = 1
 
     @property
     def blocks(self) -> int:
@@ -48,7 +56,7 @@ class DecodePlan:
     def shared_bytes(self, nested: bool) -> int:
         """Dynamic shared memory. decode.cu lays it out, and does not compile where this sum is another than its own."""
         scale_bytes = 1 if nested else 4
-        fixed = 256 * 256 + 1024 + 256 + SUMS * self.warps * 8 * self.columns * 80
+        fixed = 256 * 256 + 1024 * self.parts + 256 + SUMS * self.warps * 8 * self.columns * 80
         stage = ROWS * (self.blocks * 32 + 32 + self.blocks * scale_bytes + 16)
         return fixed + SLOTS * (self.cluster - 1) * self.columns * 512 + self.stages * stage
 
@@ -78,8 +86,9 @@ def _can_copy_scales(plan: DecodePlan, blocks: int, scale_bytes: int) -> bool:
     return blocks * scale_bytes % 16 == 0 and plan.blocks * scale_bytes % 16 == 0
 
 
-def decode_plan(m: int, n: int, k: int, nested: bool, facts: DeviceFacts) -> DecodePlan | None:
-    """The plan for x [m, k] and W [n, k] in blocks of 64, or None where this kernel is not for them.
+def decode_plan(m: int, n: int, k: int, nested: bool, facts: DeviceFacts, parts: int = 1) -> DecodePlan | None:
+    """The plan for x [m, k] and W [n, k] in blocks of 64, or None where this kernel is not for them. parts: the weights
+    that W is, none of which shares a tile with another.
 
     A warp holds as much of K as its registers take beside x; then the fewest steps of the busiest CTA win, with what a
     tile, a neighbour and a missing warp were seen to cost on an H200 (docs/notebook.md).
@@ -95,7 +104,7 @@ def decode_plan(m: int, n: int, k: int, nested: bool, facts: DeviceFacts) -> Dec
 
     whole = k // BLOCK * (1 if nested else 4) % 16 != 0
     plans = (
-        DecodePlan(columns, warps, width, stages, cluster, whole)
+        DecodePlan(columns, warps, width, stages, cluster, whole, parts)
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
         for stages in (2, 3, 4)
@@ -110,11 +119,29 @@ def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: b
     batch_invariant it takes any number of rows, eight at a time: a row's sums are then always made in the same order.
     """
     o = operands
-    if (o.format, o.dtype) not in FACTORS or o.low_first or o.block_size != BLOCK or not o.has_usual_nesting:
-        return None
-    if min(o.align_packed, o.align_scale, o.align_x, o.align_bias) < 16:
+    if not _takes(o):
         return None
     return decode_plan(min(m, 8) if batch_invariant else m, o.n, o.k, o.nested > 0, facts)
+
+
+def find_group_plan(m: int, group: Sequence[Operands], facts: DeviceFacts) -> DecodePlan | None:
+    """The plan for x [m, K] and several weights in one launch, or None where this kernel is not for them."""
+    first = group[0]
+    if not 1 < len(group) <= MOST_PARTS or not all(map(_takes, group)):
+        return None
+    if any((o.k, o.format, o.nested) != (first.k, first.format, first.nested) or o.n % 4 or o.n == 0 for o in group):
+        return None
+    return decode_plan(m, ROWS * sum(map(_tiles, group)), first.k, first.nested > 0, facts, len(group))
+
+
+def _takes(o: Operands) -> bool:
+    if (o.format, o.dtype) not in FACTORS or o.low_first or o.block_size != BLOCK or not o.has_usual_nesting:
+        return False
+    return min(o.align_packed, o.align_scale, o.align_x, o.align_bias) >= 16
+
+
+def _tiles(operands: Operands) -> int:
+    return -(-operands.n // ROWS)
 
 
 def plan_for(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> DecodePlan | None:
@@ -132,11 +159,9 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
 
 def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: DecodePlan) -> Product:
     """The product with a weight on the current device, of any number of rows."""
-    o, index, step = operands, device.index, 8 * plan.columns
-    row, out_row = o.k * o.dtype.itemsize, o.n * o.dtype.itemsize
-    compiled = variant(o, plan, facts_of(index))
-    launch = prepared(("decode", index, o.n, compiled), lambda: _launch(index, o, plan, compiled))
-    arguments = Arguments(LAYOUT, weight, (o.n, o.k, *UNIT_AND_CODEBOOK[o.format, o.dtype]))
+    launch, arguments = _prepare(device.index, (operands,), (weight,), plan)
+    step = 8 * plan.columns
+    row, out_row = operands.k * operands.dtype.itemsize, operands.n * operands.dtype.itemsize
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
         for first in range(0, m, step):
@@ -146,15 +171,46 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
     return multiply
 
 
-LAYOUT = ("5Q", "3QI", "2If64s")  # decode.cu's Arguments: x, bias, out and m change
+def group_product(
+    device: torch.device, m: int, group: Sequence[Operands], weights: Sequence[Addresses], plan: DecodePlan
+) -> GroupProduct:
+    """The products of m rows of x, no more than the plan's, with several weights on the current device."""
+    launch, arguments = _prepare(device.index, group, weights, plan)
+
+    def multiply(stream: int, x: int, results: Iterable[int]) -> None:
+        arguments.set(x, *results, m)
+        launch(stream, arguments.parameters)
+
+    return multiply
 
 
-def _launch(index: int, o: Operands, plan: DecodePlan, compiled: Variant) -> Launch:
-    """One compiled shape of decode.cu with its grid."""
+def _prepare(
+    index: int, group: Sequence[Operands], weights: Sequence[Addresses], plan: DecodePlan
+) -> tuple[Launch, Arguments]:
+    """One compiled shape of decode.cu with its grid, and its arguments."""
+    o, parts, tiles = operands_of_group(group), len(group), [_tiles(o) for o in group]
+    compiled = variant(o, plan, facts_of(index))
+    launch = prepared(("decode", index, sum(tiles), compiled), lambda: _launch(index, o, sum(tiles), plan, compiled))
+    firsts = [sum(tiles[:part]) for part in range(parts)]
+    sizes = (*(o.n for o in group), *firsts, sum(tiles), o.k)
+    return launch, Arguments(layout(parts), tuple(chain(*weights)), (*sizes, *UNIT_AND_CODEBOOK[o.format, o.dtype]))
+
+
+def layout(parts: int) -> tuple[str, str, str]:
+    """decode.cu's Arguments: x, then bias and out for each weight, and m change."""
+    return f"{5 * parts}Q", f"{1 + 2 * parts}QI", f"{2 * parts + 2}If64s"
+
+
+def operands_of_group(group: Sequence[Operands]) -> Operands:
+    """What is compiled for one is compiled for all, but for the bias: there is none, or room for each."""
+    return replace(group[0], bias=any(o.bias for o in group))
+
+
+def _launch(index: int, o: Operands, tiles: int, plan: DecodePlan, compiled: Variant) -> Launch:
     threads, shared = 32 * (plan.warps + 2), plan.shared_bytes(o.nested > 0)
     (function,) = kernels(index, compiled, (("decode", shared),))
     launch = Launch(function, (1, plan.cluster), threads, shared, cluster=plan.cluster, overlaps=True)
-    launch.set_grid(min(launch.most_clusters(), -(-o.n // ROWS)), plan.cluster)
+    launch.set_grid(min(launch.most_clusters(), tiles), plan.cluster)
     return launch
 
 
@@ -168,8 +224,8 @@ def macros(dtype: torch.dtype, nested: bool, bias: bool, plan: DecodePlan) -> di
     """What decode.cu is compiled with."""
     return {
         "COLUMNS": plan.columns, "WARPS": plan.warps, "SLICE": plan.slice, "STAGES": plan.stages,
-        "CLUSTER": plan.cluster, "WHOLE": int(plan.whole), "NESTED": int(nested), "FP16": int(dtype == torch.float16),
-        "BIAS": int(bias), "SHARED_BYTES": plan.shared_bytes(nested),
+        "CLUSTER": plan.cluster, "WHOLE": int(plan.whole), "PARTS": plan.parts, "NESTED": int(nested),
+        "FP16": int(dtype == torch.float16), "BIAS": int(bias), "SHARED_BYTES": plan.shared_bytes(nested),
     }  # fmt: skip
 
 
