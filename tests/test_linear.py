@@ -16,10 +16,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import halfbyte as hb
+from halfbyte import ops
 from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.linear import reference
 from halfbyte.kernels.linear.plan import plan
-from halfbyte.ops import _parts
+from halfbyte.ops import _group_parts, _parts, linear_group
 
 # Format, block or group size, nested.
 WEIGHTS = [("nf4", 64, True), ("nf4", 128, False), ("fp4", 64, True), ("fp4", 32, False), ("int4", 128, False)]
@@ -274,7 +275,125 @@ def test_compiles_with_any_number_of_rows() -> None:
         assert torch.equal(compiled(x), hb.linear(x, q))
 
 
+# Several weights.
+
+
+@dtypes
+@weights
+@pytest.mark.parametrize("m", [1, 100])
+def test_a_group_has_the_bits_of_each(format: str, size: int, nested: bool, dtype: torch.dtype, m: int) -> None:
+    qs = [quantize(torch.randn(n, 256), format, size, nested) for n in (40, 8, 64)]
+    biases = [torch.randn(40).to(dtype), None, torch.randn(64).to(dtype)]
+    x = torch.randn(2, m, 256).to(dtype)
+    for given in (biases, None):
+        right = [hb.linear(x, q, bias) for q, bias in zip(qs, given or [None] * 3, strict=True)]
+        results = linear_group(x, qs, given)
+        assert [y.dtype for y in results] == [dtype] * 3
+        assert all(torch.equal(y, z) for y, z in zip(results, right, strict=True))
+    assert torch.equal(linear_group(x.mT.contiguous().mT, qs[:1])[0], hb.linear(x, qs[0]))
+    assert linear_group(x, []) == []
+
+
+def test_a_group_of_weights_of_every_kind() -> None:
+    qs, x = [quantize(torch.randn(8, 256), *kind) for kind in WEIGHTS], torch.randn(3, 256)
+    right = [hb.linear(x, q) for q in qs]
+
+    def group(x: Tensor) -> list[Tensor]:
+        return linear_group(x, qs)
+
+    for function in (group, torch.compile(group, fullgraph=True, backend="aot_eager")):
+        assert all(torch.equal(y, z) for y, z in zip(function(x), right, strict=True))
+
+
+def test_gradients_of_a_group() -> None:
+    qs, bias = [hb.quantize(torch.randn(8, 256)) for _ in range(2)], torch.randn(8)
+    for needs_x, needs_bias in ((True, False), (False, True), (True, True)):
+
+        def group(x: Tensor, bias: Tensor) -> list[Tensor]:
+            return linear_group(x, qs, [bias, None])
+
+        for function in (group, torch.compile(group, fullgraph=True, backend="aot_eager")):
+            x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).requires_grad_(needs_x)
+            bias = bias.detach().requires_grad_(needs_bias)
+            sum(y.square().sum() for y in function(x, bias)).backward()
+            wanted = x.detach().requires_grad_(needs_x), bias.detach().requires_grad_(needs_bias)
+            sum(
+                hb.linear(wanted[0], q, b).square().sum() for q, b in zip(qs, (wanted[1], None), strict=True)
+            ).backward()
+            for tensor, other in zip((x, bias), wanted, strict=True):
+                assert (tensor.grad is None) == (other.grad is None)
+                assert tensor.grad is None or torch.allclose(tensor.grad, other.grad, rtol=1e-5, atol=1e-5)
+
+
+@weights
+def test_operator_of_a_group(format: str, size: int, nested: bool) -> None:
+    qs = [quantize(torch.randn(n, 256), format, size, nested) for n in (40, 8)]
+    for x, biases in (
+        (torch.randn(3, 256), [None, None]),
+        (torch.randn(2, 3, 256).half(), [None, torch.randn(8).half()]),
+    ):
+        arguments = (x, *_group_parts(qs), biases)
+        torch.library.opcheck(torch.ops.halfbyte.linear_group.default, arguments)
+        results = torch.ops.halfbyte.linear_group(*arguments)
+        assert all(torch.equal(y, hb.linear(x, q, b)) for y, q, b in zip(results, qs, biases, strict=True))
+
+
+@weights
+def test_a_traced_group_is_one_operator(format: str, size: int, nested: bool) -> None:
+    qs = [quantize(torch.randn(n, 256), format, size, nested) for n in (40, 8, 64)]
+    bias, graphs = torch.randn(8), []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: linear_group(x, qs, [None, bias, None]), fullgraph=True, backend=backend)
+    x = torch.randn(3, 256)
+    for result, q, b in zip(compiled(x), qs, (None, bias, None), strict=True):
+        assert torch.equal(result, hb.linear(x, q, b))
+    [graph] = graphs
+    names = [str(node.target) for node in graph.graph.nodes if "halfbyte" in str(node.target)]
+    assert names == ["halfbyte.linear_group"]
+
+
+def test_kernels_are_asked_for_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what they are promised: contiguous tensors, the device current. What they decline goes one by one."""
+    qs, bias = [hb.quantize(torch.randn(8, 256)) for _ in range(2)], torch.randn(16)[::2]
+    x = torch.randn(256, 3).t()
+    right = [hb.linear(x, qs[0], bias), hb.linear(x, qs[1])]
+    asked, answers = [], [None, [torch.zeros(1)]]
+
+    class Kernels:
+        @staticmethod
+        def linear_group(x: Tensor, weights: Any, biases: Any) -> Any:
+            asked.append((x.shape, x.is_contiguous(), weights, [b is None or b.is_contiguous() for b in biases]))
+            return answers[len(asked) - 1]
+
+    monkeypatch.setattr(ops, "_cuda_linear", lambda: Kernels)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: x.get_device(), raising=False)
+    results = ops._at_once(x, qs, [bias, None])
+    assert results is None
+    assert ops._at_once(x, qs, [bias, None]) is answers[1]
+    assert asked == [(x.shape, True, qs, [True, True])] * 2
+    assert all(torch.equal(y, z) for y, z in zip(linear_group(x, qs, [bias, None]), right, strict=True))
+    monkeypatch.setattr(ops, "_cuda_linear", lambda: None)
+    assert ops._at_once(x, qs, [bias, None]) is None
+
+
 # What is refused.
+
+
+def test_a_group_refuses_what_any_of_its_products_would() -> None:
+    q, other, x = hb.quantize(torch.randn(8, 256)), hb.quantize(torch.randn(8, 128)), torch.randn(3, 256)
+    for arguments, error, words in (
+        ((x, [q, other]), ValueError, "takes [..., 128]"),
+        ((x, [q, q], [None, torch.randn(9)]), ValueError, "bias has shape [9]"),
+        ((x, [q, q.packed]), TypeError, "q is a Tensor"),
+        ((None, [q, q]), TypeError, "x is a NoneType"),
+        ((x, [q, q], [None]), ValueError, "zip() argument 2 is shorter"),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            linear_group(*arguments)  # type: ignore[arg-type]
 
 
 def refused(error: type[Exception], words: str, *arguments: Any) -> None:

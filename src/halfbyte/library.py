@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfbyte.formats import blockwise
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
-from halfbyte.ops import _dequantize, _empty_quantized, _linear, _quantize
+from halfbyte.ops import _dequantize, _empty_quantized, _linear, _linear_group, _quantize
 from halfbyte.search import Matrix, _distances, _nearest, _token_ranks
 
 WEIGHT = (
@@ -70,6 +70,30 @@ def _linear_fake(x: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
+def _linear_group_op(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    nested: Sequence[Tensor],
+    format: str,
+    n: Sequence[int],
+    k: int,
+    block_size: int,
+    nested_block_size: int,
+    biases: Sequence[Tensor | None],
+) -> list[Tensor]:
+    each = [nested[3 * i : 3 * i + 3] for i in range(len(n))]
+    weights = [
+        weight_of((packed[i], scale[i], each[i], format, (n[i], k), block_size, nested_block_size), x.dtype)
+        for i in range(len(n))
+    ]
+    return _linear_group(x, weights, biases)
+
+
+def _linear_group_fake(x: Tensor, *arguments: Any) -> list[Tensor]:
+    return [x.new_empty((*x.shape[:-1], n)) for n in arguments[4]]
+
+
 def _matrix_of(parts: Sequence[Any]) -> Matrix:
     """A dense tensor, or the weight of its parts."""
     *weight, dtype = parts
@@ -104,11 +128,17 @@ def _token_ranks_fake(hidden: Tensor, *arguments: Any) -> Tensor:
 
 
 MATRIX = f"{WEIGHT}, ScalarType dtype"
+# `nested`: three of each weight, one weight after the other, or none at all.
+WEIGHTS = (
+    "Tensor[] packed, Tensor[] scale, Tensor[] nested, str format, SymInt[] n, SymInt k, int block_size, "
+    "int nested_block_size"
+)
 
 OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("quantize(Tensor weight, str format, int block_size, bool nested) -> Tensor[]", _quantize_op, _quantize_fake),
     (f"dequantize({WEIGHT}, ScalarType dtype) -> Tensor", _dequantize_op, _dequantize_fake),
     (f"linear(Tensor x, {WEIGHT}, Tensor? bias, bool batch_invariant) -> Tensor", _linear_op, _linear_fake),
+    (f"linear_group(Tensor x, {WEIGHTS}, Tensor?[] biases) -> Tensor[]", _linear_group_op, _linear_group_fake),
     (f"distances(Tensor query, {MATRIX}) -> Tensor", _distances_op, _distances_fake),
     (f"nearest(Tensor query, {MATRIX}, int k) -> (Tensor, Tensor)", _nearest_op, _nearest_fake),
     (f"token_ranks(Tensor hidden, {MATRIX}, Tensor tokens) -> Tensor", _token_ranks_op, _token_ranks_fake),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Linear4bit(torch.nn.Module):
     def weight(self) -> QuantizedWeight:
         """The weight, sharing the memory of the buffers."""
         q = self._weight
-        if all(self._buffers[name] is tensor for name, tensor in zip(NAMES, q.tensors, strict=False)):
+        if all(map(is_, map(self._buffers.get, NAMES), q.tensors)):
             return q
         packed, scale, *rest = (tensor for name in NAMES if (tensor := self._buffers[name]) is not None)
         nested = NestedScale(rest[0], rest[1], rest[2], q.nested.block_size) if q.nested else None

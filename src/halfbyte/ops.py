@@ -7,6 +7,7 @@ kernels. Under torch.compile, torch.export or any other tracing they become one 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from math import prod
@@ -111,6 +112,47 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None = None, batch_inva
     if needs_grad:
         return _autograd().linear(x, q, bias, batch_invariant)  # type: ignore[no-any-return]
     return _linear(x, q, bias, batch_invariant)
+
+
+def linear_group(
+    x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None] | None = None
+) -> list[Tensor]:
+    """[linear(x, q, bias) for each q and its bias], bit for bit, in one launch where the kernels can do that."""
+    biases = [None] * len(weights) if biases is None else biases
+    for q, bias in zip(weights, biases, strict=True):
+        _check_linear(x, q, bias)
+    tensors = [tensor for tensor in (x, *biases) if tensor is not None]
+    found = None
+    if len(weights) > 1 and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        if torch.compiler.is_compiling():
+            if len({_facts(q) for q in weights}) == 1:
+                found = torch.ops.halfbyte.linear_group(x, *_group_parts(weights), biases)
+        elif x.is_cuda and not _is_tracing() and all(map(_is_plain, tensors)):
+            found = _at_once(x, weights, biases)
+    if found is None:
+        found = [linear(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
+    return found
+
+
+def _linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    found = _at_once(x, weights, biases) if x.is_cuda else None
+    if found is None:
+        found = [_linear(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)]
+    return found
+
+
+def _at_once(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """All products of an x on a GPU in one launch, or None where the kernels do not do that."""
+    if x.get_device() != torch._C._cuda_getDevice():
+        with torch.cuda.device(x.device):
+            return _at_once(x, weights, biases)
+    together = getattr(_cuda_linear(), "linear_group", None)
+    if together is None:
+        return None
+    x = x.contiguous().resolve_neg()
+    biases = [None if bias is None else bias.contiguous().resolve_neg() for bias in biases]
+    found: list[Tensor] | None = together(x, weights, biases)
+    return found
 
 
 def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
@@ -218,6 +260,23 @@ def _parts(q: QuantizedWeight) -> tuple[Tensor, Tensor, list[Tensor], str, tuple
     """The weight as operators take it; library.py puts it together again."""
     packed, scale, *nested = q.tensors
     return packed, scale, nested, q.format, q.shape, q.block_size, q.nested.block_size if q.nested else 0
+
+
+def _facts(q: QuantizedWeight) -> tuple[str, int, int]:
+    """What the weights of a group have in common."""
+    return q.format, q.block_size, q.nested.block_size if q.nested else 0
+
+
+def _group_parts(
+    weights: Sequence[QuantizedWeight],
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], str, list[int], int, int, int]:
+    """Weights with the same facts as the operator takes them; library.py puts them together again."""
+    format, block_size, nested_size = _facts(weights[0])
+    return (
+        [q.packed for q in weights], [q.scale for q in weights],
+        [tensor for q in weights for tensor in q.tensors[2:]],
+        format, [q.shape[0] for q in weights], weights[0].shape[1], block_size, nested_size,
+    )  # fmt: skip
 
 
 def _is_plain(tensor: object) -> bool:

@@ -15,6 +15,7 @@ import halfbyte as hb
 from halfbyte.bench.linear import relative_error
 from halfbyte.formats.compressed_tensors import from_compressed_tensors
 from halfbyte.models import compressed_tensors as host
+from halfbyte.models import siblings
 
 pytest.importorskip("compressed_tensors")
 transformers = pytest.importorskip("transformers")
@@ -356,3 +357,40 @@ def test_no_memory_outlives_a_model(load: Any, prompts: Tensor) -> None:
     del layer.weight_packed
     gc.collect()
     assert gone() is None
+
+
+def test_siblings_are_computed_at_once(load: Any, prompts: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of each alone, under autocast too, and not from a weight or in a dtype that is another by then."""
+    monkeypatch.setattr(siblings, "ON_CPU", True)
+    together, calls = siblings.linear_group, []
+    monkeypatch.setattr(siblings, "linear_group", lambda *given: calls.append(len(given[1])) or together(*given))
+    model = load()
+    hb.accelerate(model)
+
+    def alone(module: Any, x: Tensor) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(siblings.Group, "lead", lambda *_: None)
+            result: Tensor = module(x.clone())
+        return result
+
+    ids = prompts[:2].to(model.device)
+    for enabled in (False, True):
+        calls.clear()
+        with torch.autocast(model.device.type, torch.float16, enabled=enabled):
+            ours = logits(model, ids)
+            assert calls == [3, 2] * model.config.num_hidden_layers
+            with monkeypatch.context() as patch:
+                patch.setattr(siblings.Group, "lead", lambda *_: None)
+                assert torch.equal(logits(model, ids), ours)
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        x = torch.randn(3, 128, device=model.device, dtype=torch.bfloat16)
+        attention.q_proj(x)
+        before = alone(attention.k_proj, x)
+        attention.k_proj.weight_scale.mul_(2)
+        assert torch.equal(attention.k_proj(x), 2 * before)
+        attention.v_proj.weight_packed = nn.Parameter(attention.v_proj.weight_packed.flip(0).contiguous(), False)
+        assert torch.equal(attention.v_proj(x), alone(attention.v_proj, x))
+        attention.q_proj(x)
+        with torch.autocast(model.device.type, torch.float16):
+            assert attention.k_proj(x).dtype == torch.float16

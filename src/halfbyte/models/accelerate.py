@@ -9,10 +9,9 @@ from weakref import WeakSet
 
 from torch import nn
 
-from halfbyte.models import bitsandbytes, compressed_tensors, peft, transformers, unsloth
-from halfbyte.nn import Linear4bit
+from halfbyte.models import bitsandbytes, compressed_tensors, own, peft, siblings, transformers, unsloth
 
-LAYERS = (bitsandbytes, compressed_tensors)  # libraries whose modules get a forward of ours
+LAYERS = (bitsandbytes, compressed_tensors, own)  # libraries whose modules get a forward of ours
 HOSTS = (peft, unsloth)  # libraries whose functions are replaced for as long as any model is accelerated
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
@@ -38,9 +37,10 @@ def accelerate(model: nn.Module) -> Report:
     """Make a loaded 4-bit model faster in place: same weights, same state_dict, no second copy of anything.
 
     model: any torch module that holds bitsandbytes' Linear4bit layers or INT4 ones of compressed-tensors, as
-    transformers, PEFT and Unsloth load them. Its layers stay what they are and compute through halfbyte; a transformers
-    model on a GPU decodes on CUDA graphs in a plain `model.generate(...)`. Modules that halfbyte cannot take are left
-    as they were, and the report says why. A second call takes what is new. Raises TypeError for what is no module.
+    transformers, PEFT and Unsloth load them. Its layers stay what they are and compute through halfbyte, those that
+    are given the same x in one launch where that is faster; a transformers model on a GPU decodes on CUDA graphs in a
+    plain `model.generate(...)`. Modules that halfbyte cannot take are left as they were, and the report says why.
+    A second call takes what is new. Raises TypeError for what is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; accelerate takes a torch.nn.Module: a loaded model")
@@ -48,8 +48,6 @@ def accelerate(model: nn.Module) -> Report:
     for path, module in model.named_modules():
         if peft.takes(module):
             peft.apply(module)
-        if isinstance(module, Linear4bit):
-            done.append(path)  # our own, which HalfbyteConfig makes: it needs nothing, but generate does
         layers = next((library for library in LAYERS if library.takes(module)), None)
         if layers is None:
             continue
@@ -60,6 +58,7 @@ def accelerate(model: nn.Module) -> Report:
     if not done:
         return Report((), skipped, "as before: no module was taken")
     compressed_tensors.keep_packed(model)
+    siblings.link(model, LAYERS)
     for host in HOSTS:
         host.apply_to_library()
     _accelerated.add(model)
@@ -71,6 +70,7 @@ def restore(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; restore takes the torch.nn.Module that was accelerated")
     transformers.undo(model)
+    siblings.unlink(model)
     for module in model.modules():
         if bitsandbytes.takes(module):
             bitsandbytes.undo(module)
@@ -78,6 +78,8 @@ def restore(model: nn.Module) -> None:
             peft.undo(module)
         elif compressed_tensors.is_applied(module):
             compressed_tensors.undo(module)
+        elif own.takes(module):
+            own.undo(module)
     compressed_tensors.let_unpack(model)
     _accelerated.discard(model)
     if not _accelerated:

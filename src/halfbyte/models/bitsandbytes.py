@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
 from halfbyte.models.patch import forward_name, is_method_of, replaced_by
+from halfbyte.models.siblings import Operands, parameter, shared, version_of
 from halfbyte.ops import linear
 
 ATTRIBUTE = "_halfbyte"  # of a QuantState
@@ -86,6 +87,9 @@ def is_applied(module: nn.Module) -> bool:
 
 def forward(module: Any, x: Tensor) -> Tensor:
     """What Linear4bit.forward computes, dtypes included: x [..., K] -> [..., N] in x's dtype."""
+    y = shared(module, x)
+    if y is not None:
+        return y
     q = weight_of(module)
     if q is None:
         result: Tensor = type(module).forward(module, x)
@@ -101,6 +105,20 @@ def forward(module: Any, x: Tensor) -> Tensor:
     if dtype == given:
         return linear(x, q, bias)
     return linear(x.to(dtype), q, bias).to(given)
+
+
+def operands(module: Any, x: Tensor) -> Operands | None:
+    """What `forward` multiplies x with, from its second call on and once the weight is known."""
+    weight, bias = parameter(module, "weight"), parameter(module, "bias")
+    view: View | None = getattr(getattr(weight, "quant_state", None), ATTRIBUTE, None)
+    if view is None or view.q is None or view.absmax is not weight.quant_state.absmax or not module.compute_type_is_set:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        if weight.data_ptr() != view.address:
+            return None
+        version = version_of(weight, view.q.scale, bias)
+    given = x.dtype
+    return None if version is None else Operands(view.q, bias, module.compute_dtype or given, given, version)
 
 
 def weight_of(module: Any) -> QuantizedWeight | None:

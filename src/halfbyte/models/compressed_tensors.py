@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from halfbyte.formats.compressed_tensors import from_compressed_tensors
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.models.patch import forward_name, replaced_by
+from halfbyte.models.siblings import Operands, parameter, shared, version_of
 from halfbyte.ops import linear
 
 ATTRIBUTE = "_halfbyte"  # of a module
@@ -130,6 +131,9 @@ def let_unpack(model: nn.Module) -> None:
 
 def forward(module: Any, x: Tensor) -> Tensor:
     """What F.linear of the dense weight computes, under autocast too: x [..., K] -> [..., N]."""
+    y = shared(module, x)
+    if y is not None:
+        return y
     q = weight_of(module)
     if q is None:
         before = module.__dict__[ATTRIBUTE].forward or type(module).forward
@@ -141,6 +145,21 @@ def forward(module: Any, x: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     return linear(x, q, bias)
+
+
+def operands(module: Any, x: Tensor) -> Operands | None:
+    """What `forward` multiplies x with, where it can."""
+    q = weight_of(module)
+    if q is None:
+        return None
+    packed, scale = module.__dict__[ATTRIBUTE].tensors
+    bias, dtype, device = parameter(module, "bias"), x.dtype, x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    elif bias is not None and bias.dtype is not dtype:
+        return None
+    version = version_of(packed, scale, bias)
+    return None if version is None else Operands(q, bias, dtype, dtype, version)
 
 
 def weight_of(module: Any) -> QuantizedWeight | None:

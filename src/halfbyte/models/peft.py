@@ -25,6 +25,7 @@ from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.models import bitsandbytes
 from halfbyte.models.patch import replace_everywhere
+from halfbyte.models.siblings import shared
 from halfbyte.ops import dequantize, linear
 
 HOME, NAME = "peft.utils.integrations", "dequantize_bnb_weight"
@@ -92,7 +93,7 @@ def forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class Adapter(NamedTuple):
-    """a [r, K], b [N, r]: of LoRA. q [N, K], bias: of the layer under it."""
+    """a [r, K], b [N, r]: of LoRA. q [N, K], bias: of the layer under it, `base`."""
 
     a: Tensor
     b: Tensor
@@ -100,6 +101,7 @@ class Adapter(NamedTuple):
     dropout: nn.Module
     q: QuantizedWeight
     bias: Tensor | None
+    base: nn.Module
 
 
 def _adapter(module: Any, x: Tensor) -> Adapter | None:
@@ -126,14 +128,17 @@ def _adapter(module: Any, x: Tensor) -> Adapter | None:
     q = bitsandbytes.weight_of(base)
     if q is None or (bias is not None and (bias.requires_grad or bias.dtype is not x.dtype)):
         return None
-    return Adapter(a.weight, b.weight, module.scaling[name], module.lora_dropout[name], q, bias)
+    return Adapter(a.weight, b.weight, module.scaling[name], module.lora_dropout[name], q, bias, base)
 
 
 def _product(x: Tensor, given: Tensor, adapter: Adapter) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y [..., N] and, for backward, h [M, r], a and b in x's dtype; `given` is what the adapter gets of x."""
     a, b = adapter.a.to(x.dtype), adapter.b.to(x.dtype)
     h = given.view(-1, given.shape[-1]) @ a.t()
-    y = linear(x, adapter.q, adapter.bias)
+    # Siblings without an adapter have a node each for such an x, and take nothing.
+    y = None if x.requires_grad else shared(adapter.base, x)
+    if y is None:
+        y = linear(x, adapter.q, adapter.bias)
     y.view(-1, y.shape[-1]).addmm_(h, b.t(), alpha=adapter.scaling)
     return y, h, a, b
 

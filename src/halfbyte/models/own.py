@@ -1,0 +1,57 @@
+"""halfbyte's own Linear4bit in an accelerated model: all that it gains here is that siblings are computed at once."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.models.patch import forward_name, is_method_of, replaced_by
+from halfbyte.models.siblings import Operands, parameter, shared, version_of
+from halfbyte.nn import Linear4bit
+
+
+def takes(module: nn.Module) -> bool:
+    return isinstance(module, Linear4bit)
+
+
+def apply(module: nn.Module) -> str | None:
+    """A layer whose forward is another one, of a subclass or of other code, is as fast as it is; nothing is wrong."""
+    name = forward_name(module)
+    usual = name not in vars(module) or is_method_of(Linear4bit.forward, vars(module)[name])
+    if type(module).forward is Linear4bit.forward and usual:
+        setattr(module, name, MethodType(forward, module))
+    return None
+
+
+def undo(module: nn.Module) -> None:
+    """Give a module back the forward of its class."""
+    for name in replaced_by(forward, module):
+        if name == "forward":
+            del module.__dict__[name]
+        else:
+            setattr(module, name, MethodType(type(module).forward, module))
+
+
+def is_applied(module: nn.Module) -> bool:
+    return bool(replaced_by(forward, module))
+
+
+def forward(module: Any, x: Tensor) -> Tensor:
+    y = shared(module, x)
+    return Linear4bit.forward(module, x) if y is None else y
+
+
+def weight_of(module: Any) -> QuantizedWeight:
+    q: QuantizedWeight = module.weight
+    return q
+
+
+def operands(module: Any, x: Tensor) -> Operands | None:
+    q, bias = weight_of(module), parameter(module, "bias")
+    version = version_of(q.packed, q.scale, bias)
+    if version is None or (bias is not None and bias.dtype is not x.dtype):
+        return None
+    return Operands(q, bias, x.dtype, x.dtype, version)
