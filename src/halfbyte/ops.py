@@ -117,28 +117,36 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None = None, batch_inva
 def linear_group(
     x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
-    """[linear(x, q, bias) for each q and its bias], bit for bit, in one launch where the kernels can do that."""
+    """[linear(x, q, bias) for each q and its bias], in one launch where the kernels can do that. A sum may then be made
+    in another order than alone; it is always the same one."""
     biases = [None] * len(weights) if biases is None else biases
+    if torch.compiler.is_compiling() and len({_facts(q) for q in weights}) == 1 and not _wants_gradients(x, biases):
+        for q, bias in zip(weights, biases, strict=True):
+            _check_linear(x, q, bias)
+        found: list[Tensor] = torch.ops.halfbyte.linear_group(x, *_group_parts(weights), biases)
+        return found
+    at_once = linear_at_once(x, weights, biases)
+    return [linear(x, q, bias) for q, bias in zip(weights, biases, strict=True)] if at_once is None else at_once
+
+
+def linear_at_once(
+    x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
+) -> list[Tensor] | None:
+    """What `linear_group` gives, where that is one launch; otherwise None."""
     for q, bias in zip(weights, biases, strict=True):
         _check_linear(x, q, bias)
-    tensors = [tensor for tensor in (x, *biases) if tensor is not None]
-    found = None
-    if len(weights) > 1 and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
-        if torch.compiler.is_compiling():
-            if len({_facts(q) for q in weights}) == 1:
-                found = torch.ops.halfbyte.linear_group(x, *_group_parts(weights), biases)
-        elif x.is_cuda and not _is_tracing() and all(map(_is_plain, tensors)):
-            found = _at_once(x, weights, biases)
-    if found is None:
-        found = [linear(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
-    return found
+    if not x.is_cuda or len(weights) < 2 or _is_tracing() or _wants_gradients(x, biases):
+        return None
+    return _at_once(x, weights, biases) if all(_is_plain(t) for t in (x, *biases) if t is not None) else None
+
+
+def _wants_gradients(x: Tensor, biases: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in (x, *biases) if t is not None)
 
 
 def _linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor]:
     found = _at_once(x, weights, biases) if x.is_cuda else None
-    if found is None:
-        found = [_linear(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)]
-    return found
+    return found or [_linear(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)]
 
 
 def _at_once(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
@@ -146,12 +154,9 @@ def _at_once(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Ten
     if x.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(x.device):
             return _at_once(x, weights, biases)
-    together = getattr(_cuda_linear(), "linear_group", None)
-    if together is None:
-        return None
     x = x.contiguous().resolve_neg()
     biases = [None if bias is None else bias.contiguous().resolve_neg() for bias in biases]
-    found: list[Tensor] | None = together(x, weights, biases)
+    found: list[Tensor] | None = _cuda_linear().linear_group(x, weights, biases)
     return found
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.bench import models
-from halfbyte.models import graphs
+from halfbyte.kernels.linear import cuda
+from halfbyte.models import graphs, siblings
 
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -74,6 +75,33 @@ def test_tokens_are_those_of_steps_without_a_graph(model: Any, batch: int, repla
     assert torch.equal(first, second)
     assert (first == plain).float().mean() > 0.95  # bf16 ties of random weights aside
     assert torch.equal(first[:, :14], plain[:, :14])
+
+
+def test_siblings_are_computed_in_one_launch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[int] = []
+    compute = cuda.linear_group
+
+    def counted(x: Tensor, weights: Any, biases: Any) -> Any:
+        found = compute(x, weights, biases)
+        groups.append(0 if found is None else len(found))
+        return found
+
+    monkeypatch.setattr(cuda, "linear_group", counted)
+    ids = prompt(1, 3)
+    hb.accelerate(model)
+    layers = len(model.model.layers)
+    with torch.no_grad():
+        model(ids)  # bitsandbytes settles its dtypes in a first call
+        groups.clear()
+        together = model(ids).logits
+        assert sorted(groups) == [2] * layers + [3] * layers
+        again = model(ids).logits
+        groups.clear()
+        siblings.unlink(model)
+        alone = model(ids).logits
+    assert not groups
+    assert torch.equal(together, again)
+    assert (together - alone).norm() < 1e-2 * alone.norm()
 
 
 def test_logits_of_every_step(model: Any, replays: list[int]) -> None:
