@@ -2,6 +2,7 @@
 
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -193,3 +194,13 @@ def test_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert '{"class": "q"' in records.dumps(found).replace("{ ", "{")
     assert records.to_csv([found]).splitlines()[1].startswith("m,1,eager,halfbyte,q,products,4.0,0.8,")
     assert limits().memory("read") == 100.0
+
+
+def test_compare_sums_what_the_other_side_has_as_one() -> None:
+    def run(**ms: float) -> dict[str, Any]:
+        return {"classes": [{"class": name, "ms": value} for name, value in ms.items()]}
+
+    alone, together = run(q=2.0, k=1.0, v=1.5, norms=0.5), run(**{"q+k+v": 3.0, "norms": 0.5})
+    assert compare._classes(alone, together) == [("q+k+v", 4.5, 3.0), ("norms", 0.5, 0.5)]
+    assert compare._classes(together, alone) == [("q+k+v", 3.0, 4.5), ("norms", 0.5, 0.5)]
+    assert compare._classes(alone, alone)[:3] == [("q", 2.0, 2.0), ("k", 1.0, 1.0), ("v", 1.5, 1.5)]

@@ -204,6 +204,12 @@ def unlink(model: nn.Module) -> None:
             group.dissolve()
 
 
+def of(module: nn.Module) -> list[nn.Module]:
+    """The members of a module's group, itself included; none where it is in no group."""
+    group: Group | None = vars(module).get(GROUP)
+    return [] if group is None else [other for member in group.members if (other := member()) is not None]
+
+
 def version_of(packed: Tensor, scale: Tensor, bias: Tensor | None) -> int | None:
     """A number that grows when one of them is written to, or None where one cannot tell."""
     try:

@@ -94,7 +94,8 @@ def entries(run: Run) -> list[dict[str, Any]]:
 
 def _ordered(labels: Iterable[Label]) -> list[Label]:
     def place(label: Label) -> tuple[int, int, str]:
-        known = ORDER.index(label.role) if label.role in ORDER else len(ORDER)
+        first = label.role.split("+")[0]
+        known = ORDER.index(first) if first in ORDER else len(ORDER)
         return GROUPS.index(label.group), known, label.role
 
     return sorted(labels, key=place)

@@ -69,11 +69,19 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Mappin
 
 
 def _classes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    sides = [{entry["class"]: entry for entry in run["classes"]} for run in (a, b)]
+    """What is one class on one side, such as "q+k+v", is one on both."""
+    names = [entry["class"] for run in (a, b) for entry in run["classes"]]
+    whole = {part: name for name in names if "+" in name for part in name.split("+")}
+    sides = []
+    for run in (a, b):
+        side: dict[str, float] = {}
+        for entry in run["classes"]:
+            name = whole.get(entry["class"], entry["class"])
+            side[name] = side.get(name, 0.0) + entry["ms"]
+        sides.append(side)
     every = {**sides[1], **sides[0]}
     ordered = sorted(every, key=lambda name: (GROUPS.index(group_of(name)), list(every).index(name)))
-    none = {"ms": 0.0}
-    return [(name, sides[0].get(name, none)["ms"], sides[1].get(name, none)["ms"]) for name in ordered]
+    return [(name, sides[0].get(name, 0.0), sides[1].get(name, 0.0)) for name in ordered]
 
 
 def _cells(left: float, right: float) -> tuple[str, str, str, str]:

@@ -1,7 +1,8 @@
 """Which part of a model is at work: ranges around its modules, and what each product was called with.
 
 A layer is known by the last name in its path that means something, so that adapters and wrappers around a projection
-count as the projection. Layers of no known name keep the one they have.
+count as the projection. Layers of no known name keep the one they have. Siblings whose products halfbyte may make in
+one launch are one class, "q+k+v".
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
-from halfbyte.models import bitsandbytes
+from halfbyte.models import bitsandbytes, siblings
 from halfbyte.nn import Linear4bit
 from halfbyte.roofline.names import ATTENTION, COPIES, ELEMENTWISE, NORMS, Label
 
@@ -65,10 +66,13 @@ def marked(model: Any) -> Iterator[list[Call]]:
     """Within, modules run in ranges named after their class, and their calls are written down in the list."""
     calls: list[Call] = []
     head = getattr(model, "get_output_embeddings", lambda: None)()
+    labels = {module: label for path, module in model.named_modules() if (label := label_of(path, module, head))}
     with ExitStack() as stack:
-        for path, module in model.named_modules():
-            if label := label_of(path, module, head):
-                _mark(module, label, calls, stack)
+        for module, label in labels.items():
+            tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            group = siblings.of(module) if any(tensor.is_cuda for tensor in tensors) else []
+            roles = "+".join(labels[sibling].role for sibling in group if sibling in labels)
+            _mark(module, Label(label.group, roles) if roles else label, calls, stack)
         yield calls
 
 
