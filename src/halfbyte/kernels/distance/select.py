@@ -29,14 +29,6 @@ NOTHING = tl.constexpr(-(2**31))  # behind the order of every distance
 
 
 @triton.jit
-def _places(order, N: tl.constexpr):
-    """The place of each of N in descending order; equal ones keep theirs."""
-    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-    ahead = (order[None, :] > order[:, None]) | ((order[None, :] == order[:, None]) & (j < i))
-    return tl.sum(ahead.to(tl.int32), axis=1)
-
-
-@triton.jit
 def _floor(order, nothing: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     """What K of N reach, if there are so many."""
     if N < 2 * K:
@@ -47,7 +39,8 @@ def _floor(order, nothing: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
         if 2 * K > 64:
             floor = tl.min(leading(peaks, K), axis=0)
         else:
-            floor = tl.max(tl.where(_places(peaks, 2 * K) == K - 1, peaks, nothing), axis=0)
+            reached = tl.sum((peaks[:, None] >= peaks[None, :]).to(tl.int32), axis=0)
+            floor = tl.max(tl.where(reached >= K, peaks, nothing), axis=0)
     return floor
 
 
