@@ -144,6 +144,14 @@ def test_operators_of_a_cpu() -> None:
     assert profile.names[Q]["outside torch"][0] == pytest.approx(10)
 
 
+def test_the_timeline_of_a_cpu_is_a_whole_step() -> None:
+    """Also where something else, such as a collection of garbage, held the first one up."""
+    late = (Span("aten::add", 700, 710), Span("aten::mul", 720, 730))
+    steps = [Span(span.name, span.start + at, span.end + at) for at in (0, 50, 100) for span in late]
+    profile = attribute_cpu(Trace(ranges=(Span("step", 0, 850),), operators=tuple(steps)), 3)
+    assert [(piece.name, piece.start) for piece in profile.timeline] == [("aten::add", 0), ("aten::mul", 20)]
+
+
 def test_what_was_made_dense() -> None:
     def profile(*kernels: str) -> dict[str, bool]:
         launches = [("products|q", name, 10 + place, 20 + 2 * place, 1.0) for place, name in enumerate(kernels)]

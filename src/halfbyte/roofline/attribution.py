@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 from halfbyte.roofline.align import align
 from halfbyte.roofline.events import Finder, Kernel, Segment, Trace, exclusive, flatten
@@ -104,8 +105,8 @@ def attribute_cpu(trace: Trace, steps: int) -> Profile:
         seen.add((span.name, span.start))
         pieces.append(Piece(name, segment.start - start, length, label, int(new)))
     named = [piece for piece in pieces if piece.label != GAPS]
-    one = (end - start) / steps
-    timeline = [piece for piece in named if piece.start < one]
+    first, last = _bounds(named, steps)[steps // 2]
+    timeline = [replace(piece, start=piece.start - named[first].start) for piece in named[first:last]]
     return _sum(named, timeline, end - start, steps)
 
 
@@ -121,7 +122,7 @@ def _on_cpu(segment: Segment, finder: Finder) -> tuple[Label, bool]:
     return classify(name, within), True
 
 
-def _bounds(kernels: Sequence[Kernel], steps: int) -> list[tuple[int, int]]:
+def _bounds(kernels: Sequence[Any], steps: int) -> list[tuple[int, int]]:
     """Where each step begins and ends; steps that are not equal are cut into equal numbers of kernels."""
     edges = [round(len(kernels) * step / steps) for step in range(steps + 1)]
     return list(pairwise(edges))

@@ -52,7 +52,7 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
     blackwell = facts.ptx > 90
     if m <= decode.MOST_ROWS or (batch_invariant and blackwell):
         few = decode.find_plan(m, operands, facts, batch_invariant)
-        if few is not None and (blackwell or (not batch_invariant and _is_lighter(few, m, operands.n, operands.k))):
+        if few is not None and (blackwell or (not batch_invariant and _is_lighter(m, operands.n, operands.k))):
             return Choice(decode, few)
     for kernel, most in MOST_ROWS.items():
         if batch_invariant or m <= most:
@@ -62,13 +62,13 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
     return None
 
 
-def _is_lighter(plan: decode.DecodePlan, m: int, n: int, k: int) -> bool:
+def _is_lighter(m: int, n: int, k: int) -> bool:
     """True where `decode` is ahead of `hopper`, which starts later and then reads faster; measured on an H200."""
-    if n * k <= 1 << 23:
-        return True
+    if n * k <= 1 << 24:
+        return m <= 16 or n * k <= 1 << 23
     if k <= 5376:
         return m <= 8 and n * k < 1 << 27
-    return m <= 4 and n * k < 1 << 26 and plan.cluster > 1
+    return m <= (8 if n * k < 1 << 26 else 2) and n * k < 1 << 27
 
 
 @lru_cache(1 << 14)
@@ -78,8 +78,8 @@ def choose_group(m: int, group: tuple[Operands, ...], facts: DeviceFacts) -> dec
     numel = sum(o.n * o.k for o in group)
     if plan is None or facts.ptx > 90:
         return plan
-    # `hopper` starts later and then reads faster: it would have to be far ahead to make up for several launches.
-    return plan if m <= 8 and (group[0].k <= 5376 or numel < 1 << 27) else None
+    # `hopper` would have to be far ahead to make up for several launches; measured on an H200.
+    return plan if m <= 8 or (m <= 16 and numel < 1 << 27) else None
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
