@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 from halfbyte.roofline.align import align
-from halfbyte.roofline.events import Finder, Kernel, Segment, Trace, exclusive, flatten
+from halfbyte.roofline.events import Finder, Segment, Trace, exclusive, flatten
 from halfbyte.roofline.names import FREE, GAPS, OURS, Label, base, classify
 from halfbyte.roofline.roles import label_in
 
@@ -122,9 +121,9 @@ def _on_cpu(segment: Segment, finder: Finder) -> tuple[Label, bool]:
     return classify(name, within), True
 
 
-def _bounds(kernels: Sequence[Any], steps: int) -> list[tuple[int, int]]:
-    """Where each step begins and ends; steps that are not equal are cut into equal numbers of kernels."""
-    edges = [round(len(kernels) * step / steps) for step in range(steps + 1)]
+def _bounds(pieces: Sequence[object], steps: int) -> list[tuple[int, int]]:
+    """Where each step begins and ends; steps that are not equal are cut into equal numbers of pieces."""
+    edges = [round(len(pieces) * step / steps) for step in range(steps + 1)]
     return list(pairwise(edges))
 
 
