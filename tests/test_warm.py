@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ from typer.testing import CliRunner
 
 from halfbyte import warm
 from halfbyte.cli import app
-from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common import driver, nvrtc
 from halfbyte.kernels.common.device import DeviceFacts, facts_for
 from halfbyte.kernels.common.targets import CUDA_TARGETS
-from halfbyte.kernels.linear.operands import Operands
+from halfbyte.kernels.linear import cuda, decode
+from halfbyte.kernels.linear.operands import Operands, operands_of
+from halfbyte.models import own, siblings
+from halfbyte.nn import Linear4bit
 
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -63,30 +67,31 @@ def test_other_targets(cache: Path) -> None:
     assert len(list(cache.iterdir())) >= 2
 
 
-def operands(path: Path, *dtypes: torch.dtype, settings: warm.Settings = NF4) -> set[Operands]:
+def groups(path: Path, *dtypes: torch.dtype, settings: warm.Settings = NF4) -> set[warm.Group]:
     return warm.of_checkpoint(path, dtypes or (BF16,), settings)
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    weights = {"model.layers.0.mlp.up_proj": (64, 128), "model.layers.0.mlp.down_proj": (128, 64)}
-    tensors = {f"{name}.weight": torch.randn(shape).half() for name, shape in weights.items()}
+    weights = {"gate_proj": (96, 128), "up_proj": (64, 128), "down_proj": (128, 64)}
+    tensors = {f"model.layers.0.mlp.{name}.weight": torch.randn(shape).half() for name, shape in weights.items()}
     tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(64).half()
     tensors["model.embed_tokens.weight"] = torch.randn(100, 64).half()
     source = tmp_path / "dense.safetensors"
     save_file(tensors, source)
+    gate = Operands(BF16, 96, 128, "nf4", 64, torch.uint8, 256)
     up = Operands(BF16, 64, 128, "nf4", 64, torch.uint8, 256, bias=True)
     down = Operands(BF16, 128, 64, "nf4", 64, torch.uint8, 256)
-    assert operands(source) == {up, down}
+    assert groups(source) == {(gate,), (up,), (down,), (gate, up)}
     for format, options in (("nf4", []), ("fp4", ["--flat", "--block-size", "128"]), ("int4", ["--group-size", "32"])):
         target = tmp_path / f"{format}.safetensors"
         result = runner.invoke(app, ["quantize", str(source), str(target), "--format", format, *options])
         assert result.exit_code == 0, result.output
         size, nested = {"nf4": (64, True), "fp4": (128, False), "int4": (32, False)}[format]
         # It says itself what its weights are, and they are what was foretold of the dense one.
-        assert operands(target, F16, F32) == operands(source, F16, F32, settings=warm.Settings(format, size, nested))
-    assert operands(source, settings=warm.Settings("int4", 128, False)) == {
-        Operands(BF16, 64, 128, "int4", 128, F16, bias=True)  # groups of 128 do not divide the other's K
-    }
+        assert groups(target, F16, F32) == groups(source, F16, F32, settings=warm.Settings(format, size, nested))
+    gate, up = Operands(BF16, 96, 128, "int4", 128, F16), Operands(BF16, 64, 128, "int4", 128, F16, bias=True)
+    # Groups of 128 do not divide the third's K.
+    assert groups(source, settings=warm.Settings("int4", 128, False)) == {(gate,), (up,), (gate, up)}
     text = run(0, tmp_path / "nf4.safetensors", "--rows", "1", "--target", "sm_80")
     assert "variants for sm_80" in text
 
@@ -100,7 +105,111 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2 * n * k)
-    assert operands(path) == {Operands(BF16, n, k, "nf4", 64, torch.uint8, 256)}
+    assert groups(path) == {(Operands(BF16, n, k, "nf4", 64, torch.uint8, 256),)}
+
+
+Layers = dict[str, tuple[int, int, dict[str, Any]]]  # by their paths: N, K and what else each is made with
+
+
+def linked(layers: Layers, path: Path) -> list[list[Linear4bit]]:
+    """Saves a model of these layers, and gives the siblings that are found in it when it is accelerated."""
+    model, found = torch.nn.Module(), []
+    for name, (n, k, options) in layers.items():
+        *parents, last = name.split(".")
+        at = model
+        for parent in parents:
+            if parent not in at._modules:
+                at.add_module(parent, torch.nn.Module())
+            at = at.get_submodule(parent)
+        at.add_module(last, Linear4bit(k, n, **{"bias": False, "dtype": BF16} | options))
+    save_file(model.state_dict(), path)
+    for name in layers:
+        own.apply(model.get_submodule(name))
+    siblings.link(model, (own,))
+    for name in layers:
+        group: Any = siblings.of(model.get_submodule(name))
+        if group and group not in found:
+            found.append(group)
+    return found
+
+
+def asked(group: list[Linear4bit], rows: int, monkeypatch: pytest.MonkeyPatch) -> set[nvrtc.Variant]:
+    """What these layers ask the compiler for on an H200, by the very way that `linear_group` takes."""
+    found: set[nvrtc.Variant] = set()
+    x = torch.randn(rows, group[0].in_features).bfloat16()
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.per_thread, "ready", {})
+        for module in (cuda, decode):
+            patch.setattr(module, "facts_of", lambda index: facts_for("sm_90"))
+        patch.setattr(cuda, "has_compiler", lambda: True)
+        patch.setattr(decode, "_launch", lambda *arguments: found.add(arguments[-1]))
+        cuda._group_product(rows, x, [layer.weight for layer in group], [layer.bias for layer in group])
+    return found
+
+
+def test_siblings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer: Layers = {
+        "self_attn.q_proj": (64, 1024, {}),
+        "self_attn.k_proj": (32, 1024, {"bias": True}),
+        "self_attn.v_proj": (32, 1024, {}),
+        "self_attn.o_proj": (1024, 64, {}),
+        "mlp.gate_proj": (96, 1024, {}),
+        "mlp.up_proj": (96, 1024, {}),
+    }
+    layers = {f"layers.{i}.{name}": facts for i in range(2) for name, facts in layer.items()}
+    layers |= {
+        "w1": (128, 512, {"nested": False}),  # in no module but the model itself
+        "w3": (64, 512, {"nested": False}),
+        "attention.query": (32, 1024, {}),
+        "attention.key": (32, 1024, {"format": "fp4"}),  # the other two are of one kind
+        "attention.value": (32, 1024, {}),
+    }
+    path, facts = tmp_path / "model.safetensors", facts_for("sm_90")
+    found = linked(layers, path)
+    assert len(found) == 6
+    x = torch.randn(1, 1024).bfloat16()
+    kinds = {tuple(operands_of(x, one.weight, one.bias) for one in group) for group in found}
+    assert len(kinds) == 4  # both layers are alike
+    foretold = groups(path)
+    alone = {group for group in foretold if len(group) == 1}
+    assert foretold - alone == kinds
+    assert alone > {(one,) for group in kinds for one in group}
+    for m in (1, 8, 16, 32, 33):
+        wanted = {variant for group in found for variant in asked(group, m, monkeypatch)}
+        assert m > 8 or len(wanted) == 3  # two of the pairs take the same variant
+        assert m <= 32 or not wanted
+        assert set(warm.variants(kinds, [m], facts)) == wanted
+        assert set(warm.variants(foretold, [m], facts)) == wanted | set(warm.variants(alone, [m], facts))
+
+
+def test_no_siblings(tmp_path: Path) -> None:
+    layers: Layers = {
+        "a.q_proj": (64, 1024, {}),  # alone
+        "a.up_proj": (64, 1024, {}),  # of another list than its neighbour
+        "b.k_proj": (64, 1024, {}),  # the right name in another module
+        "c.gate_proj": (64, 1024, {}),
+        "c.up_proj": (64, 512, {}),
+        "d.gate_proj": (64, 1024, {}),
+        "d.up_proj": (64, 1024, {"nested": False}),
+        "e.gate_proj": (64, 1024, {"block_size": 128}),
+        "e.up_proj": (64, 1024, {"format": "int4"}),
+        "f.first": (64, 1024, {}),
+        "f.second": (64, 1024, {}),
+    }
+    path = tmp_path / "model.safetensors"
+    assert linked(layers, path) == []
+    assert {len(group) for group in groups(path)} == {1}
+    assert {len(group) for group in warm.of_shapes([(64, 1024), (32, 1024)], [BF16], NF4, bias=True)} == {1}
+
+
+def test_siblings_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    (group,) = linked({"mlp.gate_proj": (64, 1024, {}), "mlp.up_proj": (32, 1024, {})}, path)
+    run(0, path, "--rows", "1", "--target", "sm_80")
+    (variant,) = asked(group, 1, monkeypatch)
+    assert nvrtc.cached(variant) is None  # sm_80 has no such kernel
+    run(0, path, "--rows", "1", "--target", "sm_90")
+    assert nvrtc.cached(variant) is not None
 
 
 def test_rows_and_shapes() -> None:

@@ -216,7 +216,9 @@ def warm(
     """Compile ahead the CUDA kernels that products with these weights take, so that no first call has to wait.
 
     Of a checkpoint only headers are read. A 4-bit one says itself what its weights are; of another, the weights are
-    taken that `halfbyte quantize` would convert. What is compiled is kept in the user's cache, or in $HALFBYTE_CACHE.
+    taken that `halfbyte quantize` would convert. Names tell which layers `accelerate` will compute in one launch, such
+    as query, key and value; a --shape has none and is taken alone. What is compiled is kept in the user's cache, or in
+    $HALFBYTE_CACHE.
     """
     import torch
 
@@ -227,14 +229,14 @@ def warm(
         size, is_nested = check_settings(format.value, block_size, group_size, nested)
         settings = ahead.Settings(format.value, size, is_nested)
         dtypes = [getattr(torch, name.value) for name in dict.fromkeys(dtype)]
-        operands = ahead.of_shapes([ahead.parse_shape(text) for text in shape], dtypes, settings, bias)
+        groups = ahead.of_shapes([ahead.parse_shape(text) for text in shape], dtypes, settings, bias)
         counts, facts = ahead.parse_rows(rows), ahead.facts_of_target(target, sms)
         if checkpoint is None and not shape:
             raise ValueError("nothing to compile for; give a checkpoint, or weights as --shape NxK")
     if checkpoint is not None:
-        operands |= ahead.of_checkpoint(checkpoint, dtypes, settings)
+        groups |= ahead.of_checkpoint(checkpoint, dtypes, settings)
     with _progress(counts=True) as progress:
-        report = ahead.warm(ahead.variants(operands, counts, facts), progress)
+        report = ahead.warm(ahead.variants(groups, counts, facts), progress)
     print(
         f"{report.variants} variants for sm_{facts.capability}, {report.cached} of them cached already, "
         f"{report.seconds:.1f} s; kept in {report.folder}"

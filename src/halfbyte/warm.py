@@ -1,6 +1,7 @@
 """Compile ahead what `linear` will ask for, so that no first call has to wait for a compiler.
 
-Which variants of the kernels that takes follows from the choices which `linear` itself makes (kernels/linear/cuda.py).
+Which variants of the kernels that takes follows from the choices which `linear` itself makes (kernels/linear/cuda.py),
+and for layers that `accelerate` computes in one launch from those of models/siblings.py.
 No GPU is needed, and of checkpoints only headers and the few bytes that say how a weight was quantized are read.
 """
 
@@ -9,9 +10,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +22,13 @@ from halfbyte.formats import blockwise, grouped
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts, facts_for, facts_of
 from halfbyte.kernels.common.nvrtc import Variant
-from halfbyte.kernels.linear.cuda import INVARIANT_ROWS, choose
+from halfbyte.kernels.linear import decode
+from halfbyte.kernels.linear.cuda import INVARIANT_ROWS, choose, choose_group
 from halfbyte.kernels.linear.operands import Operands, operands_of
+from halfbyte.models.siblings import NAMES
+
+# The products of one launch: one, or those of siblings.
+Group = tuple[Operands, ...]
 
 
 class Settings(NamedTuple):
@@ -45,30 +51,34 @@ class Report:
 
 def of_shapes(
     shapes: Iterable[tuple[int, int]], dtypes: Sequence[torch.dtype], settings: Settings, bias: bool = False
-) -> set[Operands]:
+) -> set[Group]:
     """Products of x of these dtypes with weights [N, K] to be quantized, and with `bias` also those with a bias.
 
-    Raises ValueError for a K that groups do not divide.
+    Without names nobody knows which are siblings: each is alone. Raises ValueError for a K that groups do not divide.
     """
-    found = set()
+    found: set[Group] = set()
     for n, k in shapes:
         if settings.format == grouped.NAME:
             grouped.check_shape((n, k), settings.block_size)
         for dtype in dtypes:
             for added in {False, bias}:
-                found.add(_to_be_quantized(n, k, dtype, dtype, settings, added))
+                found.add((_to_be_quantized(n, k, dtype, dtype, settings, added),))
     return found
 
 
-def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings) -> set[Operands]:
+def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings) -> set[Group]:
     """Products of x of these dtypes with the 4-bit weights of a checkpoint; where it has none, with those that
-    `halfbyte quantize` would convert. Raises ValueError where there are none of either kind."""
+    `halfbyte quantize` would convert. Each alone, and siblings together.
+
+    Raises ValueError where there are none of either kind.
+    """
     from halfbyte.checkpoints.plan import quantized_names, read_quantized
     from halfbyte.checkpoints.reader import DTYPES, open_checkpoint
     from halfbyte.checkpoints.select import select
 
     checkpoint = open_checkpoint(path)
-    found = set()
+    x = torch.empty(0, device="meta")
+    weights: dict[str, Operands] = {}
 
     def has_bias(name: str) -> bool:
         return f"{name.removesuffix('weight')}bias" in checkpoint.entries
@@ -76,19 +86,32 @@ def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings)
     names = quantized_names(checkpoint)
     for name in names:
         q = read_quantized(checkpoint, name, planning=True)
-        for dtype in dtypes if len(q.shape) == 2 else ():
-            nothing = torch.empty(0, dtype=dtype, device="meta")
-            found.add(operands_of(nothing, q, nothing if has_bias(name) else None))
+        if len(q.shape) == 2:
+            weights[name] = operands_of(x, q, x if has_bias(name) else None)
     for name in () if names else select(checkpoint.entries):
         entry = checkpoint.entries[name]
         n, k = entry.shape
         if settings.format == grouped.NAME and k % settings.block_size:
             continue  # such a weight is left as it is
-        for dtype in dtypes:
-            found.add(_to_be_quantized(n, k, dtype, DTYPES[entry.dtype], settings, has_bias(name)))
-    if not found:
+        weights[name] = _to_be_quantized(n, k, x.dtype, DTYPES[entry.dtype], settings, has_bias(name))
+    if not weights:
         raise ValueError(f"{path} has no weight of a linear layer, in 4 bits or to be quantized")
-    return found
+    groups = {(one,) for one in weights.values()} | set(_siblings(weights))
+    return {tuple(replace(one, dtype=dtype) for one in group) for group in groups for dtype in dtypes}
+
+
+def _siblings(weights: Mapping[str, Operands]) -> Iterator[Group]:
+    """The groups that `siblings.link` will make of the layers with these weights, by their names in a checkpoint."""
+    for parent in {re.sub(r"[^.]+\.weight$", "", name) for name in weights}:
+        for names in NAMES:
+            kinds: dict[Hashable, list[Operands]] = {}
+            for name in names:
+                one = weights.get(f"{parent}{name}.weight")
+                if one is not None:
+                    kinds.setdefault((one.k, one.format, one.block_size, one.nested), []).append(one)
+            for group in kinds.values():
+                if len(group) > 1:
+                    yield tuple(group)
 
 
 def _to_be_quantized(
@@ -101,19 +124,27 @@ def _to_be_quantized(
     )
 
 
-def variants(operands: Iterable[Operands], rows: Iterable[int], facts: DeviceFacts) -> list[Variant]:
-    """What `linear` compiles on such a GPU for x with these numbers of rows, batch-invariant or not; each once."""
+def variants(groups: Iterable[Group], rows: Iterable[int], facts: DeviceFacts) -> list[Variant]:
+    """What these products compile on such a GPU for x with these numbers of rows, batch-invariant or not; each once."""
     counts = sorted(set(rows))
     # With batch_invariant so many rows go at a time, and then the rest.
     invariant = sorted({part for m in counts for part in (min(m, INVARIANT_ROWS), m % INVARIANT_ROWS) if part})
     cases = [(m, False) for m in counts] + [(m, True) for m in invariant]
     found: dict[Variant, None] = {}
-    for one in sorted(operands, key=repr):
-        for m, batch_invariant in cases if min(one.n, one.k) else ():
-            choice = choose(m, one, facts, batch_invariant)
-            if choice is not None:
-                found[choice.variant(one, facts)] = None
+    for group in sorted(groups, key=repr):
+        for m, batch_invariant in cases if all(min(one.n, one.k) for one in group) else ():
+            variant = _variant(m, group, facts, batch_invariant)
+            if variant is not None:
+                found[variant] = None
     return list(found)
+
+
+def _variant(m: int, group: Group, facts: DeviceFacts, batch_invariant: bool) -> Variant | None:
+    if len(group) == 1:
+        choice = choose(m, group[0], facts, batch_invariant)
+        return choice.variant(group[0], facts) if choice else None
+    plan = None if batch_invariant else choose_group(m, group, facts)
+    return decode.variant(decode.operands_of_group(group), plan, facts) if plan else None
 
 
 def warm(variants: Sequence[Variant], progress: Callable[[str, int, int], None] | None = None) -> Report:

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from halfbyte.models import bitsandbytes, compressed_tensors, own, peft, siblings, transformers, unsloth
+from halfbyte.models import bitsandbytes, compressed_tensors, norms, own, peft, siblings, transformers, unsloth
 
 LAYERS = (bitsandbytes, compressed_tensors, own)  # libraries whose modules get a forward of ours
 HOSTS = (peft, unsloth)  # libraries whose functions are replaced for as long as any model is accelerated
@@ -57,6 +57,9 @@ def accelerate(model: nn.Module) -> Report:
             done.append(path)
     if not done:
         return Report((), skipped, "as before: no module was taken")
+    for module in model.modules():
+        if norms.takes(module):
+            norms.apply(module)
     compressed_tensors.keep_packed(model)
     siblings.link(model, LAYERS)
     for host in HOSTS:
@@ -80,6 +83,8 @@ def restore(model: nn.Module) -> None:
             compressed_tensors.undo(module)
         elif own.takes(module):
             own.undo(module)
+        else:
+            norms.undo(module)
     compressed_tensors.let_unpack(model)
     _accelerated.discard(model)
     if not _accelerated:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
-from halfbyte.models.patch import forward_name, is_method_of, replaced_by
+from halfbyte.models.patch import forward_name, give_back, has_forward_of_class, replaced_by
 from halfbyte.models.siblings import Operands, parameter, shared, version_of
 from halfbyte.ops import linear
 
@@ -59,23 +59,18 @@ def apply(module: nn.Module) -> str | None:
     """Let halfbyte compute a Linear4bit; returns None, or why it was left alone."""
     if is_applied(module):
         return None
-    name = forward_name(module)
-    if name in vars(module) and not is_method_of(type(module).forward, vars(module)[name]):
+    if not has_forward_of_class(module):
         return "its forward is not that of its class: other code has replaced it"
     found = _look(module)  # now, for a traced call could not
     if isinstance(found, str):
         return found
-    setattr(module, name, MethodType(forward, module))
+    setattr(module, forward_name(module), MethodType(forward, module))
     return None
 
 
 def undo(module: nn.Module) -> None:
     """Give a module back the forward of its class."""
-    for name in replaced_by(forward, module):
-        if name == "forward":
-            del module.__dict__[name]
-        else:
-            setattr(module, name, MethodType(type(module).forward, module))
+    give_back(forward, module)
     state = _state_of(module)
     if state is not None:
         vars(state).pop(ATTRIBUTE, None)

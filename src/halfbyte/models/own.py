@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.models.patch import forward_name, is_method_of, replaced_by
+from halfbyte.models.patch import forward_name, give_back, has_forward_of_class, replaced_by
 from halfbyte.models.siblings import Operands, parameter, shared, version_of
 from halfbyte.nn import Linear4bit
 
@@ -19,20 +19,14 @@ def takes(module: nn.Module) -> bool:
 
 def apply(module: nn.Module) -> str | None:
     """A layer whose forward is another one, of a subclass or of other code, is as fast as it is; nothing is wrong."""
-    name = forward_name(module)
-    usual = name not in vars(module) or is_method_of(Linear4bit.forward, vars(module)[name])
-    if type(module).forward is Linear4bit.forward and usual:
-        setattr(module, name, MethodType(forward, module))
+    if type(module).forward is Linear4bit.forward and has_forward_of_class(module):
+        setattr(module, forward_name(module), MethodType(forward, module))
     return None
 
 
 def undo(module: nn.Module) -> None:
     """Give a module back the forward of its class."""
-    for name in replaced_by(forward, module):
-        if name == "forward":
-            del module.__dict__[name]
-        else:
-            setattr(module, name, MethodType(type(module).forward, module))
+    give_back(forward, module)
 
 
 def is_applied(module: nn.Module) -> bool:

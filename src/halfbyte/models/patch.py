@@ -23,6 +23,21 @@ def replaced_by(forward: Callable[..., Any], module: nn.Module) -> list[str]:
     return [name for name in FORWARDS if is_method_of(forward, vars(module).get(name))]
 
 
+def has_forward_of_class(module: nn.Module) -> bool:
+    """False where other code has replaced the forward that does a module's own work."""
+    name = forward_name(module)
+    return name not in vars(module) or is_method_of(type(module).forward, vars(module)[name])
+
+
+def give_back(forward: Callable[..., Any], module: nn.Module) -> None:
+    """Let a module that has `forward` for its own have that of its class again."""
+    for name in replaced_by(forward, module):
+        if name == "forward":
+            del module.__dict__[name]
+        else:
+            setattr(module, name, MethodType(type(module).forward, module))
+
+
 def is_method_of(function: Callable[..., Any], method: object) -> bool:
     return isinstance(method, MethodType) and method.__func__ is function
 

@@ -134,12 +134,12 @@ def _adapter(module: Any, x: Tensor) -> Adapter | None:
 def _product(x: Tensor, given: Tensor, adapter: Adapter) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y [..., N] and, for backward, h [M, r], a and b in x's dtype; `given` is what the adapter gets of x."""
     a, b = adapter.a.to(x.dtype), adapter.b.to(x.dtype)
-    h = given.view(-1, given.shape[-1]) @ a.t()
+    h = _scaled(given.view(-1, given.shape[-1]), a.t(), adapter.scaling)
     # Siblings without an adapter have a node each for such an x, and take nothing.
     y = None if x.requires_grad else shared(adapter.base, x)
     if y is None:
         y = linear(x, adapter.q, adapter.bias)
-    y.view(-1, y.shape[-1]).addmm_(h, b.t(), alpha=adapter.scaling)
+    y.view(-1, y.shape[-1]).addmm_(h, b.t())
     return y, h, a, b
 
 
@@ -157,8 +157,7 @@ class _Lora(torch.autograd.Function):
         given, h, a, b = ctx.saved_tensors
         adapter, (of_x, of_dropped, of_a, of_b, _) = ctx.adapter, ctx.needs_input_grad
         grad, flat = grad.reshape(-1, grad.shape[-1]), given.view(-1, given.shape[-1])
-        e = grad @ b
-        e *= adapter.scaling
+        e = _scaled(grad, b, adapter.scaling)
         grad_x = grad_dropped = None
         if of_x:
             grad_x = grad @ dequantize(adapter.q, grad.dtype)
@@ -169,9 +168,14 @@ class _Lora(torch.autograd.Function):
             grad_dropped = (e @ a).view(given.shape)
         grad_a = _mm(e.t(), flat, adapter.a.dtype) if of_a else None
         grad_b = _mm(grad.t(), h, adapter.b.dtype) if of_b else None
-        if grad_b is not None and adapter.scaling != 1:
-            grad_b *= adapter.scaling
         return grad_x, grad_dropped, grad_a, grad_b, None
+
+
+def _scaled(x: Tensor, y: Tensor, scaling: float) -> Tensor:
+    """x @ y * scaling, rounded once."""
+    if scaling == 1:
+        return x @ y
+    return torch.addmm(x.new_empty((len(x), y.shape[1])), x, y, beta=0, alpha=scaling)
 
 
 def _mm(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

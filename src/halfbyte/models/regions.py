@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfbyte.models import norms
+from halfbyte.models.patch import is_method_of
+
 ROTARY = "apply_rotary_pos_emb"  # the name that transformers' modeling files share
 MOST_SHAPES = 64  # of one region: batch sizes, head and hidden sizes
 
@@ -28,13 +31,19 @@ def compiled_regions(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=MOST_SHAPES, suppress_errors=True))
         for module in model.modules():
             if is_region(module):
+                stack.callback(_put_back, module, vars(module).get("forward"))
                 module.forward = MethodType(_compiled(type(module).forward), module)
-                stack.callback(module.__dict__.pop, "forward")
         for home in {sys.modules[type(module).__module__] for module in model.modules()}:
             if function := home.__dict__.get(ROTARY):
                 home.__dict__[ROTARY] = _compiled(function)
                 stack.callback(home.__dict__.__setitem__, ROTARY, function)
         yield
+
+
+def _put_back(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    del module.forward
+    if forward is not None:
+        module.forward = forward
 
 
 def is_region(module: nn.Module) -> bool:
@@ -43,7 +52,7 @@ def is_region(module: nn.Module) -> bool:
     return (
         kind.__module__.startswith("transformers.models.")
         and kind.__name__.endswith(("Norm", "MLP"))
-        and "forward" not in module.__dict__
+        and ("forward" not in vars(module) or is_method_of(norms.forward, vars(module)["forward"]))
         and not module._forward_hooks
         and not module._forward_pre_hooks
     )

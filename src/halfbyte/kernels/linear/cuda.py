@@ -27,6 +27,7 @@ from halfbyte.kernels.linear.ready import Product, ready
 # The most rows of x for which decoding W anew for each tile of them is ahead of making the dense weight once. Measured
 # on an H200; `tensor`'s is a guess from it.
 MOST_ROWS = {hopper: 384, tensor: 64, exact: 8}
+MOST = max(MOST_ROWS.values())
 # With batch_invariant so many rows go at a time: no kernel refuses as few, so that all of them take the same one.
 INVARIANT_ROWS = 256
 
@@ -79,7 +80,7 @@ def choose_group(m: int, group: tuple[Operands, ...], facts: DeviceFacts) -> dec
     if plan is None or facts.ptx > 90:
         return plan
     # `hopper` would have to be far ahead to make up for several launches; measured on an H200.
-    return plan if m <= 8 or (m <= 16 and numel < 1 << 27) else None
+    return plan if m <= 8 or numel < (1 << 27 if m <= 16 else 1 << 26) else None
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
@@ -90,6 +91,8 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
     """
     n, k = q.shape
     m = x.numel() // max(k, 1)
+    if m > MOST and not batch_invariant:
+        return None
     if min(m, n, k) == 0 or not has_compiler() or facts_of(x.get_device()).ptx == 0:
         return None
     if x.data_ptr() % ALIGNED:
