@@ -10,8 +10,9 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.bench import models
+from halfbyte.bench.linear import relative_error
 from halfbyte.kernels.linear import cuda
-from halfbyte.models import graphs, siblings
+from halfbyte.models import graphs, norms, siblings
 
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -219,6 +220,43 @@ def test_a_training_step_has_the_gradients_of_bitsandbytes(model: Any) -> None:
     for name in ours:
         assert (ours[name] - theirs[name]).norm() < 5e-2 * theirs[name].norm(), name
     hb.restore(adapted)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_norm_in_training(autocast: bool) -> None:
+    """One kernel of torch's forward; at most as far from float64 as the module's own eight."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm = LlamaRMSNorm(4096).to("cuda", torch.bfloat16).train()
+    norm.weight.data += 0.1 * torch.randn_like(norm.weight)
+    x, upstream = torch.randn(2, 3, 77, 4096, device="cuda", dtype=torch.bfloat16)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, norm.weight)]
+    y = exact[1] * exact[0] * (exact[0].square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    y.backward(upstream.double())
+    right = (y.detach(), *(tensor.grad for tensor in exact))
+
+    def run() -> tuple[Tensor, ...]:
+        inputs = x.clone().requires_grad_()
+        norm.weight.grad = None
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            y = norm(inputs)
+        y.backward(upstream)
+        return y.detach(), inputs.grad, norm.weight.grad  # type: ignore[return-value]
+
+    def launches() -> int:
+        run()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            run()
+            torch.cuda.synchronize()
+        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
+
+    theirs, before = run(), launches()
+    norms.apply(norm)
+    ours = run()
+    assert 2 * launches() < before
+    for mine, other, reference in zip(ours, theirs, right, strict=True):
+        assert mine.dtype == other.dtype
+        assert relative_error(mine, reference) <= 1.05 * relative_error(other, reference)
 
 
 def test_a_model_quantized_while_loading(tmp_path: Any, replays: list[int]) -> None:
