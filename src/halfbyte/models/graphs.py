@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from halfbyte.models.caches import grow
 from halfbyte.models.regions import compiled_regions
 
 # Cache layers whose state is tensors of a fixed address, and the number that sliding ones keep in Python beside it.
@@ -39,8 +40,10 @@ class DecodeGraphs:
         self.works = True
 
     def __call__(self, **inputs: Any) -> Any:
+        cache = inputs.pop("past_key_values")
+        grow(cache)
         with torch.cuda.device(self.model.device):
-            return self._step(inputs.pop("past_key_values"), inputs)
+            return self._step(cache, inputs)
 
     def _step(self, cache: Any, inputs: dict[str, Any]) -> Any:
         leaves, structure = pytree.tree_flatten(inputs)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfbyte.models.caches import begin_short
 from halfbyte.models.graphs import DecodeGraphs, can_capture
 from halfbyte.models.patch import is_method_of
 
@@ -73,7 +74,10 @@ def _prepare_cache_for_generation(
 
 
 def _valid_auto_compile_criteria(self: Any, model_kwargs: Any, generation_config: Any) -> bool:
-    if _may_be_captured(self, generation_config) and can_capture(model_kwargs.get("past_key_values")):
+    cache = model_kwargs.get("past_key_values")
+    if _may_be_captured(self, generation_config) and can_capture(cache):
+        if generation_config.prefill_chunk_size is None and not any(layer.is_initialized for layer in cache.layers):
+            begin_short(cache)  # what is asked for next is the call of DecodeGraphs, which lets it grow
         return True
     result: bool = type(self)._valid_auto_compile_criteria(self, model_kwargs, generation_config)
     return result

@@ -1,0 +1,52 @@
+"""A static cache that has no room for tokens to come until they come.
+
+A static cache is as long as the whole text will be, and transformers allocates it while the prompt is computed, when
+activations take most memory. Here its layers are as long as the prompt until that is done; then they grow, one after
+the other, before the first step looks at them. So the peak of memory is that of a cache that grows by itself.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+
+from halfbyte.models.patch import is_method_of
+
+LENGTHS = "_halfbyte_lengths"  # attribute of a cache: of its layers, at their full length
+
+
+def begin_short(cache: Any) -> None:
+    """Let a cache that is still empty begin as long as what it is given first. Whoever writes a second time without
+    having asked for the sizes of masks calls `grow` before."""
+    cache.get_mask_sizes = MethodType(_mask_sizes, cache)
+
+
+def grow(cache: Any) -> None:
+    """Give a cache the length that it was made for, if it has not."""
+    if is_method_of(_mask_sizes, vars(cache).get("get_mask_sizes")):
+        del cache.get_mask_sizes
+    for layer, length in zip(cache.layers, vars(cache).pop(LENGTHS, ()), strict=False):
+        short = layer.max_cache_len
+        layer.max_cache_len = length
+        if short < length and layer.is_initialized:
+            layer.keys, layer.values = (_longer(tensor, length) for tensor in (layer.keys, layer.values))
+
+
+def _mask_sizes(cache: Any, query_length: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the cache's own says, of a cache as long as it is to be now: masks are made before keys and values come."""
+    if any(layer.is_initialized for layer in cache.layers):
+        grow(cache)
+    elif isinstance(query_length, int) and LENGTHS not in vars(cache):
+        setattr(cache, LENGTHS, [layer.max_cache_len for layer in cache.layers])
+        for layer in cache.layers:
+            layer.max_cache_len = min(layer.max_cache_len, query_length)
+    return type(cache).get_mask_sizes(cache, query_length, *args, **kwargs)
+
+
+def _longer(tensor: Tensor, length: int) -> Tensor:
+    """tensor [texts, heads, tokens, head size] with zeros for the tokens that it lacks."""
+    longer = tensor.new_zeros((*tensor.shape[:2], length, tensor.shape[3]))
+    longer[:, :, : tensor.shape[2]] = tensor
+    return longer
