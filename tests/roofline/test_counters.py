@@ -47,24 +47,29 @@ def test_join() -> None:
     kernels = counters.parse(
         page(
             ("copy_kernel", 1e6, 26e6, 26e6), ("write_kernel", 1, 1, 1), ("void ns::norm<1>(int)", 5, 7, 0),
-            ("gemm", 10, 105, 5), ("gemm", 10, 50, 0),
+            ("gemm", 10, 105e6, 5e6), ("gemm", 10, 50, 0),
         )
     )  # fmt: skip
-    joined = counters.join(found, kernels, [("halfbyte", 1, labels, work)], 50.0)
+    joined = counters.join(found, kernels, [("halfbyte", 1, labels, work)], 50.0, 1)
     told = joined["counters"]
     assert told["copy"] == {"counted_gb_per_s": 52.0, "measured_gb_per_s": 50.0, "apart": -0.0385}
     by_class = {entry["class"]: entry for entry in told["classes"]}
-    assert (by_class["q"]["counted_bytes"], by_class["k"]["counted_bytes"]) == (110, 50)
+    assert (by_class["q"]["counted_bytes"], by_class["k"]["counted_bytes"]) == (110_000_000, 50)
+    # q, as the runs say: there are two layers, and one was counted. Of k they say nothing.
+    assert (by_class["q"]["computed_bytes"], by_class["k"]["computed_bytes"]) == (100_000_000, 50)
     assert by_class["norms"]["computed_bytes"] == 0
     q, norms = joined["runs"][0]["classes"]
     assert q["counted_bytes"] == 220_000_000  # 1.1 times the computed ones of all layers
     assert "counted_bytes" not in norms
     assert "counted_bytes" not in found["runs"][0]["classes"][0]  # the record that was given is as it was
+    assert counters.beside(joined) == joined
+    all_layers = counters.join(found, kernels, [("halfbyte", 1, labels, work)], 50.0, 2)
+    assert all_layers["counters"]["classes"][1]["computed_bytes"] == 200_000_000
 
 
 def test_steps_that_do_not_match_are_refused() -> None:
     with pytest.raises(Refused, match="saw 0 steps of 1"):
-        counters.join(record(q=1.0), [], [("halfbyte", 1, [], {})], 50.0)
+        counters.join(record(q=1.0), [], [("halfbyte", 1, [], {})], 50.0, 1)
 
 
 def program(folder: Path, text: str, code: int = 0) -> str:
@@ -113,6 +118,7 @@ def test_it_asks_what_it_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(counters, "_ask", lambda program, found, device, say: (
         counters.parse(counters.execute([program, *counters.options(counters.EVERYWHERE)])),
         [("halfbyte", 1, [("gemm", Q)], {Q: Amount(100, 1, 100)})],
+        1,
     ))  # fmt: skip
     found = counters.counted(record(q=1.0), CUDA, required=False, say=lambda _: None)
     assert found["counters"]["said"] == "bytes are computed from shapes, and counted by ncu"
@@ -120,10 +126,13 @@ def test_it_asks_what_it_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_stalls_are_asked_of_those_that_take_longest() -> None:
-    kernels = [Counted(name, ns, 0, 0, {}) for name, ns in (("a", 1), ("mm<x>", 9), ("a", 2), ("copy_kernel", 99))]
-    assert counters.longest(kernels) == ["mm<x>", "a"]
-    many = [Counted(f"k{n}", n, 0, 0, {}) for n in range(50)]
-    assert counters.longest(many) == [f"k{n}" for n in range(49, 49 - counters.MOST_STALLS, -1)]
+    def longest(*kernels: tuple[str, float]) -> list[str]:
+        return counters.longest([Counted(name, ns, 0, 0, {}) for name, ns in kernels])
+
+    copy, mark = (counters.COPY, 99), (counters.MARK, 99)
+    assert longest(copy, mark, ("a", 1), ("mm<x>", 9), ("a", 2)) == ["a", "mm<x>"]
+    assert longest(copy, mark, *((f"k{n}", n) for n in range(50))) == ["k48", "k49"]
+    assert longest(mark, ("a", 1), ("b", 2), ("c", 3), mark, ("a", 9), ("d", 8), ("c", 7)) == ["a", "b", "c", "d"]
     asked = counters.options(["x", "y"], ["mm", "a.b"])
     assert asked[asked.index("--metrics") + 1] == "x,y"
     assert asked[asked.index("--kernel-name") + 1] == r"regex:^(mm|a\.b)$"

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from halfbyte.roofline.align import align
-from halfbyte.roofline.names import Label, base
+from halfbyte.roofline.names import Label, base, group_of
 
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALLS = (
@@ -35,7 +35,7 @@ STALLS = (
 TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
 OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
 EVERYWHERE = (TIME, READ, WRITTEN, OCCUPANCY)
-MOST_STALLS = 4  # names of kernels, those that take longest, of which stalls are asked
+MOST_STALLS = 2  # names of kernels, those that take longest in a step, of which stalls are asked
 PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 LONGEST = 120  # seconds that ncu may take for a model, each time
 MARK, COPY = "write_kernel", "copy_kernel"
@@ -65,7 +65,8 @@ def counted(
     try:
         program = find(device)
         say("asking the hardware through ncu")
-        return join(record, *_ask(program, record, device, say), _copied(device))
+        kernels, known, layers = _ask(program, record, device, say)
+        return join(record, kernels, known, _copied(device), layers)
     except Refused as reason:
         if required:
             say(f"no counters: {reason}")
@@ -84,8 +85,9 @@ def find(device: torch.device) -> str:
 
 def _ask(
     program: str, record: Mapping[str, Any], device: torch.device, say: Callable[[str], None]
-) -> tuple[list[Counted], list[Any]]:
-    """Every kernel that ncu saw, and for each step (provider, batch, labels of its kernels, computed work)."""
+) -> tuple[list[Counted], list[Any], int]:
+    """Every kernel that ncu saw, for each step (provider, batch, labels of its kernels, computed work), and how many
+    layers its model has."""
     from halfbyte.bench.contest import empty_cache
     from halfbyte.roofline import run, steps
     from halfbyte.roofline.work import Shape, work_of
@@ -106,13 +108,14 @@ def _ask(
         kernels = with_stalls(kernels, parse(execute([program, *options(reasons, longest(kernels)), *child])))
     except Refused as reason:  # the bytes are what the report stands on
         say(f"no stalls: {reason}")
-    known = []
+    known, layers = [], 1
     run.start_profiler(device)
     for step in steps.steps(plan):
         labels, calls = run.labelled(step.model, step.work)
         shape = Shape.of(step.model, step.decoder.cache, step.batch, 1, plan.context + 1)
         known.append((step.provider, step.batch, labels, work_of(calls, shape, {})))
-    return kernels, known
+        layers = step.model.config.get_text_config().num_hidden_layers
+    return kernels, known, layers
 
 
 def options(metrics: Sequence[str], names: Collection[str] = ()) -> list[str]:
@@ -127,12 +130,14 @@ def options(metrics: Sequence[str], names: Collection[str] = ()) -> list[str]:
 
 
 def longest(kernels: Iterable[Counted]) -> list[str]:
-    """The bare names under which most time was spent."""
-    times: Counter[str] = Counter()
+    """The bare names under which most time was spent, of every step."""
+    steps: list[Counter[str]] = [Counter()]
     for kernel in kernels:
-        if kernel.name not in (MARK, COPY):
-            times[kernel.name] += round(kernel.ns)
-    return [name for name, _ in times.most_common(MOST_STALLS)]
+        if kernel.name == MARK:
+            steps.append(Counter())
+        elif kernel.name != COPY:
+            steps[-1][kernel.name] += round(kernel.ns)
+    return sorted({name for times in steps for name, _ in times.most_common(MOST_STALLS)})
 
 
 def with_stalls(kernels: Sequence[Counted], stalled: Iterable[Counted]) -> list[Counted]:
@@ -200,10 +205,12 @@ def _copied(device: torch.device) -> float:
     return 2 * COPIED * COPIES / time_one(run, device, 9).median / 1e3
 
 
-def join(record: dict[str, Any], kernels: Sequence[Counted], known: Sequence[Any], measured: float) -> dict[str, Any]:
+def join(
+    record: dict[str, Any], kernels: Sequence[Counted], known: Sequence[Any], measured: float, layers: int
+) -> dict[str, Any]:
     """The record with counters: of the copy, of each class of each step, and beside the computed bytes of the runs.
 
-    measured: GB/s of the copy by its own time.
+    measured: GB/s of the copy by its own time. layers: of the model whose kernels were counted.
     """
     marks = [place for place, kernel in enumerate(kernels) if kernel.name == MARK]
     if len(marks) != len(known):
@@ -216,14 +223,15 @@ def join(record: dict[str, Any], kernels: Sequence[Counted], known: Sequence[Any
         facts = {"provider": provider, "batch": batch}
         classes += [facts | entry for entry in _classes(of_step, found, work)]
     copies = [kernel for kernel in kernels[: marks[0]] if kernel.name == COPY]
-    counters: dict[str, Any] = {"said": "bytes are computed from shapes, and counted by ncu", "classes": classes}
+    said = "bytes are computed from shapes, and counted by ncu"
+    counters: dict[str, Any] = {"said": said, "layers": layers, "classes": classes}
     if copies and copies[0].ns:
         speed = copies[0].bytes / copies[0].ns
         counters["copy"] = {
             "counted_gb_per_s": round(speed, 1), "measured_gb_per_s": round(measured, 1),
             "apart": round(measured / speed - 1, 4) if speed else None,
         }  # fmt: skip
-    return _beside(record | {"counters": counters})
+    return beside(record | {"counters": counters})
 
 
 def _classes(kernels: Sequence[Counted], labels: Sequence[Label], work: Mapping[Label, Any]) -> list[dict[str, Any]]:
@@ -249,22 +257,40 @@ def _longest(kernel: Counted) -> dict[str, Any]:
     return {"kernel": kernel.name[:40], "occupancy": round(kernel.occupancy, 1), "stalls": waits}
 
 
-def _beside(record: dict[str, Any]) -> dict[str, Any]:
-    """Counted bytes beside the computed ones of the runs that decode: one layer's ratio stands for all."""
+def beside(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with computed bytes beside the counted ones of the counters, and the other way round in the runs.
+
+    What a layer's products move, and whether their weights were made dense before, is known from the runs. What was
+    counted of one layer stands for all.
+    """
+    counters = record.get("counters", {})
+    of_runs = {
+        (kept["provider"], kept["batch"], entry["class"]): entry.get("bytes", 0)
+        for kept in record["runs"]
+        if kept["mode"] != "prefill"
+        for entry in kept["classes"]
+    }
+    classes = []
+    for entry in counters.get("classes", ()):
+        name = entry["class"]
+        moved = of_runs.get((entry["provider"], entry["batch"], name))
+        if moved and group_of(name) in ("products", "dequantize") and name != "lm_head":
+            entry = entry | {"computed_bytes": moved * counters.get("layers", 1) // record["layers"]}
+        classes.append(entry)
+    if not classes:
+        return record
     ratios = {
         (entry["provider"], entry["batch"], entry["class"]): entry["counted_bytes"] / entry["computed_bytes"]
-        for entry in record["counters"]["classes"]
+        for entry in classes
         if entry["computed_bytes"]
     }
     runs = []
     for kept in record["runs"]:
-        entries = [
-            entry | {"counted_bytes": round(ratio * entry["bytes"])}
-            if kept["mode"] != "prefill"
-            and (ratio := ratios.get((kept["provider"], kept["batch"], entry["class"]))) is not None
-            and entry.get("bytes")
-            else entry
-            for entry in kept["classes"]
-        ]
+        entries = []
+        for entry in kept["classes"]:
+            ratio = ratios.get((kept["provider"], kept["batch"], entry["class"]))
+            if kept["mode"] != "prefill" and ratio is not None and entry.get("bytes"):
+                entry = entry | {"counted_bytes": round(ratio * entry["bytes"])}
+            entries.append(entry)
         runs.append(kept | {"classes": entries})
-    return record | {"runs": runs}
+    return record | {"counters": counters | {"classes": classes}, "runs": runs}

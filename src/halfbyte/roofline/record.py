@@ -19,6 +19,7 @@ import torch
 from halfbyte.bench import records
 from halfbyte.roofline.analysis import Roofs, entries, floor, rows
 from halfbyte.roofline.ceilings import Ceilings
+from halfbyte.roofline.counters import beside
 from halfbyte.roofline.names import OTHER, UNNAMED
 from halfbyte.roofline.run import Run
 
@@ -77,7 +78,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not JSON ({error}); give what `halfbyte profile --out` wrote") from error
     if record["bench"] != "profile":
         raise ValueError(f"{file} is a record of `halfbyte bench {record['bench']}`; give one of `halfbyte profile`")
-    return record
+    return beside(record)
 
 
 def to_csv(found: Sequence[Mapping[str, Any]]) -> str:
