@@ -70,7 +70,7 @@ def test_cases_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: p
         runs.run_recovery([bench.QUICK[name]], torch.device("cpu"), tmp_path)
     (path,) = tmp_path.glob("*/recover.json")
     found = [(row["case"], row["turn"]) for row in records.read(path)["rows"]]
-    assert found == [("tiny-gpt2, trained", 1), ("tiny, nf4", 2)]
+    assert found == [("tiny, nf4", 2), ("tiny-gpt2, trained", 1)]
 
 
 def test_gpt2_has_every_policy_on_random_and_on_trained_weights() -> None:

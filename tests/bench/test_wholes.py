@@ -1,11 +1,15 @@
 """The benches of whole models, run on a tiny one; and what is made of their records."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from rich.table import Table
 from typer.testing import CliRunner
 
-from halfbyte.bench import decode, records, train, wholes
+from halfbyte.bench import decode, records, runs, train, wholes
+from halfbyte.bench.report import provenance
 from halfbyte.cli import app
 
 pytest.importorskip("transformers")
@@ -62,3 +66,29 @@ def test_a_model_that_is_none(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "decode", "--model", "gpt-9", "--device", "cpu"])
     assert result.exit_code != 0
     assert "neither a folder nor one of tiny" in " ".join((result.output + str(result.exception)).split())
+
+
+def test_models_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their places, each with the commit that it is of, and only beside what ran on the same libraries."""
+    cpu, turn = torch.device("cpu"), iter(range(9))
+
+    def rows_of(name: str) -> list[dict[str, Any]]:
+        return [{"model": name, "batch": 1, "provider": "halfbyte", "mode": "eager", "turn": next(turn)}]
+
+    facts_of_this = records.environment(cpu)
+
+    def run(names: str, commit: str, **facts: str) -> dict[str, Any]:
+        monkeypatch.setattr(records, "environment", lambda device: facts_of_this | {"commit": commit, **facts})
+        runs.run_models("decode", "by hand", names, rows_of, lambda record: Table(), cpu, tmp_path)
+        (path,) = tmp_path.glob("*/decode.json")
+        return records.read(path)
+
+    run("a, b", "old")
+    found = run("b,c", "new")
+    assert [(row["model"], row["commit"], row["turn"]) for row in found["rows"]] == [
+        ("a", "old", 0), ("b", "new", 2), ("c", "new", 3)
+    ]  # fmt: skip
+    assert provenance(found).endswith("; commit new; a: commit old.</sub>")
+    found = run("c", "newer", torch="0.1")
+    assert [row["model"] for row in found["rows"]] == ["c"]
+    assert provenance(found).endswith("; commit newer.</sub>")

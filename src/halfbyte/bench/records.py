@@ -18,6 +18,7 @@ import torch
 
 from halfbyte.bench.case import Row
 
+SAME = ("device", "driver", "torch", "bitsandbytes", "transformers")  # where rows of two runs may stand in one record
 PACKAGES = ("torch", "triton", "numba", "bitsandbytes", "peft", "transformers")
 
 
@@ -59,6 +60,21 @@ def environment(device: torch.device) -> dict[str, Any]:
     else:
         facts["threads"] = torch.get_num_threads()
     return facts
+
+
+def beside_earlier(
+    kept: Mapping[str, Any] | None, record: Mapping[str, Any], key: str, measured: Sequence[str]
+) -> dict[str, list[dict[str, Any]]]:
+    """Rows by their `key`, such as the model, of the record that an earlier run left, each with its commit, in its
+    order; those of `measured` have none. Nothing is taken from another machine or from other versions of libraries."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    environment = record["environment"]
+    if kept and all(kept["environment"].get(fact) == environment.get(fact) for fact in SAME):
+        for row in kept["rows"]:
+            rows = found.setdefault(row[key], [])
+            if row[key] not in measured:
+                rows.append({"commit": kept["environment"]["commit"]} | row)
+    return found
 
 
 def make_record(bench: str, device: torch.device, rows: Sequence[Row], copy: float) -> dict[str, Any]:

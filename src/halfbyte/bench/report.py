@@ -96,7 +96,19 @@ def provenance(record: Mapping[str, Any]) -> str:
     versions = [f"{name} {facts[name]}" for name in packages if facts.get(name)]
     machine = facts["device"] + (f", {facts['threads']} threads" if on_cpu else f", driver {facts['driver']}")
     copy = f"; copy {record['copy_gb_per_s']:,.0f} GB/s" if "copy_gb_per_s" in record else ""
-    return f"<sub>{machine}, {facts['date']}, {', '.join(versions)}{copy}; commit {facts['commit']}.</sub>"
+    return f"<sub>{machine}, {facts['date']}, {', '.join(versions)}{copy}; {_commits(record)}.</sub>"
+
+
+def _commits(record: Mapping[str, Any]) -> str:
+    """The commit that was run, and what rows of the record are of an earlier one."""
+    own = record["environment"]["commit"]
+    earlier: dict[str, dict[str, None]] = {}
+    for row in record.get("rows", ()):
+        if (commit := row.get("commit", own)) != own:
+            earlier.setdefault(commit, {})[row.get("case") or row["model"]] = None
+    return "; ".join(
+        [f"commit {own}", *(f"{' and '.join(names)}: commit {commit}" for commit, names in earlier.items())]
+    )
 
 
 def plot(record: Mapping[str, Any], path: Path) -> None:

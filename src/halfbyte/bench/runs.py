@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ from rich.table import Table
 from halfbyte.bench import ceiling, records
 from halfbyte.bench import report as reports
 from halfbyte.bench.case import run
-
-SAME = ("device", "driver", "torch")  # of an environment, where rows of an earlier run may stand beside new ones
 
 
 def run_cases(bench: str, cases: Iterable[Any], device: torch.device, rounds: int, out: Path | None) -> None:
@@ -47,9 +45,8 @@ def run_models(
     """Whole models, one by one. The record is kept after each: a large one that fails takes nothing with it."""
     torch.manual_seed(0)
     record = _empty_record(bench, method, device)
-    for name in names.split(","):
-        record["rows"] += rows_of(name.strip())
-        _keep(record, out, device)
+    models = [name.strip() for name in names.split(",")]
+    _run_each(record, "model", {name: partial(rows_of, name) for name in models}, device, out)
     Console().print(table(record))
 
 
@@ -58,18 +55,28 @@ def run_recovery(cases: Sequence[Any], device: torch.device, out: Path | None) -
     from halfbyte.bench import recover as bench
 
     record = _empty_record("recover", bench.METHOD, device)
-    environment = record["environment"]
-    # All cases together take long. Those that ran before, on this machine as it is, stay in the record.
-    kept = _kept("recover", out, device)
-    if kept and all(kept["environment"].get(fact) == environment.get(fact) for fact in SAME):
-        names = {case.name for case in cases}
-        record["rows"] += [row for row in kept["rows"] if row["case"] not in names]
-    for case in cases:
-        facts = {"commit": environment["commit"]}
-        record["rows"] += [row | facts for row in bench.recover_rows(case, device, say)]
-        _keep(record, out, device)
+    _run_each(
+        record, "case", {case.name: partial(bench.recover_rows, case, device, say) for case in cases}, device, out
+    )
     Console().print(bench.terminal_table(record))
     _check_right(record)
+
+
+def _run_each(
+    record: dict[str, Any],
+    key: str,
+    work: Mapping[str, Callable[[], Iterable[dict[str, Any]]]],
+    device: torch.device,
+    out: Path | None,
+) -> None:
+    """Fill the record with the rows of each, and keep it after each. All together take long: what ran before, on this
+    machine as it is, stays in the record."""
+    commit = {"commit": record["environment"]["commit"]}
+    found = records.beside_earlier(_kept(record["bench"], out, device), record, key, list(work))
+    for name, rows_of in work.items():
+        found[name] = [row | commit for row in rows_of()]
+        record["rows"] = [row for rows in found.values() for row in rows]
+        _keep(record, out, device)
 
 
 def run_puzzle(rounds: int, repeats: int, out: Path | None) -> None:
