@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from halfbyte.roofline.work import Amount, Shape, work_of
 PROVIDERS = ("bitsandbytes", "halfbyte", "bf16")
 MODES = {"cpu": ("eager", "prefill"), "cuda": ("eager", "graph", "fused graph", "prefill")}
 TRIES, APART = 4, 0.02  # how often steps are profiled at most, and how far apart two clocks may be
-LONG = 40.0  # ms that profiled steps should take together, so that their beginning and end do not count
+LONG = 40.0  # ms that steps should take together, so that their beginning and end do not count
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def _batch(model: Any, provider: str, batch: int, settings: Settings, right: dic
         apart = _checked(decoder, provider, mode, right)
         work = work_step(decoder, prefill)
         samples = _unprofiled(work, settings.rounds, model.device)
-        steps = min(work.most, max(2, round(LONG / min(samples))))
+        steps = _enough(work, min(samples))
         if model.device.type == "cuda":
             if prefill not in known:
                 known[prefill] = labelled(model, work_step(eager, prefill))
@@ -196,11 +197,18 @@ def _checked(decoder: Decoder, provider: str, mode: str, right: dict[str, Tensor
 
 def _unprofiled(work: Repeated, rounds: int, device: torch.device) -> list[float]:
     """Milliseconds a step, a sample a round."""
-    samples = []
-    for _ in range(rounds):
+
+    def sample(steps: int) -> float:
         work.reset()
-        samples.append(clock(lambda: [work.run() for _ in range(work.most)][-1], device) / work.most)
-    return samples
+        return clock(lambda: [work.run() for _ in range(steps)][-1], device) / steps
+
+    steps = _enough(work, sample(1))
+    return [sample(steps) for _ in range(rounds)]
+
+
+def _enough(work: Repeated, ms: float) -> int:
+    """How many steps in a row, of so many milliseconds, are so long that their beginning and end do not count."""
+    return min(work.most, max(2, ceil(LONG / ms)))
 
 
 def labelled(model: Any, work: Repeated) -> tuple[list[tuple[str, Label]], list[Call]]:
