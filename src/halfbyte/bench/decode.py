@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
 from typing import Any
 
@@ -26,7 +27,7 @@ from halfbyte.models.graphs import COUNTER, Step
 from halfbyte.models.regions import compiled_regions
 
 CHECKED_LAYERS = 4  # that the fp32 reference has: all of a 70B model would not fit
-STEPS = 16  # in a sample
+STEPS, LONG = 16, 200.0  # in a sample at most; ms that are enough for one of fewer
 MOST_APART = 0.1  # ‖ours - bitsandbytes'‖ / ‖bitsandbytes'‖ of a whole model's logits: bf16 noise of all its layers
 BATCHES = (1, 8, 32)
 
@@ -138,6 +139,7 @@ class Decoder:
                 self.run = Step(model, self.cache, *torch.utils._pytree.tree_flatten(self.inputs)).replay
         self.reset()
         self.logits: Tensor = self.run().logits
+        self.steps = min(STEPS, max(4, ceil(LONG / clock(self.run, self.device))))
 
     def _eager(self) -> Any:
         with torch.no_grad():
@@ -161,7 +163,7 @@ class Decoder:
     def sample(self) -> float:
         """Milliseconds a step."""
         self.reset()
-        return clock(lambda: [self.run() for _ in range(STEPS)][-1], self.device) / STEPS
+        return clock(lambda: [self.run() for _ in range(self.steps)][-1], self.device) / self.steps
 
 
 def _generate(model: Any, batch: int, settings: Settings, device: torch.device) -> dict[str, Any]:
