@@ -13,7 +13,7 @@ from torch import nn
 import halfbyte as hb
 from halfbyte.roofline import compare, names, render
 from halfbyte.roofline import record as records
-from halfbyte.roofline.analysis import Roofs, entries, floor, rows
+from halfbyte.roofline.analysis import Roofs, entries, floor, in_order, rows
 from halfbyte.roofline.attribution import Profile
 from halfbyte.roofline.names import ATTENTION, DEQUANTIZE, GAPS, NORMS, Label
 from halfbyte.roofline.roles import Call, label_of, marked, stored_bytes
@@ -25,6 +25,12 @@ Q, DOWN = Label("products", "q"), Label("products", "down")
 
 def shape(batch: int = 2, tokens: int = 1, cached: tuple[int, ...] = (10,)) -> Shape:
     return Shape(batch, tokens, cached, heads=4, kv_heads=2, head=8)
+
+
+def test_the_order_of_classes() -> None:
+    found = ["gaps", "norms", "down", "q+k+v", "expert", "k", "v", "q", "gate+up", "lm_head", "up"]
+    layer = ["q", "k", "v", "q+k+v", "up", "gate+up", "down", "lm_head", "expert"]
+    assert in_order(found) == [*layer, "norms", "gaps"]
 
 
 def test_a_product() -> None:

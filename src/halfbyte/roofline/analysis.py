@@ -93,12 +93,18 @@ def entries(run: Run) -> list[dict[str, Any]]:
 
 
 def _ordered(labels: Iterable[Label]) -> list[Label]:
-    def place(label: Label) -> tuple[int, int, str]:
-        first = label.role.split("+")[0]
-        known = ORDER.index(first) if first in ORDER else len(ORDER)
-        return GROUPS.index(label.group), known, label.role
+    return sorted(labels, key=lambda label: (*_place(label.group, label.role), label.role))
 
-    return sorted(labels, key=place)
+
+def in_order(classes: Iterable[str]) -> list[str]:
+    """Names of classes in the order of tables: as they come, but for products, which follow a layer."""
+    return sorted(classes, key=lambda name: _place(group_of(name), name))
+
+
+def _place(group: str, role: str) -> tuple[int, int, int]:
+    """What one launch computes follows its parts."""
+    *others, last = role.split("+")
+    return GROUPS.index(group), ORDER.index(last) if last in ORDER else len(ORDER), len(others)
 
 
 def _empty(label: Label) -> dict[str, Any]:

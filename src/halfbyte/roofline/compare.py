@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from halfbyte.roofline import record
-from halfbyte.roofline.names import GROUPS, group_of
+from halfbyte.roofline.analysis import in_order
 from halfbyte.roofline.render import number, table_of
 from halfbyte.roofline.run import PROVIDERS
 
@@ -79,9 +79,7 @@ def _classes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, floa
             name = whole.get(entry["class"], entry["class"])
             side[name] = side.get(name, 0.0) + entry["ms"]
         sides.append(side)
-    every = {**sides[1], **sides[0]}
-    ordered = sorted(every, key=lambda name: (GROUPS.index(group_of(name)), list(every).index(name)))
-    return [(name, sides[0].get(name, 0.0), sides[1].get(name, 0.0)) for name in ordered]
+    return [(name, sides[0].get(name, 0.0), sides[1].get(name, 0.0)) for name in in_order(sides[1] | sides[0])]
 
 
 def _cells(left: float, right: float) -> tuple[str, str, str, str]:

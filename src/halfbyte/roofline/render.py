@@ -10,8 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from halfbyte.roofline.analysis import Roofs, Row, floor, products, rows
-from halfbyte.roofline.names import GROUPS
+from halfbyte.roofline.analysis import Roofs, Row, floor, in_order, products, rows
 
 Runs = list[Mapping[str, Any]]
 
@@ -104,10 +103,7 @@ def classes(batch: int, runs: Runs, roofs: Roofs) -> Table:
 
 def names(found: Any) -> list[str]:
     """Every class of several runs, in their order."""
-    names: dict[str, Row] = {}
-    for of in found:
-        names |= {name: row for name, row in of.items() if name not in names}
-    return sorted(names, key=lambda name: GROUPS.index(names[name].group))
+    return in_order(dict.fromkeys(name for of in found for name in of))
 
 
 def _cells(row: Row | None) -> tuple[str, str, str]:
