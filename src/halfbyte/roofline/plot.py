@@ -68,6 +68,7 @@ def _panel(panel: Any, found: list[Row], roofs: Roofs) -> None:
             row.name, (row.intensity, row.tflop_per_s), xytext=place, textcoords="data", fontsize=6.5, va="center",
             zorder=4, arrowprops={"arrowstyle": "-", "color": "#9aa4b2", "linewidth": 0.4, "shrinkB": 0},
         )  # fmt: skip
+        panel.update_datalim([(place[0], place[1] / 1.6)])  # the axis stays below it
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.grid(color="#e6e8eb", which="major", zorder=0)
