@@ -1,5 +1,6 @@
 """Norms in training: torch's kernel, which rounds once, where no GPU is through what it is made of."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,3 +109,12 @@ def test_a_capture_compiles_what_the_class_computes_and_puts_ours_back(load: Any
     with compiled_regions(model):
         assert norm.forward is not mine
     assert norm.forward is mine
+
+
+def test_an_operator_of_that_name_that_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.8 has one, with one result, for Apple's GPUs."""
+    assert norms._fused() is not None
+    schema = SimpleNamespace(returns=["Tensor"])
+    other = SimpleNamespace(default=SimpleNamespace(_schema=schema))
+    monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm", other)
+    assert norms._fused() is None

@@ -8,6 +8,7 @@ is trained a norm goes on as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -19,7 +20,17 @@ from halfbyte.models.patch import forward_name, give_back, has_forward_of_class
 
 ON_CPU = False  # where torch has no such kernel; tests set it
 
-_rms_norm = getattr(torch, "_fused_rms_norm", None)  # F.rms_norm would be computed in fp32 under autocast
+
+def _fused() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """torch's kernel, which F.rms_norm calls; but that is computed in fp32 under autocast. Before torch 2.9 there was
+    another one of the name, for Apple's GPUs."""
+    found = getattr(torch.ops.aten, "_fused_rms_norm", None)
+    if found is None or len(found.default._schema.returns) != 2:
+        return None
+    return torch._fused_rms_norm
+
+
+_rms_norm = _fused()
 
 
 def takes(module: nn.Module) -> bool:
