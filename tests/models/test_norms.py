@@ -12,7 +12,6 @@ from halfbyte.bench.linear import relative_error
 from halfbyte.models import norms
 from halfbyte.models.regions import compiled_regions, is_region
 
-
 pytestmark = pytest.mark.skipif(norms._rms_norm is None, reason="needs torch 2.9, which has the kernel")
 
 
