@@ -75,10 +75,12 @@ def test_several_weights_in_one_launch(dtype: torch.dtype, nested: bool, format:
                 for part, q in enumerate(group)
                 if q.nested
             ]
-        for m in (1, 2, 8):
+        for m in (1, 2, 8, 16, 31, 32):
             x = torch.randn((m, k), device=DEVICE).to(dtype)
             biases = [torch.randn(n, device=DEVICE).to(dtype) if part % 2 else None for part, n in enumerate(sizes)]
             found = cuda.linear_group(x, group, biases)
+            if found is None and m > 8:
+                continue  # one after the other is faster
             assert found is not None
             again = cuda.linear_group(x, group, biases)
             assert again is not None

@@ -58,10 +58,12 @@ def test_linear_of_several_weights(k: int) -> None:
     """Weights that end within a tile, one behind the other, K over one CTA and over a cluster."""
     weights = [hb.quantize(torch.randn((n, k), device="cuda").bfloat16() / k**0.5) for n in (68, 4, 20)]
     for group in (weights, weights[:2]):
-        for m in (1, 5, 8):
+        for m in (1, 5, 8, 13, 16, 27, 32):
             x = torch.randn((m, k), device="cuda").bfloat16()
             biases = [torch.randn(q.shape[0], device="cuda").bfloat16() if m % 2 else None for q in group]
             found = cuda.linear_group(x, group, biases)
+            if found is None and m > 8 and k == 5376:
+                continue  # too long for one CTA, and its scales cannot be copied in parts
             assert found is not None
             for y, q, bias in zip(found, group, biases, strict=True):
                 right = x.float() @ hb.dequantize(q, torch.float32).t() + (0.0 if bias is None else bias.float())
