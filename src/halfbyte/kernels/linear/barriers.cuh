@@ -5,6 +5,14 @@
 typedef unsigned u32;
 typedef unsigned long long u64;
 
+constexpr u32 BASE = 1024;  // where dynamic shared memory begins on sm_90 and later; every kernel checks it
+
+// From the table that dynamic shared memory begins with.
+__device__ __forceinline__ u32 load_word(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(value) : "r"(address), "n"(BASE));
+  return value;
+}
 __device__ __forceinline__ uint2 load_pair(u32 address) {
   uint2 value;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));

@@ -91,7 +91,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
     """
     n, k = q.shape
     m = x.numel() // max(k, 1)
-    if m > MOST and not batch_invariant:
+    if m > MOST and not batch_invariant:  # before anything is gathered: no kernel is for so many
         return None
     if min(m, n, k) == 0 or not has_compiler() or facts_of(x.get_device()).ptx == 0:
         return None

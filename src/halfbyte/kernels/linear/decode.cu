@@ -27,7 +27,6 @@
 // Needs barriers.cuh ahead of it, sm_90, N % 4 == 0, blocks of 64, packed and scales aligned to 16 bytes; for K see
 // decode.py. Macros: COLUMNS, WARPS, SLICE, STAGES, CLUSTER, WHOLE, PARTS, NESTED, FP16, BIAS, SHARED_BYTES.
 
-constexpr u32 BASE = 1024;         // where dynamic shared memory begins on sm_90 and later; checked below
 constexpr u32 TABLE_ROW = 256;     // bytes: a word for each lane, in the lower half
 constexpr int ROWS = 16, BLOCK_BYTES = 32;
 constexpr int BLOCKS = WARPS * SLICE;                 // of K, a CTA
@@ -51,11 +50,6 @@ static_assert(STAGES <= 8, "each stage has a full and an empty barrier in 64 byt
 constexpr u32 FULL = BARRIERS, EMPTY = FULL + 64, SUM_FULL = EMPTY + 64, SUM_EMPTY = SUM_FULL + 16;
 constexpr u32 SLOT_FULL = SUM_EMPTY + 16, SLOT_EMPTY = SLOT_FULL + 32;
 
-__device__ __forceinline__ u32 load_word(u32 address) {
-  u32 value;
-  asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(value) : "r"(address), "n"(BASE));
-  return value;
-}
 __device__ __forceinline__ float4 load_sums(u32 address) {
   float4 value;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

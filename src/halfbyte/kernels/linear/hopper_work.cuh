@@ -1,7 +1,6 @@
 // What is to be done by hopper.cu, and where: sizes, the layout of shared memory, arguments, and units of work.
 // Macros and needs are those of hopper.cu.
 
-constexpr u32 BASE = 1024;       // where dynamic shared memory begins; `multiply` checks it
 constexpr u32 TABLE_ROW = 256;   // bytes: two weights for each lane, then the value of a scale byte for each lane
 constexpr int WARPS = 4 * GROUPS, ROWS = 64 * GROUPS, DEPTH = 256, SPANS = DEPTH / SPAN, STEPS = SPAN / 16;
 constexpr int THREADS = 128 * (GROUPS + 1);
@@ -25,11 +24,6 @@ struct Arguments {
   float unit, codebook[16];
 };
 
-__device__ __forceinline__ u32 load_word(u32 address) {
-  u32 value;
-  asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(value) : "r"(address), "n"(BASE));
-  return value;
-}
 __device__ __forceinline__ float load_code(u32 address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1 + %2];" : "=f"(value) : "r"(address), "n"(BASE + 128));
