@@ -120,7 +120,7 @@ def linear_group(
     """[linear(x, q, bias) for each q and its bias], in one launch where the kernels can do that. A sum may then be made
     in another order than alone; it is always the same one."""
     biases = [None] * len(weights) if biases is None else biases
-    if torch.compiler.is_compiling() and len({_facts(q) for q in weights}) == 1 and not _wants_gradients(x, biases):
+    if torch.compiler.is_compiling() and len({q.kind for q in weights}) == 1 and not _wants_gradients(x, biases):
         for q, bias in zip(weights, biases, strict=True):
             _check_linear(x, q, bias)
         found: list[Tensor] = torch.ops.halfbyte.linear_group(x, *_group_parts(weights), biases)
@@ -264,19 +264,15 @@ def _backend(operation: str, device_type: str) -> ModuleType:
 def _parts(q: QuantizedWeight) -> tuple[Tensor, Tensor, list[Tensor], str, tuple[int, ...], int, int]:
     """The weight as operators take it; library.py puts it together again."""
     packed, scale, *nested = q.tensors
-    return packed, scale, nested, q.format, q.shape, q.block_size, q.nested.block_size if q.nested else 0
-
-
-def _facts(q: QuantizedWeight) -> tuple[str, int, int]:
-    """What the weights of a group have in common."""
-    return q.format, q.block_size, q.nested.block_size if q.nested else 0
+    format, block_size, nested_size = q.kind
+    return packed, scale, nested, format, q.shape, block_size, nested_size
 
 
 def _group_parts(
     weights: Sequence[QuantizedWeight],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], str, list[int], int, int, int]:
-    """Weights with the same facts as the operator takes them; library.py puts them together again."""
-    format, block_size, nested_size = _facts(weights[0])
+    """Weights of one kind as the operator takes them; library.py puts them together again."""
+    format, block_size, nested_size = weights[0].kind
     return (
         [q.packed for q in weights], [q.scale for q in weights],
         [tensor for q in weights for tensor in q.tensors[2:]],

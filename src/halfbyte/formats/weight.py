@@ -71,6 +71,11 @@ class QuantizedWeight:
         return prod(self.shape)
 
     @property
+    def kind(self) -> tuple[str, int, int]:
+        """Format, block size, and how many scales share an entry of the nested ones (0: they are not nested)."""
+        return self.format, self.block_size, self.nested.block_size if self.nested else 0
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Every tensor the weight is made of."""
         if self.nested is None:

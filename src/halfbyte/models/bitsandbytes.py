@@ -6,7 +6,6 @@ weight's QuantState, so that it goes when the weight goes and no memory outlives
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
-from halfbyte.models.patch import forward_name, give_back, has_forward_of_class, replaced_by
+from halfbyte.models.patch import give, give_back, has_forward_of_class, replaced_by
 from halfbyte.models.siblings import Operands, parameter, shared, version_of
 from halfbyte.ops import linear
 
@@ -64,7 +63,7 @@ def apply(module: nn.Module) -> str | None:
     found = _look(module)  # now, for a traced call could not
     if isinstance(found, str):
         return found
-    setattr(module, forward_name(module), MethodType(forward, module))
+    give(forward, module)
     return None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from halfbyte.formats.compressed_tensors import from_compressed_tensors
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.models.patch import forward_name, replaced_by
+from halfbyte.models.patch import forward_name, give, give_back, replaced_by
 from halfbyte.models.siblings import Operands, parameter, shared, version_of
 from halfbyte.ops import linear
 
@@ -91,19 +90,14 @@ def apply(module: nn.Module) -> str | None:
     if not _is_known(type(module).forward) or (name in vars(module) and not _is_known(before)):
         return "its forward is not that of a linear layer: other code has replaced it"
     setattr(module, ATTRIBUTE, View(before))
-    setattr(module, name, MethodType(forward, module))
+    give(forward, module)
     return None
 
 
 def undo(module: nn.Module) -> None:
     """Give a module back the forward that it had."""
     view: View | None = vars(module).pop(ATTRIBUTE, None)
-    before = view.forward if view is not None else None
-    for name in replaced_by(forward, module):
-        if before is None and name == "forward":
-            del module.__dict__[name]
-        else:
-            setattr(module, name, MethodType(before or type(module).forward, module))
+    give_back(forward, module, view.forward if view is not None else None)
 
 
 def is_applied(module: nn.Module) -> bool:

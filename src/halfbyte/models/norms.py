@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfbyte.models.patch import forward_name, give_back, has_forward_of_class
+from halfbyte.models.patch import give, give_back, has_forward_of_class
 
 ON_CPU = False  # where torch has no such kernel; tests set it
 
@@ -46,7 +45,7 @@ def takes(module: nn.Module) -> bool:
 
 def apply(module: nn.Module) -> None:
     if has_forward_of_class(module):
-        setattr(module, forward_name(module), MethodType(forward, module))
+        give(forward, module)
 
 
 def undo(module: nn.Module) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.models.patch import forward_name, give_back, has_forward_of_class, replaced_by
+from halfbyte.models.patch import give, give_back, has_forward_of_class, replaced_by
 from halfbyte.models.siblings import Operands, parameter, shared, version_of
 from halfbyte.nn import Linear4bit
 
@@ -20,7 +19,7 @@ def takes(module: nn.Module) -> bool:
 def apply(module: nn.Module) -> str | None:
     """A layer whose forward is another one, of a subclass or of other code, is as fast as it is; nothing is wrong."""
     if type(module).forward is Linear4bit.forward and has_forward_of_class(module):
-        setattr(module, forward_name(module), MethodType(forward, module))
+        give(forward, module)
     return None
 
 

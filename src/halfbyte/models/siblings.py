@@ -187,8 +187,7 @@ def link(model: nn.Module, hosts: Sequence[Host]) -> None:
                 host = next((host for host in hosts if host.is_applied(module)), None)
                 q = None if host is None else host.weight_of(module)
                 if host is not None and q is not None:
-                    facts = (q.format, q.block_size, q.nested.block_size if q.nested else 0, q.device)
-                    kind = (host, q.shape[1], (*facts, getattr(module, "compute_dtype", None)))
+                    kind = (host, q.shape[1], (q.kind, q.device, getattr(module, "compute_dtype", None)))
                     kinds.setdefault(kind, []).append(module)
             for (host, k, _), modules in kinds.items():
                 if len(modules) > 1:
