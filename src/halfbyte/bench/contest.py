@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil
 from typing import Any
 
 import torch
@@ -56,6 +57,11 @@ def clock(run: Callable[[], Any], device: torch.device) -> float:
     elapsed = time.perf_counter() - start
     del result
     return 1e3 * elapsed
+
+
+def enough(ms: float, long: float, least: int, most: int) -> int:
+    """How many steps of so many milliseconds make a sample of at least `long`, within these bounds."""
+    return min(most, max(least, ceil(long / ms)))
 
 
 def times(samples: Sequence[float]) -> dict[str, Any]:

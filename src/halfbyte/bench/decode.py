@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import ceil
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.bench import models
-from halfbyte.bench.contest import Contest, clock, empty_cache, peak_gb, random_ids, times
+from halfbyte.bench.contest import Contest, clock, empty_cache, enough, peak_gb, random_ids, times
 from halfbyte.bench.linear import relative_error
 from halfbyte.models.accelerate import accelerate, restore
 from halfbyte.models.graphs import COUNTER, Step
@@ -139,7 +139,6 @@ class Decoder:
                 self.run = Step(model, self.cache, *torch.utils._pytree.tree_flatten(self.inputs)).replay
         self.reset()
         self.logits: Tensor = self.run().logits
-        self.steps = min(STEPS, max(4, ceil(LONG / clock(self.run, self.device))))
 
     def _eager(self) -> Any:
         with torch.no_grad():
@@ -160,10 +159,17 @@ class Decoder:
                 lambda: self.model(self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1), self.device
             )
 
+    @cached_property
+    def steps(self) -> int:
+        """In a sample: fewer of slow ones."""
+        self.reset()
+        return enough(clock(self.run, self.device), LONG, least=4, most=STEPS)
+
     def sample(self) -> float:
         """Milliseconds a step."""
+        steps = self.steps
         self.reset()
-        return clock(lambda: [self.run() for _ in range(self.steps)][-1], self.device) / self.steps
+        return clock(lambda: [self.run() for _ in range(steps)][-1], self.device) / steps
 
 
 def _generate(model: Any, batch: int, settings: Settings, device: torch.device) -> dict[str, Any]:

@@ -132,7 +132,6 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
     from halfbyte.bench import recover, search, sweep, wholes
     from halfbyte.roofline import markdown as roofline
     from halfbyte.roofline import plot as roofline_plot
-    from halfbyte.roofline.counters import beside
 
     kinds: dict[str, tuple[Callable[..., str], Callable[..., None] | None]] = {
         "puzzle": (reports.puzzle_markdown, None),
@@ -146,8 +145,6 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
     blocks: dict[str, str] = {}
     for path in sorted(results.glob("*/*.json")):
         record = records.read(path)
-        if record["bench"] == "profile":
-            record = beside(record)
         name = f"{path.parent.name}/{path.stem}"
         text, plot = kinds.get(record["bench"], (reports.markdown_table, reports.plot))
         blocks[name] = text(record)

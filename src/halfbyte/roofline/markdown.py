@@ -7,12 +7,14 @@ from typing import Any
 
 from halfbyte.bench.report import line, provenance
 from halfbyte.roofline.analysis import Roofs, rows
+from halfbyte.roofline.counters import beside
 from halfbyte.roofline.names import GROUPS
 from halfbyte.roofline.render import Runs, best_mode, by_batch, cells_of, names, number, place
 
 
 def markdown(record: Mapping[str, Any]) -> str:
     """Every run of a record in a line, and the classes of each provider at the first batch, for the docs."""
+    record = beside(dict(record))
     roofs, mode = Roofs.of(record["ceilings"]), best_mode(record)
     heads = [
         "batch",

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from halfbyte.bench import models
-from halfbyte.bench.contest import Contest, clock, empty_cache, times
+from halfbyte.bench.contest import Contest, clock, empty_cache, enough, times
 from halfbyte.bench.decode import MOST_APART, STEPS, Decoder, errors_against_fp32
 from halfbyte.bench.decode import Settings as DecoderSettings
 from halfbyte.bench.linear import relative_error
@@ -139,7 +138,7 @@ def _batch(model: Any, provider: str, batch: int, settings: Settings, right: dic
         apart = _checked(decoder, provider, mode, right)
         work = work_step(decoder, prefill)
         samples = _unprofiled(work, settings.rounds, model.device)
-        steps = _enough(work, min(samples))
+        steps = enough(min(samples), LONG, least=2, most=work.most)
         if model.device.type == "cuda":
             if prefill not in known:
                 known[prefill] = labelled(model, work_step(eager, prefill))
@@ -202,13 +201,8 @@ def _unprofiled(work: Repeated, rounds: int, device: torch.device) -> list[float
         work.reset()
         return clock(lambda: [work.run() for _ in range(steps)][-1], device) / steps
 
-    steps = _enough(work, sample(1))
+    steps = enough(sample(1), LONG, least=2, most=work.most)
     return [sample(steps) for _ in range(rounds)]
-
-
-def _enough(work: Repeated, ms: float) -> int:
-    """How many steps in a row, of so many milliseconds, are so long that their beginning and end do not count."""
-    return min(work.most, max(2, ceil(LONG / ms)))
 
 
 def labelled(model: Any, work: Repeated) -> tuple[list[tuple[str, Label]], list[Call]]:
