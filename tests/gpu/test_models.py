@@ -78,6 +78,23 @@ def test_tokens_are_those_of_steps_without_a_graph(model: Any, batch: int, repla
     assert torch.equal(first[:, :14], plain[:, :14])
 
 
+def test_attention_of_steps_is_ours(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
+    asked: list[Any] = []
+    attend = kernels.attend
+
+    def counted(query: Tensor, *others: Any) -> Tensor:
+        asked.append(tuple(query.shape))
+        return attend(query, *others)
+
+    monkeypatch.setattr(kernels, "attend", counted)
+    hb.accelerate(model)
+    generate(model, prompt(2))
+    size = model.model.layers[0].self_attn.head_dim
+    assert set(asked) == {(2, 4, 1, size)}
+    assert len(asked) >= 2 * len(model.model.layers)  # a step that compiles, and one that is captured
+
+
 def test_siblings_are_computed_in_one_launch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[int] = []
     compute = cuda.linear_group

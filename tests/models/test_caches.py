@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfbyte.models.caches import LENGTHS, begin_short, grow
+from halfbyte.models.caches import LENGTHS, begin_short, grow, updated
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,3 +77,32 @@ def test_a_cache_that_nobody_asked_about_is_as_it_was(model: Any) -> None:
     grow(cache)
     assert vars(cache).keys() == vars(transformers.StaticCache(config=model.config, max_cache_len=TOTAL)).keys()
     assert [layer.max_cache_len for layer in cache.layers] == full
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_steps_update_it_as_transformers_does(model: Any, appends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the kernel is torch. A window is full from the twelfth token on."""
+    kernels = pytest.importorskip("halfbyte.kernels.cache.triton")
+    seen = []
+
+    def append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
+        assert kernels.takes(keys, values, new_keys, new_values, length)
+        seen.append(int(length))
+        keys[:, :, length], values[:, :, length] = new_keys[:, :, 0], new_values[:, :, 0]
+        length += 1
+
+    monkeypatch.setattr(kernels, "append", append)
+    ids = torch.randint(3, 96, (2, TOTAL), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    right, mine = (transformers.StaticCache(config=model.config, max_cache_len=TOTAL) for _ in range(2))
+    expected = logits(model, right, ids, 5, mask)
+    with updated(mine, appends):
+        found = logits(model, mine, ids, 5, mask)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    full = sum(not layer.is_sliding for layer in mine.layers)
+    assert len(seen) == (full * (TOTAL - 5) + (3 - full) * (WINDOW - 5) if appends else 0)
+    for a, b in zip(mine.layers, right.layers, strict=True):
+        assert "update" not in vars(a)
+        torch.testing.assert_close(a.keys, b.keys)
+        assert a.get_seq_length() == b.get_seq_length()

@@ -22,8 +22,9 @@ from torch import Tensor
 from halfbyte.bench import models
 from halfbyte.bench.contest import Contest, clock, empty_cache, enough, peak_gb, random_ids, times
 from halfbyte.bench.linear import relative_error
-from halfbyte.models.accelerate import accelerate, restore
-from halfbyte.models.graphs import COUNTER, Step
+from halfbyte.models.accelerate import accelerate, is_accelerated, restore
+from halfbyte.models.caches import COUNTER
+from halfbyte.models.graphs import Step, capturable
 from halfbyte.models.regions import compiled_regions
 
 CHECKED_LAYERS = 4  # that the fp32 reference has: all of a 70B model would not fit
@@ -133,10 +134,13 @@ class Decoder:
         del self.inputs["past_key_values"]
         self.run: Callable[[], Any] = self._eager
         if mode != "eager":
-            with torch.no_grad(), compiled_regions(model) if mode == "fused graph" else nullcontext():
+            ours = is_accelerated(model)
+            regions = compiled_regions(model) if mode == "fused graph" else nullcontext()
+            with torch.no_grad(), regions, capturable(self.cache, ours):
                 for _ in range(2):
                     self._eager()
-                self.run = Step(model, self.cache, *torch.utils._pytree.tree_flatten(self.inputs)).replay
+                leaves, structure = torch.utils._pytree.tree_flatten(self.inputs)
+                self.run = Step(model, self.cache, leaves, structure, ours).replay
         self.reset()
         self.logits: Tensor = self.run().logits
 

@@ -68,6 +68,11 @@ def accelerate(model: nn.Module) -> Report:
     return Report(tuple(done), skipped, transformers.apply(model))
 
 
+def is_accelerated(model: nn.Module) -> bool:
+    """Whether `accelerate` was called with this very model, and `restore` not since."""
+    return model in _accelerated
+
+
 def restore(model: nn.Module) -> None:
     """Undo `accelerate`: every module computes as it did before. A model that was not accelerated is left as it is."""
     if not isinstance(model, nn.Module):

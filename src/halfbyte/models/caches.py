@@ -1,19 +1,25 @@
-"""A static cache that has no room for tokens to come until they come.
+"""transformers' static cache, as a captured step needs it.
 
-A static cache is as long as the whole text will be, and transformers allocates it while the prompt is computed, when
-activations take most memory. Here its layers are as long as the prompt until that is done; then they grow, one after
-the other, before the first step looks at them. So the peak of memory is that of a cache that grows by itself.
+It is as long as the whole text will be, and transformers allocates it while the prompt is computed, when activations
+take most memory. Here its layers are as long as the prompt until that is done; then they grow, one after the other,
+before the first step looks at them. So the peak of memory is that of a cache that grows by itself. In a step a token is
+put into a layer in one launch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from halfbyte.kernels.common.device import has_triton
 from halfbyte.models.patch import is_method_of
 
+COUNTER = "cumulative_length_int"  # attribute of a layer with a sliding window: its length, which Python counts
 LENGTHS = "_halfbyte_lengths"  # attribute of a cache: of its layers, at their full length
 
 
@@ -50,3 +56,47 @@ def _longer(tensor: Tensor, length: int) -> Tensor:
     longer = tensor.new_zeros((*tensor.shape[:2], length, tensor.shape[3]))
     longer[:, :, : tensor.shape[2]] = tensor
     return longer
+
+
+@contextmanager
+def updated(cache: Any, appends: bool) -> Iterator[None]:
+    """Within, full windows slide in a way that can be captured: transformers' own copies an index from the host.
+
+    appends: let other layers take a token in one launch, not in five.
+    """
+    update = _append if appends and has_triton() else _update
+    layers = [layer for layer in cache.layers if "update" not in vars(layer)]
+    for layer in layers:
+        layer.update = MethodType(update, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.update
+
+
+def is_full(layer: Any) -> bool:
+    """True for a sliding window that takes another path from now on."""
+    return hasattr(layer, COUNTER) and bool(getattr(layer, COUNTER) >= layer.max_cache_len)
+
+
+def _update(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not is_full(layer):
+        return type(layer).update(layer, keys, values, *args, **kwargs)
+    tokens = keys.shape[-2]
+    setattr(layer, COUNTER, getattr(layer, COUNTER) + tokens)
+    for kept, new in ((layer.keys, keys), (layer.values, values)):
+        kept.copy_(torch.cat((kept[:, :, tokens:], new), dim=2))
+    return layer.keys, layer.values
+
+
+def _append(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+    from halfbyte.kernels.cache.triton import append, takes
+
+    room = layer.is_initialized and not is_full(layer)
+    if not room or not takes(layer.keys, layer.values, keys, values, layer.cumulative_length):
+        return _update(layer, keys, values, *args, **kwargs)
+    append(layer.keys, layer.values, keys, values, layer.cumulative_length)
+    if hasattr(layer, COUNTER):
+        setattr(layer, COUNTER, getattr(layer, COUNTER) + 1)
+    return layer.keys, layer.values

@@ -9,26 +9,31 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import MethodType
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfbyte.models.caches import grow
+from halfbyte.models.attention import attention_of_steps
+from halfbyte.models.caches import COUNTER, grow, is_full, updated
 from halfbyte.models.regions import compiled_regions
 
-# Cache layers whose state is tensors of a fixed address, and the number that sliding ones keep in Python beside it.
-LAYERS = ("StaticLayer", "StaticSlidingWindowLayer")
-COUNTER = "cumulative_length_int"
+LAYERS = ("StaticLayer", "StaticSlidingWindowLayer")  # of a cache, whose state is tensors of a fixed address
 
 
 def can_capture(cache: Any) -> bool:
     """True for a cache of transformers that a step changes in place, in memory that stays where it is."""
     layers = getattr(cache, "layers", ())
     return type(cache).__name__ == "StaticCache" and bool(layers) and all(type(x).__name__ in LAYERS for x in layers)
+
+
+@contextmanager
+def capturable(cache: Any, ours: bool) -> Iterator[None]:
+    """Within, a step can be captured. ours: and has our kernels for attention and for the cache."""
+    with updated(cache, appends=ours), attention_of_steps() if ours else nullcontext():
+        yield
 
 
 class DecodeGraphs:
@@ -48,12 +53,12 @@ class DecodeGraphs:
     def _step(self, cache: Any, inputs: dict[str, Any]) -> Any:
         leaves, structure = pytree.tree_flatten(inputs)
         facts = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-        key = (structure, facts, torch.is_grad_enabled(), tuple(map(_is_full, cache.layers)))
+        key = (structure, facts, torch.is_grad_enabled(), tuple(map(is_full, cache.layers)))
         if not self.works or not _has_masks(cache, inputs):
             return self.model(past_key_values=cache, **inputs)
         if key not in self.steps:
             self.steps[key] = None
-            with compiled_regions(self.model):
+            with compiled_regions(self.model), capturable(cache, ours=True):
                 return self.model(past_key_values=cache, **inputs)
         step = self.steps[key]
         if step is not None:
@@ -63,7 +68,7 @@ class DecodeGraphs:
         counts = [getattr(layer, COUNTER, None) for layer in cache.layers]
         try:
             with compiled_regions(self.model):
-                self.steps[key] = step = Step(self.model, cache, leaves, structure)
+                self.steps[key] = step = Step(self.model, cache, leaves, structure, ours=True)
         except RuntimeError as error:
             self.works = False
             for layer, count in zip(cache.layers, counts, strict=True):
@@ -79,15 +84,18 @@ class DecodeGraphs:
 
 
 class Step:
-    """A captured call of a model: inputs that are copied into its memory, outputs that are copied out of it."""
+    """A captured call of a model: inputs that are copied into its memory, outputs that are copied out of it.
 
-    def __init__(self, model: Any, cache: Any, leaves: list[Any], structure: pytree.TreeSpec) -> None:
+    ours: as for `capturable`.
+    """
+
+    def __init__(self, model: Any, cache: Any, leaves: list[Any], structure: pytree.TreeSpec, ours: bool) -> None:
         self.leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         inputs: Mapping[str, Any] = pytree.tree_unflatten(self.leaves, structure)
         self.tokens = inputs["input_ids"].shape[1]
         self.cache = cache
         self.graph = torch.cuda.CUDAGraph()
-        with _sliding(cache), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        with capturable(cache, ours), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             outputs = model(past_key_values=cache, **inputs)
         self.kind = type(outputs)
         self.fields = {name: value for name, value in outputs.items() if name != "past_key_values"}
@@ -101,32 +109,6 @@ class Step:
         """The step's outputs. They are copies: the next step will overwrite its own."""
         self.graph.replay()
         return self.kind(past_key_values=self.cache, **pytree.tree_map_only(Tensor, torch.clone, self.fields))
-
-
-@contextmanager
-def _sliding(cache: Any) -> Iterator[None]:
-    """Within, full windows slide in a way that can be captured: transformers' own copies an index from the host."""
-    layers = [layer for layer in cache.layers if hasattr(layer, COUNTER) and _is_full(layer)]
-    for layer in layers:
-        layer.update = MethodType(_slide, layer)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.update
-
-
-def _slide(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    tokens = keys.shape[-2]
-    setattr(layer, COUNTER, getattr(layer, COUNTER) + tokens)
-    for kept, new in ((layer.keys, keys), (layer.values, values)):
-        kept.copy_(torch.cat((kept[:, :, tokens:], new), dim=2))
-    return layer.keys, layer.values
-
-
-def _is_full(layer: Any) -> bool:
-    """A sliding window takes another path once it is full."""
-    return bool(getattr(layer, COUNTER, 0) >= layer.max_cache_len)
 
 
 def _has_masks(cache: Any, inputs: dict[str, Any]) -> bool:

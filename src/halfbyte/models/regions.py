@@ -64,4 +64,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     # Rounds where eager mode rounds, so that a fused step gives what an unfused one gives.
     options: dict[str, Any] = {"emulate_precision_casts": True, "post_grad_custom_post_pass": Merge()}
+    if hasattr(torch._inductor.config.triton, "enable_pdl"):
+        # Kernels begin under the one ahead. That relies on every kernel of a region, ours too, having waited for the
+        # one ahead of it before it lets the next begin.
+        options["triton.enable_pdl"] = True
     return torch.compile(function, dynamic=False, options=options)

@@ -45,7 +45,7 @@ NORM_WORDS = "norm rsqrt meanops aten::mean aten::pow aten::var"
 # Words in kernels' names, and what they mean; the first that fits decides.
 WORDS: tuple[tuple[Label, str], ...] = (
     (DEQUANTIZE, "dequant"),
-    (ATTENTION, "flash fmha sdpa attention softmax"),
+    (ATTENTION, "flash fmha sdpa attention attend softmax"),
     (UNNAMED, "gemm gemv nvjet cutlass xmma splitk cublas dot_kernel 4bit halfbyte::linear"),
     (SAMPLING, "argmax argmin multinomial topk sort radix"),
     (NORMS, NORM_WORDS),

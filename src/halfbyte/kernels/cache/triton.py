@@ -1,0 +1,83 @@
+"""A token's keys and values put into a static cache, and the cache's length counted up, in one launch.
+
+transformers does it in five: a range, its sum with the length, two copies, the new length. Few bytes move (4 KB for a
+text of 8 heads), so one program does it all, and knows when everybody has read the length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.launch import launch
+from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
+
+MOST = 1 << 17  # numbers that one program is quick enough for
+TILE = 4096  # numbers at once
+
+
+@triton.jit
+def _put(
+    cache, new, place, tokens, rows, heads, per_text, per_head, HEAD: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
+):
+    column = tl.arange(0, D)[None, :]
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < HEAD) & (place < tokens)
+        values = tl.load(new + row // heads * per_text + row % heads * per_head + column, mask=inside)
+        tl.store(cache + (row.to(tl.int64) * tokens + place) * HEAD + column, values, mask=inside)
+
+
+@triton.jit
+def append_kernel(
+    keys, values, new_keys, new_values, length, tokens, rows, heads, key_text, key_head, value_text, value_head,
+    KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """keys, values: [rows, tokens, KEY or VALUE]. new_keys, new_values: rows at the strides of texts and heads."""
+    if OVERLAPS:
+        wait_for_the_one_ahead()
+        let_the_next_begin()
+    place = tl.load(length)
+    _put(keys, new_keys, place, tokens, rows, heads, key_text, key_head, KEY, ROWS, D)
+    _put(values, new_values, place, tokens, rows, heads, value_text, value_head, VALUE, ROWS, D)
+    tl.debug_barrier()  # every warp has read the length
+    tl.store(length, place + 1)
+
+
+def takes(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> bool:
+    """Whether `append` is for them: one token of each text, of few enough, beside it in the cache's dtypes."""
+    return (
+        new_keys.shape[2] == new_values.shape[2] == 1
+        and new_keys.shape[:2] == new_values.shape[:2] == keys.shape[:2] == values.shape[:2]
+        and (new_keys.shape[3], new_values.shape[3]) == (keys.shape[3], values.shape[3])
+        and (new_keys.dtype, new_values.dtype) == (keys.dtype, values.dtype)
+        and new_keys.stride(3) == new_values.stride(3) == 1
+        and keys.is_contiguous()
+        and values.is_contiguous()
+        and {t.device for t in (values, new_keys, new_values, length)} == {keys.device}
+        and 0 < max(new_keys.numel(), new_values.numel()) <= MOST
+    )
+
+
+def append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
+    """keys[:, :, length] = new_keys, values[:, :, length] = new_values, length += 1.
+
+    keys, values: [texts, heads, tokens, head size]. new_keys, new_values: [texts, heads, 1, head size]. length: int64,
+    without dimensions. All on the current device, and such that `takes` says yes. Nothing is written past the end.
+    """
+    texts, heads, tokens, head = keys.shape
+    columns = triton.next_power_of_2(max(head, values.shape[3]))
+    rows = min(triton.next_power_of_2(texts * heads), max(1, TILE // columns))
+
+    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+        constants = {"KEY": head, "VALUE": values.shape[3], "ROWS": rows, "D": columns}
+        return 1, constants | {"OVERLAPS": facts.ptx >= SINCE, "num_warps": 4 if rows * columns < TILE else 16}
+
+    strides = (*new_keys.stride()[:2], *new_values.stride()[:2])
+    arguments = (keys, values, new_keys, new_values, length, tokens, texts * heads, heads, *strides)
+    key = (keys.dtype, values.dtype, head, values.shape[3], rows)
+    launch(append_kernel, keys.get_device(), arguments, key, configure)

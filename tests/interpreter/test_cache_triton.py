@@ -1,0 +1,55 @@
+"""A token is put where it belongs and nowhere else, whatever the sizes and strides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfbyte.kernels.cache.triton import append, takes
+
+SIZES = [(1, 1, 1, 1, 1), (2, 3, 5, 16, 8), (1, 8, 70, 128, 128), (33, 7, 4, 80, 72), (1, 2, 3, 5000, 7)]
+
+
+@pytest.mark.parametrize(("texts", "heads", "tokens", "key", "value"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_append(texts: int, heads: int, tokens: int, key: int, value: int, dtype: torch.dtype, turned: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def new(size: int) -> torch.Tensor:  # as a projection leaves it, and a part of something larger
+        return (
+            random(texts, 1, heads, size + 3)[..., :size].transpose(1, 2) if turned else random(texts, heads, 1, size)
+        )
+
+    keys, values = random(texts, heads, tokens, key), random(texts, heads, tokens, value)
+    length = torch.tensor(0)
+    for place in range(min(tokens, 3) + 1):
+        right = keys.clone(), values.clone()
+        length.fill_(place if place < 3 else tokens)  # the last one does not fit
+        there, new_keys, new_values = int(length), new(key), new(value)
+        assert takes(keys, values, new_keys, new_values, length)
+        append(keys, values, new_keys, new_values, length)
+        if there < tokens:
+            right[0][:, :, there], right[1][:, :, there] = new_keys[:, :, 0], new_values[:, :, 0]
+        assert torch.equal(keys, right[0])
+        assert torch.equal(values, right[1])
+        assert int(length) == there + 1
+
+
+def test_what_it_does_not_take() -> None:
+    keys, new, length = torch.zeros(2, 4, 8, 16), torch.zeros(2, 4, 1, 16), torch.tensor(0)
+    assert takes(keys, keys, new, new, length)
+    for found in (
+        (keys, keys, torch.zeros(2, 4, 2, 16), new, length),
+        (keys, keys, new.double(), new, length),
+        (keys, keys, new[:1], new[:1], length),
+        (keys, keys, torch.zeros(2, 4, 16, 1).transpose(2, 3)[..., ::2], new, length),
+        (keys.transpose(0, 1), keys, new, new, length),
+        (keys[:0], keys[:0], new[:0], new[:0], length),
+        (torch.zeros(2, 4, 8, 2**15), keys, torch.zeros(2, 4, 1, 2**15), new, length),
+        (keys, keys, new, new, torch.tensor(0, device="meta")),
+    ):
+        assert not takes(*found)

@@ -1,0 +1,62 @@
+"""The kernels of attention compile for every target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.kernels.common.device import DeviceFacts, facts_for
+from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS, compile_for, pointer
+
+pytest.importorskip("triton")
+
+from halfbyte.kernels.attention import triton as attention
+from halfbyte.kernels.attention.plan import plan_for
+
+
+@pytest.mark.parametrize("target", [*CUDA_TARGETS, *HIP_TARGETS])
+@pytest.mark.parametrize(
+    ("texts", "heads", "shared", "tokens", "size", "dtype"),
+    [
+        (1, 32, 8, 320, 128, torch.float16),
+        (1, 64, 8, 4099, 80, torch.bfloat16),
+        (32, 16, 16, 4099, 256, torch.float16),
+        (128, 32, 1, 8, 64, torch.bfloat16),
+    ],
+)
+def test_compiles(
+    target: int | str,
+    texts: int,
+    heads: int,
+    shared: int,
+    tokens: int,
+    size: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if target == 75 and dtype is torch.bfloat16:
+        pytest.skip("Turing's tensor cores do not know bf16; takes() says no")
+    facts = facts_for(f"sm_{target}") if isinstance(target, int) else DeviceFacts("hip", 0, 304)
+    kept: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(attention, "launch", lambda *launch: kept.append(launch))
+    monkeypatch.setattr(attention, "facts_of", lambda _: facts)
+    query = torch.empty(texts, heads, 1, size, dtype=dtype, device="meta")
+    keys = torch.empty(texts, shared, tokens, size, dtype=dtype, device="meta")
+    mask = torch.empty(texts, 1, 1, tokens, dtype=torch.bool, device="meta")
+    assert attention.takes(query, keys, keys, mask)
+    attention.attend(query, keys, keys, mask, size**-0.5)
+    parts = plan_for(facts, texts * shared, tokens, size).parts(tokens)
+    assert len(kept) == (1 if parts == 1 else 2)
+    for kernel, _, arguments, _, configure in kept:
+        values = dict(zip(kernel.arg_names, arguments, strict=False))
+        signature = {n: pointer(v.dtype) if isinstance(v, torch.Tensor) else "i32" for n, v in values.items()}
+        unaligned = [name for name, value in values.items() if isinstance(value, int) and value % 16]
+        grid, options = configure(facts)
+        assert grid == (texts * shared * parts if kernel is attention.attend_kernel else texts * heads)
+        constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
+        compiled = compile_for(kernel, target, signature, constants, unaligned, **options)
+        assert compiled.asm["ptx" if isinstance(target, int) else "hsaco"]
+        if isinstance(target, int):
+            assert compiled.metadata.shared <= facts.shared_memory

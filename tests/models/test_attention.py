@@ -1,0 +1,102 @@
+"""In a step, attention of one token goes to our kernel, and nothing else does. Here the kernel is torch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte.models.attention import attention_of_steps
+
+transformers = pytest.importorskip("transformers")
+kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
+
+SIDES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96,
+}  # fmt: skip
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIDES)),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SIDES, sliding_window=8)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SIDES, sliding_window=8, attn_logit_softcapping=2.0)
+    ),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of queries that our kernel was asked for."""
+    seen: list[tuple[int, ...]] = []
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        assert kernels.takes(query, keys, values, mask)
+        seen.append(tuple(query.shape))
+        group = query.shape[1] // keys.shape[1]
+        keys, values = (tensor.repeat_interleave(group, 1) for tensor in (keys, values))
+        score = query @ keys.mT * scale
+        score = score if mask is None else score.masked_fill(~mask, float("-inf"))
+        return (score.softmax(-1) @ values).transpose(1, 2)
+
+    monkeypatch.setattr(kernels, "attend", attend)
+    monkeypatch.setattr(kernels, "DTYPES", (torch.float32,))
+    return seen
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
+    cache = transformers.StaticCache(config=model.config, max_cache_len=ids.shape[1])
+    found = []
+    for first, last in [(0, 5), *((at, at + 1) for at in range(5, ids.shape[1]))]:
+        found.append(model(ids[:, first:last], attention_mask=mask[:, :last], past_key_values=cache).logits)
+    return found
+
+
+@pytest.mark.parametrize(("name", "attention"), [("llama", "sdpa"), ("gemma3", "sdpa"), ("llama", "eager")])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_logits_are_those_of_torch(name: str, attention: str, padding: int, calls: list[Any]) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    model.set_attn_implementation(attention)
+    ids = torch.randint(3, 96, (2, 16))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    right = logits(model, ids, mask)
+    assert not calls
+    with attention_of_steps():
+        found = logits(model, ids, mask)
+    assert calls == ([(2, 4, 1, 16)] * 3 * 11 if attention == "sdpa" else [])
+    for ours, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    calls.clear()
+    logits(model, ids, mask)
+    assert not calls
+
+
+def test_attention_of_another_kind_is_left_alone(calls: list[Any]) -> None:
+    torch.manual_seed(0)
+    model = MODELS["gemma2"]().eval()
+    ids = torch.randint(3, 96, (1, 8))
+    right = logits(model, ids, torch.ones_like(ids))
+    with attention_of_steps():
+        found = logits(model, ids, torch.ones_like(ids))
+    assert not calls
+    assert all(map(torch.equal, found, right))
+
+
+def test_what_was_registered_comes_back() -> None:
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    before, names = functions["sdpa"], set(functions)
+    with attention_of_steps():
+        assert functions["sdpa"] is not before
+    assert functions["sdpa"] is before
+    own = lambda *args, **kwargs: before(*args, **kwargs)  # noqa: E731
+    functions["sdpa"] = own
+    try:
+        with attention_of_steps():
+            assert functions["sdpa"] is not own
+        assert functions["sdpa"] is own
+    finally:
+        del functions["sdpa"]
+    assert functions["sdpa"] is before
+    assert set(functions) == names
