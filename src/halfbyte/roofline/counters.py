@@ -35,7 +35,7 @@ STALLS = (
 TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
 OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
 EVERYWHERE = (TIME, READ, WRITTEN, OCCUPANCY)
-MOST_STALLS = 4  # names of kernels, those that take longest, of which stalls are asked
+MOST_STALLS = 2  # names of kernels, those that take longest in a step, of which stalls are asked
 PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 LONGEST = 120  # seconds that ncu may take for a model, each time
 MARK, COPY = "write_kernel", "copy_kernel"
@@ -130,12 +130,14 @@ def options(metrics: Sequence[str], names: Collection[str] = ()) -> list[str]:
 
 
 def longest(kernels: Iterable[Counted]) -> list[str]:
-    """The bare names under which most time was spent."""
-    times: Counter[str] = Counter()
+    """The bare names under which most time was spent, of every step."""
+    steps: list[Counter[str]] = [Counter()]
     for kernel in kernels:
-        if kernel.name not in (MARK, COPY):
-            times[kernel.name] += round(kernel.ns)
-    return [name for name, _ in times.most_common(MOST_STALLS)]
+        if kernel.name == MARK:
+            steps.append(Counter())
+        elif kernel.name != COPY:
+            steps[-1][kernel.name] += round(kernel.ns)
+    return sorted({name for times in steps for name, _ in times.most_common(MOST_STALLS)})
 
 
 def with_stalls(kernels: Sequence[Counted], stalled: Iterable[Counted]) -> list[Counted]:
