@@ -143,8 +143,10 @@ def _variant(m: int, group: Group, facts: DeviceFacts, batch_invariant: bool) ->
     if len(group) == 1:
         choice = choose(m, group[0], facts, batch_invariant)
         return choice.variant(group[0], facts) if choice else None
-    plan = None if batch_invariant else choose_group(m, group, facts)
-    return decode.variant(decode.operands_of_group(group), plan, facts) if plan else None
+    choice = None if batch_invariant else choose_group(m, group, facts)
+    if choice is None or choice.kernel is not decode:  # the others compile for each what it takes alone
+        return None
+    return decode.variant(decode.operands_of_group(group), choice.plan, facts)
 
 
 def warm(variants: Sequence[Variant], progress: Callable[[str, int, int], None] | None = None) -> Report:

@@ -12,9 +12,10 @@ import torch
 import halfbyte as hb
 from halfbyte.formats import blockwise
 from halfbyte.kernels.common.device import facts_of
-from halfbyte.kernels.linear import hopper
+from halfbyte.kernels.linear import cuda, hopper
 from halfbyte.kernels.linear.codebook import FACTORS
 from halfbyte.kernels.linear.hopper import DEPTH, HopperPlan, is_valid, kind_of
+from halfbyte.kernels.linear.operands import operands_of
 
 from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, weight
 
@@ -261,6 +262,30 @@ def test_streams_at_once() -> None:
                 wrong[i] += (outs[i] != rights[i]).sum()
     torch.cuda.synchronize()
     assert wrong.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("format", ["nf4", "int4"])
+def test_several_weights_of_one_x(format: str) -> None:
+    """x is laid out once; each gets the bits that it gets alone, in a graph too, whose x then changes."""
+    weights = [hb.quantize(torch.randn((n, 2304), device=DEVICE).bfloat16(), format) for n in (9000, 1001, 64)]
+    biases = [None, torch.randn(1001, device=DEVICE).bfloat16(), None]
+    for m in (33, 64, 130, 384):
+        x = numbers(m, 2304)
+        group = tuple(operands_of(x, q, bias) for q, bias in zip(weights, biases, strict=True))
+        choice = cuda.choose_group(m, group, facts_of(0))
+        assert choice is not None
+        assert choice.kernel is hopper
+        cuda.linear_group(x, weights, biases)
+        graph, outs = captured(lambda x=x: cuda.linear_group(x, weights, biases))
+        for _ in range(3):
+            found = cuda.linear_group(x, weights, biases)
+            graph.replay()
+            assert found is not None
+            for y, out, q, bias in zip(found, outs, weights, biases, strict=True):
+                alone = cuda.linear(x, q, bias, False)
+                assert torch.equal(y, alone)
+                assert torch.equal(out, alone)
+            x.copy_(torch.randn_like(x))
 
 
 def test_cuda_graphs_on_two_streams() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.kernels.linear import cuda
+from halfbyte.kernels.common.device import facts_of
+from halfbyte.kernels.linear import cuda, decode
 
 SHAPES = ((1, 1), (1, 63), (3, 21), (5, 65), (2, 1024), (1, 2049), (17, 127), (33, 4099), (129, 1000))
 
@@ -39,7 +40,7 @@ def test_int4(shape: tuple[int, int]) -> None:
             torch.testing.assert_close(hb.dequantize(there).cpu(), hb.dequantize(q), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(4, 1024), (20, 1024), (36, 3072), (68, 9216)])
+@pytest.mark.parametrize("shape", [(4, 1024), (20, 1024), (36, 3072), (20, 7168), (68, 9216)])
 def test_linear(shape: tuple[int, int]) -> None:
     """One row of W less than a tile and a few more, K over one CTA and over a cluster, every number of columns."""
     n, k = shape
@@ -53,12 +54,41 @@ def test_linear(shape: tuple[int, int]) -> None:
         assert float((y.float() - right).norm() / right.norm()) < 4e-3
 
 
+@pytest.mark.parametrize(
+    ("shape", "plan"),
+    [
+        ((13004, 1024), decode.DecodePlan(1, 2, 8, 2, 1, teams=3)),
+        ((6404, 1024), decode.DecodePlan(1, 2, 8, 3, 1, steps=2)),
+        ((8452, 1024), decode.DecodePlan(1, 2, 8, 4, 1, steps=2, teams=2)),
+        ((4228, 768), decode.DecodePlan(1, 2, 8, 3, 1, whole=True, steps=2)),  # its second step has 4 blocks of 8
+        ((4228, 256), decode.DecodePlan(1, 2, 8, 2, 1, whole=True, steps=2)),  # and here none
+        ((4228, 1024), decode.DecodePlan(2, 2, 8, 3, 1, steps=2, teams=2)),
+        ((2116, 2048), decode.DecodePlan(1, 2, 8, 5, 2, steps=2)),
+    ],
+    ids=str,
+)
+def test_linear_in_steps_and_teams(shape: tuple[int, int], plan: decode.DecodePlan) -> None:
+    """So many tiles that every buffer is used again, and a last one that is not full."""
+    n, k = shape
+    for nested in (True, False):
+        assert decode.is_valid(plan, n, k, nested, facts_of(0)), nested
+        q = hb.quantize(torch.randn(shape, device="cuda").bfloat16() / k**0.5, nested=nested)
+        exact = hb.dequantize(q, torch.float32)
+        for m in (1, 8 * plan.columns):
+            x = torch.randn((m, k), device="cuda").bfloat16()
+            bias = torch.randn(n, device="cuda").bfloat16()
+            y = torch.full((m, n), 777.0, device="cuda").bfloat16()
+            decode.linear(x, q, bias, y, plan)
+            right = x.float() @ exact.t() + bias.float()
+            assert float((y.float() - right).norm() / right.norm()) < 4e-3
+
+
 @pytest.mark.parametrize("k", [256, 1024, 5376, 9216])
 def test_linear_of_several_weights(k: int) -> None:
     """Weights that end within a tile, one behind the other, K over one CTA and over a cluster."""
     weights = [hb.quantize(torch.randn((n, k), device="cuda").bfloat16() / k**0.5) for n in (68, 4, 20)]
     for group in (weights, weights[:2]):
-        for m in (1, 5, 8, 13, 16, 27, 32):
+        for m in (1, 5, 8, 13, 16, 27, 32, 33):
             x = torch.randn((m, k), device="cuda").bfloat16()
             biases = [torch.randn(q.shape[0], device="cuda").bfloat16() if m % 2 else None for q in group]
             found = cuda.linear_group(x, group, biases)
@@ -118,3 +148,56 @@ def test_search_among_packed_rows(format: str, v: int, d: int) -> None:
         torch.testing.assert_close(hb.distances(query, q), hb.distances(query, dense), rtol=2e-5, atol=0)
         least, _ = hb.nearest(query, q, min(v, 10))
         torch.testing.assert_close(least, hb.nearest(query, dense, min(v, 10))[0], rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("texts", "heads", "tokens", "key", "value"),
+    [(1, 1, 1, 1, 1), (2, 3, 5, 16, 8), (1, 8, 70, 128, 128), (33, 7, 4, 80, 72), (32, 8, 33, 256, 256)],
+)
+def test_append_to_a_cache(texts: int, heads: int, tokens: int, key: int, value: int) -> None:
+    kernels = pytest.importorskip("halfbyte.kernels.cache.triton")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        keys, values, length = (
+            torch.randn(texts, heads, tokens, key, device="cuda").to(dtype),
+            torch.randn(texts, heads, tokens, value, device="cuda").to(dtype),
+            torch.tensor(0, device="cuda"),
+        )
+        for place in range(tokens + 1):  # the last one does not fit
+            new = [torch.randn(texts, 1, heads, n, device="cuda").to(dtype).transpose(1, 2) for n in (key, value)]
+            right = keys.clone(), values.clone()
+            if place < tokens:
+                right[0][:, :, place], right[1][:, :, place] = new[0][:, :, 0], new[1][:, :, 0]
+            assert kernels.takes(keys, values, *new, length)
+            kernels.append(keys, values, *new, length)
+            assert torch.equal(keys, right[0])
+            assert torch.equal(values, right[1])
+            assert int(length) == place + 1
+
+
+@pytest.mark.parametrize(
+    ("texts", "heads", "shared", "tokens", "size", "value"),
+    [
+        (1, 1, 1, 1, 8, 8),
+        (2, 6, 3, 37, 80, 80),
+        (3, 8, 1, 64, 128, 64),
+        (1, 20, 1, 4099, 256, 256),
+        (33, 16, 8, 130, 96, 96),
+        (1, 32, 8, 1000, 128, 128),
+    ],
+)
+def test_attention_of_one_token(texts: int, heads: int, shared: int, tokens: int, size: int, value: int) -> None:
+    kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
+    for dtype in (torch.float16, torch.bfloat16):
+        query = torch.randn(texts, 1, heads, size + 3, device="cuda")[..., :size].transpose(1, 2).to(dtype)
+        keys, values = (torch.randn(texts, shared, tokens, d, device="cuda").to(dtype) for d in (size, value))
+        mask = torch.rand(texts, 1, 1, tokens, device="cuda") < 0.7
+        mask[..., 0] = True
+        alike = [tensor.double().repeat_interleave(heads // shared, 1) for tensor in (keys, values)]
+        for seen in (mask, mask[:1], None):
+            assert kernels.takes(query, keys, values, seen)
+            found = kernels.attend(query, keys, values, seen, 0.25)
+            assert torch.equal(found, kernels.attend(query, keys, values, seen, 0.25))
+            score = query.double() @ alike[0].mT * 0.25
+            right = score.masked_fill(~seen, float("-inf")) if seen is not None else score
+            right = (right.softmax(-1) @ alike[1]).transpose(1, 2)
+            assert float((found.double() - right).norm() / right.norm()) < (8e-4 if dtype is torch.float16 else 6e-3)

@@ -51,7 +51,7 @@ def test_models_have_plans(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
-    shapes = (*MODELS[:4], (21504, 5376))
+    shapes = (*MODELS[:4], (21504, 5376), (28672, 4096), (16384, 2048))
     plans = {decode_plan(m, *shape, True, H200) for m in (1, 16, 32) for shape in shapes} - {None}
     plans |= {decode_plan(8, *shape, True, H200, parts) for parts in (2, 3) for shape in shapes[2:]} - {None}
     for plan in plans:
@@ -83,6 +83,10 @@ def test_factors_make_rounding_the_codebook_better_than_rounding_weights(format:
 
 def test_a_plan_that_leaves_part_of_k_is_not_valid() -> None:
     assert is_valid(DecodePlan(1, 16, 8, 2, 1), 64, 8192, True, H200)
+    assert is_valid(DecodePlan(1, 16, 8, 4, 1, steps=2), 64, 8192, True, H200)
+    assert not is_valid(DecodePlan(1, 16, 8, 4, 1, steps=4), 64, 8192, True, H200)  # a quad decodes four blocks' scales
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 2, teams=2), 64, 8192, True, H200)  # a cluster is of one team
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 1, teams=3), 64, 4096, True, H200)  # too many warps
     assert not is_valid(DecodePlan(1, 16, 8, 2, 1), 64, 16384, True, H200)
     assert not is_valid(DecodePlan(1, 16, 8, 2, 2), 64, 8192, True, H200)  # a CTA with nothing to do
     assert not is_valid(DecodePlan(1, 16, 8, 2, 1), 63, 8192, True, H200)

@@ -46,6 +46,7 @@ class Driver:
         self.dtype = BF16
         self.names = [b""]
         self.seen: list[tuple[Any, int]] = []  # kernel and rows of x
+        self.others: list[bytes] = []  # names of kernels before and after products
         self.pause = 0.0  # seconds before a launch looks at its arguments
 
     def cuModuleLoadData(self, module: Any, code: bytes) -> int:
@@ -71,6 +72,7 @@ class Driver:
         time.sleep(self.pause)
         kernel = KERNELS.get(self.names[function.value])
         if kernel is None:  # what comes before or after the product
+            self.others.append(self.names[function.value])
             return 0
         if kernel is decode:
             self._decode(ctypes.string_at(parameters[0], 640))
@@ -81,8 +83,9 @@ class Driver:
         changing = len(struct.unpack(kernel.LAYOUT[1], bytes(struct.calcsize(kernel.LAYOUT[1]))))
         m, n, k = rest[(5 if kernel is exact else 4) + changing - 1 :][:3]
         self.seen.append((kernel, m))
-        assert (n, k) == self.like.shape
-        self._multiply(self.like, (packed, *rest[:4]), m, x, bias, out)
+        like = next((like for like in self.group if like.packed.data_ptr() == packed), None) or self.like
+        assert (n, k) == like.shape
+        self._multiply(like, (packed, *rest[:4]), m, x, bias, out)
         return 0
 
     def _decode(self, arguments: bytes) -> None:
@@ -213,6 +216,24 @@ def test_a_group(gpu: Driver, nested: bool, biased: tuple[int, ...], monkeypatch
     assert torch.equal(found[1], right(x, gpu.group[1], biases[1]))
 
 
+@pytest.mark.parametrize("format", ["nf4", "int4"])
+def test_a_group_whose_x_is_laid_out_once(gpu: Driver, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
+    gpu.group = [make(n, 1024, format=format) for n in (256, 600, 64)]
+    for m in (40, 7) if format == "int4" else (40, 64):
+        x = torch.randn(m, 1024).bfloat16()
+        biases = [None, torch.randn(600).bfloat16(), None]
+        for _ in range(2):
+            gpu.seen.clear()
+            gpu.others.clear()
+            found = cuda.linear_group(x, gpu.group, biases)
+            assert found is not None
+            for y, q, bias in zip(found, gpu.group, biases, strict=True):
+                assert torch.equal(y, right(x, q, bias))
+            assert gpu.seen == [(hopper, m)] * 3
+            assert gpu.others == [b"arrange"]
+
+
 def test_what_is_no_group(gpu: Driver) -> None:
     weights, x = [make(n, 1024) for n in (64, 32)], torch.randn(2, 1024).bfloat16()
     bias = torch.randn(33).bfloat16()[1:]
@@ -227,7 +248,8 @@ def test_what_is_no_group(gpu: Driver) -> None:
         (x, weights, [None, bias]),
         (shifted(x), weights, [None, None]),
         (x.t().contiguous().t(), weights, [None, None]),
-        (torch.randn(33, 1024).bfloat16(), weights, [None, None]),
+        (torch.randn(385, 1024).bfloat16(), weights, [None, None]),
+        (torch.randn(33, 1024).bfloat16(), [weights[0], make(32, 1024, block_size=32)], [None, None]),
         (x[:0], weights, [None, None]),
     ):
         assert cuda.linear_group(*no) is None

@@ -22,7 +22,7 @@ from halfbyte.kernels.common.driver import per_thread, prepared
 from halfbyte.kernels.common.nvrtc import Variant, has_compiler
 from halfbyte.kernels.linear import decode, exact, hopper, tensor
 from halfbyte.kernels.linear.operands import ALIGNED, Operands, addresses, operands_of
-from halfbyte.kernels.linear.ready import Product, ready
+from halfbyte.kernels.linear.ready import GroupProduct, Product, ready
 
 # The most rows of x for which decoding W anew for each tile of them is ahead of making the dense weight once. Measured
 # on an H200; `tensor`'s is a guess from it.
@@ -33,7 +33,7 @@ INVARIANT_ROWS = 256
 
 
 class Choice(NamedTuple):
-    """A kernel, which is a module of this folder, and its plan."""
+    """A kernel, which is a module of this folder, and its plan; of a group with `hopper` the plans."""
 
     kernel: ModuleType
     plan: Any
@@ -53,7 +53,8 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
     blackwell = facts.ptx > 90
     if m <= decode.MOST_ROWS or (batch_invariant and blackwell):
         few = decode.find_plan(m, operands, facts, batch_invariant)
-        if few is not None and (blackwell or (not batch_invariant and _is_lighter(m, operands.n, operands.k))):
+        lighter = blackwell or (not batch_invariant and _is_lighter(m, operands.n, operands.k, operands.nested > 0))
+        if few is not None and lighter:
             return Choice(decode, few)
     for kernel, most in MOST_ROWS.items():
         if batch_invariant or m <= most:
@@ -63,24 +64,35 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
     return None
 
 
-def _is_lighter(m: int, n: int, k: int) -> bool:
-    """True where `decode` is ahead of `hopper`, which starts later and then reads faster; measured on an H200."""
-    if n * k <= 1 << 24:
-        return m <= 16 or n * k <= 1 << 23
-    if k <= 5376:
-        return m <= 8 and n * k < 1 << 27
-    return m <= (8 if n * k < 1 << 26 else 2) and n * k < 1 << 27
+def _is_lighter(m: int, n: int, k: int, nested: bool) -> bool:
+    """True where `decode` is ahead of `hopper`, which starts later and then reads faster; measured on an H200. Where
+    scales are not nested, `hopper` loses more by them."""
+    numel = n * k
+    if m <= 8:
+        return m <= 2 or k <= 1 << 14 or numel < 1 << 26 or not nested
+    if m <= 16 and nested:
+        return numel < 3 << 25 if k <= 4096 else k <= 8192 and numel < 1 << 26
+    if m <= 16:
+        return numel < 1 << 27 if k <= 4096 else k <= 1 << 14 and numel <= 1 << 26
+    return numel <= 1 << 24
 
 
 @lru_cache(1 << 14)
-def choose_group(m: int, group: tuple[Operands, ...], facts: DeviceFacts) -> decode.DecodePlan | None:
-    """How x [m, K] is multiplied with several weights in one launch, or None where one after the other is faster."""
+def choose_group(m: int, group: tuple[Operands, ...], facts: DeviceFacts) -> Choice | None:
+    """How x [m, K] is multiplied with several weights at once, or None where one after the other is as fast.
+
+    `decode` has one launch for all. `hopper` has x laid out once; then each weight has a plan of its own.
+    """
     plan = decode.find_group_plan(m, group, facts)
     numel = sum(o.n * o.k for o in group)
-    if plan is None or facts.ptx > 90:
-        return plan
     # `hopper` would have to be far ahead to make up for several launches; measured on an H200.
-    return plan if m <= 8 or numel < (1 << 27 if m <= 16 else 1 << 26) else None
+    if plan is not None and (facts.ptx > 90 or m <= 8 or numel < (5 << 25 if m <= 16 else 3 << 25)):
+        return Choice(decode, plan)
+    alone = [choose(m, operands, facts, False) for operands in group]
+    if any(one is None or one.kernel is not hopper for one in alone):
+        return None
+    plans = hopper.find_group_plans(m, group, facts)
+    return None if plans is None else Choice(hopper, plans)
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
@@ -161,8 +173,7 @@ def again(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: b
 
 
 def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
-    """[x @ W.T + bias] for several weights of the same K in one launch, or None where there is no such launch, or
-    single ones are faster.
+    """[x @ W.T + bias] for several weights of the same K at once, or None where that gains nothing.
 
     x, biases: any plain tensors that need no gradients, and fit. x [..., K]; returns [..., N] for each.
     """
@@ -187,13 +198,16 @@ def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence
 
 def _group_product(
     m: int, x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
-) -> decode.GroupProduct | None:
+) -> GroupProduct | None:
     facts = facts_of(x.get_device())
     if m == 0 or facts.ptx == 0 or not has_compiler():
         return None
     group = tuple(operands_of(x, q, bias) for q, bias in zip(weights, biases, strict=True))
-    plan = choose_group(m, group, facts)
-    return decode.group_product(x.device, m, group, list(map(addresses, weights)), plan) if plan else None
+    choice = choose_group(m, group, facts)
+    if choice is None:
+        return None
+    product: GroupProduct = choice.kernel.group_product(x.device, m, group, list(map(addresses, weights)), choice.plan)
+    return product
 
 
 def _key(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Hashable:

@@ -15,36 +15,49 @@
 // side by side along K hand their sums to the first of them through distributed shared memory. Sums are always added in
 // the same order, so the same input gives the same bits.
 //
+// A tile may come in STEPS, all warps going through K side by side, and a stage is then a step: the room of two tiles is
+// refilled half by half, while memory would else wait for the slowest warp. And a CTA may be of several TEAMS that share
+// the table only: where K needs few warps, a second team multiplies while the first waits.
+//
 // One launch may take several weights of the same K and format: their tiles lie one behind the other, rows of a tile are
 // of one weight, and all read the same x. So q, k and v of an attention start from cold once.
 //
 // The kernel may begin while the one ahead of it in the stream still runs: it builds its table, and then waits, for x and
-// for W, which may have been written just now. It lets the next one begin in the same way.
+// for W, which may have been written just now. Only then it lets the next one begin in the same way, so that whatever
+// comes after finds all that was written before this kernel.
 //
 // Bulk copies move multiples of 16 bytes. Where the scales of a row are no such multiple and a CTA has all of K, those of
 // a whole tile come in one piece (WHOLE): 16 rows always are one, and so are the 4, 8 or 12 of a last tile.
 //
 // Needs barriers.cuh ahead of it, sm_90, N % 4 == 0, blocks of 64, packed and scales aligned to 16 bytes; for K see
-// decode.py. Macros: COLUMNS, WARPS, SLICE, STAGES, CLUSTER, WHOLE, PARTS, NESTED, FP16, BIAS, SHARED_BYTES.
+// decode.py. Macros: COLUMNS, TEAMS, WARPS, SLICE, STEPS, STAGES, CLUSTER, WHOLE, PARTS, NESTED, FP16, BIAS and
+// SHARED_BYTES.
 
 constexpr u32 TABLE_ROW = 256;     // bytes: a word for each lane, in the lower half
 constexpr int ROWS = 16, BLOCK_BYTES = 32;
 constexpr int BLOCKS = WARPS * SLICE;                 // of K, a CTA
+constexpr int STEP_SLICE = SLICE / STEPS, STEP_BLOCKS = WARPS * STEP_SLICE;
 constexpr int SCALE_BYTES = NESTED ? 1 : 4;
-constexpr u32 W_ROW = BLOCKS * BLOCK_BYTES + 32;      // bytes a row in a stage, padded against bank conflicts
-constexpr u32 SCALE_ROW = BLOCKS * SCALE_BYTES + 16;  // room for a row's
-constexpr u32 STAGE = ROWS * (W_ROW + SCALE_ROW);
+constexpr u32 W_ROW = STEP_BLOCKS * BLOCK_BYTES + 32;  // bytes a row in a stage, padded against bank conflicts
+constexpr u32 SCALE_ROW = BLOCKS * SCALE_BYTES + 16;   // room for a row's, of all steps
+constexpr u32 STAGE = ROWS * W_ROW, SCALE_STAGE = ROWS * SCALE_ROW;
+constexpr int SCALE_STAGES = (STAGES + STEPS - 1) / STEPS;  // a tile's scales come with its first step, and stay for it
+constexpr bool AHEAD = COLUMNS == 1 && WARPS * TEAMS < 16;  // where there are registers for it
 constexpr int SUMS = 2, SLOTS = 4;                    // buffers of sums: within the CTA, and from the cluster
 constexpr u32 SUM_COLUMN = 20 * 4;                    // bytes: 16 rows, padded
 constexpr u32 SUM_WARP = 8 * COLUMNS * SUM_COLUMN;
 constexpr u32 SENT = COLUMNS * 512;                   // bytes of one CTA's sums on their way to the first
 
+// All teams share the table and the codes; behind them each has a region of its own.
 constexpr u32 CODE = 256 * TABLE_ROW;
-constexpr u32 BARRIERS = CODE + 1024 * PARTS;
+constexpr u32 TEAM = CODE + 1024 * PARTS;
+constexpr u32 BARRIERS = 0;
 constexpr u32 SUM = BARRIERS + 256;
 constexpr u32 SLOT = SUM + SUMS * WARPS * SUM_WARP;
 constexpr u32 TILES = SLOT + SLOTS * (CLUSTER - 1) * SENT;
-static_assert(TILES + STAGES * STAGE == SHARED_BYTES, "decode.py reckons with other sizes");
+constexpr u32 SCALES = TILES + STAGES * STAGE;
+constexpr u32 TEAM_BYTES = SCALES + SCALE_STAGES * SCALE_STAGE;
+static_assert(TEAM + TEAMS * TEAM_BYTES == SHARED_BYTES, "decode.py reckons with other sizes");
 static_assert(STAGES <= 8, "each stage has a full and an empty barrier in 64 bytes");
 
 constexpr u32 FULL = BARRIERS, EMPTY = FULL + 64, SUM_FULL = EMPTY + 64, SUM_EMPTY = SUM_FULL + 16;
@@ -128,6 +141,10 @@ struct Arguments {
   float unit, codebook[16];
 };
 
+struct Team {  // that goes over its own tiles, in its own shared memory
+  u32 shared, first, stride;
+};
+
 struct Tile {  // of which weight, and its first row there
   u32 part = 0, row;
   __device__ __forceinline__ Tile(const Arguments& a, u32 tile) {
@@ -137,29 +154,41 @@ struct Tile {  // of which weight, and its first row there
   }
 };
 
-__device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_block, u32 lane) {
+// Block i of a warp's slice, counted from the CTA's first: all warps go through K side by side.
+__device__ __forceinline__ u32 place(u32 warp, u32 i) {
+  return i / STEP_SLICE * STEP_BLOCKS + warp * STEP_SLICE + i % STEP_SLICE;
+}
+
+__device__ __forceinline__ void feed(const Arguments& a, const Team& team, u32 first_block, u32 lane) {
   const u32 row_blocks = a.k / 64, blocks = min(BLOCKS, row_blocks - first_block);
-  Ring ring(1);
-  for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, ring.next(STAGES)) {
+  Ring ring(1), scales(0);
+  for (u32 number = team.first; number < a.tiles; number += team.stride, scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
     const Weight& w = a.weight[tile.part];
-    const u32 full = shared + FULL + 8 * ring.at, to = shared + TILES + ring.at * STAGE;
     const u32 rows = min(ROWS, a.n[tile.part] - tile.row);
-    wait(shared + EMPTY + 8 * ring.at, ring.parity);
-    if (lane == 0) expect(full, rows * blocks * (BLOCK_BYTES + SCALE_BYTES));
-    __syncwarp();
-    if (lane < rows) {
-      const u64 block = u64(tile.row + lane) * row_blocks + first_block;
-      copy(to + lane * W_ROW, w.packed + block * BLOCK_BYTES, blocks * BLOCK_BYTES, full);
-      if (!WHOLE) copy(to + ROWS * W_ROW + lane * SCALE_ROW, w.scale + block * SCALE_BYTES, blocks * SCALE_BYTES, full);
-      if (WHOLE && lane == 0) copy(to + ROWS * W_ROW, w.scale + block * SCALE_BYTES, rows * blocks * SCALE_BYTES, full);
+    const u64 block = u64(tile.row + lane) * row_blocks + first_block;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++, ring.next(STAGES)) {
+      const u32 full = team.shared + FULL + 8 * ring.at, to = team.shared + TILES + ring.at * STAGE + lane * W_ROW;
+      const u32 some = min(STEP_BLOCKS, max(int(blocks) - step * STEP_BLOCKS, 0));
+      wait(team.shared + EMPTY + 8 * ring.at, ring.parity);
+      if (lane == 0) expect(full, rows * (some * BLOCK_BYTES + (step == 0 ? blocks * SCALE_BYTES : 0)));
+      __syncwarp();
+      if (lane >= rows) continue;
+      if (step == 0) {
+        const u32 at = team.shared + SCALES + scales.at * SCALE_STAGE;
+        if (!WHOLE) copy(at + lane * SCALE_ROW, w.scale + block * SCALE_BYTES, blocks * SCALE_BYTES, full);
+        if (WHOLE && lane == 0) copy(at, w.scale + block * SCALE_BYTES, rows * blocks * SCALE_BYTES, full);
+      }
+      if (some) copy(to, w.packed + (block + step * STEP_BLOCKS) * BLOCK_BYTES, some * BLOCK_BYTES, full);
     }
   }
 }
 
-__device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 warp, u32 lane) {
+__device__ __forceinline__ void multiply(const Arguments& a, u32 shared, const Team& team, u32 first_block, u32 warp,
+                                         u32 lane) {
   const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64;
-  const u32 column = lane * 4 | (shared & 0xff000000u), my_block = first_block + warp * SLICE;
+  const u32 column = lane * 4 | (shared & 0xff000000u);
   uint2 x[COLUMNS][SLICE][4];
 #pragma unroll
   for (int c = 0; c < COLUMNS; c++)
@@ -167,7 +196,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
     for (int b = 0; b < SLICE; b++)
 #pragma unroll
       for (int step = 0; step < 4; step++) {
-        const u32 row = 8 * c + group, block = my_block + b;
+        const u32 row = 8 * c + group, block = first_block + place(warp, b);
         const bool exists = row < a.m && block < row_blocks;
         const u64 at = u64(row) * a.k + block * 64 + member * 16 + step * 4;
         x[c][b][step] = exists ? *reinterpret_cast<const uint2*>(a.x + at) : make_uint2(0, 0);
@@ -176,9 +205,23 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
   float offsets[PARTS];
 #pragma unroll
   for (int i = 0; i < PARTS; i++) offsets[i] = *a.weight[i].offset;
+  // Scales of scales come from L2, which takes long: those of a tile are asked for while the one ahead is multiplied.
+  float absmax[2][SLICE / 4];
+  const auto fetch = [&](u32 number) {
+    const Tile tile(a, number);
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int q = 0; q < SLICE / 4; q++) {
+        const u32 row = min(tile.row + group + 8 * half, a.n[tile.part] - 1);
+        const u32 block = min(first_block + place(warp, 4 * q) + member, row_blocks - 1);
+        absmax[half][q] = __ldg(a.weight[tile.part].absmax + (row * row_blocks + block) / 256);
+      }
+  };
+  if (AHEAD && team.first < a.tiles) fetch(team.first);
 #endif
-  Ring ring(0), sums(1);
-  for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, ring.next(STAGES), sums.next(SUMS)) {
+  Ring ring(0), sums(1), scales(0);
+  for (u32 number = team.first; number < a.tiles; number += team.stride, sums.next(SUMS), scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
     // Each lane of a quad decodes the scales of every fourth block, for its rows `group` and `group + 8`.
     float scale[2][SLICE / 4];
@@ -186,36 +229,34 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
     float offset = offsets[0];
 #pragma unroll
     for (int i = 1; i < PARTS; i++) offset = tile.part == i ? offsets[i] : offset;
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-      for (int q = 0; q < SLICE / 4; q++) {
-        const u32 row = min(tile.row + group + 8 * half, a.n[tile.part] - 1), block = min(my_block + 4 * q + member, row_blocks - 1);
-        scale[half][q] = __ldg(a.weight[tile.part].absmax + ((u64(row) * row_blocks + block) >> 8));
-      }
+    if (!AHEAD) fetch(number);
 #endif
-    wait(shared + FULL + 8 * ring.at, ring.parity);
-    const u32 stage = shared + TILES + ring.at * STAGE;
-    const u32 upper = stage + group * W_ROW + warp * SLICE * BLOCK_BYTES + member * 8, lower = upper + 8 * W_ROW;
+    wait(team.shared + FULL + 8 * ring.at, ring.parity);
+    const u32 pitch = WHOLE ? row_blocks * SCALE_BYTES : SCALE_ROW;
+    const u32 mine = team.shared + SCALES + (STEPS == 1 ? ring.at : scales.at) * SCALE_STAGE + group * pitch;
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int q = 0; q < SLICE / 4; q++) {
-        const u32 block = warp * SLICE + 4 * q + member;
-        const u32 pitch = WHOLE ? row_blocks * SCALE_BYTES : SCALE_ROW;
-        const u32 at = stage + ROWS * W_ROW + (group + 8 * half) * pitch + block * SCALE_BYTES;
+        const u32 block = place(warp, 4 * q) + member, at = mine + 8 * half * pitch + block * SCALE_BYTES;
 #if NESTED
         const float value = load_float(shared + CODE + 1024 * tile.part + 4 * load_byte(at));
-        const float decoded = __fadd_rn(__fmul_rn(value, scale[half][q]), offset);
+        const float decoded = __fadd_rn(__fmul_rn(value, absmax[half][q]), offset);
 #else
         const float decoded = load_float(at);
 #endif
         scale[half][q] = first_block + block < row_blocks ? decoded * a.unit : 0.0f;  // what lies beyond K is nothing
       }
+#if NESTED
+    if (AHEAD && number + team.stride < a.tiles) fetch(number + team.stride);
+#endif
     float total[COLUMNS][4] = {};
 #pragma unroll
     for (int b = 0; b < SLICE; b++) {
-      const uint2 w = load_pair(upper + b * BLOCK_BYTES), v = load_pair(lower + b * BLOCK_BYTES);
+      if (b > 0 && b % STEP_SLICE == 0) wait(team.shared + FULL + 8 * ring.at, ring.parity);
+      const u32 inside = (warp * STEP_SLICE + b % STEP_SLICE) * BLOCK_BYTES + member * 8;
+      const u32 upper = team.shared + TILES + ring.at * STAGE + group * W_ROW + inside, lower = upper + 8 * W_ROW;
+      const uint2 w = load_pair(upper), v = load_pair(lower);
       float sum[COLUMNS][4] = {};
 #pragma unroll
       for (int step = 0; step < 4; step++) {
@@ -236,10 +277,13 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
         total[c][2] += sum[c][2] * t;
         total[c][3] += sum[c][3] * t;
       }
+      if (b % STEP_SLICE == STEP_SLICE - 1) {
+        arrive(team.shared + EMPTY + 8 * ring.at);
+        ring.next(STAGES);
+      }
     }
-    arrive(shared + EMPTY + 8 * ring.at);
-    wait(shared + SUM_EMPTY + 8 * sums.at, sums.parity);
-    const u32 to = shared + SUM + (sums.at * WARPS + warp) * SUM_WARP;
+    wait(team.shared + SUM_EMPTY + 8 * sums.at, sums.parity);
+    const u32 to = team.shared + SUM + (sums.at * WARPS + warp) * SUM_WARP;
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++)
       if (8 * c + 2 * member < a.m) {
@@ -249,20 +293,20 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
         store_float(at + 32, total[c][2]);
         store_float(at + SUM_COLUMN + 32, total[c][3]);
       }
-    arrive(shared + SUM_FULL + 8 * sums.at);
+    arrive(team.shared + SUM_FULL + 8 * sums.at);
   }
 }
 
-__device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane) {
+__device__ __forceinline__ void reduce(const Arguments& a, const Team& team, u32 lane) {
   const u32 rank = blockIdx.y, column = lane / 4, four = lane % 4;
   Ring sums(0), slot(0);
-  for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, sums.next(SUMS), slot.next(SLOTS)) {
-    wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
+  for (u32 number = team.first; number < a.tiles; number += team.stride, sums.next(SUMS), slot.next(SLOTS)) {
+    wait(team.shared + SUM_FULL + 8 * sums.at, sums.parity);
     float4 total[COLUMNS];
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
       total[c] = make_float4(0, 0, 0, 0);
-      const u32 from = shared + SUM + sums.at * WARPS * SUM_WARP + (8 * c + column) * SUM_COLUMN + 16 * four;
+      const u32 from = team.shared + SUM + sums.at * WARPS * SUM_WARP + (8 * c + column) * SUM_COLUMN + 16 * four;
       if (8 * c + column < a.m)
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
@@ -270,11 +314,11 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane)
           total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
         }
     }
-    arrive(shared + SUM_EMPTY + 8 * sums.at);
+    arrive(team.shared + SUM_EMPTY + 8 * sums.at);
 
 #if CLUSTER > 1
-    const u32 full = shared + SLOT_FULL + 8 * slot.at, empty = shared + SLOT_EMPTY + 8 * slot.at;
-    const u32 place = shared + SLOT + slot.at * (CLUSTER - 1) * SENT + 16 * lane;
+    const u32 full = team.shared + SLOT_FULL + 8 * slot.at, empty = team.shared + SLOT_EMPTY + 8 * slot.at;
+    const u32 place = team.shared + SLOT + slot.at * (CLUSTER - 1) * SENT + 16 * lane;
     if (rank > 0) {
       wait(empty, slot.parity ^ 1);
       const u32 to = address_in(place + (rank - 1) * SENT, 0), barrier = address_in(full, 0);
@@ -317,37 +361,40 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane)
   }
 }
 
-extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 1) decode(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(TEAMS * (WARPS + 2) * 32, 1) decode(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 shared = u32(__cvta_generic_to_shared(memory)), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 shared = u32(__cvta_generic_to_shared(memory)), lane = threadIdx.x % 32;
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
   if ((shared & 0xffffffu) != BASE) __trap();  // in a cluster the top byte is the CTA's rank
-  const u32 first_block = blockIdx.y * BLOCKS;
-  let_the_next_begin();
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) init(shared + FULL + 8 * s, 1), init(shared + EMPTY + 8 * s, WARPS * 32);
-    for (int s = 0; s < SUMS; s++) init(shared + SUM_FULL + 8 * s, WARPS * 32), init(shared + SUM_EMPTY + 8 * s, 32);
-    for (int s = 0; s < SLOTS; s++) init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, 1);
+  const u32 first_block = blockIdx.y * BLOCKS, which = TEAMS == 1 ? 0 : warp / (WARPS + 2), role = warp - which * (WARPS + 2);
+  const Team team = {shared + TEAM + which * TEAM_BYTES, blockIdx.x + which * gridDim.x, gridDim.x * TEAMS};
+  if (role == 0 && lane == 0) {
+    const u32 at = team.shared;
+    for (int s = 0; s < STAGES; s++) init(at + FULL + 8 * s, 1), init(at + EMPTY + 8 * s, WARPS * 32);
+    for (int s = 0; s < SUMS; s++) init(at + SUM_FULL + 8 * s, WARPS * 32), init(at + SUM_EMPTY + 8 * s, 32);
+    for (int s = 0; s < SLOTS; s++) init(at + SLOT_FULL + 8 * s, 1), init(at + SLOT_EMPTY + 8 * s, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (CLUSTER > 1) sync_cluster(); else __syncthreads();
 
-  if (warp == WARPS) {
+  if (role == WARPS) {
     wait_for_the_one_ahead();
-    feed(a, shared, first_block, lane);
-  } else {
-    const u32 thread = warp < WARPS ? threadIdx.x : threadIdx.x - 32, threads = (WARPS + 1) * 32;  // without the feeder
+    feed(a, team, first_block, lane);
+  } else {  // all but the feeders build the table
+    const u32 threads = TEAMS * (WARPS + 1) * 32, thread = threadIdx.x - 32 * (which + (role > WARPS));
     for (u32 i = thread; i < 256 * 32; i += threads) {
       const u32 byte = i / 32;
       store_word(shared + byte * TABLE_ROW + i % 32 * 4, pack(a.codebook[byte >> 4], a.codebook[byte & 15]));
     }
     wait_for_the_one_ahead();
+    if (threadIdx.x == 0) let_the_next_begin();
 #if NESTED
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
       for (u32 i = thread; i < 256; i += threads) store_float(shared + CODE + 1024 * part + 4 * i, a.weight[part].code[i]);
 #endif
-    asm volatile("bar.sync 1, %0;" ::"n"((WARPS + 1) * 32) : "memory");
-    if (warp < WARPS) multiply(a, shared, first_block, warp, lane); else reduce(a, shared, lane);
+    asm volatile("bar.sync 1, %0;" ::"n"(TEAMS * (WARPS + 1) * 32) : "memory");
+    if (role < WARPS) multiply(a, shared, team, first_block, role, lane); else reduce(a, team, lane);
   }
   if (CLUSTER > 1) {  // nobody leaves while a neighbour may still write to its barriers
     __syncwarp();

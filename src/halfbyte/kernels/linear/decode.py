@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -17,24 +17,24 @@ from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
 from halfbyte.kernels.common.nvrtc import Variant, read_sources
 from halfbyte.kernels.linear.codebook import FACTORS, UNIT_AND_CODEBOOK
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
-from halfbyte.kernels.linear.ready import Product, run
-
-# The stream, the address of x, and for each weight those of bias (0: none) and out.
-GroupProduct = Callable[[int, int, Iterable[int]], None]
+from halfbyte.kernels.linear.ready import GroupProduct, Product, run
 
 BLOCK = 64  # weights that share a scale
 ROWS = 16  # rows of W in a tile
 MOST_ROWS = 32  # of x
 MOST_CLUSTER = 8  # CTAs, everywhere clusters exist
 MOST_PARTS = 3  # weights of one launch: q, k and v
+MOST_STAGES = 8  # that there are barriers for
+MOST_WARPS = 20  # of a CTA: five on each quarter of a multiprocessor, with 96 registers
 SUMS, SLOTS = 2, 4
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The constants of decode.cu. columns: groups of eight rows of x. warps: that multiply. slice: blocks of K a warp.
-    stages: tiles on their way. cluster: CTAs that share K. whole: the scales of a tile are copied in one piece. parts:
-    weights of one launch."""
+    """The constants of decode.cu. columns: groups of eight rows of x. warps: of a team, that multiply. slice: blocks of
+    K a warp. stages: of a team, tiles or steps of tiles on their way. cluster: CTAs that share K. whole: scales of a
+    tile are copied in one piece. parts: weights of one launch. steps: that a tile is fetched in. teams: of a CTA, each
+    with tiles of its own."""
 
     columns: int
     warps: int
@@ -43,6 +43,8 @@ class DecodePlan:
     cluster: int
     whole: bool = False
     parts: int = 1
+    steps: int = 1
+    teams: int = 1
 
     @property
     def blocks(self) -> int:
@@ -56,9 +58,10 @@ class DecodePlan:
     def shared_bytes(self, nested: bool) -> int:
         """Dynamic shared memory. decode.cu lays it out, and does not compile where this sum is another than its own."""
         scale_bytes = 1 if nested else 4
-        fixed = 256 * 256 + 1024 * self.parts + 256 + SUMS * self.warps * 8 * self.columns * 80
-        stage = ROWS * (self.blocks * 32 + 32 + self.blocks * scale_bytes + 16)
-        return fixed + SLOTS * (self.cluster - 1) * self.columns * 512 + self.stages * stage
+        stage, scales = self.blocks // self.steps * 32 + 32, self.blocks * scale_bytes + 16
+        tiles = ROWS * (self.stages * stage + -(-self.stages // self.steps) * scales)
+        sums = SUMS * self.warps * 8 * self.columns * 80 + SLOTS * (self.cluster - 1) * self.columns * 512
+        return 256 * 256 + 1024 * self.parts + self.teams * (256 + sums + tiles)
 
 
 def is_valid(plan: DecodePlan, n: int, k: int, nested: bool, facts: DeviceFacts) -> bool:
@@ -69,12 +72,15 @@ def is_valid(plan: DecodePlan, n: int, k: int, nested: bool, facts: DeviceFacts)
         and k % BLOCK == 0
         and _can_copy_scales(plan, blocks, scale_bytes)
         and n % 4 == 0
-        and n > 0
-        and plan.slice % 4 == 0
-        and 1 <= plan.warps <= 16
+        and 0 < n * k < 1 << 38  # blocks are counted in 32 bits
+        and plan.slice % (4 * plan.steps) == 0
+        and plan.warps >= 1
+        and plan.teams >= 1
+        and plan.teams * (plan.warps + 2) <= MOST_WARPS
+        and (plan.teams == 1 or plan.cluster == 1)
         and 1 <= plan.cluster <= MOST_CLUSTER
         and plan.blocks * (plan.cluster - 1) < blocks <= plan.blocks * plan.cluster
-        and 2 <= plan.stages <= 8
+        and 2 <= plan.stages <= MOST_STAGES
         and plan.shared_bytes(nested) <= facts.shared_memory
     )
 
@@ -100,16 +106,34 @@ def decode_plan(m: int, n: int, k: int, nested: bool, facts: DeviceFacts, parts:
 
     def cost(plan: DecodePlan) -> float:
         turns = -(-tiles // max(1, facts.sms // plan.cluster))
-        return turns * (plan.blocks * (1 + 0.05 * (most_warps - plan.warps)) + 8) + 8 * plan.cluster - plan.stages
+        busy = turns * (plan.blocks * (1 + 0.05 * (most_warps - plan.warps)) + 8)
+        return busy + 8 * plan.cluster - plan.stages / plan.steps
 
     whole = k // BLOCK * (1 if nested else 4) % 16 != 0
     plans = (
-        DecodePlan(columns, warps, width, stages, cluster, whole, parts)
+        replace(plan, stages=stages)
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
-        for stages in (2, 3, 4)
+        for plan in _ways(DecodePlan(columns, warps, width, 4, cluster, whole, parts), tiles / facts.sms)
+        for stages in range(2, plan.stages + 1)
     )
     return min((plan for plan in plans if is_valid(plan, n, k, nested, facts)), key=cost, default=None)
+
+
+def _ways(plan: DecodePlan, turns: float) -> Iterator[DecodePlan]:
+    """The plan, or what is ahead of it, with the most stages that make sense. turns: tiles of a multiprocessor.
+
+    Two stages of large tiles leave memory waiting for the slowest warp, hence steps. Few warps do not keep up with
+    memory, hence teams, whose beginning takes longer. Measured on an H200 (docs/notebook.md).
+    """
+    if plan.columns == 1 and plan.warps > 10:
+        yield replace(plan, stages=MOST_STAGES, steps=2)
+    elif plan.columns == plan.cluster == 1 and plan.warps == 4 and turns >= 5:
+        yield replace(plan, teams=2)
+    elif plan.columns == plan.cluster == 1 and 4 < plan.warps <= 8 and turns >= 10:
+        yield replace(plan, stages=MOST_STAGES, steps=2, teams=2)
+    else:
+        yield plan
 
 
 def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> DecodePlan | None:
@@ -207,10 +231,10 @@ def operands_of_group(group: Sequence[Operands]) -> Operands:
 
 
 def _launch(index: int, o: Operands, tiles: int, plan: DecodePlan, compiled: Variant) -> Launch:
-    threads, shared = 32 * (plan.warps + 2), plan.shared_bytes(o.nested > 0)
+    threads, shared = 32 * plan.teams * (plan.warps + 2), plan.shared_bytes(o.nested > 0)
     (function,) = kernels(index, compiled, (("decode", shared),))
     launch = Launch(function, (1, plan.cluster), threads, shared, cluster=plan.cluster, overlaps=True)
-    launch.set_grid(min(launch.most_clusters(), tiles), plan.cluster)
+    launch.set_grid(min(launch.most_clusters(), -(-tiles // plan.teams)), plan.cluster)
     return launch
 
 
@@ -224,8 +248,9 @@ def macros(dtype: torch.dtype, nested: bool, bias: bool, plan: DecodePlan) -> di
     """What decode.cu is compiled with."""
     return {
         "COLUMNS": plan.columns, "WARPS": plan.warps, "SLICE": plan.slice, "STAGES": plan.stages,
-        "CLUSTER": plan.cluster, "WHOLE": int(plan.whole), "PARTS": plan.parts, "NESTED": int(nested),
-        "FP16": int(dtype == torch.float16), "BIAS": int(bias), "SHARED_BYTES": plan.shared_bytes(nested),
+        "STEPS": plan.steps, "TEAMS": plan.teams, "CLUSTER": plan.cluster, "WHOLE": int(plan.whole),
+        "PARTS": plan.parts, "NESTED": int(nested), "FP16": int(dtype == torch.float16), "BIAS": int(bias),
+        "SHARED_BYTES": plan.shared_bytes(nested),
     }  # fmt: skip
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from halfbyte.kernels.common.driver import Arguments, Launch, check, driver, ker
 from halfbyte.kernels.common.nvrtc import Variant, read_sources
 from halfbyte.kernels.linear.codebook import UNIT_AND_CODEBOOK
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
-from halfbyte.kernels.linear.ready import Product, run
+from halfbyte.kernels.linear.ready import GroupProduct, Product, run
 
 DEPTH = 256  # of K, a unit of work
 WIDTHS = (8, 16, 32, 64)
@@ -176,30 +178,78 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
     run(product, x, q, bias, out, plan)
 
 
+def find_group_plans(
+    m: int, group: Sequence[Operands], facts: DeviceFacts, batch_invariant: bool = False
+) -> tuple[HopperPlan, ...] | None:
+    """A plan for x [m, K] and each of several weights, for which x is laid out alike; or None where there are none."""
+    kinds = [find_kind(o) for o in group]
+    plans = [find_plan(m, o, facts, batch_invariant) for o in group]
+    found = tuple(plan for plan in plans if plan is not None)
+    layouts = {(o.k, kind.dtype, kind.span) for o, kind in zip(group, kinds, strict=True) if kind is not None}
+    return found if len(found) == len(group) > 1 and len(layouts) == 1 else None
+
+
 def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: HopperPlan) -> Product:
     """The product with a weight on the current device, of as many rows as there are tiles of x for m."""
-    o, index = operands, device.index
+    part = _prepare(device.index, m, operands, weight, plan)
+
+    def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
+        workspace = torch.empty(part.partial + part.arranged, dtype=torch.uint8, device=device)
+        counters = _counters(part.counters, device, stream).data_ptr()
+        at = workspace.data_ptr()
+        part.arguments.set(x, bias, out, at + part.partial, at, counters, m)
+        part.arrange(stream, part.arguments.parameters)
+        part.multiply(stream, part.arguments.parameters)
+
+    return multiply
+
+
+def group_product(
+    device: torch.device, m: int, group: Sequence[Operands], weights: Sequence[Addresses], plans: Sequence[HopperPlan]
+) -> GroupProduct:
+    """The products of m rows of x with several weights, one after the other; x is laid out once."""
+    parts = [_prepare(device.index, m, *each) for each in zip(group, weights, plans, strict=True)]
+    partial, most = max(part.partial for part in parts), max(part.counters for part in parts)
+    first = parts[0]
+
+    def multiply(stream: int, x: int, results: Iterable[int]) -> None:
+        workspace = torch.empty(partial + first.arranged, dtype=torch.uint8, device=device)
+        counters = _counters(most, device, stream).data_ptr()
+        at, addresses = workspace.data_ptr(), iter(results)
+        for part in parts:
+            part.arguments.set(x, next(addresses), next(addresses), at + partial, at, counters, m)
+            if part is first:
+                part.arrange(stream, part.arguments.parameters)
+            part.multiply(stream, part.arguments.parameters)
+
+    return multiply
+
+
+class _Part(NamedTuple):
+    """The two launches of a product and their arguments. partial, arranged: bytes of workspace. counters: zeros."""
+
+    arrange: Launch
+    multiply: Launch
+    arguments: Arguments
+    partial: int
+    arranged: int
+    counters: int
+
+
+def _prepare(index: int, m: int, operands: Operands, weight: Addresses, plan: HopperPlan) -> _Part:
+    o = operands
     row_tiles, column_tiles, units = -(-o.n // plan.rows), plan.tiles(m), -(-o.k // DEPTH)
     compiled = variant(o, plan, facts_of(index))
     key = ("hopper", index, column_tiles * units, plan, compiled)
-    arrange, launch = prepared(key, lambda: _launches(index, column_tiles * units, plan, compiled))
+    launches = prepared(key, lambda: _launches(index, column_tiles * units, plan, compiled))
     partial = 2 * plan.ctas * plan.rows * plan.width * 4 if plan.ctas != row_tiles * column_tiles else 0
-    workspace_bytes = partial + column_tiles * units * plan.width * DEPTH * 2
-    count = row_tiles * column_tiles * plan.groups * 4
     packed, *scales = weight
     constants = UNIT_AND_CODEBOOK[o.format, o.dtype]
     arguments = Arguments(
         LAYOUT, (_map(packed, o.n, o.k, plan.rows), *scales), (o.n, o.k, row_tiles, column_tiles, units, *constants)
     )
-
-    def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
-        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-        at, counters = workspace.data_ptr(), _counters(count, device, stream)
-        arguments.set(x, bias, out, at + partial, at, counters.data_ptr(), m)
-        arrange(stream, arguments.parameters)
-        launch(stream, arguments.parameters)
-
-    return multiply
+    arranged = column_tiles * units * plan.width * DEPTH * 2
+    return _Part(*launches, arguments, partial, arranged, row_tiles * column_tiles * plan.groups * 4)
 
 
 def _counters(count: int, device: torch.device, stream: int) -> Tensor:

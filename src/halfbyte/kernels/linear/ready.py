@@ -7,7 +7,7 @@ alive, and a weight whose memory has moved is another weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -19,6 +19,8 @@ from halfbyte.kernels.linear.operands import Addresses, Operands, addresses, ope
 
 # The stream, the addresses of x, bias (0: none) and out, and how many rows x has.
 Product = Callable[[int, int, int, int, int], None]
+# The stream, the address of x, and for each weight those of bias (0: none) and out.
+GroupProduct = Callable[[int, int, Iterable[int]], None]
 
 
 class Plan(Protocol):
