@@ -1,11 +1,13 @@
 """In a step, attention of one token goes to our kernel, and nothing else does. Here the kernel is torch."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from halfbyte.models import caches, graphs, regions
 from halfbyte.models.attention import attention_of_steps
 
 transformers = pytest.importorskip("transformers")
@@ -82,6 +84,44 @@ def test_attention_of_another_kind_is_left_alone(calls: list[Any]) -> None:
         found = logits(model, ids, torch.ones_like(ids))
     assert not calls
     assert all(map(torch.equal, found, right))
+
+
+def test_several_threads(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are made ready at the same time, of several models, leave everything as it was."""
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    before, rotary = functions["sdpa"], transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(caches, "has_triton", lambda: False)  # which has a test of its own
+    monkeypatch.setattr(regions, "_compiled", lambda function: lambda *given, **named: function(*given, **named))
+    torch.manual_seed(0)
+    model = MODELS["llama"]().eval()
+    ids = torch.randint(3, 96, (1, 6))
+    mask = torch.ones_like(ids)
+    right = logits(model, ids, mask)[-1]
+
+    @torch.no_grad()
+    def step(_: int) -> Tensor:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=6)
+        model(ids[:, :5], past_key_values=cache)
+        inputs = {"input_ids": ids[:, 5:], "attention_mask": {}}
+        return graphs.DecodeGraphs(Masks(model, mask))._step(cache, inputs).logits
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(step, range(12)):
+            torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
+    assert functions["sdpa"] is before
+    assert transformers.models.llama.modeling_llama.apply_rotary_pos_emb is rotary
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+class Masks(torch.nn.Module):
+    """A model that is called as `generate` does it, with a dictionary of masks."""
+
+    def __init__(self, model: Any, mask: Tensor) -> None:
+        super().__init__()
+        self.model, self.mask = model, mask
+
+    def forward(self, input_ids: Tensor, attention_mask: Any, past_key_values: Any) -> Any:
+        return self.model(input_ids, attention_mask=self.mask, past_key_values=past_key_values)
 
 
 def test_what_was_registered_comes_back() -> None:

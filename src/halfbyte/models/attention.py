@@ -39,7 +39,9 @@ def attention_of_steps() -> Iterator[None]:
         scaling: float | None = None,
         **others: Any,
     ) -> Any:
-        if dropout or any(others.get(name) for name in OTHERS) or not takes(query, key, value, attention_mask):
+        asked = (others.get(name) for name in OTHERS)
+        another = dropout or any(value is not None and value is not False for value in asked)
+        if another or not takes(query, key, value, attention_mask):
             return theirs(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         return attend(query, key, value, attention_mask, scale), None

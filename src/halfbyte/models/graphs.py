@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from threading import RLock
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ def can_capture(cache: Any) -> bool:
     """True for a cache of transformers that a step changes in place, in memory that stays where it is."""
     layers = getattr(cache, "layers", ())
     return type(cache).__name__ == "StaticCache" and bool(layers) and all(type(x).__name__ in LAYERS for x in layers)
+
+
+_building = RLock()  # one thread at a time changes what modules and transformers' functions are
 
 
 @contextmanager
@@ -58,7 +62,7 @@ class DecodeGraphs:
             return self.model(past_key_values=cache, **inputs)
         if key not in self.steps:
             self.steps[key] = None
-            with compiled_regions(self.model), capturable(cache, ours=True):
+            with _building, compiled_regions(self.model), capturable(cache, ours=True):
                 return self.model(past_key_values=cache, **inputs)
         step = self.steps[key]
         if step is not None:
@@ -67,7 +71,7 @@ class DecodeGraphs:
             return step.replay()
         counts = [getattr(layer, COUNTER, None) for layer in cache.layers]
         try:
-            with compiled_regions(self.model):
+            with _building, compiled_regions(self.model):
                 self.steps[key] = step = Step(self.model, cache, leaves, structure, ours=True)
         except RuntimeError as error:
             self.works = False
