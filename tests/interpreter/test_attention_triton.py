@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfbyte.kernels.attention.plan import AttentionPlan
+from halfbyte.kernels.attention.plan import MOST_PARTS, AttentionPlan, plan_for
 from halfbyte.kernels.attention.triton import attend, takes
+from halfbyte.kernels.common.device import DeviceFacts
 
 #        texts, heads, heads of keys, tokens, size of keys, of values
 SIZES = [
@@ -16,7 +17,7 @@ SIZES = [
     (1, 20, 1, 130, 256, 256),
     (2, 2, 2, 9, 96, 1),
 ]
-PLANS = [None, AttentionPlan(16, 1, 4, 1), AttentionPlan(32, 2, 4, 2), AttentionPlan(64, 3, 4, 1)]
+PLANS = [None, AttentionPlan(16, 1, 9, 4, 1), AttentionPlan(32, 2, 3, 4, 2), AttentionPlan(64, 3, 1, 4, 1)]
 
 
 def exact(
@@ -87,3 +88,19 @@ def test_what_it_does_not_take() -> None:
         (query.to("meta"), keys, keys, mask),
     ):
         assert not takes(*found)
+
+
+@pytest.mark.parametrize("sms", [20, 132])
+@pytest.mark.parametrize("heads", [1, 8, 64, 256, 5000])
+@pytest.mark.parametrize("size", [64, 256])
+def test_plans(sms: int, heads: int, size: int) -> None:
+    """They cover every token, leave no program without a token for long, and are few."""
+    plans = set()
+    for tokens in range(1, 9000, 7):
+        plan = plan_for(DeviceFacts("cuda", 90, sms), heads, tokens, size)
+        assert plan.covers(tokens)
+        assert 1 <= plan.parts <= MOST_PARTS
+        assert plan.parts == 1 or plan.parts * heads <= 4 * sms
+        assert plan.block * plan.blocks * (plan.parts - 1) < 1.25 * tokens
+        plans.add(plan)
+    assert len(plans) <= 4 * (9000 // 32).bit_length()

@@ -47,7 +47,7 @@ def test_compiles(
     mask = torch.empty(texts, 1, 1, tokens, dtype=torch.bool, device="meta")
     assert attention.takes(query, keys, keys, mask)
     attention.attend(query, keys, keys, mask, size**-0.5)
-    parts = plan_for(facts, texts * shared, tokens, size).parts(tokens)
+    parts = plan_for(facts, texts * shared, tokens, size).parts
     assert len(kept) == (1 if parts == 1 else 2)
     for kernel, _, arguments, _, configure in kept:
         values = dict(zip(kernel.arg_names, arguments, strict=False))

@@ -147,7 +147,7 @@ def attend(
     plan = plan or _plan(facts_of(index), texts * shared, tokens, max(size, value))
     d, e = max(16, triton.next_power_of_2(size)), max(16, triton.next_power_of_2(value))
     out = query.new_empty((texts, 1, heads, value))
-    parts = plan.parts(tokens)
+    parts = plan.parts
     sums = out if parts == 1 else torch.empty(texts * heads * parts * (e + 2), dtype=torch.float32, device=out.device)
 
     def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
@@ -161,7 +161,7 @@ def attend(
     seen = query if mask is None else mask.view(torch.uint8)
     mask_text = 0 if mask is None or len(mask) == 1 else mask.stride(0)
     arguments = (query, keys, values, seen, out, sums, tokens, shared, query.stride(0), query.stride(1), mask_text)
-    key = (query.dtype, scale, group, size, value, plan, parts, mask is None, texts * shared)
+    key = (query.dtype, scale, group, size, value, plan, mask is None, texts * shared)
     launch(attend_kernel, index, arguments, key, configure)
     if parts > 1:
 
