@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -74,7 +74,7 @@ def is_valid(plan: DecodePlan, n: int, k: int, nested: bool, facts: DeviceFacts)
         and n % 4 == 0
         and 0 < n * k < 1 << 38  # blocks are counted in 32 bits
         and plan.slice % (4 * plan.steps) == 0
-        and plan.warps >= 1
+        and 1 <= plan.warps <= 16
         and plan.teams >= 1
         and plan.teams * (plan.warps + 2) <= MOST_WARPS
         and (plan.teams == 1 or plan.cluster == 1)
@@ -110,30 +110,28 @@ def decode_plan(m: int, n: int, k: int, nested: bool, facts: DeviceFacts, parts:
         return busy + 8 * plan.cluster - plan.stages / plan.steps
 
     whole = k // BLOCK * (1 if nested else 4) % 16 != 0
-    plans = (
-        replace(plan, stages=stages)
+    shapes = (
+        _refined(DecodePlan(columns, warps, width, 4, cluster, whole, parts), tiles / facts.sms)
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
-        for plan in _ways(DecodePlan(columns, warps, width, 4, cluster, whole, parts), tiles / facts.sms)
-        for stages in range(2, plan.stages + 1)
     )
+    plans = (replace(plan, stages=stages) for plan in shapes for stages in range(2, plan.stages + 1))
     return min((plan for plan in plans if is_valid(plan, n, k, nested, facts)), key=cost, default=None)
 
 
-def _ways(plan: DecodePlan, turns: float) -> Iterator[DecodePlan]:
+def _refined(plan: DecodePlan, turns: float) -> DecodePlan:
     """The plan, or what is ahead of it, with the most stages that make sense. turns: tiles of a multiprocessor.
 
     Two stages of large tiles leave memory waiting for the slowest warp, hence steps. Few warps do not keep up with
     memory, hence teams, whose beginning takes longer. Measured on an H200 (docs/notebook.md).
     """
     if plan.columns == 1 and plan.warps > 10:
-        yield replace(plan, stages=MOST_STAGES, steps=2)
-    elif plan.columns == plan.cluster == 1 and plan.warps == 4 and turns >= 5:
-        yield replace(plan, teams=2)
-    elif plan.columns == plan.cluster == 1 and 4 < plan.warps <= 8 and turns >= 10:
-        yield replace(plan, stages=MOST_STAGES, steps=2, teams=2)
-    else:
-        yield plan
+        return replace(plan, stages=MOST_STAGES, steps=2)
+    if plan.columns == plan.cluster == 1 and plan.warps == 4 and turns >= 5:
+        return replace(plan, teams=2)
+    if plan.columns == plan.cluster == 1 and 4 < plan.warps <= 8 and turns >= 10:
+        return replace(plan, stages=MOST_STAGES, steps=2, teams=2)
+    return plan
 
 
 def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> DecodePlan | None:
@@ -257,4 +255,5 @@ def macros(dtype: torch.dtype, nested: bool, bias: bool, plan: DecodePlan) -> di
 @cache
 def source() -> str:
     folder = Path(__file__).parent
-    return read_sources(folder / "barriers.cuh", folder / "decode.cu")
+    names = ("barriers.cuh", "decode_work.cuh", "decode.cu")
+    return read_sources(*(folder / name for name in names))

@@ -178,15 +178,10 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
     run(product, x, q, bias, out, plan)
 
 
-def find_group_plans(
-    m: int, group: Sequence[Operands], facts: DeviceFacts, batch_invariant: bool = False
-) -> tuple[HopperPlan, ...] | None:
-    """A plan for x [m, K] and each of several weights, for which x is laid out alike; or None where there are none."""
+def lays_out_alike(group: Sequence[Operands]) -> bool:
+    """Whether x is laid out in one way for all weights, each of which this kernel is for."""
     kinds = [find_kind(o) for o in group]
-    plans = [find_plan(m, o, facts, batch_invariant) for o in group]
-    found = tuple(plan for plan in plans if plan is not None)
-    layouts = {(o.k, kind.dtype, kind.span) for o, kind in zip(group, kinds, strict=True) if kind is not None}
-    return found if len(found) == len(group) > 1 and len(layouts) == 1 else None
+    return len({(o.k, kind.dtype, kind.span) for o, kind in zip(group, kinds, strict=True) if kind is not None}) == 1
 
 
 def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: HopperPlan) -> Product:

@@ -1,0 +1,126 @@
+// What is to be done by decode.cu, and where: sizes, the layout of shared memory, arguments, tiles and their places.
+// Macros and needs are those of decode.cu.
+
+constexpr u32 TABLE_ROW = 256;     // bytes: a word for each lane, in the lower half
+constexpr int ROWS = 16, BLOCK_BYTES = 32;
+constexpr int BLOCKS = WARPS * SLICE;                 // of K, a CTA
+constexpr int STEP_SLICE = SLICE / STEPS, STEP_BLOCKS = WARPS * STEP_SLICE;
+constexpr int SCALE_BYTES = NESTED ? 1 : 4;
+constexpr u32 W_ROW = STEP_BLOCKS * BLOCK_BYTES + 32;  // bytes a row in a stage, padded against bank conflicts
+constexpr u32 SCALE_ROW = BLOCKS * SCALE_BYTES + 16;   // room for a row's, of all steps
+constexpr u32 STAGE = ROWS * W_ROW, SCALE_STAGE = ROWS * SCALE_ROW;
+constexpr int SCALE_STAGES = (STAGES + STEPS - 1) / STEPS;  // a tile's scales come with its first step, and stay for it
+constexpr bool AHEAD = COLUMNS == 1 && WARPS * TEAMS < 16;  // where there are registers for it
+constexpr int SUMS = 2, SLOTS = 4;                    // buffers of sums: within the CTA, and from the cluster
+constexpr u32 SUM_COLUMN = 20 * 4;                    // bytes: 16 rows, padded
+constexpr u32 SUM_WARP = 8 * COLUMNS * SUM_COLUMN;
+constexpr u32 SENT = COLUMNS * 512;                   // bytes of one CTA's sums on their way to the first
+
+// All teams share the table and the codes; behind them each has a region of its own.
+constexpr u32 CODE = 256 * TABLE_ROW;
+constexpr u32 TEAM = CODE + 1024 * PARTS;
+constexpr u32 FULL = 0, EMPTY = FULL + 64, SUM_FULL = EMPTY + 64, SUM_EMPTY = SUM_FULL + 16;  // barriers
+constexpr u32 SLOT_FULL = SUM_EMPTY + 16, SLOT_EMPTY = SLOT_FULL + 32;
+constexpr u32 SUM = 256;  // behind the barriers
+constexpr u32 SLOT = SUM + SUMS * WARPS * SUM_WARP;
+constexpr u32 TILES = SLOT + SLOTS * (CLUSTER - 1) * SENT;
+constexpr u32 SCALES = TILES + STAGES * STAGE;
+constexpr u32 TEAM_BYTES = SCALES + SCALE_STAGES * SCALE_STAGE;
+static_assert(TEAM + TEAMS * TEAM_BYTES == SHARED_BYTES, "decode.py reckons with other sizes");
+static_assert(STAGES <= 8, "each stage has a full and an empty barrier in 64 bytes");
+
+__device__ __forceinline__ float4 load_sums(u32 address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ u32 load_byte(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ float load_float(u32 address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ void store_float(u32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
+  u32 mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ float unpack(unsigned short bits) {
+  float value;
+#if FP16
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+#else
+  value = __uint_as_float(u32(bits) << 16);
+#endif
+  return value;
+}
+__device__ __forceinline__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {
+#if FP16
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+               : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
+}
+
+// The two numbers of byte J of `bytes`: byte J times TABLE_ROW, plus the lane's column, plus the CTA's rank on top.
+template <int J> __device__ __forceinline__ u32 look_up(u32 bytes, u32 column) {
+  return load_word(__byte_perm(bytes, column, 0x7604 | (J << 4)));
+}
+
+struct Ring {  // a position in a ring of `size` buffers, and the parity of its barriers there
+  u32 at = 0, parity;
+  __device__ explicit Ring(u32 parity) : parity(parity) {}
+  __device__ void next(u32 size) {
+    if (++at == size) { at = 0; parity ^= 1; }
+  }
+};
+
+struct Weight {
+  const unsigned char* packed;
+  const unsigned char* scale;   // u8 with NESTED, else fp32
+  const float *code, *absmax, *offset;
+};
+struct Result {
+  const unsigned short* bias;  // null for none
+  unsigned short* y;
+};
+struct Arguments {
+  Weight weight[PARTS];
+  const unsigned short* x;
+  Result result[PARTS];
+  u32 m, n[PARTS], first_tile[PARTS], tiles, k;
+  float unit, codebook[16];
+};
+
+struct Team {  // that goes over its own tiles, in its own shared memory
+  u32 shared, first, stride;
+};
+
+struct Tile {  // of which weight, and its first row there
+  u32 part = 0, row;
+  __device__ __forceinline__ Tile(const Arguments& a, u32 tile) {
+#pragma unroll
+    for (int i = 1; i < PARTS; i++) part += tile >= a.first_tile[i];
+    row = (tile - (PARTS > 1 ? a.first_tile[part] : 0)) * ROWS;
+  }
+};
+
+// Block i of a warp's slice, counted from the CTA's first: all warps go through K side by side.
+__device__ __forceinline__ u32 place(u32 warp, u32 i) {
+  return i / STEP_SLICE * STEP_BLOCKS + warp * STEP_SLICE + i % STEP_SLICE;
+}
