@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte.kernels.attention import reference
 from halfbyte.kernels.common.device import facts_of
 from halfbyte.kernels.linear import cuda, decode
 
@@ -192,12 +193,9 @@ def test_attention_of_one_token(texts: int, heads: int, shared: int, tokens: int
         keys, values = (torch.randn(texts, shared, tokens, d, device="cuda").to(dtype) for d in (size, value))
         mask = torch.rand(texts, 1, 1, tokens, device="cuda") < 0.7
         mask[..., 0] = True
-        alike = [tensor.double().repeat_interleave(heads // shared, 1) for tensor in (keys, values)]
         for seen in (mask, mask[:1], None):
             assert kernels.takes(query, keys, values, seen)
             found = kernels.attend(query, keys, values, seen, 0.25)
             assert torch.equal(found, kernels.attend(query, keys, values, seen, 0.25))
-            score = query.double() @ alike[0].mT * 0.25
-            right = score.masked_fill(~seen, float("-inf")) if seen is not None else score
-            right = (right.softmax(-1) @ alike[1]).transpose(1, 2)
+            right = reference.attend(query.double(), keys.double(), values.double(), seen, 0.25)
             assert float((found.double() - right).norm() / right.norm()) < (8e-4 if dtype is torch.float16 else 6e-3)

@@ -36,8 +36,6 @@ def test_compiles(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if target == 75 and dtype is torch.bfloat16:
-        pytest.skip("Turing's tensor cores do not know bf16; takes() says no")
     facts = facts_for(f"sm_{target}") if isinstance(target, int) else DeviceFacts("hip", 0, 304)
     kept: list[tuple[Any, ...]] = []
     monkeypatch.setattr(attention, "launch", lambda *launch: kept.append(launch))
@@ -45,7 +43,10 @@ def test_compiles(
     query = torch.empty(texts, heads, 1, size, dtype=dtype, device="meta")
     keys = torch.empty(texts, shared, tokens, size, dtype=dtype, device="meta")
     mask = torch.empty(texts, 1, 1, tokens, dtype=torch.bool, device="meta")
-    assert attention.takes(query, keys, keys, mask)
+    taken = attention.takes(query, keys, keys, mask)
+    assert taken == (target != 75 or dtype is torch.float16)  # Turing's tensor cores do not know bf16
+    if not taken:
+        return
     attention.attend(query, keys, keys, mask, size**-0.5)
     parts = plan_for(facts, texts * shared, tokens, size).parts
     assert len(kept) == (1 if parts == 1 else 2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.attention import reference
 from halfbyte.models import caches, graphs, regions
 from halfbyte.models.attention import attention_of_steps
 
@@ -34,11 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         assert kernels.takes(query, keys, values, mask)
         seen.append(tuple(query.shape))
-        group = query.shape[1] // keys.shape[1]
-        keys, values = (tensor.repeat_interleave(group, 1) for tensor in (keys, values))
-        score = query @ keys.mT * scale
-        score = score if mask is None else score.masked_fill(~mask, float("-inf"))
-        return (score.softmax(-1) @ values).transpose(1, 2)
+        return reference.attend(query, keys, values, mask, scale)
 
     monkeypatch.setattr(kernels, "attend", attend)
     monkeypatch.setattr(kernels, "DTYPES", (torch.float32,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from halfbyte.kernels.common.device import DeviceFacts
 
@@ -20,10 +21,8 @@ class AttentionPlan:
     warps: int
     stages: int
 
-    def covers(self, tokens: int) -> bool:
-        return self.block * self.blocks * self.parts >= tokens
 
-
+@lru_cache(1 << 14)
 def plan_for(facts: DeviceFacts, heads: int, tokens: int, size: int) -> AttentionPlan:
     """heads: of keys, of all texts. tokens: of the cache. size: the larger of a head's.
 

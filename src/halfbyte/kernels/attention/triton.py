@@ -8,7 +8,6 @@ kernel adds the parts up, always in the same order.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -144,7 +143,7 @@ def attend(
     texts, heads, _, size = query.shape
     shared, tokens, value = keys.shape[1], keys.shape[2], values.shape[3]
     index, group = query.get_device(), heads // shared
-    plan = plan or _plan(facts_of(index), texts * shared, tokens, max(size, value))
+    plan = plan or plan_for(facts_of(index), texts * shared, tokens, max(size, value))
     d, e = max(16, triton.next_power_of_2(size)), max(16, triton.next_power_of_2(value))
     out = query.new_empty((texts, 1, heads, value))
     parts = plan.parts
@@ -172,6 +171,3 @@ def attend(
 
         launch(attend_parts_kernel, index, (out, sums), (query.dtype, value, e, parts, texts * heads), add_up)
     return out
-
-
-_plan = cache(plan_for)
