@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from halfbyte.bench import sweep
+from halfbyte.bench import peers, sweep
 from halfbyte.bench.case import Case, run
 from halfbyte.bench.linear import BOUND, linear_cases, relative_error
 from halfbyte.cli import app
@@ -53,6 +55,34 @@ def test_cases(format: str, dtype: torch.dtype) -> None:
         assert all(0 < error <= BOUND[dtype] for error in errors.values())
         assert errors["halfbyte"] <= errors["dequantize + linear"]
         assert [rows[0].facts[name] for name in ("m", "n", "k")] == [m, 64, 128]
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_marlin(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for its package, by its signatures: it is given fp16, [N, K] and scales [N, groups]."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, infeatures: int, outfeatures: int, groupsize: int = -1) -> None:
+            super().__init__()
+            self.sides = outfeatures, infeatures, groupsize
+
+        def pack(self, linear: torch.nn.Linear, scales: torch.Tensor) -> None:
+            n, k, size = self.sides
+            assert linear.weight.dtype == scales.dtype == torch.float16
+            integers = (linear.weight.view(n, -1, size) / scales.unsqueeze(2)).round().clamp(-8, 7)
+            self.weight = (integers.float() * scales.unsqueeze(2).float()).view(n, k)
+
+        def forward(self, A: torch.Tensor) -> torch.Tensor:
+            assert A.dtype == torch.float16
+            return (A.float() @ self.weight.t()).half()
+
+    monkeypatch.setitem(sys.modules, "marlin", SimpleNamespace(Layer=Layer))
+    monkeypatch.setattr(peers.Marlin, "fits", lambda *_: True)
+    [case] = cases("nf4", dtype, rows=(3,))
+    rows = {row.provider: row for row in run(case, 3)}
+    assert rows["marlin"].error is None
+    assert 0 < rows["marlin"].facts["relative_error"] <= BOUND[torch.float16]
 
 
 @pytest.mark.usefixtures("_quick")

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from halfbyte.bench import decode, records, runs, train, wholes
 from halfbyte.bench.report import provenance
 from halfbyte.cli import app
+from halfbyte.models import attention, caches, regions
 
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -39,6 +40,24 @@ def test_decode(tmp_path: Path) -> None:
     }
     assert all(row["median_ms"] > 0 and 0 < row["relative_error"] < 0.05 for row in rows)
     assert wholes.markdown(record).count("| tiny |") == 6
+
+
+def test_errors_are_of_the_steps_that_graphs_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mode in its own way, to the logits of a plain step; here nothing is compiled."""
+    for module in (caches, attention):
+        monkeypatch.setattr(module, "has_triton", lambda: False)
+    monkeypatch.setattr(regions, "_compiled", lambda function: lambda *given, **named: function(*given, **named))
+    monkeypatch.setattr(decode, "_modes", lambda device: decode.MODES)
+    entered: list[bool] = []
+    capturable = decode.capturable
+    monkeypatch.setattr(decode, "capturable", lambda cache, ours: entered.append(ours) or capturable(cache, ours))
+    errors = decode.errors_against_fp32("tiny", torch.device("cpu"), torch.bfloat16)
+    assert set(errors) == {(name, mode) for name in ("bitsandbytes", "halfbyte") for mode in decode.MODES}
+    for name in ("bitsandbytes", "halfbyte"):
+        assert errors[name, "eager"] == pytest.approx(errors[name, "graph"], rel=0.02)
+        assert errors[name, "graph"] == errors[name, "fused graph"] > 0
+    steps = 2 * 2 * 16  # modes, texts of 4 and of 1, tokens
+    assert (entered.count(False), entered.count(True)) == (steps, steps)
 
 
 def test_train(tmp_path: Path) -> None:

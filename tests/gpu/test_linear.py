@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,13 @@ from .conftest import DEVICE, POISON, captured, error, every_dtype, needs_two_gp
 SHAPES = (
     *((4, 1024), (20, 1024), (1028, 2048), (64, 5120), (4096, 4096), (1024, 14336), (516, 28672), (3072, 8192)),
     *((4, 256), (12, 5376), (1028, 5376), (4096, 5376)),  # scales that come a tile at a time
+    *((516, 8960), (260, 18944)),  # or a row with its neighbours' ends
+)
+
+
+FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *(("nf4", {"nested": True}), ("nf4", {"nested": False}), ("fp4", {"nested": True}), ("fp4", {"block_size": 256})),
+    *(("nf4", {"block_size": 1024, "nested": False}), ("int4", {"group_size": 64}), ("int4", {"group_size": 128})),
 )
 
 
@@ -37,14 +45,16 @@ def fused(
 @sixteen_bits
 def test_error_is_not_above_that_of_dequantize_and_linear(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     n, k = shape
-    for format, nested in (("nf4", True), ("nf4", False), ("fp4", True)):
-        q = hb.quantize(torch.randn(shape, device=DEVICE).to(dtype) / k**0.5, format, nested=nested)
+    for format, options in FORMATS:
+        if k % (options.get("group_size") or options.get("block_size", 64)):
+            continue
+        q = hb.quantize(torch.randn(shape, device=DEVICE).to(dtype) / k**0.5, format, **options)
         exact, dense = hb.dequantize(q, torch.float32).double(), hb.dequantize(q)
         for m in (1, 2, 3, 7, 8, 9, 16, 17, 32):
             x = torch.randn((m, k), device=DEVICE).to(dtype)
             bias = torch.randn(n, device=DEVICE).to(dtype) if m % 2 else None
             right = x.double() @ exact.t() + (0 if bias is None else bias.double())
-            if decode.decode_plan(m, n, k, nested, facts_of(0)) is None:
+            if decode.plan_for(x, q, bias, False) is None:
                 continue
             ours = fused(x, q, bias)
             assert torch.equal(ours, fused(x, q, bias))
@@ -53,11 +63,11 @@ def test_error_is_not_above_that_of_dequantize_and_linear(dtype: torch.dtype, sh
             assert error(ours, right) <= error(theirs, right) * (1.0 if m * n >= 1 << 14 else 1.5)
 
 
-@pytest.mark.parametrize("format", ["nf4", "fp4"])
-@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(("format", "nested"), [("nf4", True), ("nf4", False), ("fp4", True), ("int4", False)])
 @sixteen_bits
 def test_several_weights_in_one_launch(dtype: torch.dtype, nested: bool, format: str) -> None:
     """As accurate as one after the other, the same bits every time; weights differ in code, offset and bias."""
+    options: dict[str, Any] = {} if format == "int4" else {"nested": nested}
     if facts_of(0).ptx < 90:
         pytest.skip("decode.cu is for sm_90 and later")
     for k, sizes in (
@@ -66,9 +76,7 @@ def test_several_weights_in_one_launch(dtype: torch.dtype, nested: bool, format:
         (5120, (25600, 25600)),
         (8192, (8192, 64)),
     ):
-        group = [
-            hb.quantize(torch.randn((n, k), device=DEVICE).to(dtype) / k**0.5, format, nested=nested) for n in sizes
-        ]
+        group = [hb.quantize(torch.randn((n, k), device=DEVICE).to(dtype) / k**0.5, format, **options) for n in sizes]
         if nested:  # every weight with a code of its own
             group = [
                 replace(q, nested=q.nested._replace(code=q.nested.code * (1 + part / 4)))
@@ -90,6 +98,19 @@ def test_several_weights_in_one_launch(dtype: torch.dtype, nested: bool, format:
                 right = x.double() @ exact.t() + (0 if bias is None else bias.double())
                 theirs = torch.nn.functional.linear(x, dense, bias)
                 assert error(y, right) <= error(theirs, right) * (1.0 if y.numel() >= 1 << 14 else 1.5)
+
+
+@sixteen_bits
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [64, 128])
+def test_identity_gives_the_weights_of_int4(size: int, stored: torch.dtype, dtype: torch.dtype) -> None:
+    """To the bit what dequantize gives, whatever dtype its scales are in."""
+    n, k = 260, 2048
+    q = hb.quantize(torch.randn((n, k), device=DEVICE).to(stored), "int4", group_size=size)
+    q.packed.view(torch.uint8).copy_(torch.randint(0, 256, q.packed.view(torch.uint8).shape, device=DEVICE))
+    values, eye = hb.dequantize(q, dtype), torch.eye(k, dtype=dtype, device=DEVICE)
+    for first in range(0, k, 8):
+        assert torch.equal(fused(eye[first : first + 8], q), values.t()[first : first + 8])
 
 
 @sixteen_bits

@@ -16,47 +16,53 @@ from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear import decode
 from halfbyte.kernels.linear.codebook import FACTORS
-from halfbyte.kernels.linear.decode import MOST_ROWS, DecodePlan, decode_plan, is_valid, macros, source
+from halfbyte.kernels.linear.decode import MOST_ROWS, DecodePlan, Scales, decode_plan, is_valid, macros, source
 from halfbyte.kernels.linear.operands import Operands
 
 H200 = DeviceFacts("cuda", 90, 132, 232448)
+NESTED, FLAT, GROUPS = Scales(torch.uint8), Scales(torch.float32), Scales(torch.bfloat16, 128)
+SCALES = (NESTED, FLAT, GROUPS, Scales(torch.float16), Scales(torch.uint8, 512), Scales(torch.float32, 4096))
 MODELS = ((28672, 8192), (8192, 28672), (14336, 4096), (4096, 14336), (1024, 4096), (25600, 5120), (5120, 25600))
 
 
 @given(
     m=st.integers(0, 64),
     n=st.integers(1, 8000).map(lambda n: 4 * n),
-    k=st.integers(1, 64).map(lambda k: 512 * k),
-    nested=st.booleans(),
+    k=st.integers(1, 128).map(lambda k: 256 * k),
+    scales=st.sampled_from(SCALES),
     capability=st.sampled_from([75, 80, 89, 90, 100, 120]),
 )
-def test_every_plan_is_valid(m: int, n: int, k: int, nested: bool, capability: int) -> None:
+def test_every_plan_is_valid(m: int, n: int, k: int, scales: Scales, capability: int) -> None:
     shared = {75: 65536, 80: 166912, 89: 101376, 120: 101376}.get(capability, 232448)
     facts = DeviceFacts("cuda", capability, 132, shared)
-    plan = decode_plan(m, n, k, nested, facts)
+    plan = decode_plan(m, n, k, scales, facts)
     if plan is None:
         return
-    assert is_valid(plan, n, k, nested, facts)
+    assert is_valid(plan, n, k, scales, facts)
     assert m <= 8 * plan.columns <= MOST_ROWS
-    assert plan.shared_bytes(nested) <= shared
+    assert plan.shared_bytes(scales) <= shared
     assert plan.blocks * plan.cluster * 64 >= k
 
 
 @pytest.mark.parametrize("shape", MODELS)
 def test_models_have_plans(shape: tuple[int, int]) -> None:
     for m in (1, 8, 16):
-        assert decode_plan(m, *shape, True, H200) is not None
+        assert decode_plan(m, *shape, NESTED, H200) is not None
 
 
 @pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
-    shapes = (*MODELS[:4], (21504, 5376), (28672, 4096), (16384, 2048))
-    plans = {decode_plan(m, *shape, True, H200) for m in (1, 16, 32) for shape in shapes} - {None}
-    plans |= {decode_plan(8, *shape, True, H200, parts) for parts in (2, 3) for shape in shapes[2:]} - {None}
-    for plan in plans:
-        for nested in (True, False):
-            code = nvrtc.compile_cubin(source(), capability, macros(dtype, nested, plan.cluster % 2 == 0, plan))
+    shapes = (*MODELS[:4], (21504, 5376), (28672, 4096), (16384, 2048), (3584, 18944))
+    plans = {decode_plan(m, *shape, NESTED, H200) for m in (1, 16, 32) for shape in shapes} - {None}
+    plans |= {decode_plan(8, *shape, NESTED, H200, parts) for parts in (2, 3) for shape in shapes[2:]} - {None}
+    cases = [(plan, scales) for plan in plans for scales in (NESTED, FLAT)]
+    for scales in SCALES[2:]:
+        cases += [(decode_plan(m, n, k, scales, H200), scales) for m, n, k in ((1, 28672, 8192), (16, 4096, 5120))]
+    for plan, scales in cases:
+        if plan is not None:
+            low_first, bias = scales.dtype == torch.bfloat16, plan.cluster % 2 == 0
+            code = nvrtc.compile_cubin(source(), capability, macros(dtype, scales, low_first, bias, plan))
             path = tmp_path / "decode.cubin"
             path.write_bytes(code)
             assert _stack_bytes(path) <= 128  # a few spilled words, none of them an array
@@ -82,19 +88,23 @@ def test_factors_make_rounding_the_codebook_better_than_rounding_weights(format:
 
 
 def test_a_plan_that_leaves_part_of_k_is_not_valid() -> None:
-    assert is_valid(DecodePlan(1, 16, 8, 2, 1), 64, 8192, True, H200)
-    assert is_valid(DecodePlan(1, 16, 8, 4, 1, steps=2), 64, 8192, True, H200)
-    assert not is_valid(DecodePlan(1, 16, 8, 4, 1, steps=4), 64, 8192, True, H200)  # a quad decodes four blocks' scales
-    assert not is_valid(DecodePlan(1, 8, 8, 2, 2, teams=2), 64, 8192, True, H200)  # a cluster is of one team
-    assert not is_valid(DecodePlan(1, 8, 8, 2, 1, teams=3), 64, 4096, True, H200)  # too many warps
-    assert not is_valid(DecodePlan(1, 16, 8, 2, 1), 64, 16384, True, H200)
-    assert not is_valid(DecodePlan(1, 16, 8, 2, 2), 64, 8192, True, H200)  # a CTA with nothing to do
-    assert not is_valid(DecodePlan(1, 16, 8, 2, 1), 63, 8192, True, H200)
+    assert is_valid(DecodePlan(1, 16, 8, 2, 1), 64, 8192, NESTED, H200)
+    assert is_valid(DecodePlan(1, 16, 8, 4, 1, steps=2), 64, 8192, NESTED, H200)
+    assert not is_valid(
+        DecodePlan(1, 16, 8, 4, 1, steps=4), 64, 8192, NESTED, H200
+    )  # a quad decodes four blocks' scales
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 2, teams=2), 64, 8192, NESTED, H200)  # a cluster is of one team
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 1, teams=3), 64, 4096, NESTED, H200)  # too many warps
+    assert not is_valid(DecodePlan(1, 16, 8, 2, 1), 64, 16384, NESTED, H200)
+    assert not is_valid(DecodePlan(1, 16, 8, 2, 2), 64, 8192, NESTED, H200)  # a CTA with nothing to do
+    assert not is_valid(DecodePlan(1, 16, 8, 2, 1), 63, 8192, NESTED, H200)
     # Rows whose scales are no multiple of 16 bytes: all of a tile's at once, or not at all.
-    assert is_valid(DecodePlan(1, 11, 8, 2, 1, whole=True), 64, 5376, True, H200)
-    assert not is_valid(DecodePlan(1, 11, 8, 2, 1), 64, 5376, True, H200)
-    assert not is_valid(DecodePlan(1, 8, 8, 2, 2, whole=True), 64, 5376, True, H200)
-    assert not is_valid(DecodePlan(1, 11, 8, 2, 1, whole=True), 64, 5440, True, H200)
+    assert is_valid(DecodePlan(1, 11, 8, 2, 1, whole=True), 64, 5376, NESTED, H200)
+    assert not is_valid(DecodePlan(1, 11, 8, 2, 1), 64, 5376, NESTED, H200)
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 2, whole=True), 64, 5376, NESTED, H200)
+    assert is_valid(DecodePlan(1, 8, 8, 2, 2, offset=True), 64, 5376, NESTED, H200)
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 2, offset=True), 64, 5440, NESTED, H200)  # a last row would end beyond
+    assert not is_valid(DecodePlan(1, 11, 8, 2, 1, whole=True), 64, 5440, NESTED, H200)
 
 
 @given(
@@ -104,16 +114,17 @@ def test_a_plan_that_leaves_part_of_k_is_not_valid() -> None:
     nested=st.booleans(),
 )
 def test_every_group_plan_is_valid(m: int, sizes: list[int], k: int, nested: bool) -> None:
+    scales = NESTED if nested else FLAT
     scale = torch.uint8 if nested else torch.float32
     group = [Operands(torch.bfloat16, n, k, "nf4", 64, scale, 256 if nested else 0) for n in sizes]
     plan = decode.find_group_plan(m, group, H200)
     if plan is not None:
         assert plan.parts == len(sizes) > 1
-        assert all(is_valid(plan, n, k, nested, H200) for n in sizes)
+        assert all(is_valid(plan, n, k, scales, H200) for n in sizes)
         assert 1 <= m <= 8 * plan.columns
-        alone = decode_plan(m, sum(sizes), k, nested, H200)
+        alone = decode_plan(m, sum(sizes), k, scales, H200)
         assert alone is not None
-        assert plan.shared_bytes(nested) == replace(plan, parts=1).shared_bytes(nested) + 1024 * (len(sizes) - 1)
+        assert plan.shared_bytes(scales) == replace(plan, parts=1).shared_bytes(scales) + 1024 * (len(sizes) - 1)
 
 
 def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,14 +171,15 @@ def test_what_the_kernel_is_for() -> None:
         (x[:1].float(), q, None, False),
         (x.view(-1)[1:1025].view(1, 1024), q, None, False),
         (x[:1], q, torch.zeros(65).bfloat16()[1:], False),
-        (x[:1], hb.quantize(weight, block_size=128), None, False),
-        (x[:1], hb.quantize(weight, "int4"), None, False),
+        (x[:1], hb.quantize(weight, block_size=32), None, False),
+        (x[:1], hb.quantize(weight, block_size=4096), None, False),  # rows end within a block
+        (x[:1], hb.quantize(weight, "int4", group_size=32), None, False),
     ):
         assert decode.plan_for(*no) is None
 
 
 def test_source_refuses_sizes_that_are_not_its_own() -> None:
-    plan = decode_plan(1, 4096, 4096, True, H200)
-    wrong = macros(torch.bfloat16, True, False, plan) | {"SHARED_BYTES": plan.shared_bytes(True) + 16}
+    plan = decode_plan(1, 4096, 4096, NESTED, H200)
+    wrong = macros(torch.bfloat16, NESTED, False, False, plan) | {"SHARED_BYTES": plan.shared_bytes(NESTED) + 16}
     with pytest.raises(Exception, match="reckons with other sizes"):
         nvrtc.compile_cubin(source(), 90, wrong)

@@ -204,7 +204,9 @@ def test_wrong_logits_are_not_reported(
     result = profile("--out", str(tmp_path / "report"))
     assert "from those in fp32: nothing is reported" in said(result)
     assert (result.exit_code != 0, result.stdout) == (True, "")
-    monkeypatch.setattr(run, "errors_against_fp32", lambda *_: {"bitsandbytes": 0.0, "halfbyte": 0.0})
+    monkeypatch.setattr(
+        run, "errors_against_fp32", lambda *_: {("bitsandbytes", "eager"): 0.0, ("halfbyte", "eager"): 0.0}
+    )
     result = profile("--out", str(tmp_path / "report"))
     assert "logits of halfbyte, eager, are" in said(result)
     assert (result.exit_code != 0, result.stdout) == (True, "")

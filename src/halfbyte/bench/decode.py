@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -31,6 +31,7 @@ CHECKED_LAYERS = 4  # that the fp32 reference has: all of a 70B model would not 
 STEPS, LONG = 16, 200.0  # in a sample at most; ms that are enough for one of fewer
 MOST_APART = 0.1  # ‖ours - bitsandbytes'‖ / ‖bitsandbytes'‖ of a whole model's logits: bf16 noise of all its layers
 BATCHES = (1, 8, 32)
+MODES = ("eager", "graph", "fused graph")  # of a step
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
     for batch in settings.batches:
         say(f"{name}: batch {batch}")
         for row in _batch_rows(contest, batch, settings, device):
-            yield facts | {"batch": batch} | row | {"relative_error": errors[row["provider"]]}
+            yield facts | {"batch": batch} | row | {"relative_error": errors[row["provider"], _checked(row)]}
     need = 2 * sum(module.out_features * module.in_features for _, module in models.four_bit(model))
     if device.type == "cuda" and need < 0.9 * torch.cuda.mem_get_info(device)[0]:
         say(f"{name}: dense")
@@ -78,8 +79,20 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
                 yield facts | {"batch": batch} | row
 
 
+def _checked(row: Mapping[str, Any]) -> str:
+    """The mode of which the logits were held against fp32 for a row."""
+    mode: str = row["mode"]
+    if mode == "generate" and row["provider"] == "halfbyte" and torch.cuda.is_available():
+        return MODES[-1]
+    return mode if mode in MODES else MODES[0]
+
+
+def _modes(device: torch.device) -> Sequence[str]:
+    return MODES if device.type == "cuda" else MODES[:1]
+
+
 def _batch_rows(contest: Contest, batch: int, settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
-    modes = ("eager", "graph", "fused graph") if device.type == "cuda" else ("eager",)
+    modes = _modes(device)
     decoders: dict[tuple[str, str], Decoder] = {}
     for provider, run_by in contest.providers.items():
         with run_by() as model:
@@ -105,11 +118,37 @@ def _batch_rows(contest: Contest, batch: int, settings: Settings, device: torch.
 
 
 def _dense_rows(model: Any, batch: int, settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
-    for mode in ("eager", "graph", "fused graph"):
+    for mode in MODES:
         decoder = Decoder(model, batch, settings, mode)
         measured = [decoder.sample() for _ in range(settings.rounds)]
         yield {"provider": "bf16", "mode": mode, **times(measured), **_speed(batch, measured)}
     yield {"provider": "bf16", "mode": "generate", **_generate(model, batch, settings, device)}
+
+
+def step_inputs(model: Any, cache: Any, ids: Tensor, length: int) -> dict[str, Any]:
+    """What `generate` gives the model for the token [texts, 1] behind `length` others, but for the cache: with masks
+    made beforehand, which depend on numbers that Python counts."""
+    inputs: dict[str, Any] = model.prepare_inputs_for_generation(
+        ids,
+        next_sequence_length=1,
+        past_key_values=cache,
+        attention_mask=torch.ones((len(ids), length + 1), dtype=torch.long, device=ids.device),
+        position_ids=torch.full((len(ids), 1), length, device=ids.device),
+        use_cache=True,
+    )
+    del inputs["past_key_values"]
+    return inputs
+
+
+@contextmanager
+def as_captured(model: Any, cache: Any, mode: str) -> Iterator[None]:
+    """Within, a step computes what it does in one of the modes, captured or not."""
+    if mode == "eager":
+        yield
+        return
+    regions = compiled_regions(model) if mode == "fused graph" else nullcontext()
+    with regions, capturable(cache, is_accelerated(model)):
+        yield
 
 
 class Decoder:
@@ -122,25 +161,14 @@ class Decoder:
         self.ids = random_ids(model, batch, settings.context, seed=0)
         self.cache = StaticCache(config=model.config, max_cache_len=settings.context + 2 * STEPS)
         self.prefill()
-        # As `generate` calls the model: with masks made beforehand, which depend on numbers that Python counts.
-        self.inputs = model.prepare_inputs_for_generation(
-            self.ids[:, :1],
-            next_sequence_length=1,
-            past_key_values=self.cache,
-            attention_mask=torch.ones((batch, settings.context + 1), dtype=torch.long, device=self.device),
-            position_ids=torch.full((batch, 1), settings.context, device=self.device),
-            use_cache=True,
-        )
-        del self.inputs["past_key_values"]
+        self.inputs = step_inputs(model, self.cache, self.ids[:, :1], settings.context)
         self.run: Callable[[], Any] = self._eager
         if mode != "eager":
-            ours = is_accelerated(model)
-            regions = compiled_regions(model) if mode == "fused graph" else nullcontext()
-            with torch.no_grad(), regions, capturable(self.cache, ours):
+            with torch.no_grad(), as_captured(model, self.cache, mode):
                 for _ in range(2):
                     self._eager()
                 leaves, structure = torch.utils._pytree.tree_flatten(self.inputs)
-                self.run = Step(model, self.cache, leaves, structure, ours).replay
+                self.run = Step(model, self.cache, leaves, structure, is_accelerated(model)).replay
         self.reset()
         self.logits: Tensor = self.run().logits
 
@@ -194,8 +222,8 @@ def _generate(model: Any, batch: int, settings: Settings, device: torch.device) 
     }  # fmt: skip
 
 
-def errors_against_fp32(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """‖logits - exact‖ / ‖exact‖ of both providers, the exact ones being of dequantized weights in fp32.
+def errors_against_fp32(name: str, device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], float]:
+    """‖logits - exact‖ / ‖exact‖ by provider and mode of a step, the exact ones being of dequantized weights in fp32.
 
     Over the first layers; a prompt and then single tokens, so that every kernel that decoding takes has its part.
     """
@@ -205,25 +233,30 @@ def errors_against_fp32(name: str, device: torch.device, dtype: torch.dtype) -> 
     contest = Contest(model)
     for provider, run_by in contest.providers.items():
         with run_by() as contestant:
-            results[provider] = _logits(contestant, ids)
+            for mode in _modes(device):
+                results[provider, mode] = _logits(contestant, ids, mode)
     models.make_dense(model, torch.float32)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    exact = _logits(model, ids).double()
+    exact = _logits(model, ids, "eager").double()
     torch.set_float32_matmul_precision(precision)
-    return {provider: float(f"{relative_error(result, exact):.4g}") for provider, result in results.items()}
+    return {key: float(f"{relative_error(result, exact):.4g}") for key, result in results.items()}
 
 
-def _logits(model: Any, ids: Tensor) -> Tensor:
-    """Of a prompt of 32 tokens, of each further token of four texts, and of one text alone."""
+def _logits(model: Any, ids: Tensor, mode: str) -> Tensor:
+    """Of a prompt of 32 tokens, of each further token of four texts, and of one text alone. A graph would compute what
+    its step does while it is captured, so none is made."""
+    from transformers import StaticCache
+
     parts = []
     with torch.no_grad():
         for texts in (ids, ids[:1]):
-            output = model(texts[:, :32], use_cache=True)
-            parts.append(output.logits)
+            cache = StaticCache(config=model.config, max_cache_len=texts.shape[1])
+            parts.append(model(texts[:, :32], past_key_values=cache, use_cache=True).logits)
             for position in range(32, texts.shape[1]):
-                output = model(texts[:, position : position + 1], past_key_values=output.past_key_values)
-                parts.append(output.logits)
+                inputs = step_inputs(model, cache, texts[:, position : position + 1], position)
+                with as_captured(model, cache, mode):
+                    parts.append(model(past_key_values=cache, **inputs).logits)
     return torch.cat([part.flatten(0, 1) for part in parts])
 
 

@@ -63,7 +63,7 @@ def linear_cases(
                 f"{n}×{k}, M = {m}",
                 moved,
                 sets,
-                {name: _bound(product, x) for name, product in products.items()},
+                {name: _bound(name, product, x) for name, product in products.items()},
                 right,
                 _check,
                 device,
@@ -121,11 +121,16 @@ def _products(
         tinygemm = [peers.Tinygemm(q) for q in integers]
         products["tinygemm"] = lambda x, i: tinygemm[i](x)
         exact["tinygemm"] = _decoded(integers)
+    if integers[0].block_size == peers.Marlin.GROUP_SIZE and peers.Marlin.fits(dense[0].shape, device):
+        marlin = [peers.Marlin(q) for q in integers]
+        products["marlin"] = lambda x, i: marlin[i](x)
+        exact["marlin"] = _decoded(integers)
     return products, exact
 
 
-def _bound(product: Product, x: list[Tensor]) -> Callable[[int], Tensor]:
-    return lambda i: product(x[i], i)
+def _bound(name: str, product: Product, x: list[Tensor]) -> Callable[[int], Tensor]:
+    given = [tensor.half() for tensor in x] if name == "marlin" else x  # which takes nothing else
+    return lambda i: product(given[i], i)
 
 
 def _decoded(weights: list[QuantizedWeight]) -> Callable[[int], Tensor]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 from copy import deepcopy
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from halfbyte.formats.bitsandbytes import to_bitsandbytes
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.ops import dequantize
 
 
 def require(package: str) -> Any:
@@ -93,6 +95,31 @@ class Tinygemm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.product(x, self.weight, self.group_size, self.scales_and_zeros)
+        return result
+
+
+class Marlin:
+    """Marlin's layer (github.com/IST-DASLab/marlin, Apache-2.0) on the integers and scales of an int4 weight. It is
+    built from its source, for fp16 x and an NVIDIA GPU from sm_80 on."""
+
+    GROUP_SIZE = 128
+
+    @staticmethod
+    def fits(shape: torch.Size, device: torch.device) -> bool:
+        """True where it is installed and takes such a weight."""
+        is_here = device.type == "cuda" and find_spec("marlin") is not None
+        return is_here and shape[0] % 256 == 0 and shape[1] % Marlin.GROUP_SIZE == 0
+
+    def __init__(self, q: QuantizedWeight) -> None:
+        n, k = q.shape
+        self.layer = require("marlin").Layer(k, n, q.block_size).to(q.device)
+        with torch.device("meta"):
+            dense = torch.nn.Linear(k, n, bias=False)
+        dense.weight = torch.nn.Parameter(dequantize(q, torch.float16), requires_grad=False)
+        self.layer.pack(dense, q.scale.half())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x)
         return result
 
 

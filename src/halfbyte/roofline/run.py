@@ -88,10 +88,10 @@ def facts_of(name: str, device: torch.device, settings: Settings, say: Callable[
     """Facts of one model for its record, and under "runs" every Run. Raises ValueError where logits disagree."""
     dtype = torch.bfloat16
     say(f"{name}: logits against fp32")
-    errors = errors_against_fp32(name, device, dtype)
-    for provider, error in errors.items():
+    errors = {", ".join(key): error for key, error in errors_against_fp32(name, device, dtype).items()}
+    for key, error in errors.items():
         if not error <= MOST_APART:
-            raise ValueError(f"{name}: logits of {provider} are {error:.3g} from those in fp32: nothing is reported")
+            raise ValueError(f"{name}: logits of {key} are {error:.3g} from those in fp32: nothing is reported")
     say(f"{name}: loading")
     empty_cache(device)
     start_profiler(device)

@@ -1,7 +1,7 @@
 """Which CUDA kernel multiplies, of those in this folder; all are compiled for the GPU at hand on first use.
 
 hopper   wgmma, any number of rows of x: sm_90
-decode   a few rows, weights in blocks of 64, from the lightest start: sm_90 and later
+decode   a few rows, blocks of 64 weights and more, from the lightest start: sm_90 and later
 tensor   mma.sync, every format: sm_75 and later
 exact    CUDA cores: whatever is left, fp32 x above all
 """
@@ -53,7 +53,7 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
     blackwell = facts.ptx > 90
     if m <= decode.MOST_ROWS or (batch_invariant and blackwell):
         few = decode.find_plan(m, operands, facts, batch_invariant)
-        lighter = blackwell or (not batch_invariant and _is_lighter(m, operands.n, operands.k, operands.nested > 0))
+        lighter = blackwell or (not batch_invariant and _is_lighter(m, operands))
         if few is not None and lighter:
             return Choice(decode, few)
     for kernel, most in MOST_ROWS.items():
@@ -64,13 +64,14 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
     return None
 
 
-def _is_lighter(m: int, n: int, k: int, nested: bool) -> bool:
+def _is_lighter(m: int, operands: Operands) -> bool:
     """True where `decode` is ahead of `hopper`, which starts later and then reads faster; measured on an H200. Where
-    scales are not nested, `hopper` loses more by them."""
-    numel = n * k
+    there are many bytes of scales, `hopper` loses more by them."""
+    k, numel = operands.k, operands.n * operands.k
+    many = 16 * operands.scale.itemsize >= operands.block_size
     if m <= 8:
-        return m <= 2 or k <= 1 << 14 or numel < 1 << 26 or not nested
-    if m <= 16 and nested:
+        return m <= 2 or k <= 1 << 14 or numel < 1 << 26 or many
+    if m <= 16 and not many:
         return numel < 3 << 25 if k <= 4096 else k <= 8192 and numel < 1 << 26
     if m <= 16:
         return numel < 1 << 27 if k <= 4096 else k <= 1 << 14 and numel <= 1 << 26

@@ -1,6 +1,7 @@
-// y[m, n] = sum over k of x[m, k] * W[n, k] for up to 8 * COLUMNS rows of x, W in 4 bits as bitsandbytes stores it.
+// y[m, n] = sum over k of x[m, k] * W[n, k] for up to 8 * COLUMNS rows of x, W in 4 bits.
 //
-// Bytes moved: W's nibbles and scales once, K/2 + K/64 a row when nested; x and y are small beside it. Flops: 2 M N K.
+// Bytes moved: W's nibbles and scales once, K/2 + K/64 a row for nested blocks of 64; x and y are small beside it. Flops:
+// 2 M N K.
 //
 // W is the A operand of mma.m16n8k16 and needs no repacking: one register of A is two neighbouring k of one row, which
 // is one packed byte. K may be permuted as long as x is permuted alike, so a thread takes 8 neighbouring bytes of a
@@ -27,32 +28,38 @@
 // comes after finds all that was written before this kernel.
 //
 // Bulk copies move multiples of 16 bytes. Where the scales of a row are no such multiple and a CTA has all of K, those of
-// a whole tile come in one piece (WHOLE): 16 rows always are one, and so are the 4, 8 or 12 of a last tile.
+// a whole tile come in one piece (WHOLE): 16 rows always are one, and so are the 4, 8 or 12 of a last tile. Where it has
+// a part of K, each row's come with what lies around them up to multiples of 16 bytes (OFFSET); all rows together are one.
 //
-// Needs barriers.cuh and decode_work.cuh ahead of it, sm_90, N % 4 == 0, blocks of 64, packed and scales aligned to 16
-// bytes; for K see decode.py. Macros: COLUMNS, TEAMS, WARPS, SLICE, STEPS, STAGES, CLUSTER, WHOLE, PARTS, NESTED, FP16,
-// BIAS and SHARED_BYTES.
+// Needs barriers.cuh and decode_work.cuh ahead of it, sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; SHARED_BY
+// blocks of 64 weights share a scale, and the first weight of a byte is in its low half with LOW_FIRST; for K see decode.py.
+// Macros: COLUMNS, TEAMS, WARPS, SLICE, STEPS, STAGES, CLUSTER, WHOLE, OFFSET, PARTS, NESTED, SCALE_BYTES, SCALE_FP16,
+// SHARED_BY, LOW_FIRST, FP16, BIAS and SHARED_BYTES.
 
 __device__ __forceinline__ void feed(const Arguments& a, const Team& team, u32 first_block, u32 lane) {
   const u32 row_blocks = a.k / 64, blocks = min(BLOCKS, row_blocks - first_block);
+  const u32 scale_bytes = (blocks + SHARED_BY - 1) / SHARED_BY * SCALE_BYTES;
   Ring ring(1), scales(0);
   for (u32 number = team.first; number < a.tiles; number += team.stride, scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
     const Weight& w = a.weight[tile.part];
     const u32 rows = min(ROWS, a.n[tile.part] - tile.row);
     const u64 block = u64(tile.row + lane) * row_blocks + first_block;
+    const u64 scale = block / SHARED_BY * SCALE_BYTES, from = OFFSET ? scale & ~15ull : scale;
+    const u32 around = OFFSET ? u32((scale + scale_bytes + 15 & ~15ull) - from) : scale_bytes;
+    const u32 all_scales = OFFSET ? __reduce_add_sync(~0u, lane < rows ? around : 0) : rows * scale_bytes;
 #pragma unroll
     for (int step = 0; step < STEPS; step++, ring.next(STAGES)) {
       const u32 full = team.shared + FULL + 8 * ring.at, to = team.shared + TILES + ring.at * STAGE + lane * W_ROW;
       const u32 some = min(STEP_BLOCKS, max(int(blocks) - step * STEP_BLOCKS, 0));
       wait(team.shared + EMPTY + 8 * ring.at, ring.parity);
-      if (lane == 0) expect(full, rows * (some * BLOCK_BYTES + (step == 0 ? blocks * SCALE_BYTES : 0)));
+      if (lane == 0) expect(full, rows * some * BLOCK_BYTES + (step == 0 ? all_scales : 0));
       __syncwarp();
       if (lane >= rows) continue;
       if (step == 0) {
         const u32 at = team.shared + SCALES + scales.at * SCALE_STAGE;
-        if (!WHOLE) copy(at + lane * SCALE_ROW, w.scale + block * SCALE_BYTES, blocks * SCALE_BYTES, full);
-        if (WHOLE && lane == 0) copy(at, w.scale + block * SCALE_BYTES, rows * blocks * SCALE_BYTES, full);
+        if (!WHOLE) copy(at + lane * SCALE_ROW, w.scale + from, around, full);
+        if (WHOLE && lane == 0) copy(at, w.scale + from, all_scales, full);
       }
       if (some) copy(to, w.packed + (block + step * STEP_BLOCKS) * BLOCK_BYTES, some * BLOCK_BYTES, full);
     }
@@ -89,7 +96,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, const T
       for (int q = 0; q < SLICE / 4; q++) {
         const u32 row = min(tile.row + group + 8 * half, a.n[tile.part] - 1);
         const u32 block = min(first_block + place(warp, 4 * q) + member, row_blocks - 1);
-        absmax[half][q] = __ldg(a.weight[tile.part].absmax + (row * row_blocks + block) / 256);
+        absmax[half][q] = __ldg(a.weight[tile.part].absmax + (row * row_blocks + block) / SHARED_BY / 256);
       }
   };
   if (AHEAD && team.first < a.tiles) fetch(team.first);
@@ -106,18 +113,19 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, const T
     if (!AHEAD) fetch(number);
 #endif
     wait(team.shared + FULL + 8 * ring.at, ring.parity);
-    const u32 pitch = WHOLE ? row_blocks * SCALE_BYTES : SCALE_ROW;
-    const u32 mine = team.shared + SCALES + (STEPS == 1 ? ring.at : scales.at) * SCALE_STAGE + group * pitch;
+    const u32 pitch = WHOLE ? row_blocks / SHARED_BY * SCALE_BYTES : SCALE_ROW;
+    const u32 mine = team.shared + SCALES + (STEPS == 1 ? ring.at : scales.at) * SCALE_STAGE + group * pitch +
+                     (OFFSET ? ((tile.row + group) * row_blocks + first_block) / SHARED_BY * SCALE_BYTES & 15 : 0);
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int q = 0; q < SLICE / 4; q++) {
-        const u32 block = place(warp, 4 * q) + member, at = mine + 8 * half * pitch + block * SCALE_BYTES;
+        const u32 block = place(warp, 4 * q) + member, at = mine + 8 * half * pitch + block / SHARED_BY * SCALE_BYTES;
 #if NESTED
         const float value = load_float(shared + CODE + 1024 * tile.part + 4 * load_byte(at));
         const float decoded = __fadd_rn(__fmul_rn(value, absmax[half][q]), offset);
 #else
-        const float decoded = load_float(at);
+        const float decoded = load_scale(at);
 #endif
         scale[half][q] = first_block + block < row_blocks ? decoded * a.unit : 0.0f;  // what lies beyond K is nothing
       }
@@ -259,7 +267,8 @@ extern "C" __global__ void __launch_bounds__(TEAMS * (WARPS + 2) * 32, 1) decode
     const u32 threads = TEAMS * (WARPS + 1) * 32, thread = threadIdx.x - 32 * (which + (role > WARPS));
     for (u32 i = thread; i < 256 * 32; i += threads) {
       const u32 byte = i / 32;
-      store_word(shared + byte * TABLE_ROW + i % 32 * 4, pack(a.codebook[byte >> 4], a.codebook[byte & 15]));
+      const u32 first = LOW_FIRST ? byte & 15 : byte >> 4, second = LOW_FIRST ? byte >> 4 : byte & 15;
+      store_word(shared + byte * TABLE_ROW + i % 32 * 4, pack(a.codebook[first], a.codebook[second]));
     }
     wait_for_the_one_ahead();
     if (threadIdx.x == 0) let_the_next_begin();

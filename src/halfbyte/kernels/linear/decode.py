@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from halfbyte.kernels.linear.codebook import FACTORS, UNIT_AND_CODEBOOK
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import GroupProduct, Product, run
 
-BLOCK = 64  # weights that share a scale
+BLOCK = 64  # weights that are summed up before they are scaled
 ROWS = 16  # rows of W in a tile
 MOST_ROWS = 32  # of x
 MOST_CLUSTER = 8  # CTAs, everywhere clusters exist
@@ -29,12 +30,32 @@ MOST_WARPS = 20  # of a CTA: five on each quarter of a multiprocessor, with 96 r
 SUMS, SLOTS = 2, 4
 
 
+class Scales(NamedTuple):
+    """Of a weight. dtype: uint8 where they are nested. block_size: weights that share one."""
+
+    dtype: torch.dtype
+    block_size: int = BLOCK
+
+    @property
+    def nested(self) -> bool:
+        return self.dtype is torch.uint8
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 64 weights that share one."""
+        return self.block_size // BLOCK
+
+    def bytes_of(self, blocks: int) -> int:
+        """Of so many blocks of 64 weights, the first of which is the first of those that share a scale."""
+        return -(-blocks // self.blocks) * self.dtype.itemsize
+
+
 @dataclass(frozen=True)
 class DecodePlan:
     """The constants of decode.cu. columns: groups of eight rows of x. warps: of a team, that multiply. slice: blocks of
     K a warp. stages: of a team, tiles or steps of tiles on their way. cluster: CTAs that share K. whole: scales of a
-    tile are copied in one piece. parts: weights of one launch. steps: that a tile is fetched in. teams: of a CTA, each
-    with tiles of its own."""
+    tile are copied in one piece. offset: those of a row with what lies around them. parts: weights of one launch.
+    steps: that a tile is fetched in. teams: of a CTA, each with tiles of its own."""
 
     columns: int
     warps: int
@@ -42,6 +63,7 @@ class DecodePlan:
     stages: int
     cluster: int
     whole: bool = False
+    offset: bool = False
     parts: int = 1
     steps: int = 1
     teams: int = 1
@@ -55,22 +77,23 @@ class DecodePlan:
         """Tiles of x [m, K] that launches are made for: they are the same for any m."""
         return 0
 
-    def shared_bytes(self, nested: bool) -> int:
+    def shared_bytes(self, scales: Scales) -> int:
         """Dynamic shared memory. decode.cu lays it out, and does not compile where this sum is another than its own."""
-        scale_bytes = 1 if nested else 4
-        stage, scales = self.blocks // self.steps * 32 + 32, self.blocks * scale_bytes + 16
-        tiles = ROWS * (self.stages * stage + -(-self.stages // self.steps) * scales)
+        stage, scale_row = self.blocks // self.steps * 32 + 32, scales.bytes_of(self.blocks)
+        scale_row = -(-scale_row // 16) * 16 + 32 if self.offset else scale_row + 16
+        tiles = ROWS * (self.stages * stage + -(-self.stages // self.steps) * scale_row)
         sums = SUMS * self.warps * 8 * self.columns * 80 + SLOTS * (self.cluster - 1) * self.columns * 512
         return 256 * 256 + 1024 * self.parts + self.teams * (256 + sums + tiles)
 
 
-def is_valid(plan: DecodePlan, n: int, k: int, nested: bool, facts: DeviceFacts) -> bool:
+def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, facts: DeviceFacts) -> bool:
     """True if decode.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
-    blocks, scale_bytes = k // BLOCK, 1 if nested else 4
+    blocks = k // BLOCK
     return (
         facts.ptx >= 90
-        and k % BLOCK == 0
-        and _can_copy_scales(plan, blocks, scale_bytes)
+        and scales.block_size % BLOCK == 0
+        and k % scales.block_size == 0
+        and _can_copy_scales(plan, blocks, scales)
         and n % 4 == 0
         and 0 < n * k < 1 << 38  # blocks are counted in 32 bits
         and plan.slice % (4 * plan.steps) == 0
@@ -81,19 +104,23 @@ def is_valid(plan: DecodePlan, n: int, k: int, nested: bool, facts: DeviceFacts)
         and 1 <= plan.cluster <= MOST_CLUSTER
         and plan.blocks * (plan.cluster - 1) < blocks <= plan.blocks * plan.cluster
         and 2 <= plan.stages <= MOST_STAGES
-        and plan.shared_bytes(nested) <= facts.shared_memory
+        and plan.shared_bytes(scales) <= facts.shared_memory
     )
 
 
-def _can_copy_scales(plan: DecodePlan, blocks: int, scale_bytes: int) -> bool:
-    """Bulk copies take multiples of 16 bytes at multiples of 16: of each row, or of four rows at least."""
-    if plan.whole:
-        return plan.cluster == 1 and blocks * scale_bytes % 4 == 0
-    return blocks * scale_bytes % 16 == 0 and plan.blocks * scale_bytes % 16 == 0
+def _can_copy_scales(plan: DecodePlan, blocks: int, scales: Scales) -> bool:
+    """Bulk copies take multiples of 16 bytes at multiples of 16: of each row, or of four rows at least. CTAs that share
+    K share no scale."""
+    of_row, of_cta = scales.bytes_of(blocks), scales.bytes_of(plan.blocks) if plan.cluster > 1 else 0
+    if plan.cluster > 1 and plan.blocks % scales.blocks:
+        return False
+    if plan.whole or plan.offset:
+        return of_row % 4 == 0 and not (plan.whole and (plan.offset or plan.cluster > 1))
+    return of_row % 16 == of_cta % 16 == 0
 
 
-def decode_plan(m: int, n: int, k: int, nested: bool, facts: DeviceFacts, parts: int = 1) -> DecodePlan | None:
-    """The plan for x [m, k] and W [n, k] in blocks of 64, or None where this kernel is not for them. parts: the weights
+def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, parts: int = 1) -> DecodePlan | None:
+    """The plan for x [m, k] and W [n, k], or None where this kernel is not for them. parts: the weights
     that W is, none of which shares a tile with another.
 
     A warp holds as much of K as its registers take beside x; then the fewest steps of the busiest CTA win, with what a
@@ -109,14 +136,17 @@ def decode_plan(m: int, n: int, k: int, nested: bool, facts: DeviceFacts, parts:
         busy = turns * (plan.blocks * (1 + 0.05 * (most_warps - plan.warps)) + 8)
         return busy + 8 * plan.cluster - plan.stages / plan.steps
 
-    whole = k // BLOCK * (1 if nested else 4) % 16 != 0
+    unaligned = scales.bytes_of(k // BLOCK) % 16 != 0
     shapes = (
-        _refined(DecodePlan(columns, warps, width, 4, cluster, whole, parts), tiles / facts.sms)
+        _refined(
+            DecodePlan(columns, warps, width, 4, cluster, unaligned and cluster == 1, unaligned and cluster > 1, parts),
+            tiles / facts.sms,
+        )
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
     )
     plans = (replace(plan, stages=stages) for plan in shapes for stages in range(2, plan.stages + 1))
-    return min((plan for plan in plans if is_valid(plan, n, k, nested, facts)), key=cost, default=None)
+    return min((plan for plan in plans if is_valid(plan, n, k, scales, facts)), key=cost, default=None)
 
 
 def _refined(plan: DecodePlan, turns: float) -> DecodePlan:
@@ -137,13 +167,14 @@ def _refined(plan: DecodePlan, turns: float) -> DecodePlan:
 def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> DecodePlan | None:
     """The plan for x [m, K], or None where this kernel is not for such operands.
 
-    It is for NF4 and FP4 in blocks of 64, x of 16 bits and up to 32 rows, shapes that `is_valid` describes. With
-    batch_invariant it takes any number of rows, eight at a time: a row's sums are then always made in the same order.
+    It is for every format in blocks of 64 or multiples, x of 16 bits and up to 32 rows, shapes that `is_valid`
+    describes. With batch_invariant it takes any number of rows, eight at a time: a row's sums are then always made in
+    the same order.
     """
     o = operands
     if not _takes(o):
         return None
-    return decode_plan(min(m, 8) if batch_invariant else m, o.n, o.k, o.nested > 0, facts)
+    return decode_plan(min(m, 8) if batch_invariant else m, o.n, o.k, scales_of(o), facts)
 
 
 def find_group_plan(m: int, group: Sequence[Operands], facts: DeviceFacts) -> DecodePlan | None:
@@ -151,15 +182,20 @@ def find_group_plan(m: int, group: Sequence[Operands], facts: DeviceFacts) -> De
     first = group[0]
     if not 1 < len(group) <= MOST_PARTS or not all(map(_takes, group)):
         return None
-    if any((o.k, o.format, o.nested) != (first.k, first.format, first.nested) or o.n % 4 or o.n == 0 for o in group):
+    alike = {(o.k, o.format, o.nested, scales_of(o)) for o in group}
+    if len(alike) > 1 or any(o.n % 4 or o.n == 0 for o in group):
         return None
-    return decode_plan(m, ROWS * sum(map(_tiles, group)), first.k, first.nested > 0, facts, len(group))
+    return decode_plan(m, ROWS * sum(map(_tiles, group)), first.k, scales_of(first), facts, len(group))
 
 
 def _takes(o: Operands) -> bool:
-    if (o.format, o.dtype) not in FACTORS or o.low_first or o.block_size != BLOCK or not o.has_usual_nesting:
+    if (o.format, o.dtype) not in FACTORS or o.block_size % BLOCK or not o.has_usual_nesting:
         return False
     return min(o.align_packed, o.align_scale, o.align_x, o.align_bias) >= 16
+
+
+def scales_of(operands: Operands) -> Scales:
+    return Scales(torch.uint8 if operands.nested else operands.scale, operands.block_size)
 
 
 def _tiles(operands: Operands) -> int:
@@ -229,7 +265,7 @@ def operands_of_group(group: Sequence[Operands]) -> Operands:
 
 
 def _launch(index: int, o: Operands, tiles: int, plan: DecodePlan, compiled: Variant) -> Launch:
-    threads, shared = 32 * plan.teams * (plan.warps + 2), plan.shared_bytes(o.nested > 0)
+    threads, shared = 32 * plan.teams * (plan.warps + 2), plan.shared_bytes(scales_of(o))
     (function,) = kernels(index, compiled, (("decode", shared),))
     launch = Launch(function, (1, plan.cluster), threads, shared, cluster=plan.cluster, overlaps=True)
     launch.set_grid(min(launch.most_clusters(), -(-tiles // plan.teams)), plan.cluster)
@@ -238,17 +274,19 @@ def _launch(index: int, o: Operands, tiles: int, plan: DecodePlan, compiled: Var
 
 def variant(operands: Operands, plan: DecodePlan, facts: DeviceFacts) -> Variant:
     """What is compiled for such operands."""
-    constants = macros(operands.dtype, operands.nested > 0, operands.bias, plan)
+    constants = macros(operands.dtype, scales_of(operands), operands.low_first, operands.bias, plan)
     return Variant.of(source(), facts.capability, constants)
 
 
-def macros(dtype: torch.dtype, nested: bool, bias: bool, plan: DecodePlan) -> dict[str, int]:
+def macros(dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan: DecodePlan) -> dict[str, int]:
     """What decode.cu is compiled with."""
     return {
         "COLUMNS": plan.columns, "WARPS": plan.warps, "SLICE": plan.slice, "STAGES": plan.stages,
         "STEPS": plan.steps, "TEAMS": plan.teams, "CLUSTER": plan.cluster, "WHOLE": int(plan.whole),
-        "PARTS": plan.parts, "NESTED": int(nested), "FP16": int(dtype == torch.float16), "BIAS": int(bias),
-        "SHARED_BYTES": plan.shared_bytes(nested),
+        "OFFSET": int(plan.offset), "PARTS": plan.parts, "NESTED": int(scales.nested),
+        "SCALE_BYTES": scales.dtype.itemsize, "SCALE_FP16": int(scales.dtype == torch.float16),
+        "SHARED_BY": scales.blocks, "LOW_FIRST": int(low_first), "FP16": int(dtype == torch.float16),
+        "BIAS": int(bias), "SHARED_BYTES": plan.shared_bytes(scales),
     }  # fmt: skip
 
 

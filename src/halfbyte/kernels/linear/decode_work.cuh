@@ -5,9 +5,9 @@ constexpr u32 TABLE_ROW = 256;     // bytes: a word for each lane, in the lower 
 constexpr int ROWS = 16, BLOCK_BYTES = 32;
 constexpr int BLOCKS = WARPS * SLICE;                 // of K, a CTA
 constexpr int STEP_SLICE = SLICE / STEPS, STEP_BLOCKS = WARPS * STEP_SLICE;
-constexpr int SCALE_BYTES = NESTED ? 1 : 4;
 constexpr u32 W_ROW = STEP_BLOCKS * BLOCK_BYTES + 32;  // bytes a row in a stage, padded against bank conflicts
-constexpr u32 SCALE_ROW = BLOCKS * SCALE_BYTES + 16;   // room for a row's, of all steps
+constexpr u32 SCALES_OF_ROW = (BLOCKS + SHARED_BY - 1) / SHARED_BY * SCALE_BYTES;  // of all steps
+constexpr u32 SCALE_ROW = OFFSET ? (SCALES_OF_ROW + 15) / 16 * 16 + 32 : SCALES_OF_ROW + 16;  // room for them, padded too
 constexpr u32 STAGE = ROWS * W_ROW, SCALE_STAGE = ROWS * SCALE_ROW;
 constexpr int SCALE_STAGES = (STAGES + STEPS - 1) / STEPS;  // a tile's scales come with its first step, and stay for it
 constexpr bool AHEAD = COLUMNS == 1 && WARPS * TEAMS < 16;  // where there are registers for it
@@ -45,6 +45,21 @@ __device__ __forceinline__ float load_float(u32 address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
   return value;
 }
+#if SCALE_BYTES == 2
+__device__ __forceinline__ float load_scale(u32 address) {
+  unsigned short bits;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address));
+  float value;
+#if SCALE_FP16
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+#else
+  value = __uint_as_float(u32(bits) << 16);
+#endif
+  return value;
+}
+#else
+__device__ __forceinline__ float load_scale(u32 address) { return load_float(address); }
+#endif
 __device__ __forceinline__ void store_float(u32 address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
@@ -92,7 +107,7 @@ struct Ring {  // a position in a ring of `size` buffers, and the parity of its 
 
 struct Weight {
   const unsigned char* packed;
-  const unsigned char* scale;   // u8 with NESTED, else fp32
+  const unsigned char* scale;   // u8 with NESTED, else of SCALE_BYTES, fp16 or bf16 where these are two
   const float *code, *absmax, *offset;
 };
 struct Result {

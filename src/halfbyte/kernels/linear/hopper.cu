@@ -222,7 +222,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   extern __shared__ __align__(1024) unsigned char memory[];
   if (u32(__cvta_generic_to_shared(memory)) != BASE) __trap();
   const u32 units = units_of(a), first = first_unit(blockIdx.x, units), last = first_unit(blockIdx.x + 1, units);
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 lane = threadIdx.x % 32;
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
   if (threadIdx.x == 0) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");
     for (u32 stage = 0; stage < STAGES; stage++) {

@@ -121,7 +121,8 @@ __device__ __forceinline__ u16 finish(const Arguments& a, float sum, u32 n) {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product(const __grid_constant__ Arguments a) {
   __shared__ u32 table[256 * 32];
   extern __shared__ float sums[];
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
+  const u32 lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
   const u32 row_warp = warp / K_WARPS, split = blockIdx.x % a.splits, first = blockIdx.x / a.splits * (8 * COLUMNS);
   const u32 spans = a.k / SPAN;
   const u32 part = split * K_WARPS + warp % K_WARPS, parts = a.splits * K_WARPS;
