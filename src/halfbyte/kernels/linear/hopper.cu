@@ -68,22 +68,32 @@ __device__ __forceinline__ void multiply_add(float (&sum)[SUMS], u32 a0, u32 a1,
                : OUTPUTS(sum) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x), "r"(adds));
 }
 
-// Where wgmma finds x: tiles of 8 rows of 128 bytes with their 16-byte pieces swizzled, one after the other.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return u64(address >> 4 & 0x3fff) | 1ull << 16 | u64(1024 >> 4) << 32 | 1ull << 62;
-}
+// Where wgmma finds x: tiles of 8 rows of 128 bytes with their 16-byte pieces swizzled, one after the other. The lower
+// half of a descriptor has the address in 16 bytes, to which those of tiles and steps can be added.
+__device__ __forceinline__ u32 lower_half(u32 address) { return address / 16 | 1 << 16; }
+__device__ __forceinline__ u64 descriptor(u32 lower) { return u64(1u << 30 | 1024 / 16) << 32 | lower; }
 
-// The A operands of a span for this thread: rows `row` (even) and `row` + 1 of the stage at `tile`.
-__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 tile, int span, u32 row, u32 member, u32 column) {
-  // A row is 128 bytes; 16-byte pieces are swizzled by the row.
+// What a thread reads of W and of its scales in a stage. Rows `row` (even) and `row` + 1, which are 128 bytes, their
+// 16-byte pieces swizzled by the row: so the pieces of all spans differ from the first by an exclusive or.
+struct Mine {
+  u32 upper, lower, scales;
+  __device__ Mine(u32 row, u32 member) {
+    upper = row * 128 + (SPAN == 64 ? (member / 2 ^ row & 7) * 16 + member % 2 * 8 : (row & 7) * 16 + member * 4);
+    lower = (upper ^ 16) + 128;
+    scales = SCALE + row * 4;
+  }
+};
+
+// The A operands of a span for this thread; at: where its two rows of W begin.
+__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 room, const Mine& mine, int span, u32 column) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const u32 r = row + half, at = tile + r * 128;
+    const u32 at = room + ((half ? mine.lower : mine.upper) ^ span * (SPAN / 2));
 #if SPAN == 64
-    const uint2 w = load_pair(at + (((2 * span + member / 2) ^ (r & 7)) * 16 + member % 2 * 8));
+    const uint2 w = load_pair(at);
     const u32 words[2] = {w.x, w.y};
 #else
-    const u32 words[1] = {load_one(at + ((span ^ (r & 7)) * 16 + member * 4))};
+    const u32 words[1] = {load_one(at)};
 #endif
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
@@ -168,6 +178,7 @@ __device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], c
 
 __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
   const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = lane * 4;
+  const Mine mine(row, member);
   Ring ring(0);
   Place place(a, first);
   float total[SUMS], sum[SUMS];
@@ -175,9 +186,9 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
 #pragma unroll
   for (int i = 0; i < SUMS; i++) total[i] = 0;
   wait(BASE + FULL, 0);
-  decode(even, BASE + TILES, 0, row, member, column);
+  decode(even, BASE + TILES, mine, 0, column);
   for (u32 unit = first; unit < last; unit++) {
-    const u32 tile = BASE + TILES + ring.at * (W_BYTES + X_BYTES), scales = BASE + SCALE + ring.at * SCALE_BYTES + row * 4;
+    const u32 room = BASE + TILES + ring.at * (W_BYTES + X_BYTES), x = lower_half(room + W_BYTES), scales = BASE + ring.at * SCALE_BYTES;
     const u32 empty = BASE + EMPTY + 8 * ring.at;
     ring.next();
     auto turn = [&](const u32 (&now)[4 * STEPS], u32 (&next)[4 * STEPS], int span) __attribute__((always_inline)) {
@@ -185,16 +196,16 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
 #pragma unroll
       for (int step = 0; step < STEPS; step++) {
         const u32 k = span * SPAN + step * 16;
-        const u64 x = descriptor(tile + W_BYTES + k / 64 * (WIDTH * 128) + k % 64 * 2);
-        multiply_add(sum, now[4 * step], now[4 * step + 1], now[4 * step + 2], now[4 * step + 3], x, step);
+        const u64 at = descriptor(x + (k / 64 * (WIDTH * 128) + k % 64 * 2) / 16);
+        multiply_add(sum, now[4 * step], now[4 * step + 1], now[4 * step + 2], now[4 * step + 3], at, step);
       }
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      const uint2 scale = load_pair(scales + span * ROWS * 4);
+      const uint2 scale = load_pair(mine.scales + scales + span * ROWS * 4);
       if (span + 1 < SPANS) {
-        decode(next, tile, span + 1, row, member, column);
+        decode(next, room, mine, span + 1, column);
       } else if (unit + 1 < last) {
         wait(BASE + FULL + 8 * ring.at, ring.parity);
-        decode(next, BASE + TILES + ring.at * (W_BYTES + X_BYTES), 0, row, member, column);
+        decode(next, BASE + TILES + ring.at * (W_BYTES + X_BYTES), mine, 0, column);
       }
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       const float upper = __uint_as_float(scale.x), lower = __uint_as_float(scale.y);
