@@ -16,7 +16,7 @@ from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear import decode
 from halfbyte.kernels.linear.codebook import FACTORS
-from halfbyte.kernels.linear.decode import MOST_ROWS, DecodePlan, Scales, decode_plan, is_valid, macros, source
+from halfbyte.kernels.linear.decode import MOST_ROWS, DecodePlan, Scales, decode_plan, is_valid, macros, source, target
 from halfbyte.kernels.linear.operands import Operands
 
 H200 = DeviceFacts("cuda", 90, 132, 232448)
@@ -53,16 +53,18 @@ def test_models_have_plans(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+    facts = DeviceFacts("cuda", capability, 132, 232448)
     shapes = (*MODELS[:4], (21504, 5376), (28672, 4096), (16384, 2048), (3584, 18944))
-    plans = {decode_plan(m, *shape, NESTED, H200) for m in (1, 16, 32) for shape in shapes} - {None}
-    plans |= {decode_plan(8, *shape, NESTED, H200, parts) for parts in (2, 3) for shape in shapes[2:]} - {None}
+    plans = {decode_plan(m, *shape, NESTED, facts) for m in (1, 16, 32) for shape in shapes} - {None}
+    plans |= {decode_plan(8, *shape, NESTED, facts, parts) for parts in (2, 3) for shape in shapes[2:]} - {None}
     cases = [(plan, scales) for plan in plans for scales in (NESTED, FLAT)]
     for scales in SCALES[2:]:
-        cases += [(decode_plan(m, n, k, scales, H200), scales) for m, n, k in ((1, 28672, 8192), (16, 4096, 5120))]
+        cases += [(decode_plan(m, n, k, scales, facts), scales) for m, n, k in ((1, 28672, 8192), (16, 4096, 5120))]
     for plan, scales in cases:
         if plan is not None:
             low_first, bias = scales.dtype == torch.bfloat16, plan.cluster % 2 == 0
-            code = nvrtc.compile_cubin(source(), capability, macros(dtype, scales, low_first, bias, plan))
+            constants = macros(dtype, scales, low_first, bias, plan)
+            code = nvrtc.compile_cubin(source(), target(plan, facts), constants)
             path = tmp_path / "decode.cubin"
             path.write_bytes(code)
             assert _stack_bytes(path) <= 128  # a few spilled words, none of them an array

@@ -33,8 +33,9 @@
 //
 // Needs barriers.cuh and decode_work.cuh ahead of it, sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; SHARED_BY
 // blocks of 64 weights share a scale, and the first weight of a byte is in its low half with LOW_FIRST; for K see decode.py.
-// Macros: COLUMNS, TEAMS, WARPS, SLICE, STEPS, STAGES, CLUSTER, WHOLE, OFFSET, PARTS, NESTED, SCALE_BYTES, SCALE_FP16,
-// SHARED_BY, LOW_FIRST, FP16, BIAS and SHARED_BYTES.
+// With REGISTERS, which needs sm_90a and sixteen warps, that many are a multiplying thread's: those of the others are fewer.
+// Macros: COLUMNS, TEAMS, WARPS, SLICE, STEPS, STAGES, CLUSTER, REGISTERS, WHOLE, OFFSET, PARTS, NESTED, SCALE_BYTES,
+// SCALE_FP16, SHARED_BY, LOW_FIRST, FP16, BIAS and SHARED_BYTES.
 
 __device__ __forceinline__ void feed(const Arguments& a, const Team& team, u32 first_block, u32 lane) {
   const u32 row_blocks = a.k / 64, blocks = min(BLOCKS, row_blocks - first_block);
@@ -243,7 +244,7 @@ __device__ __forceinline__ void reduce(const Arguments& a, const Team& team, u32
   }
 }
 
-extern "C" __global__ void __launch_bounds__(TEAMS * (WARPS + 2) * 32, 1) decode(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = u32(__cvta_generic_to_shared(memory)), lane = threadIdx.x % 32;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
@@ -260,10 +261,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * (WARPS + 2) * 32, 1) decode
   }
   if (CLUSTER > 1) sync_cluster(); else __syncthreads();
 
-  if (role == WARPS) {
-    wait_for_the_one_ahead();
-    feed(a, team, first_block, lane);
-  } else {  // all but the feeders build the table
+  const auto prepare = [&] {  // by all but the feeders
     const u32 threads = TEAMS * (WARPS + 1) * 32, thread = threadIdx.x - 32 * (which + (role > WARPS));
     for (u32 i = thread; i < 256 * 32; i += threads) {
       const u32 byte = i / 32;
@@ -278,7 +276,24 @@ extern "C" __global__ void __launch_bounds__(TEAMS * (WARPS + 2) * 32, 1) decode
       for (u32 i = thread; i < 256; i += threads) store_float(shared + CODE + 1024 * part + 4 * i, a.weight[part].code[i]);
 #endif
     asm volatile("bar.sync 1, %0;" ::"n"(TEAMS * (WARPS + 1) * 32) : "memory");
-    if (role < WARPS) multiply(a, shared, team, first_block, role, lane); else reduce(a, team, lane);
+  };
+  if (role < WARPS) {
+#if REGISTERS
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+    prepare();
+    multiply(a, shared, team, first_block, role, lane);
+  } else {
+#if REGISTERS
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");  // by four warps, two of which have nothing else to do
+#endif
+    if (role == WARPS) {
+      wait_for_the_one_ahead();
+      feed(a, team, first_block, lane);
+    } else if (role == WARPS + 1) {
+      prepare();
+      reduce(a, team, lane);
+    }
   }
   if (CLUSTER > 1) {  // nobody leaves while a neighbour may still write to its barriers
     __syncwarp();

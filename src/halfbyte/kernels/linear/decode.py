@@ -55,7 +55,8 @@ class DecodePlan:
     """The constants of decode.cu. columns: groups of eight rows of x. warps: of a team, that multiply. slice: blocks of
     K a warp. stages: of a team, tiles or steps of tiles on their way. cluster: CTAs that share K. whole: scales of a
     tile are copied in one piece. offset: those of a row with what lies around them. parts: weights of one launch.
-    steps: that a tile is fetched in. teams: of a CTA, each with tiles of its own."""
+    steps: that a tile is fetched in. teams: of a CTA, each with tiles of its own. registers: of a multiplying thread,
+    at the expense of others, or 0 for as many as those have."""
 
     columns: int
     warps: int
@@ -67,6 +68,12 @@ class DecodePlan:
     parts: int = 1
     steps: int = 1
     teams: int = 1
+    registers: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA. Registers are handed over by four warps at a time, so two more are there where any are."""
+        return 32 * (self.teams * (self.warps + 2) + (2 if self.registers else 0))
 
     @property
     def blocks(self) -> int:
@@ -104,6 +111,7 @@ def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, facts: DeviceFact
         and 1 <= plan.cluster <= MOST_CLUSTER
         and plan.blocks * (plan.cluster - 1) < blocks <= plan.blocks * plan.cluster
         and 2 <= plan.stages <= MOST_STAGES
+        and (plan.registers == 0 or (facts.ptx == 90 and plan.teams == 1 and plan.warps == 16))
         and plan.shared_bytes(scales) <= facts.shared_memory
     )
 
@@ -141,6 +149,7 @@ def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, part
         _refined(
             DecodePlan(columns, warps, width, 4, cluster, unaligned and cluster == 1, unaligned and cluster > 1, parts),
             tiles / facts.sms,
+            facts,
         )
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
@@ -149,12 +158,15 @@ def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, part
     return min((plan for plan in plans if is_valid(plan, n, k, scales, facts)), key=cost, default=None)
 
 
-def _refined(plan: DecodePlan, turns: float) -> DecodePlan:
+def _refined(plan: DecodePlan, turns: float, facts: DeviceFacts) -> DecodePlan:
     """The plan, or what is ahead of it, with the most stages that make sense. turns: tiles of a multiprocessor.
 
     Two stages of large tiles leave memory waiting for the slowest warp, hence steps. Few warps do not keep up with
-    memory, hence teams, whose beginning takes longer. Measured on an H200 (docs/notebook.md).
+    memory, hence teams, whose beginning takes longer. Sixteen would like more registers than eighteen can have each.
+    Measured on an H200 (docs/notebook.md).
     """
+    if plan.warps == 16 and plan.cluster == 1 and facts.ptx == 90:
+        plan = replace(plan, registers=104)
     if plan.columns == 1 and plan.warps > 10:
         return replace(plan, stages=MOST_STAGES, steps=2)
     if plan.columns == plan.cluster == 1 and plan.warps == 4 and turns >= 5:
@@ -265,9 +277,9 @@ def operands_of_group(group: Sequence[Operands]) -> Operands:
 
 
 def _launch(index: int, o: Operands, tiles: int, plan: DecodePlan, compiled: Variant) -> Launch:
-    threads, shared = 32 * plan.teams * (plan.warps + 2), plan.shared_bytes(scales_of(o))
+    shared = plan.shared_bytes(scales_of(o))
     (function,) = kernels(index, compiled, (("decode", shared),))
-    launch = Launch(function, (1, plan.cluster), threads, shared, cluster=plan.cluster, overlaps=True)
+    launch = Launch(function, (1, plan.cluster), plan.threads, shared, cluster=plan.cluster, overlaps=True)
     launch.set_grid(min(launch.most_clusters(), -(-tiles // plan.teams)), plan.cluster)
     return launch
 
@@ -275,7 +287,12 @@ def _launch(index: int, o: Operands, tiles: int, plan: DecodePlan, compiled: Var
 def variant(operands: Operands, plan: DecodePlan, facts: DeviceFacts) -> Variant:
     """What is compiled for such operands."""
     constants = macros(operands.dtype, scales_of(operands), operands.low_first, operands.bias, plan)
-    return Variant.of(source(), facts.capability, constants)
+    return Variant.of(source(), target(plan, facts), constants)
+
+
+def target(plan: DecodePlan, facts: DeviceFacts) -> int | str:
+    """What is compiled for: no later GPU than Hopper where registers are handed over."""
+    return "90a" if plan.registers else facts.capability
 
 
 def macros(dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan: DecodePlan) -> dict[str, int]:
@@ -286,7 +303,7 @@ def macros(dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan
         "OFFSET": int(plan.offset), "PARTS": plan.parts, "NESTED": int(scales.nested),
         "SCALE_BYTES": scales.dtype.itemsize, "SCALE_FP16": int(scales.dtype == torch.float16),
         "SHARED_BY": scales.blocks, "LOW_FIRST": int(low_first), "FP16": int(dtype == torch.float16),
-        "BIAS": int(bias), "SHARED_BYTES": plan.shared_bytes(scales),
+        "BIAS": int(bias), "REGISTERS": plan.registers, "SHARED_BYTES": plan.shared_bytes(scales),
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 
 constexpr u32 TABLE_ROW = 256;     // bytes: a word for each lane, in the lower half
 constexpr int ROWS = 16, BLOCK_BYTES = 32;
+constexpr int THREADS = (TEAMS * (WARPS + 2) + (REGISTERS ? 2 : 0)) * 32;  // registers are handed over by four warps each
 constexpr int BLOCKS = WARPS * SLICE;                 // of K, a CTA
 constexpr int STEP_SLICE = SLICE / STEPS, STEP_BLOCKS = WARPS * STEP_SLICE;
 constexpr u32 W_ROW = STEP_BLOCKS * BLOCK_BYTES + 32;  // bytes a row in a stage, padded against bank conflicts
@@ -10,7 +11,7 @@ constexpr u32 SCALES_OF_ROW = (BLOCKS + SHARED_BY - 1) / SHARED_BY * SCALE_BYTES
 constexpr u32 SCALE_ROW = OFFSET ? (SCALES_OF_ROW + 15) / 16 * 16 + 32 : SCALES_OF_ROW + 16;  // room for them, padded too
 constexpr u32 STAGE = ROWS * W_ROW, SCALE_STAGE = ROWS * SCALE_ROW;
 constexpr int SCALE_STAGES = (STAGES + STEPS - 1) / STEPS;  // a tile's scales come with its first step, and stay for it
-constexpr bool AHEAD = COLUMNS == 1 && WARPS * TEAMS < 16;  // where there are registers for it
+constexpr bool AHEAD = COLUMNS == 1 && (WARPS * TEAMS < 16 || REGISTERS > 0);  // where there are registers for it
 constexpr int SUMS = 2, SLOTS = 4;                    // buffers of sums: within the CTA, and from the cluster
 constexpr u32 SUM_COLUMN = 20 * 4;                    // bytes: 16 rows, padded
 constexpr u32 SUM_WARP = 8 * COLUMNS * SUM_COLUMN;
