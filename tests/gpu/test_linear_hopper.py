@@ -3,6 +3,7 @@
 NVRTC takes a third of a second for a plan's tile and a kind of weight, so most tests share those in CASES.
 """
 
+import math
 from functools import partial
 from itertools import cycle
 
@@ -204,13 +205,42 @@ def test_more_than_two_to_the_31_weights() -> None:
     assert torch.equal(fused(x, q, plan)[:, -tail:], fused(x, last, small))
 
 
-def test_more_tiles_than_there_were_counters() -> None:
+def test_more_sums_than_there_was_room_for() -> None:
     q, few = weight(33001, 512), weight(333, 512)
     x = numbers(64, 512)
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(2):
             check(x[:9], few, shared_by((8, 2, 7), 9, 333, 512))
             check(x, q, shared_by((8, 2, 7), 64, 33001, 512)[-1:])
+
+
+def test_more_ctas_than_there_is_room_for() -> None:
+    """The CTA that begins a tile waits for all that share it, some of which can begin only when others have ended."""
+    q = weight(500, 14336)  # tiles of 56 units
+    for m, (width, groups, stages) in ((8, (8, 2, 6)), (40, (64, 2, 3)), (16, (16, 3, 3))):
+        x, tiles = numbers(m, 14336), -(-500 // (64 * groups))
+        for ctas in (56 * tiles, 41 * tiles + 1):
+            plan = HopperPlan(width, groups, stages, ctas)
+            check(x, q, [plan])
+            first = fused(x, q, plan)
+            streams = [torch.cuda.Stream() for _ in range(4)]
+            torch.cuda.synchronize()
+            found = []
+            for stream in streams * 5:
+                with torch.cuda.stream(stream):
+                    found.append(fused(x, q, plan))
+            torch.cuda.synchronize()
+            assert all(torch.equal(first, y) for y in found)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_sums_that_are_no_numbers_are_not_waited_for(value: float) -> None:
+    q, x = weight(500, 4096), numbers(8, 4096)
+    x[3, 4000], x[5, 10] = value, -value
+    for ctas in (3, 40, 48):
+        y = fused(x, q, HopperPlan(8, 3, 3, ctas))
+        assert y[[3, 5]].isfinite().sum() == 0
+        assert y[[0, 1, 2, 4, 6, 7]].isfinite().all()
 
 
 def test_launches_one_after_the_other() -> None:

@@ -1,5 +1,6 @@
 """The plans of the product on Hopper, and that its source compiles for them, GPU or not."""
 
+import ctypes
 import re
 import subprocess
 from dataclasses import replace
@@ -283,3 +284,19 @@ def test_what_the_kernel_is_for() -> None:
     ):
         assert hopper.plan_for(*no, False) is None
         assert hopper.plan_for(*no, True) is None
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20))
+def test_a_launch_finds_its_room_all_missing(counts: list[int]) -> None:
+    room = hopper._Room(4 * max(counts), torch.device("cpu"), 0)
+
+    def numbers(address: int, count: int) -> torch.Tensor:
+        there = (ctypes.c_int32 * max(count, 1)).from_address(address)
+        return torch.frombuffer(there, dtype=torch.int32)[:count]
+
+    for count in counts:
+        partial, left, left_count = room.take(4 * count)
+        assert (numbers(partial, 4 * count) == -1).all()
+        numbers(partial, 4 * count).fill_(7)  # what the launch does
+        numbers(left, left_count).fill_(-1)
+    assert not torch.equal(numbers(partial, 4 * count), numbers(left, 4 * count))

@@ -12,7 +12,7 @@
 // `arrange` lays x out in the swizzled tiles that wgmma reads, rows and k beyond the end filled up with zeros;
 // `multiply` may start before it is done. The work is tiles of ROWS rows of W by WIDTH rows of x, cut along K into units
 // of 256; every CTA takes an equal run of units. One warpgroup fetches bytes (tensor copies) and decodes scales;
-// GROUPS warpgroups multiply, a warp 16 rows. A tile that several CTAs share is added up by whichever warp comes last,
+// GROUPS warpgroups multiply, a warp 16 rows. A tile that several CTAs share is added up by the CTA that begins it,
 // always in the order of K: the same input gives the same bits.
 //
 // Needs barriers.cuh, hopper_work.cuh and hopper_fetch.cuh ahead of it, sm_90a, units times CTAs below 2^32, K % 64 == 0
@@ -131,44 +131,43 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&total)[S
     }
 }
 
-// The sums of a tile that several CTAs share: left in memory, and added up by the last warp to leave its own.
+// The sums of a tile that several CTAs share. Whoever begins inside the tile leaves its sums in memory and goes on: it is
+// the first that it does. The one that begins the tile comes to it last of all, waits for those of the others, each a
+// number that is MISSING until it is there, and adds them up in the order of K. True for that one. It has enough to read;
+// so what is left of them the next launch clears, in which the fetching threads of all CTAs have time for it.
 __device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], const Place& place, u32 warp, u32 lane) {
   const u32 units = units_of(a), tile = place.row_tile * a.column_tiles + place.column_tile;
   const u32 begin = tile * a.depth_units, end = begin + a.depth_units;
   auto cta_of = [&](u32 unit) { return ((unit + 1) * gridDim.x - 1) / units; };
-  const u32 from = cta_of(begin), to = cta_of(end - 1);
-  if (from == to) return true;
-  // A CTA leaves at most two parts: of the first tile it works on, and of its last.
-  auto place_of = [&](u32 cta) {
-    const u32 slot = 2 * cta + (first_unit(cta, units) / a.depth_units == tile ? 0 : 1);
-    return reinterpret_cast<float4*>(a.partial) + (u64(slot) * WARPS + warp) * (SUMS / 4 * 32) + lane;
-  };
-  float4* mine = place_of(blockIdx.x);
+  const u32 from = cta_of(begin), to = cta_of(end - 1), cta = own_number();
+  auto place_of = [&](u32 cta) { return a.partial + (u64(cta) * WARPS + warp) * (SUMS / 4 * 32) + lane; };
+  if (cta != from) {
+    float4* mine = place_of(cta);
 #pragma unroll
-  for (int i = 0; i < SUMS / 4; i++)
-    __stcg(mine + 32 * i, make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]));
-  u32* counter = a.counters + tile * WARPS + warp;
-  u32 before;
-  __syncwarp();
-  if (lane == 0) asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  before = __shfl_sync(~0u, before, 0);
-  if (before != to - from) return false;
-  if (lane == 0) *counter = 0;  // for the next launch
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < SUMS; i++) total[i] = 0;
-  constexpr u32 BATCH = 32 / SUMS < 4 ? 32 / SUMS : 4;  // parts on their way at once
-  for (u32 cta = from; cta <= to; cta += BATCH) {
+    for (int i = 0; i < SUMS / 4; i++)
+      store_sums(mine + 32 * i, make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]));
+    return false;
+  }
+  constexpr u32 BATCH = SUMS < 16 ? 16 / SUMS : 1;  // parts on their way at once
+  for (u32 next = from + 1; next <= to; next += BATCH) {
     float4 part[BATCH][SUMS / 4];
+    bool missing;
+    do {
+      missing = false;
 #pragma unroll
-    for (u32 j = 0; j < BATCH; j++)
+      for (u32 j = 0; j < BATCH; j++)
 #pragma unroll
-      for (int i = 0; i < SUMS / 4; i++) part[j][i] = __ldcg(place_of(min(cta + j, to)) + 32 * i);
+        for (int i = 0; i < SUMS / 4; i++) part[j][i] = load_sums(place_of(min(next + j, to)) + 32 * i);
+#pragma unroll
+      for (u32 j = 0; j < BATCH; j++)
+#pragma unroll
+        for (int i = 0; i < SUMS / 4; i++) missing |= is_missing(part[j][i]);
+    } while (__any_sync(~0u, missing));  // of the whole warp: else nothing that comes after is the same in all lanes
 #pragma unroll
     for (u32 j = 0; j < BATCH; j++)
 #pragma unroll
       for (int i = 0; i < SUMS / 4; i++)
-        if (cta + j <= to) {
+        if (next + j <= to) {
           const float4 v = part[j][i];
           total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
         }
@@ -232,7 +231,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char memory[];
   if (u32(__cvta_generic_to_shared(memory)) != BASE) __trap();
-  const u32 units = units_of(a), first = first_unit(blockIdx.x, units), last = first_unit(blockIdx.x + 1, units);
+  const u32 units = units_of(a), first = first_unit(own_number(), units), last = first_unit(own_number() + 1, units);
   const u32 lane = threadIdx.x % 32;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
   if (threadIdx.x == 0) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -107,14 +108,16 @@ def is_valid(plan: HopperPlan, m: int, n: int, k: int, span: int, facts: DeviceF
     )
 
 
-# Width and groups to stages and the microseconds that a unit takes; what a CTA loses where it shares a tile,
-# and for each part of such a tile. Measured on an H200 (docs/notebook.md).
+# Width and groups to stages and the microseconds that a unit takes. By width: what is lost where every tile is cut, or
+# where all units are dealt out in equal runs, and for each part of a tile and group. With these the plan is among the
+# fastest of all that were timed on an H200 (docs/notebook.md); they say which is faster, not how long it takes.
 TILES = {
-    (8, 4): (3, 1.15), (8, 3): (3, 1.0), (16, 4): (3, 1.45), (16, 3): (3, 1.06), (32, 4): (3, 1.78),
-    (32, 3): (3, 1.30), (64, 3): (2, 1.72), (64, 2): (3, 1.21),
+    (8, 4): (3, 1.15), (8, 3): (3, 1.29), (16, 4): (3, 1.45), (16, 3): (3, 1.42), (32, 4): (3, 1.78),
+    (32, 3): (3, 1.135), (64, 3): (2, 1.72), (64, 2): (3, 1.22),
 }  # fmt: skip
-SHARE_COST = 2.0
-PART_COST = {8: 0.22, 16: 0.26, 32: 0.33, 64: 0.48}
+CUT_COST = {8: 4.5, 16: 2.6, 32: 1.3, 64: 3.0}
+RUN_COST = {8: 2.5, 16: 1.35, 32: 1.0, 64: 2.5}
+PART_COST = {8: 0.093, 16: 0.096, 32: 0.095, 64: 0.3}
 INVARIANT_GROUPS = 3
 
 
@@ -135,26 +138,24 @@ def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_inv
         row_tiles = -(-n // (64 * groups))
         tiles = row_tiles * columns
         if batch_invariant:
-            shares = _best_shares(row_tiles, depth, 1.0, 0.3, facts.sms)[1]
+            shares = _best_shares(row_tiles, depth, 1.0, 2.0, 0.3, facts.sms)[1]
             found.append((0.0, HopperPlan(width, groups, stages, tiles * shares)))
             continue
-        part = PART_COST[width]
-        time, shares = _best_shares(tiles, depth, cost, part, facts.sms)
+        part = PART_COST[width] * groups
+        time, shares = _best_shares(tiles, depth, cost, CUT_COST[width], part, facts.sms)
         found.append((time, HopperPlan(width, groups, stages, tiles * shares)))
         ctas = min(facts.sms, tiles * depth)
-        time = -(-tiles * depth // ctas) * cost + 2 * SHARE_COST + (ctas / tiles + 1) * part
+        time = -(-tiles * depth // ctas) * cost + RUN_COST[width] + (ctas / tiles + 1) * part
         found.append((time, HopperPlan(width, groups, stages, ctas)))
     valid = [pair for pair in found if is_valid(pair[1], m, n, k, span, facts)]
     return min(valid, key=lambda pair: pair[0])[1] if valid else None
 
 
-def _best_shares(tiles: int, depth: int, cost: float, part: float, sms: int) -> tuple[float, int]:
+def _best_shares(tiles: int, depth: int, cost: float, cut: float, part: float, sms: int) -> tuple[float, int]:
     """The time of the busiest SM where every tile is cut into so many parts, and that number."""
 
     def time(shares: int) -> float:
-        return -(-tiles * shares // sms) * (
-            -(-depth // shares) * cost + (SHARE_COST + part * shares if shares > 1 else 0)
-        )
+        return -(-tiles * shares // sms) * (-(-depth // shares) * cost + (cut + part * shares if shares > 1 else 0))
 
     return min((time(shares), shares) for shares in range(1, max(1, min(depth, sms // tiles)) + 1))
 
@@ -189,10 +190,8 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
     part = _prepare(device.index, m, operands, weight, plan)
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
-        workspace = torch.empty(part.partial + part.arranged, dtype=torch.uint8, device=device)
-        counters = _counters(part.counters, device, stream).data_ptr()
-        at = workspace.data_ptr()
-        part.arguments.set(x, bias, out, at + part.partial, at, counters, m)
+        arranged = torch.empty(part.arranged, dtype=torch.uint8, device=device)
+        part.set(x, bias, out, arranged.data_ptr(), device, stream, m)
         part.arrange(stream, part.arguments.parameters)
         part.multiply(stream, part.arguments.parameters)
 
@@ -204,15 +203,14 @@ def group_product(
 ) -> GroupProduct:
     """The products of m rows of x with several weights, one after the other; x is laid out once."""
     parts = [_prepare(device.index, m, *each) for each in zip(group, weights, plans, strict=True)]
-    partial, most = max(part.partial for part in parts), max(part.counters for part in parts)
     first = parts[0]
 
     def multiply(stream: int, x: int, results: Iterable[int]) -> None:
-        workspace = torch.empty(partial + first.arranged, dtype=torch.uint8, device=device)
-        counters = _counters(most, device, stream).data_ptr()
-        at, addresses = workspace.data_ptr(), iter(results)
+        arranged = torch.empty(first.arranged, dtype=torch.uint8, device=device)
+        addresses = iter(results)
         for part in parts:
-            part.arguments.set(x, next(addresses), next(addresses), at + partial, at, counters, m)
+            bias, out = next(addresses), next(addresses)
+            part.set(x, bias, out, arranged.data_ptr(), device, stream, m)
             if part is first:
                 part.arrange(stream, part.arguments.parameters)
             part.multiply(stream, part.arguments.parameters)
@@ -221,14 +219,17 @@ def group_product(
 
 
 class _Part(NamedTuple):
-    """The two launches of a product and their arguments. partial, arranged: bytes of workspace. counters: zeros."""
+    """The two launches of a product and their arguments. arranged: bytes. partial: sums that CTAs leave for others."""
 
     arrange: Launch
     multiply: Launch
     arguments: Arguments
-    partial: int
     arranged: int
-    counters: int
+    partial: int
+
+    def set(self, x: int, bias: int, out: int, arranged: int, device: torch.device, stream: int, m: int) -> None:
+        partial, left, count = _room(device, stream, self.partial).take(self.partial) if self.partial else (0, 0, 0)
+        self.arguments.set(x, bias, out, arranged, partial, left, count // 4, m)
 
 
 def _prepare(index: int, m: int, operands: Operands, weight: Addresses, plan: HopperPlan) -> _Part:
@@ -237,33 +238,70 @@ def _prepare(index: int, m: int, operands: Operands, weight: Addresses, plan: Ho
     compiled = variant(o, plan, facts_of(index))
     key = ("hopper", index, column_tiles * units, plan, compiled)
     launches = prepared(key, lambda: _launches(index, column_tiles * units, plan, compiled))
-    partial = 2 * plan.ctas * plan.rows * plan.width * 4 if plan.ctas != row_tiles * column_tiles else 0
+    partial = plan.ctas * plan.rows * plan.width if plan.ctas != row_tiles * column_tiles else 0
     packed, *scales = weight
     constants = UNIT_AND_CODEBOOK[o.format, o.dtype]
     arguments = Arguments(
         LAYOUT, (_map(packed, o.n, o.k, plan.rows), *scales), (o.n, o.k, row_tiles, column_tiles, units, *constants)
     )
     arranged = column_tiles * units * plan.width * DEPTH * 2
-    return _Part(*launches, arguments, partial, arranged, row_tiles * column_tiles * plan.groups * 4)
+    return _Part(*launches, arguments, arranged, partial)
 
 
-def _counters(count: int, device: torch.device, stream: int) -> Tensor:
-    """Zeros that the kernel leaves as zeros. Launches of one stream follow each other and may share them; those of a
-    CUDA graph may be replayed beside anything, and get their own."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    known = _counters_of.get((device, stream))
-    if known is None or len(known) < count:
-        known = torch.zeros(max(count, 1 << 14), dtype=torch.int32, device=device)
-        _counters_of[device, stream] = known
-    return known
+class _Room:
+    """Room for the sums of CTAs that share tiles. A launch finds all of it MISSING (see hopper_work.cuh), and leaves
+    its sums behind for the next one to clear, which meanwhile has a second half to write to."""
+
+    __slots__ = ("_addresses", "_left", "_tensor", "capture", "count")
+
+    def __init__(self, count: int, device: torch.device, capture: int) -> None:
+        self.count, self.capture = count, capture
+        self._tensor = torch.full((2, count), -1, dtype=torch.int32, device=device)
+        self._addresses = self._tensor[0].data_ptr(), self._tensor[1].data_ptr()
+        self._left = 0
+
+    def take(self, count: int) -> tuple[int, int, int]:
+        """For so many sums; the address of what is to be cleared, and how much that is."""
+        partial, left = self._addresses
+        self._addresses = left, partial
+        taken = partial, left, self._left
+        self._left = count
+        return taken
 
 
-_counters_of: dict[tuple[torch.device, int], Tensor] = {}
+class _Rooms(threading.local):
+    """Of this thread, by device, stream, and whether that is captured."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[torch.device, int, bool], _Room] = {}
 
 
-# A structure aligned to 64 bytes: x, bias, out, arranged, partial, counters and m change.
-LAYOUT = ("128s4Q", "6QI", "5If64s20x")
+_rooms = _Rooms()
+
+
+def _room(device: torch.device, stream: int, count: int) -> _Room:
+    """Launches of a thread on a stream follow each other and share one. Those of a CUDA graph may be replayed beside
+    anything: a graph has room of its own, and fills it before it is first used."""
+    capture = _capture_of(stream)
+    key = device, stream, capture > 0
+    room = _rooms.known.get(key)
+    if room is None or room.capture != capture or room.count < count:
+        room = _rooms.known[key] = _Room(max(count, 1 << 18), device, capture)
+    return room
+
+
+def _capture_of(stream: int) -> int:
+    """The number of the capture that a stream of the current device takes part in, or 0."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    answers = ctypes.byref(status), ctypes.byref(number), None, None, None
+    check(driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *answers))
+    return number.value
+
+
+# A structure aligned to 64 bytes: x, bias, out, arranged, partial, left, left_count and m change.
+LAYOUT = ("128s4Q", "6Q2I", "5If64s16x")
 
 
 def _launches(index: int, column_units: int, plan: HopperPlan, compiled: Variant) -> tuple[Launch, Launch]:

@@ -128,15 +128,21 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       early.next(a);
       fetch_bytes(a, map, early, BASE + TILES + stage * (W_BYTES + X_BYTES), BASE + FULL + 8 * stage);
     }
+  u32 left = blockIdx.x * 128 + thread;  // what the launch before has left; all that is ahead of `arrange` is done
+  const auto clear_some = [&] {
+    const float none = __uint_as_float(MISSING);
+    a.left[left] = make_float4(none, none, none, none);
+    left += gridDim.x * 128;
+  };
   Ring ring(1);
   bool has_next = false;
   for (u32 unit = first; unit < last; unit++, ring.next()) {
     const u32 full = BASE + FULL + 8 * ring.at, to = BASE + TILES + ring.at * (W_BYTES + X_BYTES);
     // Which scales come next: of the next units along K, or of the next tile.
-    const u32 left = min(LOADED - place.depth % LOADED, a.depth_units - place.depth);
-    if (!has_next && unit + left < last) {
+    const u32 ahead = min(LOADED - place.depth % LOADED, a.depth_units - place.depth);
+    if (!has_next && unit + ahead < last) {
       Place after = place;
-      after.depth += left - 1, after.next(a);
+      after.depth += ahead - 1, after.next(a);
 #pragma unroll
       for (int i = 0; i < SHARE; i++) then[i] = load_scales(a, after.row_tile * ROWS + thread + 128 * i, after.depth * DEPTH);
       has_next = true;
@@ -148,8 +154,9 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       if (thread + 128 * i < ROWS)
         store_scales(now[i], offset, BASE + SCALE + ring.at * SCALE_BYTES + (thread + 128 * i) * 4, column);
     arrive(full);
+    if (left < a.left_count) clear_some();
     place.next(a);
-    if (left == 1) {
+    if (ahead == 1) {
 #pragma unroll
       for (int i = 0; i < SHARE; i++) now[i] = then[i];
       has_next = false;
@@ -160,4 +167,5 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #endif
     }
   }
+  while (left < a.left_count) clear_some();
 }

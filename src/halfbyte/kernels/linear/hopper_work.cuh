@@ -18,11 +18,24 @@ struct Arguments {
   const unsigned short *x, *bias;  // bias: null for none
   unsigned short* y;
   uint4* arranged;
-  float* partial;
-  u32* counters;
-  u32 m, n, k, row_tiles, column_tiles, depth_units;  // depth_units: units of 256 along K
+  float4 *partial, *left;  // all MISSING before this launch; what the one before has left, to be MISSING after this one
+  u32 left_count, m, n, k, row_tiles, column_tiles, depth_units;  // depth_units: units of 256 along K
   float unit, codebook[16];
 };
+
+constexpr u32 MISSING = ~0u;  // a NaN that no sum is: those of the hardware are 0x7fffffff
+__device__ __forceinline__ float4 load_sums(const float4* from) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_sums(float4* to, float4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+__device__ __forceinline__ bool is_missing(float4 v) {
+  return __float_as_uint(v.x) == MISSING || __float_as_uint(v.y) == MISSING || __float_as_uint(v.z) == MISSING ||
+         __float_as_uint(v.w) == MISSING;
+}
 
 __device__ __forceinline__ float load_code(u32 address) {
   float value;
@@ -68,5 +81,7 @@ struct Place {  // a unit of work: which tile, and which part of K
   }
 };
 
+// CTAs are started in the order of blockIdx. Their work goes the other way, so that none waits for one after it.
+__device__ __forceinline__ u32 own_number() { return gridDim.x - 1 - blockIdx.x; }
 __device__ __forceinline__ u32 units_of(const Arguments& a) { return a.row_tiles * a.column_tiles * a.depth_units; }
 __device__ __forceinline__ u32 first_unit(u32 cta, u32 units) { return cta * units / gridDim.x; }
