@@ -103,7 +103,7 @@ def test_relative_error() -> None:
 
 
 @pytest.mark.usefixtures("_quick")
-def test_whole(tmp_path: Path) -> None:
+def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     arguments = [
         "--device",
@@ -135,6 +135,11 @@ def test_whole(tmp_path: Path) -> None:
         [f"| {weight}", m] for weight in ("64×128", "128×64") for m in ("1", "2", "8")
     ]
     assert f"**{record['rows'][1]['median_us'] / ours['median_us']:.2f}**" in lines[2]
+    monkeypatch.setattr(sweep, "SUMMARY_SHAPES", ((128, 64),))
+    short = sweep.summary(record).splitlines()
+    assert short[0].startswith("| weight | M | the bytes, µs | halfbyte, µs | bf16, µs |")
+    assert len([text for text in short if text.startswith("| 128×64 | 1 |")]) == 1
+    assert not any("64×128" in text or "| 2 |" in text for text in short)
     sweep.plot(record, tmp_path / "figures" / "linear.png")
     assert (tmp_path / "figures" / "linear.png").stat().st_size > 10_000
 

@@ -148,8 +148,8 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
         name = f"{path.parent.name}/{path.stem}"
         text, plot = kinds.get(record["bench"], (reports.markdown_table, reports.plot))
         blocks[name] = text(record)
-        if record["bench"] == "decode":
-            blocks[f"{name}-summary"] = wholes.summary(record)
+        if (short := {"decode": wholes.summary, "linear": sweep.summary}.get(record["bench"])) is not None:
+            blocks[f"{name}-summary"] = short(record)
         if plot and figures is not None:
             plot(record, figures / f"{path.parent.name}-{path.stem}.png")
     return blocks

@@ -52,6 +52,23 @@ def markdown(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", provenance(record)])
 
 
+SUMMARY_SHAPES, SUMMARY_ROWS = ((14336, 4096), (28672, 8192)), (1, 4, 16, 64)
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """Two large weights and a few M: the time of reading the 4-bit bytes, and every provider's."""
+    providers = list(dict.fromkeys(row["provider"] for row in record["rows"]))
+    header = ["weight", "M", "the bytes, µs", *(f"{name}, µs" for name in providers)]
+    lines = [line(header), line(["---", *["---:"] * (len(header) - 1)])]
+    for shape, curves in by_shape(record).items():
+        for m, ours in curves[OURS].items():
+            if shape in SUMMARY_SHAPES and m in SUMMARY_ROWS:
+                times = [_time(curves.get(name, {}).get(m)) for name in providers]
+                times[providers.index(OURS)] = f"**{times[providers.index(OURS)]}**"
+                lines.append(line([f"{shape[0]}×{shape[1]}", str(m), f"{floor(record, ours):,.1f}", *times]))
+    return "\n".join([*lines, "", provenance(record)])
+
+
 def plot(record: Mapping[str, Any], path: Path) -> None:
     """A panel a shape: time against M, both logarithmic, with the byte floor of the 4-bit weights. Needs matplotlib."""
     plt = pyplot()
