@@ -288,7 +288,7 @@ def test_what_the_kernel_is_for() -> None:
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20))
 def test_a_launch_finds_its_room_all_missing(counts: list[int]) -> None:
-    room = hopper._Room(4 * max(counts), torch.device("cpu"), 0)
+    room = hopper._Room(4 * max(counts), torch.device("cpu"))
 
     def numbers(address: int, count: int) -> torch.Tensor:
         there = (ctypes.c_int32 * max(count, 1)).from_address(address)

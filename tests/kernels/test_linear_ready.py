@@ -47,6 +47,7 @@ class Driver:
         self.names = [b""]
         self.seen: list[tuple[Any, int]] = []  # kernel and rows of x
         self.others: list[bytes] = []  # names of kernels before and after products
+        self.rooms: list[tuple[int, int, int]] = []  # of hopper's shared sums: theirs, what is left, how much
         self.pause = 0.0  # seconds before a launch looks at its arguments
 
     def cuModuleLoadData(self, module: Any, code: bytes) -> int:
@@ -83,6 +84,9 @@ class Driver:
         changing = len(struct.unpack(kernel.LAYOUT[1], bytes(struct.calcsize(kernel.LAYOUT[1]))))
         m, n, k = rest[(5 if kernel is exact else 4) + changing - 1 :][:3]
         self.seen.append((kernel, m))
+        if kernel is hopper:
+            self.rooms.append(tuple(rest[8:11]))
+            assert rest[8] == 0 or ctypes.c_uint32.from_address(rest[8]).value == 0xFFFFFFFF  # MISSING
         like = next((like for like in self.group if like.packed.data_ptr() == packed), None) or self.like
         assert (n, k) == like.shape
         self._multiply(like, (packed, *rest[:4]), m, x, bias, out)
@@ -233,6 +237,26 @@ def test_a_group_whose_x_is_laid_out_once(gpu: Driver, format: str, monkeypatch:
                 assert torch.equal(y, right(x, q, bias))
             assert gpu.seen == [(hopper, m)] * 3
             assert gpu.others == [b"arrange"]
+
+
+def test_room_for_shared_sums(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch clears what the one before has left. In a CUDA graph each has its own, and none is kept."""
+    q, x = make(64, 4096), torch.randn(40, 4096).bfloat16()
+    gpu.like = q
+    for _ in range(3):
+        cuda.linear(x, q, None, False)
+    (first, second, nothing), (*turned, count), again = gpu.rooms
+    assert nothing == 0
+    assert count > 0
+    assert turned == [second, first]
+    assert again == (first, second, count)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(hopper, "_room", lambda *_: pytest.fail("outlives the capture"))
+    gpu.rooms.clear()
+    cuda.linear(x, q, None, False)
+    [(own, *left)] = gpu.rooms
+    assert own not in (0, first, second)
+    assert left == [0, 0]
 
 
 def test_what_is_no_group(gpu: Driver) -> None:

@@ -191,9 +191,10 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
         arranged = torch.empty(part.arranged, dtype=torch.uint8, device=device)
-        part.set(x, bias, out, arranged.data_ptr(), device, stream, m)
+        room = part.set(x, bias, out, arranged.data_ptr(), device, stream, m)
         part.arrange(stream, part.arguments.parameters)
         part.multiply(stream, part.arguments.parameters)
+        del room
 
     return multiply
 
@@ -210,10 +211,11 @@ def group_product(
         addresses = iter(results)
         for part in parts:
             bias, out = next(addresses), next(addresses)
-            part.set(x, bias, out, arranged.data_ptr(), device, stream, m)
+            room = part.set(x, bias, out, arranged.data_ptr(), device, stream, m)
             if part is first:
                 part.arrange(stream, part.arguments.parameters)
             part.multiply(stream, part.arguments.parameters)
+            del room
 
     return multiply
 
@@ -227,9 +229,19 @@ class _Part(NamedTuple):
     arranged: int
     partial: int
 
-    def set(self, x: int, bias: int, out: int, arranged: int, device: torch.device, stream: int, m: int) -> None:
-        partial, left, count = _room(device, stream, self.partial).take(self.partial) if self.partial else (0, 0, 0)
+    def set(
+        self, x: int, bias: int, out: int, arranged: int, device: torch.device, stream: int, m: int
+    ) -> Tensor | None:
+        """Write the arguments. What is returned must live until the launch."""
+        partial, left, count, room = 0, 0, 0, None
+        if self.partial and torch.cuda.is_current_stream_capturing():
+            # A graph may be replayed beside anything, and none of its memory may outlive the capture.
+            room = _missing((self.partial,), device)
+            partial = room.data_ptr()
+        elif self.partial:
+            partial, left, count = _room(device, stream, self.partial).take(self.partial)
         self.arguments.set(x, bias, out, arranged, partial, left, count // 4, m)
+        return room
 
 
 def _prepare(index: int, m: int, operands: Operands, weight: Addresses, plan: HopperPlan) -> _Part:
@@ -252,11 +264,11 @@ class _Room:
     """Room for the sums of CTAs that share tiles. A launch finds all of it MISSING (see hopper_work.cuh), and leaves
     its sums behind for the next one to clear, which meanwhile has a second half to write to."""
 
-    __slots__ = ("_addresses", "_left", "_tensor", "capture", "count")
+    __slots__ = ("_addresses", "_left", "_tensor", "count")
 
-    def __init__(self, count: int, device: torch.device, capture: int) -> None:
-        self.count, self.capture = count, capture
-        self._tensor = torch.full((2, count), -1, dtype=torch.int32, device=device)
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.count = count
+        self._tensor = _missing((2, count), device)
         self._addresses = self._tensor[0].data_ptr(), self._tensor[1].data_ptr()
         self._left = 0
 
@@ -270,34 +282,25 @@ class _Room:
 
 
 class _Rooms(threading.local):
-    """Of this thread, by device, stream, and whether that is captured."""
+    """Of this thread, by device and stream."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[torch.device, int, bool], _Room] = {}
+        self.known: dict[tuple[torch.device, int], _Room] = {}
 
 
 _rooms = _Rooms()
 
 
 def _room(device: torch.device, stream: int, count: int) -> _Room:
-    """Launches of a thread on a stream follow each other and share one. Those of a CUDA graph may be replayed beside
-    anything: a graph has room of its own, and fills it before it is first used."""
-    capture = _capture_of(stream)
-    key = device, stream, capture > 0
-    room = _rooms.known.get(key)
-    if room is None or room.capture != capture or room.count < count:
-        room = _rooms.known[key] = _Room(max(count, 1 << 18), device, capture)
+    """Launches of a thread on a stream follow each other and share one."""
+    room = _rooms.known.get((device, stream))
+    if room is None or room.count < count:
+        room = _rooms.known[device, stream] = _Room(max(count, 1 << 18), device)
     return room
 
 
-def _capture_of(stream: int) -> int:
-    """The number of the capture that a stream of the current device takes part in, or 0."""
-    if not torch.cuda.is_current_stream_capturing():
-        return 0
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    answers = ctypes.byref(status), ctypes.byref(number), None, None, None
-    check(driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *answers))
-    return number.value
+def _missing(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.full(shape, -1, dtype=torch.int32, device=device)
 
 
 # A structure aligned to 64 bytes: x, bias, out, arranged, partial, left, left_count and m change.
