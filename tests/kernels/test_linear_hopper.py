@@ -199,6 +199,24 @@ def _compiled(kind: Kind, plan: HopperPlan, directory: Path) -> tuple[dict[str, 
     return found["multiply"], found["arrange"]
 
 
+@pytest.mark.parametrize("tile", [(8, 4, 3), (16, 4, 3), (32, 3, 3), (64, 2, 3)])
+def test_addresses_of_the_main_loop_are_uniform(tile: tuple[int, int, int], tmp_path: Path) -> None:
+    """Where the compiler takes them for different in every lane, it moves each back by an R2UR, and all of it is slower
+    (docs/notebook.md): for that, a loop that lanes leave one by one anywhere before is enough."""
+    import triton
+
+    path = tmp_path / "hopper.cubin"
+    path.write_bytes(nvrtc.compile_cubin(source(), "90a", macros(Kind(BF16, *KINDS[0]), HopperPlan(*tile, 132))))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    text = subprocess.run([tool, path], capture_output=True, text=True, check=True).stdout
+    operations = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?(\w+)", text[text.index(".text.multiply") :], re.M)
+    products = [i for i, operation in enumerate(operations) if operation == "HGMMA"]
+    assert len(products) == 16
+    loop = operations[products[0] : products[-1]]
+    assert "R2UR" not in loop
+    assert len(loop) < 300  # with 64 look-ups, two instructions each
+
+
 def test_source_refuses_sizes_that_are_not_its_own() -> None:
     plan = HopperPlan(8, 3, 3, 1)
     wrong = macros(Kind(BF16, *KINDS[0]), plan) | {"SHARED_BYTES": plan.shared_bytes(64) + 16}

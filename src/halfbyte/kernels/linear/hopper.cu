@@ -84,7 +84,7 @@ struct Mine {
   }
 };
 
-// The A operands of a span for this thread; at: where its two rows of W begin.
+// The A operands of a span for this thread. room: where a stage begins.
 __device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 room, const Mine& mine, int span, u32 column) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
