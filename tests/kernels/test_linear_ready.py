@@ -259,6 +259,26 @@ def test_room_for_shared_sums(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     assert left == [0, 0]
 
 
+def test_room_of_a_graph(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who keeps it may have one for all launches of a graph, which grows with them."""
+    q, wide, x = make(64, 4096), make(2048, 4096), torch.randn(40, 4096).bfloat16()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(hopper._rooms, "known", {})
+    with hopper.room_of_graph() as kept:
+        for gpu.like in (q, q, q, wide, q):
+            cuda.linear(x, gpu.like, None, False)
+    (first, second, nothing), (*turned, count), again, (larger, *unused), last = gpu.rooms
+    assert nothing == unused[1] == 0
+    assert turned == [second, first]
+    assert again == (first, second, count)
+    assert larger not in (first, second)
+    assert len(kept) == 2
+    assert last[:2] == (unused[0], larger)
+    assert not hopper._rooms.known
+    cuda.linear(x, q, None, False)
+    assert gpu.rooms[-1][1:] == (0, 0)
+
+
 def test_what_is_no_group(gpu: Driver) -> None:
     weights, x = [make(n, 1024) for n in (64, 32)], torch.randn(2, 1024).bfloat16()
     bias = torch.randn(33).bfloat16()[1:]

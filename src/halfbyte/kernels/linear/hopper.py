@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -234,12 +235,13 @@ class _Part(NamedTuple):
     ) -> Tensor | None:
         """Write the arguments. What is returned must live until the launch."""
         partial, left, count, room = 0, 0, 0, None
-        if self.partial and torch.cuda.is_current_stream_capturing():
-            # A graph may be replayed beside anything, and none of its memory may outlive the capture.
+        captured = self.partial > 0 and torch.cuda.is_current_stream_capturing()
+        if captured and _rooms.of_graph is None:
+            # A graph may be replayed beside anything, and nobody would keep its memory.
             room = _missing((self.partial,), device)
             partial = room.data_ptr()
         elif self.partial:
-            partial, left, count = _room(device, stream, self.partial).take(self.partial)
+            partial, left, count = _room(device, stream, self.partial, captured).take(self.partial)
         self.arguments.set(x, bias, out, arranged, partial, left, count // 4, m)
         return room
 
@@ -282,20 +284,38 @@ class _Room:
 
 
 class _Rooms(threading.local):
-    """Of this thread, by device and stream."""
+    """Of this thread, by device and stream; and of the graph that it captures, if that has its own."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[torch.device, int], _Room] = {}
+        self.of_graph: list[_Room] | None = None
 
 
 _rooms = _Rooms()
 
 
-def _room(device: torch.device, stream: int, count: int) -> _Room:
-    """Launches of a thread on a stream follow each other and share one."""
-    room = _rooms.known.get((device, stream))
+@contextmanager
+def room_of_graph() -> Iterator[list[Any]]:
+    """Within, launches that this thread captures on one stream share room, and need not each fill their own. What is
+    given must be kept as long as the graph."""
+    before = _rooms.of_graph
+    _rooms.of_graph = []
+    try:
+        yield _rooms.of_graph
+    finally:
+        _rooms.of_graph = before
+
+
+def _room(device: torch.device, stream: int, count: int, captured: bool) -> _Room:
+    """Launches of a thread on a stream, or of its graph, follow each other and share one."""
+    of_graph = _rooms.of_graph if captured else None
+    room = _rooms.known.get((device, stream)) if of_graph is None else of_graph[-1] if of_graph else None
     if room is None or room.count < count:
-        room = _rooms.known[device, stream] = _Room(max(count, 1 << 18), device)
+        room = _Room(max(count, 1 << 18), device)
+        if of_graph is None:
+            _rooms.known[device, stream] = room
+        else:
+            of_graph.append(room)
     return room
 
 
