@@ -1,17 +1,24 @@
-// What the kernels with bulk copies share: shared memory by address, barriers in it, copies that end at a barrier, the
-// words of programmatic launch, and the rounding of two sums. It is put ahead of their sources. Needs sm_90.
+// What the kernels with bulk copies share: shared memory by address, the look-up of two weights in it, barriers, copies
+// that end at a barrier, the words of programmatic launch, and 16-bit numbers. It is put ahead of their sources. Needs
+// sm_90.
 // Macros: FP16.
 
 typedef unsigned u32;
 typedef unsigned long long u64;
 
 constexpr u32 BASE = 1024;  // where dynamic shared memory begins on sm_90 and later; every kernel checks it
+constexpr u32 TABLE_ROW = 256;  // bytes, of the table that it begins with: two weights for each lane, in the lower half
 
 // From the table that dynamic shared memory begins with.
 __device__ __forceinline__ u32 load_word(u32 address) {
   u32 value;
   asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(value) : "r"(address), "n"(BASE));
   return value;
+}
+// The two numbers of byte J of `bytes`: byte J times TABLE_ROW, plus what `column` has: the lane's place in a row, and in a
+// cluster the CTA's rank on top.
+template <int J> __device__ __forceinline__ u32 look_up(u32 bytes, u32 column) {
+  return load_word(__byte_perm(bytes, column, 0x7604 | (J << 4)));
 }
 __device__ __forceinline__ uint2 load_pair(u32 address) {
   uint2 value;
@@ -48,6 +55,13 @@ __device__ __forceinline__ void wait_for_the_one_ahead() { asm volatile("griddep
 // It begins when every CTA of this kernel has said so, or has ended.
 __device__ __forceinline__ void let_the_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+__device__ __forceinline__ float from_fp16(u32 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
+  return value;
+}
+__device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+__device__ __forceinline__ float unpack(u32 bits) { return FP16 ? from_fp16(bits) : from_bf16(bits); }
 // Two fp32 numbers, rounded, the first in the low half.
 __device__ __forceinline__ u32 pack(float first, float second) {
   u32 word;

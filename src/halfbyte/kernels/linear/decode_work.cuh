@@ -1,7 +1,6 @@
 // What is to be done by decode.cu, and where: sizes, the layout of shared memory, arguments, tiles and their places.
 // Macros and needs are those of decode.cu.
 
-constexpr u32 TABLE_ROW = 256;     // bytes: a word for each lane, in the lower half
 constexpr int ROWS = 16, BLOCK_BYTES = 32;
 constexpr int THREADS = (TEAMS * (WARPS + 2) + (REGISTERS ? 2 : 0)) * 32;  // registers are handed over by four warps each
 constexpr int BLOCKS = WARPS * SLICE;                 // of K, a CTA
@@ -46,21 +45,15 @@ __device__ __forceinline__ float load_float(u32 address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
   return value;
 }
-#if SCALE_BYTES == 2
 __device__ __forceinline__ float load_scale(u32 address) {
+#if SCALE_BYTES == 2
   unsigned short bits;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address));
-  float value;
-#if SCALE_FP16
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return SCALE_FP16 ? from_fp16(bits) : from_bf16(bits);
 #else
-  value = __uint_as_float(u32(bits) << 16);
+  return load_float(address);
 #endif
-  return value;
 }
-#else
-__device__ __forceinline__ float load_scale(u32 address) { return load_float(address); }
-#endif
 __device__ __forceinline__ void store_float(u32 address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
@@ -74,15 +67,6 @@ __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ float unpack(unsigned short bits) {
-  float value;
-#if FP16
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-#else
-  value = __uint_as_float(u32(bits) << 16);
-#endif
-  return value;
-}
 __device__ __forceinline__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {
 #if FP16
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -91,11 +75,6 @@ __device__ __forceinline__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32
 #endif
                : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
-}
-
-// The two numbers of byte J of `bytes`: byte J times TABLE_ROW, plus the lane's column, plus the CTA's rank on top.
-template <int J> __device__ __forceinline__ u32 look_up(u32 bytes, u32 column) {
-  return load_word(__byte_perm(bytes, column, 0x7604 | (J << 4)));
 }
 
 struct Ring {  // a position in a ring of `size` buffers, and the parity of its barriers there

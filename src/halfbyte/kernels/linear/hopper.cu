@@ -20,11 +20,6 @@
 // Macros: WIDTH, GROUPS, STAGES, SPAN, SCALES (0 nested bytes, 1 fp32, 2 fp16, 3 bf16), LOG_BLOCK, VECTOR, HIGH_FIRST,
 // FP16, SHARED_BYTES, FETCH_REGISTERS, MULTIPLY_REGISTERS.
 
-// The two numbers of byte J of `bytes`: byte J times TABLE_ROW, plus the lane's column.
-template <int J> __device__ __forceinline__ u32 look_up(u32 bytes, u32 column) {
-  return load_word(__byte_perm(bytes, column, 0x7604 | (J << 4)));
-}
-
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 #define D4 "%0,%1,%2,%3"

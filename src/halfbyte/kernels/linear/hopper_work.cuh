@@ -1,7 +1,6 @@
 // What is to be done by hopper.cu, and where: sizes, the layout of shared memory, arguments, and units of work.
 // Macros and needs are those of hopper.cu.
 
-constexpr u32 TABLE_ROW = 256;   // bytes: two weights for each lane, then the value of a scale byte for each lane
 constexpr int WARPS = 4 * GROUPS, ROWS = 64 * GROUPS, DEPTH = 256, SPANS = DEPTH / SPAN, STEPS = SPAN / 16;
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr u32 W_BYTES = ROWS * DEPTH / 2, X_BYTES = WIDTH * DEPTH * 2, SCALE_BYTES = SPANS * ROWS * 4;
@@ -37,6 +36,7 @@ __device__ __forceinline__ bool is_missing(float4 v) {
          __float_as_uint(v.w) == MISSING;
 }
 
+// The value of a scale byte, which each lane has in the upper half of a row of the table.
 __device__ __forceinline__ float load_code(u32 address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1 + %2];" : "=f"(value) : "r"(address), "n"(BASE + 128));
@@ -47,14 +47,6 @@ __device__ __forceinline__ u32 load_one(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
   return value;
 }
-
-__device__ __forceinline__ float from_fp16(u32 bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
-  return value;
-}
-__device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
-__device__ __forceinline__ float unpack(u32 bits) { return FP16 ? from_fp16(bits) : from_bf16(bits); }
 
 struct Ring {  // a position in a ring of STAGES buffers, and the parity of its barriers there
   u32 at = 0, parity;
