@@ -192,10 +192,7 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
         arranged = torch.empty(part.arranged, dtype=torch.uint8, device=device)
-        room = part.set(x, bias, out, arranged.data_ptr(), device, stream, m)
-        part.arrange(stream, part.arguments.parameters)
-        part.multiply(stream, part.arguments.parameters)
-        del room
+        part(device, stream, x, bias, out, arranged.data_ptr(), m)
 
     return multiply
 
@@ -212,11 +209,7 @@ def group_product(
         addresses = iter(results)
         for part in parts:
             bias, out = next(addresses), next(addresses)
-            room = part.set(x, bias, out, arranged.data_ptr(), device, stream, m)
-            if part is first:
-                part.arrange(stream, part.arguments.parameters)
-            part.multiply(stream, part.arguments.parameters)
-            del room
+            part(device, stream, x, bias, out, arranged.data_ptr(), m, is_arranged=part is not first)
 
     return multiply
 
@@ -230,20 +223,22 @@ class _Part(NamedTuple):
     arranged: int
     partial: int
 
-    def set(
-        self, x: int, bias: int, out: int, arranged: int, device: torch.device, stream: int, m: int
-    ) -> Tensor | None:
-        """Write the arguments. What is returned must live until the launch."""
-        partial, left, count, room = 0, 0, 0, None
+    def __call__(
+        self, device: torch.device, stream: int, x: int, bias: int, out: int, arranged: int, m: int,
+        is_arranged: bool = False,
+    ) -> None:  # fmt: skip
+        partial, left, count = 0, 0, 0
         captured = self.partial > 0 and torch.cuda.is_current_stream_capturing()
         if captured and _rooms.of_graph is None:
-            # A graph may be replayed beside anything, and nobody would keep its memory.
+            # A graph may be replayed beside anything, and nobody would keep its memory. It is held until the launch.
             room = _missing((self.partial,), device)
             partial = room.data_ptr()
         elif self.partial:
             partial, left, count = _room(device, stream, self.partial, captured).take(self.partial)
         self.arguments.set(x, bias, out, arranged, partial, left, count // 4, m)
-        return room
+        if not is_arranged:
+            self.arrange(stream, self.arguments.parameters)
+        self.multiply(stream, self.arguments.parameters)
 
 
 def _prepare(index: int, m: int, operands: Operands, weight: Addresses, plan: HopperPlan) -> _Part:
