@@ -222,8 +222,11 @@ def _generate(model: Any, batch: int, settings: Settings, device: torch.device) 
     }  # fmt: skip
 
 
-def errors_against_fp32(name: str, device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], float]:
+def errors_against_fp32(
+    name: str, device: torch.device, dtype: torch.dtype, modes: Sequence[str] = ()
+) -> dict[tuple[str, str], float]:
     """‖logits - exact‖ / ‖exact‖ by provider and mode of a step, the exact ones being of dequantized weights in fp32.
+    modes: all that the device has by default.
 
     Over the first layers; a prompt and then single tokens, so that every kernel that decoding takes has its part.
     """
@@ -233,7 +236,7 @@ def errors_against_fp32(name: str, device: torch.device, dtype: torch.dtype) -> 
     contest = Contest(model)
     for provider, run_by in contest.providers.items():
         with run_by() as contestant:
-            for mode in _modes(device):
+            for mode in modes or _modes(device):
                 results[provider, mode] = _logits(contestant, ids, mode)
     models.make_dense(model, torch.float32)
     precision = torch.get_float32_matmul_precision()

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity
 
 from halfbyte.bench import models
 from halfbyte.bench.contest import Contest, clock, empty_cache, enough, times
+from halfbyte.bench.decode import MODES as STEP_MODES
 from halfbyte.bench.decode import MOST_APART, STEPS, Decoder, errors_against_fp32
 from halfbyte.bench.decode import Settings as DecoderSettings
 from halfbyte.bench.linear import relative_error
@@ -88,7 +89,9 @@ def facts_of(name: str, device: torch.device, settings: Settings, say: Callable[
     """Facts of one model for its record, and under "runs" every Run. Raises ValueError where logits disagree."""
     dtype = torch.bfloat16
     say(f"{name}: logits against fp32")
-    errors = {", ".join(key): error for key, error in errors_against_fp32(name, device, dtype).items()}
+    chosen = settings.modes or MODES[device.type]
+    modes = [mode for mode in STEP_MODES if mode == "eager" or mode in chosen]
+    errors = {", ".join(key): error for key, error in errors_against_fp32(name, device, dtype, modes).items()}
     for key, error in errors.items():
         if not error <= MOST_APART:
             raise ValueError(f"{name}: logits of {key} are {error:.3g} from those in fp32: nothing is reported")
