@@ -55,7 +55,7 @@ def exact_plan(m: int, n: int, k: int, aligned: bool, facts: DeviceFacts) -> Exa
     """
     whole = aligned and k % PIECE == 0
     rows = 1 << min(max(m - 1, 0).bit_length(), 3)
-    tiles = -(-m // rows)
+    tiles = max(1, -(-m // rows))
     columns = 4 if whole else 2  # loads one by one take registers of their own
     while columns > 1 and -(-n // columns) * tiles < facts.sms * WARPS_WANTED:
         columns //= 2
