@@ -133,7 +133,7 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&total)[S
 __device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], const Place& place, u32 warp, u32 lane) {
   const u32 units = units_of(a), tile = place.row_tile * a.column_tiles + place.column_tile;
   const u32 begin = tile * a.depth_units, end = begin + a.depth_units;
-  auto cta_of = [&](u32 unit) { return ((unit + 1) * gridDim.x - 1) / units; };
+  auto cta_of = [&](u32 unit) { return ((unit + 1) * a.ctas - 1) / units; };
   const u32 from = cta_of(begin), to = cta_of(end - 1), cta = own_number();
   auto place_of = [&](u32 cta) { return a.partial + (u64(cta) * WARPS + warp) * (SUMS / 4 * 32) + lane; };
   if (cta != from) {
@@ -226,18 +226,9 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char memory[];
   if (u32(__cvta_generic_to_shared(memory)) != BASE) __trap();
-  const u32 units = units_of(a), first = first_unit(own_number(), units), last = first_unit(own_number() + 1, units);
-  const u32 lane = threadIdx.x % 32;
+  const u32 first = first_unit(a, own_number()), last = first_unit(a, own_number() + 1), lane = threadIdx.x % 32;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
-  if (threadIdx.x == 0) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");
-    for (u32 stage = 0; stage < STAGES; stage++) {
-      init(BASE + FULL + 8 * stage, 129);  // every fetching thread, and once more with the bytes to come
-      init(BASE + EMPTY + 8 * stage, 128 * GROUPS);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
+  if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");
   if (warp >= WARPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCH_REGISTERS));
     fetch(a, reinterpret_cast<u64>(a.map), first, last, threadIdx.x - 128 * GROUPS);
@@ -249,18 +240,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
       const u32 high = __shfl_sync(~0u, bits, byte >> 4), low = __shfl_sync(~0u, bits, byte & 15);
       store_word(BASE + byte * TABLE_ROW + lane * 4, HIGH_FIRST ? high | low << 16 : low | high << 16);
     }
-    asm volatile("bar.sync 2, %0;" ::"n"(128 * GROUPS) : "memory");
+    all_are_here();
     multiply_units(a, first, last, warp, lane);
   }
 }
 
-// x [m, k] into tiles: [column tile][K / 64][WIDTH rows][128 bytes, 16-byte pieces swizzled by the row]. Within a span,
-// piece j holds for each member of a quad its word j, a word being two neighbouring k.
+// What `multiply` needs first. For each of its CTAs one of these brings scales nearer; the others lay x [m, k] out in tiles:
+// [column tile][K / 64][WIDTH rows][128 bytes, 16-byte pieces swizzled by the row]. Within a span, piece j holds for each
+// member of a quad its word j, a word being two neighbouring k.
 extern "C" __global__ void __launch_bounds__(128) arrange(const __grid_constant__ Arguments a) {
   // Only when all work ahead is done may `multiply` begin: it reads W at once, and waits for nothing but this kernel.
   wait_for_the_one_ahead();
   let_the_next_begin();
-  const u32 index = blockIdx.x * 128 + threadIdx.x, pieces = a.column_tiles * a.depth_units * (X_BYTES / 16);
+  if (blockIdx.x < a.ctas) return prefetch_scales(a, blockIdx.x, threadIdx.x);
+  const u32 index = (blockIdx.x - a.ctas) * 128 + threadIdx.x, pieces = a.column_tiles * a.depth_units * (X_BYTES / 16);
   if (index >= pieces) return;
   const u32 piece = index % 8, row = index / 8 % WIDTH, block = index / (8 * WIDTH), blocks = a.depth_units * 4;
   const u32 m = block / blocks * WIDTH + row, k = block % blocks * 64;

@@ -250,9 +250,8 @@ def _prepare(index: int, m: int, operands: Operands, weight: Addresses, plan: Ho
     partial = plan.ctas * plan.rows * plan.width if plan.ctas != row_tiles * column_tiles else 0
     packed, *scales = weight
     constants = UNIT_AND_CODEBOOK[o.format, o.dtype]
-    arguments = Arguments(
-        LAYOUT, (_map(packed, o.n, o.k, plan.rows), *scales), (o.n, o.k, row_tiles, column_tiles, units, *constants)
-    )
+    sizes = (o.n, o.k, row_tiles, column_tiles, units, plan.ctas)
+    arguments = Arguments(LAYOUT, (_map(packed, o.n, o.k, plan.rows), *scales), (*sizes, *constants))
     arranged = column_tiles * units * plan.width * DEPTH * 2
     return _Part(*launches, arguments, arranged, partial)
 
@@ -319,7 +318,7 @@ def _missing(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 # A structure aligned to 64 bytes: x, bias, out, arranged, partial, left, left_count and m change.
-LAYOUT = ("128s4Q", "6Q2I", "5If64s16x")
+LAYOUT = ("128s4Q", "6Q2I", "6If64s12x")
 
 
 def _launches(index: int, column_units: int, plan: HopperPlan, compiled: Variant) -> tuple[Launch, Launch]:
@@ -328,7 +327,7 @@ def _launches(index: int, column_units: int, plan: HopperPlan, compiled: Variant
     arrange, multiply = kernels(index, compiled, (("arrange", 0), ("multiply", shared)), carveout=100)
     pieces = column_units * plan.width * DEPTH // 8
     return (
-        Launch(arrange, (-(-pieces // 128), 1), 128, overlaps=True),
+        Launch(arrange, (plan.ctas + -(-pieces // 128), 1), 128, overlaps=True),
         Launch(multiply, (plan.ctas, 1), plan.threads, shared, overlaps=True),
     )
 

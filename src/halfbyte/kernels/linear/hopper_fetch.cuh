@@ -38,11 +38,16 @@ __device__ __forceinline__ u32 load_bits(const Arguments& a, u64 block) {
 #endif
 }
 
+// The first of the scales that lie beside each other from `k` on, of a row that exists, for what VECTOR loads at once.
+__device__ __forceinline__ u64 first_block(const Arguments& a, u32 row, u32 k) {
+  return (u64(min(row, a.n - 1)) * a.k + k / (LOADED * DEPTH) * (LOADED * DEPTH)) >> LOG_BLOCK;
+}
+
 // Scales of row `row` from `k` on, which VECTOR rounds down to what is loaded at once.
 __device__ __forceinline__ RawScales load_scales(const Arguments& a, u32 row, u32 k) {
   RawScales raw;
 #if VECTOR
-  const u64 block = (u64(min(row, a.n - 1)) * a.k + k / (LOADED * DEPTH) * (LOADED * DEPTH)) >> LOG_BLOCK;
+  const u64 block = first_block(a, row, k);
   raw.bytes = load_16_bytes(static_cast<const unsigned char*>(a.scale) + block * SIZE);
   raw.absmax = SCALES == 0 ? load_float(a.absmax + (block >> 8)) : 0.0f;
 #else
@@ -99,7 +104,7 @@ __device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const P
 
 __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u32 last, u32 thread) {
   const u32 column = thread % 32 * 4;
-  Place place(a, first), early = place;
+  Place place(a, first);
   RawScales now[SHARE], then[SHARE];  // of this unit, and of the next ones
 #pragma unroll
   for (int i = 0; i < SHARE; i++) now[i] = load_scales(a, place.row_tile * ROWS + thread + 128 * i, place.depth * DEPTH);
@@ -108,7 +113,15 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #else
   const float offset = 0;
 #endif
-  if (thread == 0) fetch_bytes(a, map, early, BASE + TILES, BASE + FULL);
+  if (thread == 0) {  // before anybody else needs the barriers: all wait for the first unit
+    for (u32 stage = 0; stage < STAGES; stage++) {
+      init(BASE + FULL + 8 * stage, 129);  // every fetching thread, and once more with the bytes to come
+      init(BASE + EMPTY + 8 * stage, 128 * GROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fetch_bytes(a, map, place, BASE + TILES, BASE + FULL);
+  }
+  all_are_here();
 #if VECTOR
   for (u32 i = 0; i < place.depth % LOADED; i++)
 #pragma unroll
@@ -123,11 +136,6 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     }
   asm volatile("bar.sync 1, 128;" ::: "memory");
 #endif
-  if (thread == 0)  // all but the first, whose arrival everybody waits for
-    for (u32 stage = 1; stage < STAGES && first + stage < last; stage++) {
-      early.next(a);
-      fetch_bytes(a, map, early, BASE + TILES + stage * (W_BYTES + X_BYTES), BASE + FULL + 8 * stage);
-    }
   u32 left = blockIdx.x * 128 + thread;  // what the launch before has left; all that is ahead of `arrange` is done
   const auto clear_some = [&] {
     const float none = __uint_as_float(MISSING);
@@ -148,7 +156,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       has_next = true;
     }
     wait(BASE + EMPTY + 8 * ring.at, ring.parity);
-    if (thread == 0 && unit - first >= STAGES) fetch_bytes(a, map, place, to, full);
+    if (thread == 0 && unit > first) fetch_bytes(a, map, place, to, full);
 #pragma unroll
     for (int i = 0; i < SHARE; i++)
       if (thread + 128 * i < ROWS)
@@ -168,4 +176,14 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     }
   }
   while (left < a.left_count) clear_some();
+}
+
+// Scales that CTA number `cta` of `multiply` will load first, from memory into L2. Each is in a line of its own, and in all
+// they are too many to arrive as soon as they are needed.
+__device__ __forceinline__ void prefetch_scales(const Arguments& a, u32 cta, u32 thread) {
+  const Place place(a, first_unit(a, cta));
+  for (u32 row = place.row_tile * ROWS + thread; row < (place.row_tile + 1) * ROWS; row += 128) {
+    const void* from = static_cast<const unsigned char*>(a.scale) + first_block(a, row, place.depth * DEPTH) * SIZE;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+  }
 }

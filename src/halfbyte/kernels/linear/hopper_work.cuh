@@ -18,7 +18,7 @@ struct Arguments {
   unsigned short* y;
   uint4* arranged;
   float4 *partial, *left;  // all MISSING before this launch; what the one before has left, to be MISSING after this one
-  u32 left_count, m, n, k, row_tiles, column_tiles, depth_units;  // depth_units: units of 256 along K
+  u32 left_count, m, n, k, row_tiles, column_tiles, depth_units, ctas;  // depth_units: units of 256 along K
   float unit, codebook[16];
 };
 
@@ -73,7 +73,10 @@ struct Place {  // a unit of work: which tile, and which part of K
   }
 };
 
-// CTAs are started in the order of blockIdx. Their work goes the other way, so that none waits for one after it.
+// CTAs of `multiply` are started in the order of blockIdx. Their work goes the other way, so that none waits for one after it.
 __device__ __forceinline__ u32 own_number() { return gridDim.x - 1 - blockIdx.x; }
 __device__ __forceinline__ u32 units_of(const Arguments& a) { return a.row_tiles * a.column_tiles * a.depth_units; }
-__device__ __forceinline__ u32 first_unit(u32 cta, u32 units) { return cta * units / gridDim.x; }
+__device__ __forceinline__ u32 first_unit(const Arguments& a, u32 cta) { return cta * units_of(a) / a.ctas; }
+
+// The first meeting of all its warps: the barriers and the table are ready.
+__device__ __forceinline__ void all_are_here() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
