@@ -356,3 +356,17 @@ def test_cuda_graphs_on_two_streams() -> None:
             graphs[1].replay()
     torch.cuda.synchronize()
     assert all(torch.equal(out, right) for out, right in zip(outs[:2], rights[:2], strict=True))
+
+
+def test_graphs_of_torch_compile() -> None:
+    """They own what is allocated while they warm up and record, and refuse what is kept beyond that."""
+    q = hb.quantize(torch.randn((2048, 14336), device=DEVICE).bfloat16() / 14336**0.5)
+    x = numbers(40, 14336)
+    assert cuda.choose(40, operands_of(x, q, None), facts_of(0), False).kernel is hopper
+    step = torch.compile(lambda x: hb.linear(x, q) * 2, mode="reduce-overhead", fullgraph=True)
+    with torch.cuda.stream(torch.cuda.Stream()):  # one that has no room yet
+        for _ in range(5):
+            x.copy_(torch.randn_like(x))
+            right = (hb.linear(x, q) * 2).clone()
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(step(x), right)

@@ -68,6 +68,10 @@ def test_linear(shape: tuple[int, int]) -> None:
         ((2116, 2304), decode.DecodePlan(1, 3, 8, 3, 2, offset=True)),  # its second CTA has 12 blocks of 24
         ((2116, 1792), decode.DecodePlan(1, 1, 8, 5, 4, offset=True)),
         ((2116, 1792), decode.DecodePlan(2, 2, 8, 4, 2, offset=True, steps=2)),
+        ((2116, 1792), decode.DecodePlan(1, 2, 8, 4, 2, offset=True, sums=1)),
+        ((4228, 1024), decode.DecodePlan(2, 4, 4, 3, 1, sums=1)),
+        ((2116, 2048), decode.DecodePlan(4, 8, 4, 2, 1, registers=232)),
+        ((2116, 4096), decode.DecodePlan(4, 8, 4, 2, 2, registers=232, sums=1)),
     ],
     ids=str,
 )

@@ -107,6 +107,38 @@ def test_a_plan_that_leaves_part_of_k_is_not_valid() -> None:
     assert is_valid(DecodePlan(1, 8, 8, 2, 2, offset=True), 64, 5376, NESTED, H200)
     assert not is_valid(DecodePlan(1, 8, 8, 2, 2, offset=True), 64, 5440, NESTED, H200)  # a last row would end beyond
     assert not is_valid(DecodePlan(1, 11, 8, 2, 1, whole=True), 64, 5440, NESTED, H200)
+    # A warp too many, and rows of scales are no multiple of 16 bytes apart in shared memory.
+    assert is_valid(DecodePlan(1, 10, 8, 2, 1), 64, 4096, NESTED, H200)
+    assert not is_valid(DecodePlan(1, 9, 8, 2, 1), 64, 4096, NESTED, H200)
+    assert is_valid(DecodePlan(1, 8, 8, 2, 1, sums=1), 64, 4096, NESTED, H200)
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 1, sums=0), 64, 4096, NESTED, H200)
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 1, sums=3), 64, 4096, NESTED, H200)
+
+
+def test_registers_are_handed_over_where_there_are_so_many() -> None:
+    def valid(warps: int, registers: int, facts: DeviceFacts = H200, teams: int = 1) -> bool:
+        plan = DecodePlan(4, warps, 4, 2, 1, teams=teams, registers=registers)
+        return is_valid(plan, 64, 256 * warps, NESTED, facts)
+
+    assert valid(8, 232)
+    assert valid(16, 104)
+    assert valid(4, 240)
+    assert not valid(8, 240)
+    assert valid(16, 112)
+    assert not valid(16, 120)
+    assert not valid(8, 230)
+    assert not valid(6, 200)
+    assert not valid(4, 128, teams=2)
+    assert not valid(8, 232, replace(H200, capability=100))
+
+
+def test_many_rows_of_x_leave_room_in_l1() -> None:
+    for m, n, k in ((8, 28672, 8192), (8, 4096, 14336), (8, 21504, 5376), (16, 14336, 4096)):
+        plan, few = decode_plan(m, n, k, NESTED, H200), decode_plan(1, n, k, NESTED, H200)
+        assert plan is not None
+        assert few is not None
+        assert plan.shared_bytes(NESTED) <= decode.ROOMY < few.shared_bytes(NESTED)
+        assert plan.stages >= 3
 
 
 @given(

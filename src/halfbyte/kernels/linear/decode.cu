@@ -33,8 +33,8 @@
 //
 // Needs barriers.cuh and decode_work.cuh ahead of it, sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; SHARED_BY
 // blocks of 64 weights share a scale, and the first weight of a byte is in its low half with LOW_FIRST; for K see decode.py.
-// With REGISTERS, which needs sm_90a and sixteen warps, that many are a multiplying thread's: those of the others are fewer.
-// Macros: COLUMNS, TEAMS, WARPS, SLICE, STEPS, STAGES, CLUSTER, REGISTERS, WHOLE, OFFSET, PARTS, NESTED, SCALE_BYTES,
+// With REGISTERS, which needs sm_90a and a multiple of four warps, that many are a multiplying thread's: the others have 32.
+// Macros: COLUMNS, TEAMS, WARPS, SLICE, STEPS, STAGES, SUMS, CLUSTER, REGISTERS, WHOLE, OFFSET, PARTS, NESTED, SCALE_BYTES,
 // SCALE_FP16, SHARED_BY, LOW_FIRST, FP16, BIAS and SHARED_BYTES.
 
 __device__ __forceinline__ void feed(const Arguments& a, const Team& team, u32 first_block, u32 lane) {
@@ -77,11 +77,12 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, const T
 #pragma unroll
     for (int b = 0; b < SLICE; b++)
 #pragma unroll
-      for (int step = 0; step < 4; step++) {
+      for (int half = 0; half < 2; half++) {
         const u32 row = 8 * c + group, block = first_block + place(warp, b);
         const bool exists = row < a.m && block < row_blocks;
-        const u64 at = u64(row) * a.k + block * 64 + member * 16 + step * 4;
-        x[c][b][step] = exists ? *reinterpret_cast<const uint2*>(a.x + at) : make_uint2(0, 0);
+        const u64 at = u64(row) * a.k + block * 64 + member * 16 + half * 8;
+        const uint4 both = exists ? *reinterpret_cast<const uint4*>(a.x + at) : make_uint4(0, 0, 0, 0);
+        x[c][b][2 * half] = make_uint2(both.x, both.y), x[c][b][2 * half + 1] = make_uint2(both.z, both.w);
       }
 #if NESTED
   float offsets[PARTS];

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -27,7 +27,8 @@ MOST_CLUSTER = 8  # CTAs, everywhere clusters exist
 MOST_PARTS = 3  # weights of one launch: q, k and v
 MOST_STAGES = 8  # that there are barriers for
 MOST_WARPS = 20  # of a CTA: five on each quarter of a multiprocessor, with 96 registers
-SUMS, SLOTS = 2, 4
+SLOTS = 4
+ROOMY = 195 << 10  # bytes of shared memory that leave 60 KB of L1; the next step leaves 28
 
 
 class Scales(NamedTuple):
@@ -56,7 +57,7 @@ class DecodePlan:
     K a warp. stages: of a team, tiles or steps of tiles on their way. cluster: CTAs that share K. whole: scales of a
     tile are copied in one piece. offset: those of a row with what lies around them. parts: weights of one launch.
     steps: that a tile is fetched in. teams: of a CTA, each with tiles of its own. registers: of a multiplying thread,
-    at the expense of others, or 0 for as many as those have."""
+    at the expense of others, or 0 for as many as those have. sums: buffers of a team for what its warps have."""
 
     columns: int
     warps: int
@@ -69,6 +70,7 @@ class DecodePlan:
     steps: int = 1
     teams: int = 1
     registers: int = 0
+    sums: int = 2
 
     @property
     def threads(self) -> int:
@@ -89,7 +91,7 @@ class DecodePlan:
         stage, scale_row = self.blocks // self.steps * 32 + 32, scales.bytes_of(self.blocks)
         scale_row = -(-scale_row // 16) * 16 + 32 if self.offset else scale_row + 16
         tiles = ROWS * (self.stages * stage + -(-self.stages // self.steps) * scale_row)
-        sums = SUMS * self.warps * 8 * self.columns * 80 + SLOTS * (self.cluster - 1) * self.columns * 512
+        sums = self.sums * self.warps * 8 * self.columns * 80 + SLOTS * (self.cluster - 1) * self.columns * 512
         return 256 * 256 + 1024 * self.parts + self.teams * (256 + sums + tiles)
 
 
@@ -111,15 +113,23 @@ def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, facts: DeviceFact
         and 1 <= plan.cluster <= MOST_CLUSTER
         and plan.blocks * (plan.cluster - 1) < blocks <= plan.blocks * plan.cluster
         and 2 <= plan.stages <= MOST_STAGES
-        and (plan.registers == 0 or (facts.ptx == 90 and plan.teams == 1 and plan.warps == 16))
+        and 1 <= plan.sums <= 2
+        and (plan.registers == 0 or (facts.ptx == 90 and _can_hand_over_registers(plan)))
         and plan.shared_bytes(scales) <= facts.shared_memory
     )
+
+
+def _can_hand_over_registers(plan: DecodePlan) -> bool:
+    """Four warps at a time, to multiples of 8; a warp waits for ever for what the CTA does not have."""
+    has = (1 << 16) // plan.threads // 8 * 8 * plan.threads
+    asked = 32 * (plan.warps * plan.registers + 4 * 32)
+    return plan.teams == 1 and plan.warps % 4 == plan.registers % 8 == 0 and asked <= has
 
 
 def _can_copy_scales(plan: DecodePlan, blocks: int, scales: Scales) -> bool:
     """Bulk copies take multiples of 16 bytes at multiples of 16: of each row, or of four rows at least. CTAs that share
     K share no scale."""
-    of_row, of_cta = scales.bytes_of(blocks), scales.bytes_of(plan.blocks) if plan.cluster > 1 else 0
+    of_row, of_cta = scales.bytes_of(blocks), scales.bytes_of(plan.blocks)
     if plan.cluster > 1 and plan.blocks % scales.blocks:
         return False
     if plan.whole or plan.offset:
@@ -142,38 +152,44 @@ def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, part
     def cost(plan: DecodePlan) -> float:
         turns = -(-tiles // max(1, facts.sms // plan.cluster))
         busy = turns * (plan.blocks * (1 + 0.05 * (most_warps - plan.warps)) + 8)
-        return busy + 8 * plan.cluster - plan.stages / plan.steps
+        neighbours = 8 * plan.cluster + (32 if plan.cluster > 1 else 0)
+        return busy + neighbours - plan.stages / plan.steps - 0.1 * plan.sums
 
     unaligned = scales.bytes_of(k // BLOCK) % 16 != 0
     shapes = (
-        _refined(
-            DecodePlan(columns, warps, width, 4, cluster, unaligned and cluster == 1, unaligned and cluster > 1, parts),
-            tiles / facts.sms,
-            facts,
-        )
+        DecodePlan(columns, warps, width, 4, cluster, unaligned and cluster == 1, unaligned and cluster > 1, parts)
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
     )
-    plans = (replace(plan, stages=stages) for plan in shapes for stages in range(2, plan.stages + 1))
+    plans = (plan for shape in shapes for plan in _refined(shape, m, tiles / facts.sms, scales, facts))
     return min((plan for plan in plans if is_valid(plan, n, k, scales, facts)), key=cost, default=None)
 
 
-def _refined(plan: DecodePlan, turns: float, facts: DeviceFacts) -> DecodePlan:
-    """The plan, or what is ahead of it, with the most stages that make sense. turns: tiles of a multiprocessor.
+def _refined(plan: DecodePlan, m: int, turns: float, scales: Scales, facts: DeviceFacts) -> Iterator[DecodePlan]:
+    """The plan, or what is ahead of it, with every number of stages that makes sense. turns: tiles of a multiprocessor.
 
     Two stages of large tiles leave memory waiting for the slowest warp, hence steps. Few warps do not keep up with
-    memory, hence teams, whose beginning takes longer. Sixteen would like more registers than eighteen can have each.
-    Measured on an H200 (docs/notebook.md).
+    memory, hence teams, whose beginning takes longer. Sixteen would like more registers than eighteen can have each; so
+    would those that hold 32 rows of x. Many rows of x for many warps come through an L1 that has what shared memory
+    leaves: what takes less of it begins earlier. Measured on an H200 (docs/notebook.md).
     """
     if plan.warps == 16 and plan.cluster == 1 and facts.ptx == 90:
         plan = replace(plan, registers=104)
+    if plan.columns == 4 and plan.warps == 8 and plan.cluster <= 2 and facts.ptx == 90:
+        plan = replace(plan, registers=232)
     if plan.columns == 1 and plan.warps > 10:
-        return replace(plan, stages=MOST_STAGES, steps=2)
-    if plan.columns == plan.cluster == 1 and plan.warps == 4 and turns >= 5:
-        return replace(plan, teams=2)
-    if plan.columns == plan.cluster == 1 and 4 < plan.warps <= 8 and turns >= 10:
-        return replace(plan, stages=MOST_STAGES, steps=2, teams=2)
-    return plan
+        plan = replace(plan, stages=MOST_STAGES, steps=2)
+    elif plan.columns == plan.cluster == 1 and plan.warps == 4 and turns >= 5:
+        plan = replace(plan, teams=2)
+    elif plan.columns == plan.cluster == 1 and 4 < plan.warps <= 8 and turns >= 10:
+        plan = replace(plan, stages=MOST_STAGES, steps=2, teams=2)
+    elif plan.columns == 2 and turns <= 2:
+        plan = replace(plan, stages=2)
+    plans = (replace(plan, stages=stages) for stages in range(2, plan.stages + 1))
+    if plan.warps > 10 and (m > 4 if plan.columns == 1 else scales.nested):
+        plans = (replace(plan, sums=sums) for plan in plans for sums in ((1, 2) if scales.nested else (2,)))
+        plans = (plan for plan in plans if plan.shared_bytes(scales) <= ROOMY)
+    yield from plans
 
 
 def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> DecodePlan | None:
@@ -186,7 +202,7 @@ def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: b
     o = operands
     if not _takes(o):
         return None
-    return decode_plan(min(m, 8) if batch_invariant else m, o.n, o.k, scales_of(o), facts)
+    return decode_plan(8 if batch_invariant else m, o.n, o.k, scales_of(o), facts)
 
 
 def find_group_plan(m: int, group: Sequence[Operands], facts: DeviceFacts) -> DecodePlan | None:
@@ -299,7 +315,7 @@ def macros(dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan
     """What decode.cu is compiled with."""
     return {
         "COLUMNS": plan.columns, "WARPS": plan.warps, "SLICE": plan.slice, "STAGES": plan.stages,
-        "STEPS": plan.steps, "TEAMS": plan.teams, "CLUSTER": plan.cluster, "WHOLE": int(plan.whole),
+        "STEPS": plan.steps, "SUMS": plan.sums, "TEAMS": plan.teams, "CLUSTER": plan.cluster, "WHOLE": int(plan.whole),
         "OFFSET": int(plan.offset), "PARTS": plan.parts, "NESTED": int(scales.nested),
         "SCALE_BYTES": scales.dtype.itemsize, "SCALE_FP16": int(scales.dtype == torch.float16),
         "SHARED_BY": scales.blocks, "LOW_FIRST": int(low_first), "FP16": int(dtype == torch.float16),

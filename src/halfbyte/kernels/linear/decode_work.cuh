@@ -10,8 +10,8 @@ constexpr u32 SCALES_OF_ROW = (BLOCKS + SHARED_BY - 1) / SHARED_BY * SCALE_BYTES
 constexpr u32 SCALE_ROW = OFFSET ? (SCALES_OF_ROW + 15) / 16 * 16 + 32 : SCALES_OF_ROW + 16;  // room for them, padded too
 constexpr u32 STAGE = ROWS * W_ROW, SCALE_STAGE = ROWS * SCALE_ROW;
 constexpr int SCALE_STAGES = (STAGES + STEPS - 1) / STEPS;  // a tile's scales come with its first step, and stay for it
-constexpr bool AHEAD = COLUMNS == 1 && (WARPS * TEAMS < 16 || REGISTERS > 0);  // where there are registers for it
-constexpr int SUMS = 2, SLOTS = 4;                    // buffers of sums: within the CTA, and from the cluster
+constexpr bool AHEAD = COLUMNS == 1 ? WARPS * TEAMS < 16 || REGISTERS > 0 : REGISTERS > 200;  // where there are registers for it
+constexpr int SLOTS = 4;  // buffers of sums from the cluster; SUMS are those within the CTA
 constexpr u32 SUM_COLUMN = 20 * 4;                    // bytes: 16 rows, padded
 constexpr u32 SUM_WARP = 8 * COLUMNS * SUM_COLUMN;
 constexpr u32 SENT = COLUMNS * 512;                   // bytes of one CTA's sums on their way to the first
@@ -27,6 +27,7 @@ constexpr u32 TILES = SLOT + SLOTS * (CLUSTER - 1) * SENT;
 constexpr u32 SCALES = TILES + STAGES * STAGE;
 constexpr u32 TEAM_BYTES = SCALES + SCALE_STAGES * SCALE_STAGE;
 static_assert(TEAM + TEAMS * TEAM_BYTES == SHARED_BYTES, "decode.py reckons with other sizes");
+static_assert(SUMS <= 2, "each has a full and an empty barrier in 16 bytes");
 static_assert(STAGES <= 8, "each stage has a full and an empty barrier in 64 bytes");
 
 __device__ __forceinline__ float4 load_sums(u32 address) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -305,12 +306,25 @@ def _room(device: torch.device, stream: int, count: int, captured: bool) -> _Roo
     of_graph = _rooms.of_graph if captured else None
     room = _rooms.known.get((device, stream)) if of_graph is None else of_graph[-1] if of_graph else None
     if room is None or room.count < count:
-        room = _Room(max(count, 1 << 18), device)
+        count = max(count, 1 << 18)
         if of_graph is None:
-            _rooms.known[device, stream] = room
+            _rooms.known[device, stream] = room = _kept(count, device)
         else:
-            of_graph.append(room)
+            of_graph.append(room := _Room(count, device))
     return room
+
+
+def _kept(count: int, device: torch.device) -> _Room:
+    """Room for as long as this thread lives. torch.compile's graphs run a function once with all that its thread
+    allocates in a pool of theirs, of which nothing may be left; so another thread allocates."""
+    stream = torch.cuda.current_stream(device)
+
+    def make() -> _Room:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            return _Room(count, device)
+
+    with ThreadPoolExecutor(1) as another:
+        return another.submit(make).result()
 
 
 def _missing(shape: tuple[int, ...], device: torch.device) -> Tensor:
