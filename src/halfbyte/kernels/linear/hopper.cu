@@ -130,44 +130,56 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&total)[S
 // the first that it does. The one that begins the tile comes to it last of all, waits for those of the others, each a
 // number that is MISSING until it is there, and adds them up in the order of K. True for that one. It has enough to read;
 // so what is left of them the next launch clears, in which the fetching threads of all CTAs have time for it.
+//
+// Where there are many, every third, fourth or so adds up those that follow it before it leaves them: it ends with this
+// tile as well, unless nobody follows. All wait for CTAs of higher numbers only.
 __device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], const Place& place, u32 warp, u32 lane) {
+  constexpr u32 BATCH = SUMS < 16 ? 16 / SUMS : 1;  // parts on their way at once
   const u32 units = units_of(a), tile = place.row_tile * a.column_tiles + place.column_tile;
   const u32 begin = tile * a.depth_units, end = begin + a.depth_units;
   auto cta_of = [&](u32 unit) { return ((unit + 1) * a.ctas - 1) / units; };
   const u32 from = cta_of(begin), to = cta_of(end - 1), cta = own_number();
   auto place_of = [&](u32 cta) { return a.partial + (u64(cta) * WARPS + warp) * (SUMS / 4 * 32) + lane; };
-  if (cta != from) {
-    float4* mine = place_of(cta);
+  const u32 parts = to - from + 1;
+  const u32 group = parts <= 2 + 2 * BATCH ? parts : parts <= 9 ? 3 : parts <= 16 ? 4 : parts <= 36 ? 6 : 8;
+  const bool leads = (cta - from) % group == 0;
+  u32 next = cta + 1, stride = 1, last = leads ? min(cta + group - 1, to) : cta;
+  for (;;) {
+    for (; next <= last; next += BATCH * stride) {
+      float4 part[BATCH][SUMS / 4];
+      bool missing;
+      do {
+        missing = false;
 #pragma unroll
-    for (int i = 0; i < SUMS / 4; i++)
-      store_sums(mine + 32 * i, make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]));
-    return false;
-  }
-  constexpr u32 BATCH = SUMS < 16 ? 16 / SUMS : 1;  // parts on their way at once
-  for (u32 next = from + 1; next <= to; next += BATCH) {
-    float4 part[BATCH][SUMS / 4];
-    bool missing;
-    do {
-      missing = false;
+        for (u32 j = 0; j < BATCH; j++)
+#pragma unroll
+          for (int i = 0; i < SUMS / 4; i++) {
+            const u32 other = next + j * stride;
+            part[j][i] = load_sums(place_of(other <= last ? other : next) + 32 * i);
+          }
+#pragma unroll
+        for (u32 j = 0; j < BATCH; j++)
+#pragma unroll
+          for (int i = 0; i < SUMS / 4; i++) missing |= is_missing(part[j][i]);
+      } while (__any_sync(~0u, missing));  // of the whole warp: else nothing that comes after is the same in all lanes
 #pragma unroll
       for (u32 j = 0; j < BATCH; j++)
 #pragma unroll
-        for (int i = 0; i < SUMS / 4; i++) part[j][i] = load_sums(place_of(min(next + j, to)) + 32 * i);
-#pragma unroll
-      for (u32 j = 0; j < BATCH; j++)
-#pragma unroll
-        for (int i = 0; i < SUMS / 4; i++) missing |= is_missing(part[j][i]);
-    } while (__any_sync(~0u, missing));  // of the whole warp: else nothing that comes after is the same in all lanes
-#pragma unroll
-    for (u32 j = 0; j < BATCH; j++)
-#pragma unroll
-      for (int i = 0; i < SUMS / 4; i++)
-        if (next + j <= to) {
-          const float4 v = part[j][i];
-          total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
-        }
+        for (int i = 0; i < SUMS / 4; i++)
+          if (next + j * stride <= last) {
+            const float4 v = part[j][i];
+            total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
+          }
+    }
+    if (cta != from || last == to) break;
+    next = from + group, stride = group, last = to;
   }
-  return true;
+  if (cta == from) return true;
+  float4* mine = place_of(cta);
+#pragma unroll
+  for (int i = 0; i < SUMS / 4; i++)
+    store_sums(mine + 32 * i, make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]));
+  return false;
 }
 
 __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
