@@ -185,11 +185,15 @@ def _refined(plan: DecodePlan, m: int, turns: float, scales: Scales, facts: Devi
         plan = replace(plan, stages=MOST_STAGES, steps=2, teams=2)
     elif plan.columns == 2 and turns <= 2:
         plan = replace(plan, stages=2)
-    plans = (replace(plan, stages=stages) for stages in range(2, plan.stages + 1))
-    if plan.warps > 10 and (m > 4 if plan.columns == 1 else scales.nested):
-        plans = (replace(plan, sums=sums) for plan in plans for sums in ((1, 2) if scales.nested else (2,)))
-        plans = (plan for plan in plans if plan.shared_bytes(scales) <= ROOMY)
-    yield from plans
+    if plan.columns == plan.teams == 1 and 4 < plan.warps <= 8 and not scales.nested:
+        plan = replace(plan, sums=1)
+    crowded = m > 4 and plan.warps > 10 if plan.columns == 1 else plan.warps >= 8 and scales.nested
+    both = crowded and scales.nested and plan.columns < 4
+    for stages in range(2, plan.stages + 1):
+        for sums in (1, 2) if both else (plan.sums,):
+            one = replace(plan, stages=stages, sums=sums)
+            if not crowded or one.shared_bytes(scales) <= ROOMY:
+                yield one
 
 
 def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> DecodePlan | None:

@@ -141,7 +141,7 @@ __device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], c
   const u32 from = cta_of(begin), to = cta_of(end - 1), cta = own_number();
   auto place_of = [&](u32 cta) { return a.partial + (u64(cta) * WARPS + warp) * (SUMS / 4 * 32) + lane; };
   const u32 parts = to - from + 1;
-  const u32 group = parts <= 2 + 2 * BATCH ? parts : parts <= 9 ? 3 : parts <= 16 ? 4 : parts <= 36 ? 6 : 8;
+  const u32 group = parts <= 6 + BATCH ? parts : parts <= 9 ? 3 : parts <= 16 ? 4 : parts <= 36 ? 6 : 8;
   const bool leads = (cta - from) % group == 0;
   u32 next = cta + 1, stride = 1, last = leads ? min(cta + group - 1, to) : cta;
   for (;;) {
