@@ -23,8 +23,8 @@
 // One launch may take several weights of the same K and format: their tiles lie one behind the other, rows of a tile are
 // of one weight, and all read the same x. So q, k and v of an attention start from cold once.
 //
-// The kernel may begin while the one ahead of it in the stream still runs: it builds its table, and then waits, for x and
-// for W, which may have been written just now. Only then it lets the next one begin in the same way, so that whatever
+// The kernel may begin while the one ahead of it in the stream still runs: it builds its table, asks for its first tiles to
+// come into L2, and then waits, for x and for W, which may have been written just now. Only then it lets the next one begin in the same way, so that whatever
 // comes after finds all that was written before this kernel.
 //
 // Bulk copies move multiples of 16 bytes. Where the scales of a row are no such multiple and a CTA has all of K, those of
@@ -36,6 +36,17 @@
 // With REGISTERS, which needs sm_90a and a multiple of four warps, that many are a multiplying thread's: the others have 32.
 // Macros: COLUMNS, TEAMS, WARPS, SLICE, STEPS, STAGES, SUMS, CLUSTER, REGISTERS, WHOLE, OFFSET, PARTS, NESTED, SCALE_BYTES,
 // SCALE_FP16, SHARED_BY, LOW_FIRST, FP16, BIAS and SHARED_BYTES.
+
+// A team's first tile into L2, on its way while the kernel ahead still runs. W may not be read before that has ended, which
+// may be what writes it; to bring it nearer does no harm.
+__device__ __forceinline__ void prefetch_first(const Arguments& a, const Team& team, u32 first_block, u32 lane) {
+  if (team.first >= a.tiles) return;
+  const Tile tile(a, team.first);
+  const u32 row_blocks = a.k / 64, bytes = min(BLOCKS, row_blocks - first_block) * BLOCK_BYTES;
+  const unsigned char* from = a.weight[tile.part].packed + (u64(tile.row + lane) * row_blocks + first_block) * BLOCK_BYTES;
+  if (lane < min(ROWS, a.n[tile.part] - tile.row))
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 
 __device__ __forceinline__ void feed(const Arguments& a, const Team& team, u32 first_block, u32 lane) {
   const u32 row_blocks = a.k / 64, blocks = min(BLOCKS, row_blocks - first_block);
@@ -289,6 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");  // by four warps, two of which have nothing else to do
 #endif
     if (role == WARPS) {
+      prefetch_first(a, team, first_block, lane);
       wait_for_the_one_ahead();
       feed(a, team, first_block, lane);
     } else if (role == WARPS + 1) {
