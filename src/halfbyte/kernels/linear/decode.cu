@@ -24,8 +24,8 @@
 // of one weight, and all read the same x. So q, k and v of an attention start from cold once.
 //
 // The kernel may begin while the one ahead of it in the stream still runs: it builds its table, asks for its first tiles to
-// come into L2, and then waits, for x and for W, which may have been written just now. Only then it lets the next one begin in the same way, so that whatever
-// comes after finds all that was written before this kernel.
+// come into L2, and then waits, for x and for W, which may have been written just now. Only then it lets the next one begin
+// in the same way, so that whatever comes after finds all that was written before this kernel.
 //
 // Bulk copies move multiples of 16 bytes. Where the scales of a row are no such multiple and a CTA has all of K, those of
 // a whole tile come in one piece (WHOLE): 16 rows always are one, and so are the 4, 8 or 12 of a last tile. Where it has
@@ -38,9 +38,9 @@
 // SCALE_FP16, SHARED_BY, LOW_FIRST, FP16, BIAS and SHARED_BYTES.
 
 // A team's first tile into L2, on its way while the kernel ahead still runs. W may not be read before that has ended, which
-// may be what writes it; to bring it nearer does no harm.
+// may be what writes it; to bring it nearer does no harm. Tiles of 64 KB gain nothing by it.
 __device__ __forceinline__ void prefetch_first(const Arguments& a, const Team& team, u32 first_block, u32 lane) {
-  if (team.first >= a.tiles) return;
+  if (BLOCKS >= 128 || team.first >= a.tiles) return;
   const Tile tile(a, team.first);
   const u32 row_blocks = a.k / 64, bytes = min(BLOCKS, row_blocks - first_block) * BLOCK_BYTES;
   const unsigned char* from = a.weight[tile.part].packed + (u64(tile.row + lane) * row_blocks + first_block) * BLOCK_BYTES;

@@ -185,9 +185,9 @@ def _refined(plan: DecodePlan, m: int, turns: float, scales: Scales, facts: Devi
         plan = replace(plan, stages=MOST_STAGES, steps=2, teams=2)
     elif plan.columns == 2 and turns <= 2:
         plan = replace(plan, stages=2)
-    if plan.columns == plan.teams == 1 and 4 < plan.warps <= 8 and not scales.nested:
+    if plan.columns == plan.teams == 1 and 4 < plan.warps <= 8 and turns > 4 and not scales.nested:
         plan = replace(plan, sums=1)
-    crowded = m > 4 and plan.warps > 10 if plan.columns == 1 else plan.warps >= 8 and scales.nested
+    crowded = {1: m > 4 and plan.warps > 10, 2: plan.warps >= 8 and scales.nested, 4: plan.warps == 8}[plan.columns]
     both = crowded and scales.nested and plan.columns < 4
     for stages in range(2, plan.stages + 1):
         for sums in (1, 2) if both else (plan.sums,):

@@ -121,6 +121,7 @@ CUT_COST = {8: 4.5, 16: 2.6, 32: 1.3, 64: 3.0}
 RUN_COST = {8: 2.5, 16: 1.35, 32: 1.0, 64: 2.5}
 PART_COST = {8: 0.093, 16: 0.096, 32: 0.095, 64: 0.3}
 INVARIANT_GROUPS = 3
+FEW_WEIGHTS = 1 << 23
 
 
 def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_invariant: bool) -> HopperPlan | None:
@@ -132,6 +133,8 @@ def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_inv
     if min(m, n, k) < 1 or facts.ptx != 90:
         return None
     width = next((width for width in WIDTHS if width >= m), WIDTHS[-1])
+    if width == 64 >= m and n * k <= FEW_WEIGHTS:
+        width = 32  # there are SMs for twice as many tiles
     depth, columns = -(-k // DEPTH), -(-m // width)
     found = []
     for (other, groups), (stages, cost) in TILES.items():
