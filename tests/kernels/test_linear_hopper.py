@@ -16,8 +16,9 @@ import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.linear import hopper
-from halfbyte.kernels.linear.cuda import INVARIANT_ROWS
+from halfbyte.kernels.linear.cuda import INVARIANT_ROWS, choose, choose_group
 from halfbyte.kernels.linear.hopper import DEPTH, HopperPlan, Kind, hopper_plan, is_valid, kind_of, macros, source
+from halfbyte.kernels.linear.operands import Operands
 
 H200 = DeviceFacts("cuda", 90, 132, 232448)
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -100,6 +101,20 @@ def test_models_have_plans(shape: tuple[int, int], batch_invariant: bool) -> Non
             assert plan is not None
             if m <= plan.width and not batch_invariant:
                 assert 40 <= plan.ctas <= 132
+
+
+def test_a_group_has_tiles_of_one_width() -> None:
+    """x is laid out once for all; a small weight alone would have narrower ones."""
+    group = tuple(Operands(BF16, n, 2304, "nf4", 64, torch.uint8, 256) for n in (9000, 1001, 64))
+    for m in (33, 40, 64, 65, 200):
+        assert choose(m, group[1], H200, False).plan.width == (32 if m <= 64 else 64)
+        choice = choose_group(m, group, H200)
+        assert choice is not None
+        assert choice.kernel is hopper
+        assert [plan.width for plan in choice.plan] == [64, 64, 64]
+    assert [plan.width for plan in choose_group(50, group[1:], H200).plan] == [32, 32]
+    others = (replace(group[0], k=1024), replace(group[0], block_size=32), replace(group[0], dtype=F32))
+    assert all(choose_group(40, (group[1], other), H200) is None for other in others)
 
 
 def test_plans_that_would_be_wrong_are_not_valid() -> None:

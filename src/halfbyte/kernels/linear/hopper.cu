@@ -134,28 +134,29 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&total)[S
 // Where there are many, every third, fourth or so adds up those that follow it before it leaves them: it ends with this
 // tile as well, unless nobody follows. All wait for CTAs of higher numbers only.
 __device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], const Place& place, u32 warp, u32 lane) {
-  constexpr u32 BATCH = SUMS < 16 ? 4 : 1;  // parts on their way at once
+  constexpr u32 BATCH = SUMS < 16 ? 16 / SUMS : 1;  // parts on their way at once
   const u32 units = units_of(a), tile = place.row_tile * a.column_tiles + place.column_tile;
   const u32 begin = tile * a.depth_units, end = begin + a.depth_units;
   auto cta_of = [&](u32 unit) { return ((unit + 1) * a.ctas - 1) / units; };
   const u32 from = cta_of(begin), to = cta_of(end - 1), cta = own_number();
   auto place_of = [&](u32 cta) { return a.partial + (u64(cta) * WARPS + warp) * (SUMS / 4 * 32) + lane; };
   const u32 parts = to - from + 1;
-  const u32 group = parts <= 7 ? parts : parts <= 9 ? 3 : parts <= 16 ? 4 : parts <= 36 ? 6 : 8;
+  const u32 group = parts <= 6 + BATCH ? parts : parts <= 9 ? 3 : parts <= 16 ? 4 : parts <= 36 ? 6 : 8;
   const bool leads = (cta - from) % group == 0;
   u32 next = cta + 1, stride = 1, last = leads ? min(cta + group - 1, to) : cta;
   for (;;) {
     for (; next <= last; next += BATCH * stride) {
       float4 part[BATCH][SUMS / 4];
-      const float4* there = place_of(next);
-      const u32 step = stride * WARPS * (SUMS / 4 * 32);
       bool missing;
       do {
         missing = false;
 #pragma unroll
         for (u32 j = 0; j < BATCH; j++)
 #pragma unroll
-          for (int i = 0; i < SUMS / 4; i++) part[j][i] = load_sums(there + (next + j * stride <= last ? j * step : 0) + 32 * i);
+          for (int i = 0; i < SUMS / 4; i++) {
+            const u32 other = next + j * stride;
+            part[j][i] = load_sums(place_of(other <= last ? other : next) + 32 * i);
+          }
 #pragma unroll
         for (u32 j = 0; j < BATCH; j++)
 #pragma unroll

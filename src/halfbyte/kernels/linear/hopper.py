@@ -124,17 +124,18 @@ INVARIANT_GROUPS = 3
 FEW_WEIGHTS = 1 << 23
 
 
-def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_invariant: bool) -> HopperPlan | None:
-    """The plan for x [m, k] and W [n, k], or None where this kernel is not for them.
+def hopper_plan(
+    m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_invariant: bool, width: int = 0
+) -> HopperPlan | None:
+    """The plan for x [m, k] and W [n, k], or None where this kernel is not for them. width: of the tiles, or 0 for the
+    fastest.
 
     Either every SM takes an equal part of all units, or every tile is cut into the same number of parts, whichever lets
     the busiest CTA be done first. With batch_invariant how a tile is cut does not depend on m.
     """
     if min(m, n, k) < 1 or facts.ptx != 90:
         return None
-    width = next((width for width in WIDTHS if width >= m), WIDTHS[-1])
-    if width == 64 >= m and n * k <= FEW_WEIGHTS:
-        width = 32  # there are SMs for twice as many tiles
+    width = width or tile_width(m, n, k)
     depth, columns = -(-k // DEPTH), -(-m // width)
     found = []
     for (other, groups), (stages, cost) in TILES.items():
@@ -154,6 +155,13 @@ def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_inv
         found.append((time, HopperPlan(width, groups, stages, ctas)))
     valid = [pair for pair in found if is_valid(pair[1], m, n, k, span, facts)]
     return min(valid, key=lambda pair: pair[0])[1] if valid else None
+
+
+def tile_width(m: int, n: int, k: int) -> int:
+    """The narrowest that holds all rows of x, or the widest; for few weights there are SMs for twice as many tiles."""
+    if 32 < m <= 64 and n * k <= FEW_WEIGHTS:
+        return 32
+    return next((width for width in WIDTHS if width >= m), WIDTHS[-1])
 
 
 def _best_shares(tiles: int, depth: int, cost: float, cut: float, part: float, sms: int) -> tuple[float, int]:
@@ -184,10 +192,20 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
     run(product, x, q, bias, out, plan)
 
 
-def lays_out_alike(group: Sequence[Operands]) -> bool:
-    """Whether x is laid out in one way for all weights, each of which this kernel is for."""
+def find_group_plans(m: int, group: Sequence[Operands], facts: DeviceFacts) -> tuple[HopperPlan, ...] | None:
+    """Plans for the products of x [m, K] with several weights that x is laid out for in one way, or None where there is
+    no such way."""
     kinds = [find_kind(o) for o in group]
-    return len({(o.k, kind.dtype, kind.span) for o, kind in zip(group, kinds, strict=True) if kind is not None}) == 1
+    if len({(o.k, kind.dtype, kind.span) for o, kind in zip(group, kinds, strict=True) if kind is not None}) != 1:
+        return None
+    width = max(tile_width(m, o.n, o.k) for o in group)
+    plans = []
+    for o, kind in zip(group, kinds, strict=True):
+        plan = None if kind is None else hopper_plan(m, o.n, o.k, kind.span, facts, False, width)
+        if plan is None:
+            return None
+        plans.append(plan)
+    return tuple(plans)
 
 
 def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: HopperPlan) -> Product:
