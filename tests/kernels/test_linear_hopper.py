@@ -104,17 +104,17 @@ def test_models_have_plans(shape: tuple[int, int], batch_invariant: bool) -> Non
 
 
 def test_a_group_has_tiles_of_one_width() -> None:
-    """x is laid out once for all; a small weight alone would have narrower ones."""
+    """x is laid out once for all; a small weight has narrower tiles for some numbers of rows."""
     group = tuple(Operands(BF16, n, 2304, "nf4", 64, torch.uint8, 256) for n in (9000, 1001, 64))
-    for m in (33, 40, 64, 65, 200):
-        assert choose(m, group[1], H200, False).plan.width == (32 if m <= 64 else 64)
-        choice = choose_group(m, group, H200)
-        assert choice is not None
-        assert choice.kernel is hopper
-        assert [plan.width for plan in choice.plan] == [64, 64, 64]
-    assert [plan.width for plan in choose_group(50, group[1:], H200).plan] == [32, 32]
+    for m in (33, 64, 65, 200):
+        alone = [choose(m, operands, H200, False) for operands in group]
+        assert all(one.kernel is hopper for one in alone)
+        widths = [one.plan.width for one in alone]
+        assert widths == ([64, 32, 32] if m <= 64 else [64, 64, 64])
+        assert choose_group(m, group[1:], H200) == (hopper, tuple(one.plan for one in alone[1:]))
+        assert (choose_group(m, group, H200) is None) == (m <= 64)
     others = (replace(group[0], k=1024), replace(group[0], block_size=32), replace(group[0], dtype=F32))
-    assert all(choose_group(40, (group[1], other), H200) is None for other in others)
+    assert all(choose_group(200, (group[0], other), H200) is None for other in others)
 
 
 def test_plans_that_would_be_wrong_are_not_valid() -> None:

@@ -90,10 +90,8 @@ def choose_group(m: int, group: tuple[Operands, ...], facts: DeviceFacts) -> Cho
     if plan is not None and (facts.ptx > 90 or m <= 8 or numel < (5 << 25 if m <= 16 else 3 << 25)):
         return Choice(decode, plan)
     alone = [choose(m, operands, facts, False) for operands in group]
-    if len(group) == 1 or any(one is None or one.kernel is not hopper for one in alone):
-        return None
-    plans = hopper.find_group_plans(m, group, facts)
-    return None if plans is None else Choice(hopper, plans)
+    plans = tuple(one.plan for one in alone if one is not None and one.kernel is hopper)
+    return Choice(hopper, plans) if len(plans) == len(group) > 1 and hopper.lays_out_alike(group, plans) else None
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:

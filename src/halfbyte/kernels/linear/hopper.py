@@ -124,18 +124,15 @@ INVARIANT_GROUPS = 3
 FEW_WEIGHTS = 1 << 23
 
 
-def hopper_plan(
-    m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_invariant: bool, width: int = 0
-) -> HopperPlan | None:
-    """The plan for x [m, k] and W [n, k], or None where this kernel is not for them. width: of the tiles, or 0 for the
-    fastest.
+def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_invariant: bool) -> HopperPlan | None:
+    """The plan for x [m, k] and W [n, k], or None where this kernel is not for them.
 
     Either every SM takes an equal part of all units, or every tile is cut into the same number of parts, whichever lets
     the busiest CTA be done first. With batch_invariant how a tile is cut does not depend on m.
     """
     if min(m, n, k) < 1 or facts.ptx != 90:
         return None
-    width = width or tile_width(m, n, k)
+    width = tile_width(m, n, k)
     depth, columns = -(-k // DEPTH), -(-m // width)
     found = []
     for (other, groups), (stages, cost) in TILES.items():
@@ -192,20 +189,11 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
     run(product, x, q, bias, out, plan)
 
 
-def find_group_plans(m: int, group: Sequence[Operands], facts: DeviceFacts) -> tuple[HopperPlan, ...] | None:
-    """Plans for the products of x [m, K] with several weights that x is laid out for in one way, or None where there is
-    no such way."""
+def lays_out_alike(group: Sequence[Operands], plans: Sequence[HopperPlan]) -> bool:
+    """Whether x is laid out in one way for all weights, each of which this kernel is for."""
     kinds = [find_kind(o) for o in group]
-    if len({(o.k, kind.dtype, kind.span) for o, kind in zip(group, kinds, strict=True) if kind is not None}) != 1:
-        return None
-    width = max(tile_width(m, o.n, o.k) for o in group)
-    plans = []
-    for o, kind in zip(group, kinds, strict=True):
-        plan = None if kind is None else hopper_plan(m, o.n, o.k, kind.span, facts, False, width)
-        if plan is None:
-            return None
-        plans.append(plan)
-    return tuple(plans)
+    each = zip(group, kinds, plans, strict=True)
+    return len({(o.k, kind.dtype, kind.span, plan.width) for o, kind, plan in each if kind is not None}) == 1
 
 
 def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: HopperPlan) -> Product:
