@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -165,7 +165,7 @@ def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, part
     return min((plan for plan in plans if is_valid(plan, n, k, scales, facts)), key=cost, default=None)
 
 
-def _refined(plan: DecodePlan, m: int, turns: float, scales: Scales, facts: DeviceFacts) -> Iterator[DecodePlan]:
+def _refined(plan: DecodePlan, m: int, turns: float, scales: Scales, facts: DeviceFacts) -> list[DecodePlan]:
     """The plan, or what is ahead of it, with every number of stages that makes sense. turns: tiles of a multiprocessor.
 
     Two stages of large tiles leave memory waiting for the slowest warp, hence steps. Few warps do not keep up with
@@ -188,12 +188,10 @@ def _refined(plan: DecodePlan, m: int, turns: float, scales: Scales, facts: Devi
     if plan.columns == plan.teams == 1 and 4 < plan.warps <= 8 and turns > 4 and not scales.nested:
         plan = replace(plan, sums=1)
     crowded = {1: m > 4 and plan.warps > 10, 2: plan.warps >= 8 and scales.nested, 4: plan.warps == 8}[plan.columns]
-    both = crowded and scales.nested and plan.columns < 4
-    for stages in range(2, plan.stages + 1):
-        for sums in (1, 2) if both else (plan.sums,):
-            one = replace(plan, stages=stages, sums=sums)
-            if not crowded or one.shared_bytes(scales) <= ROOMY:
-                yield one
+    sums = (1, 2) if crowded and scales.nested and plan.columns < 4 else (plan.sums,)
+    plans = [replace(plan, stages=stages, sums=count) for stages in range(2, plan.stages + 1) for count in sums]
+    roomy = [one for one in plans if one.stages > one.steps and one.shared_bytes(scales) <= ROOMY] if crowded else []
+    return roomy or [one for one in plans if one.sums == plan.sums]
 
 
 def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> DecodePlan | None:
