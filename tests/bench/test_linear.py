@@ -53,7 +53,8 @@ def test_cases(format: str, dtype: torch.dtype) -> None:
         assert {row.provider: row.error for row in rows} == dict.fromkeys(case.providers)
         errors = {row.provider: row.facts["relative_error"] for row in rows}
         assert all(0 < error <= BOUND[dtype] for error in errors.values())
-        assert errors["halfbyte"] <= errors["dequantize + linear"]
+        # In fp32 nothing is rounded but sums, of few numbers, in whatever order torch has for this CPU.
+        assert errors["halfbyte"] <= errors["dequantize + linear"] * (1.5 if dtype == torch.float32 else 1)
         assert [rows[0].facts[name] for name in ("m", "n", "k")] == [m, 64, 128]
 
 

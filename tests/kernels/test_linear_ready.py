@@ -142,6 +142,8 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts) -> Iterator[Driver
     monkeypatch.setattr(cuda, "has_compiler", lambda: True)
     monkeypatch.setattr(driver, "cubin", lambda variant: b"")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(hopper, "_kept", hopper._Room)  # whose streams there are none of
+    monkeypatch.setattr(hopper._rooms, "known", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     caches = (driver.kernels.cache_clear, driver.per_thread.ready.clear, hopper._map.cache_clear)
@@ -263,7 +265,6 @@ def test_room_of_a_graph(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who keeps it may have one for all launches of a graph, which grows with them."""
     q, wide, x = make(64, 4096), make(2048, 4096), torch.randn(40, 4096).bfloat16()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(hopper._rooms, "known", {})
     with hopper.room_of_graph() as kept:
         for gpu.like in (q, q, q, wide, q):
             cuda.linear(x, gpu.like, None, False)
