@@ -121,7 +121,7 @@ CUT_COST = {8: 4.5, 16: 2.6, 32: 1.3, 64: 3.0}
 RUN_COST = {8: 2.5, 16: 1.35, 32: 1.0, 64: 2.5}
 PART_COST = {8: 0.093, 16: 0.096, 32: 0.095, 64: 0.3}
 INVARIANT_GROUPS = 3
-FEW_WEIGHTS = 1 << 23
+FEW_WEIGHTS = 1 << 23  # up to so many there are SMs left for tiles of half the width
 
 
 def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_invariant: bool) -> HopperPlan | None:
@@ -132,7 +132,7 @@ def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_inv
     """
     if min(m, n, k) < 1 or facts.ptx != 90:
         return None
-    width = tile_width(m, n, k)
+    width = _tile_width(m, n, k)
     depth, columns = -(-k // DEPTH), -(-m // width)
     found = []
     for (other, groups), (stages, cost) in TILES.items():
@@ -154,8 +154,8 @@ def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_inv
     return min(valid, key=lambda pair: pair[0])[1] if valid else None
 
 
-def tile_width(m: int, n: int, k: int) -> int:
-    """The narrowest that holds all rows of x, or the widest; for few weights there are SMs for twice as many tiles."""
+def _tile_width(m: int, n: int, k: int) -> int:
+    """The narrowest that holds all rows of x, or the widest."""
     if 32 < m <= 64 and n * k <= FEW_WEIGHTS:
         return 32
     return next((width for width in WIDTHS if width >= m), WIDTHS[-1])
