@@ -70,10 +70,13 @@ def fused(
 
 
 def shared_by(tile: tuple[int, int, int], m: int, n: int, k: int) -> list[HopperPlan]:
-    """Plans for a lone CTA, some CTAs, one for each tile, two for each and a little, one for each unit."""
-    tiles = -(-n // (64 * tile[1])) * -(-m // tile[0])
-    units = tiles * -(-k // DEPTH)
-    return [HopperPlan(*tile, ctas) for ctas in sorted({1, 7, tiles, 2 * tiles + 1, units}) if ctas <= units]
+    """Plans for a lone CTA, some CTAs, one for each tile, two for each and a little, one for each unit; and for CTAs
+    that hold x for a unit, or two."""
+    tiles, depth = -(-n // (64 * tile[1])) * -(-m // tile[0]), -(-k // DEPTH)
+    units = tiles * depth
+    shared = [HopperPlan(*tile, ctas) for ctas in sorted({1, 7, tiles, 2 * tiles + 1, units}) if ctas <= units]
+    held = [HopperPlan(*tile, tiles * -(-depth // held), held) for held in {1, min(2, depth)}]
+    return shared + [plan for plan in held if plan.shared_bytes(32) <= facts_of(0).shared_memory]
 
 
 def check(x: torch.Tensor, q: hb.QuantizedWeight, plans: list[HopperPlan]) -> None:

@@ -58,12 +58,16 @@ def test_linear(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("shape", "plan"),
     [
-        ((13004, 1024), decode.DecodePlan(1, 2, 8, 2, 1, teams=3)),
+        ((8452, 1024), decode.DecodePlan(1, 2, 8, 2, 1)),
         ((6404, 1024), decode.DecodePlan(1, 2, 8, 3, 1, steps=2)),
-        ((8452, 1024), decode.DecodePlan(1, 2, 8, 4, 1, steps=2, teams=2)),
+        ((6404, 1024), decode.DecodePlan(1, 2, 8, 5, 1, steps=2, first=2)),
+        ((6404, 1024), decode.DecodePlan(1, 2, 8, 2, 1, steps=2, first=8)),
         ((4228, 768), decode.DecodePlan(1, 2, 8, 3, 1, whole=True, steps=2)),  # its second step has 4 blocks of 8
         ((4228, 256), decode.DecodePlan(1, 2, 8, 2, 1, whole=True, steps=2)),  # and here none
-        ((4228, 1024), decode.DecodePlan(2, 2, 8, 3, 1, steps=2, teams=2)),
+        ((4228, 1024), decode.DecodePlan(2, 2, 8, 3, 1, steps=2)),
+        ((2116, 320), decode.DecodePlan(1, 1, 8, 3, 1, whole=True, steps=2)),  # rows of 160 bytes, in chunks of 32
+        ((2116, 1152), decode.DecodePlan(2, 5, 4, 2, 1, offset=True)),  # of 64
+        ((2116, 8448), decode.DecodePlan(1, 11, 8, 2, 2, offset=True, steps=2, first=2)),
         ((2116, 2048), decode.DecodePlan(1, 2, 8, 5, 2, steps=2)),
         ((2116, 2304), decode.DecodePlan(1, 3, 8, 3, 2, offset=True)),  # its second CTA has 12 blocks of 24
         ((2116, 1792), decode.DecodePlan(1, 1, 8, 5, 4, offset=True)),
@@ -75,7 +79,7 @@ def test_linear(shape: tuple[int, int]) -> None:
     ],
     ids=str,
 )
-def test_linear_in_steps_and_teams(shape: tuple[int, int], plan: decode.DecodePlan) -> None:
+def test_linear_in_steps(shape: tuple[int, int], plan: decode.DecodePlan) -> None:
     """So many tiles that every buffer is used again, and a last one that is not full."""
     n, k = shape
     for format, options in (("nf4", {}), ("nf4", {"nested": False}), ("int4", {"group_size": 64})):

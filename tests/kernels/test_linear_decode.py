@@ -2,6 +2,7 @@
 
 import subprocess
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,11 @@ def test_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     cases = [(plan, scales) for plan in plans for scales in (NESTED, FLAT)]
     for scales in SCALES[2:]:
         cases += [(decode_plan(m, n, k, scales, facts), scales) for m, n, k in ((1, 28672, 8192), (16, 4096, 5120))]
+    chunks = cycle((128, 128, 64, 32))
     for plan, scales in cases:
         if plan is not None:
             low_first, bias = scales.dtype == torch.bfloat16, plan.cluster % 2 == 0
-            constants = macros(dtype, scales, low_first, bias, plan)
+            constants = macros(dtype, scales, low_first, bias, plan, next(chunks))
             code = nvrtc.compile_cubin(source(), target(plan, facts), constants)
             path = tmp_path / "decode.cubin"
             path.write_bytes(code)
@@ -95,8 +97,6 @@ def test_a_plan_that_leaves_part_of_k_is_not_valid() -> None:
     assert not is_valid(
         DecodePlan(1, 16, 8, 4, 1, steps=4), 64, 8192, NESTED, H200
     )  # a quad decodes four blocks' scales
-    assert not is_valid(DecodePlan(1, 8, 8, 2, 2, teams=2), 64, 8192, NESTED, H200)  # a cluster is of one team
-    assert not is_valid(DecodePlan(1, 8, 8, 2, 1, teams=3), 64, 4096, NESTED, H200)  # too many warps
     assert not is_valid(DecodePlan(1, 16, 8, 2, 1), 64, 16384, NESTED, H200)
     assert not is_valid(DecodePlan(1, 16, 8, 2, 2), 64, 8192, NESTED, H200)  # a CTA with nothing to do
     assert not is_valid(DecodePlan(1, 16, 8, 2, 1), 63, 8192, NESTED, H200)
@@ -113,11 +113,13 @@ def test_a_plan_that_leaves_part_of_k_is_not_valid() -> None:
     assert is_valid(DecodePlan(1, 8, 8, 2, 1, sums=1), 64, 4096, NESTED, H200)
     assert not is_valid(DecodePlan(1, 8, 8, 2, 1, sums=0), 64, 4096, NESTED, H200)
     assert not is_valid(DecodePlan(1, 8, 8, 2, 1, sums=3), 64, 4096, NESTED, H200)
+    assert is_valid(DecodePlan(1, 8, 8, 2, 1, first=2), 64, 4096, NESTED, H200)
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 1, first=0), 64, 4096, NESTED, H200)  # nothing would ever be asked for
 
 
 def test_registers_are_handed_over_where_there_are_so_many() -> None:
-    def valid(warps: int, registers: int, facts: DeviceFacts = H200, teams: int = 1) -> bool:
-        plan = DecodePlan(4, warps, 4, 2, 1, teams=teams, registers=registers)
+    def valid(warps: int, registers: int, facts: DeviceFacts = H200) -> bool:
+        plan = DecodePlan(4, warps, 4, 2, 1, registers=registers)
         return is_valid(plan, 64, 256 * warps, NESTED, facts)
 
     assert valid(8, 232)
@@ -128,19 +130,23 @@ def test_registers_are_handed_over_where_there_are_so_many() -> None:
     assert not valid(16, 120)
     assert not valid(8, 230)
     assert not valid(6, 200)
-    assert not valid(4, 128, teams=2)
     assert not valid(8, 232, replace(H200, capability=100))
 
 
-def test_many_rows_of_x_leave_room_in_l1() -> None:
-    for m, n, k in ((8, 28672, 8192), (8, 4096, 14336), (8, 21504, 5376), (16, 14336, 4096)):
-        plan, few = decode_plan(m, n, k, NESTED, H200), decode_plan(1, n, k, NESTED, H200)
+def test_less_shared_memory_holds_fewer_stages() -> None:
+    for m, n, k in ((8, 28672, 8192), (8, 4096, 14336), (8, 21504, 5376), (16, 2048, 2048)):
+        plan, less = (decode_plan(m, n, k, NESTED, facts) for facts in (H200, replace(H200, shared_memory=101376)))
         assert plan is not None
-        assert few is not None
-        assert plan.shared_bytes(NESTED) <= decode.ROOMY < few.shared_bytes(NESTED)
-        assert plan.stages >= 3
-    # But no fewer than what keeps bytes coming: fp32 scales need so much room themselves.
-    assert decode_plan(8, 28672, 8192, FLAT, H200) == decode_plan(1, 28672, 8192, FLAT, H200)
+        assert less is not None
+        assert less.shared_bytes(NESTED) <= 101376 < plan.shared_bytes(NESTED)
+
+
+@pytest.mark.parametrize("k", [64, 128, 192, 256, 960, 4096, 5376])
+def test_chunks_of_a_row(k: int) -> None:
+    """A row of W is a whole number of them: the last one of the last row ends where W ends."""
+    chunk = decode.weight_chunk(k)
+    assert chunk in (32, 64, 128)
+    assert k // 2 % chunk == 0
 
 
 @given(
@@ -216,6 +222,6 @@ def test_what_the_kernel_is_for() -> None:
 
 def test_source_refuses_sizes_that_are_not_its_own() -> None:
     plan = decode_plan(1, 4096, 4096, NESTED, H200)
-    wrong = macros(torch.bfloat16, NESTED, False, False, plan) | {"SHARED_BYTES": plan.shared_bytes(NESTED) + 16}
+    wrong = macros(torch.bfloat16, NESTED, False, False, plan, 128) | {"SHARED_BYTES": plan.shared_bytes(NESTED) + 16}
     with pytest.raises(Exception, match="reckons with other sizes"):
         nvrtc.compile_cubin(source(), 90, wrong)

@@ -4,7 +4,7 @@ import ctypes
 import re
 import subprocess
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -73,6 +73,13 @@ def test_every_plan_is_valid(
     assert 1 <= plan.ctas <= work
     assert (work + 1) * plan.ctas <= 1 << 32  # hopper.cu multiplies them in 32 bits
     assert plan.shared_bytes(span) <= 232448
+    if plan.held:
+        assert not batch_invariant
+        assert plan.ctas <= sms
+        starts = [cta * work // plan.ctas for cta in range(plan.ctas + 1)]
+        assert all(0 < end - start <= plan.held for start, end in pairwise(starts))
+        depth = -(-k // DEPTH)
+        assert all(start // depth == (end - 1) // depth for start, end in pairwise(starts))  # all of one tile
 
 
 @given(m=st.integers(1, 1000), other=st.integers(1, 1000), **shapes)
@@ -103,16 +110,18 @@ def test_models_have_plans(shape: tuple[int, int], batch_invariant: bool) -> Non
                 assert 40 <= plan.ctas <= 132
 
 
-def test_a_group_has_tiles_of_one_width() -> None:
-    """x is laid out once for all; a small weight has narrower tiles for some numbers of rows."""
-    group = tuple(Operands(BF16, n, 2304, "nf4", 64, torch.uint8, 256) for n in (9000, 1001, 64))
+def test_a_group_has_x_laid_out_in_one_way() -> None:
+    """Once for all, which is not done for a weight whose CTAs hold it."""
+    group = tuple(Operands(BF16, n, 2304, "nf4", 64, torch.uint8, 256) for n in (9000, 8000, 64))
     for m in (33, 64, 65, 200):
         alone = [choose(m, operands, H200, False) for operands in group]
         assert all(one.kernel is hopper for one in alone)
-        widths = [one.plan.width for one in alone]
-        assert widths == ([64, 32, 32] if m <= 64 else [64, 64, 64])
-        assert choose_group(m, group[1:], H200) == (hopper, tuple(one.plan for one in alone[1:]))
-        assert (choose_group(m, group, H200) is None) == (m <= 64)
+        plans = [one.plan for one in alone]
+        assert [plan.held > 0 for plan in plans] == [False, False, True]
+        assert choose_group(m, group[:2], H200) == (hopper, tuple(plans[:2]))
+        assert choose_group(m, group, H200) is None
+        assert hopper.lays_out_alike(group[:2], plans[:2])
+        assert not hopper.lays_out_alike(group[:2], [plans[0], replace(plans[1], width=32)])
     others = (replace(group[0], k=1024), replace(group[0], block_size=32), replace(group[0], dtype=F32))
     assert all(choose_group(200, (group[0], other), H200) is None for other in others)
 
@@ -127,6 +136,10 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert all(valid(groups=groups, width=width, stages=2) for groups in GROUPS for width in WIDTHS)
     assert not valid(ctas=33)  # two tiles of sixteen units
     assert not valid(n=192, ctas=17)
+    assert valid(held=1)
+    assert valid(ctas=6, held=6)  # a third of sixteen units, and that is all of it
+    assert not valid(ctas=6, held=5)
+    assert not valid(ctas=5, held=16)  # a CTA has parts of two tiles
     assert not valid(ctas=0)
     assert not valid(groups=1)
     assert not valid(groups=5)
@@ -215,14 +228,15 @@ def _compiled(kind: Kind, plan: HopperPlan, directory: Path) -> tuple[dict[str, 
     return found["multiply"], found["arrange"]
 
 
+@pytest.mark.parametrize("held", [0, 2])
 @pytest.mark.parametrize("tile", [(8, 4, 3), (16, 4, 3), (32, 3, 3), (64, 2, 3)])
-def test_addresses_of_the_main_loop_are_uniform(tile: tuple[int, int, int], tmp_path: Path) -> None:
+def test_addresses_of_the_main_loop_are_uniform(tile: tuple[int, int, int], held: int, tmp_path: Path) -> None:
     """Where the compiler takes them for different in every lane, it moves each back by an R2UR, and all of it is slower
     (docs/notebook.md): for that, a loop that lanes leave one by one anywhere before is enough."""
     import triton
 
     path = tmp_path / "hopper.cubin"
-    path.write_bytes(nvrtc.compile_cubin(source(), "90a", macros(Kind(BF16, *KINDS[0]), HopperPlan(*tile, 132))))
+    path.write_bytes(nvrtc.compile_cubin(source(), "90a", macros(Kind(BF16, *KINDS[0]), HopperPlan(*tile, 132, held))))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     text = subprocess.run([tool, path], capture_output=True, text=True, check=True).stdout
     operations = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?(\w+)", text[text.index(".text.multiply") :], re.M)

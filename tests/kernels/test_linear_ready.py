@@ -21,7 +21,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
-from halfbyte.kernels.common import driver, nvrtc
+from halfbyte.kernels.common import driver, nvrtc, tensor_map
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.linear import cuda, decode, exact, hopper, tensor
 from halfbyte.kernels.linear.reference import linear_exact
@@ -76,7 +76,7 @@ class Driver:
             self.others.append(self.names[function.value])
             return 0
         if kernel is decode:
-            self._decode(ctypes.string_at(parameters[0], 640))
+            self._decode(ctypes.string_at(parameters[0], struct.calcsize("".join(decode.layout(len(self.group) or 1)))))
             return 0
         first, *rest = struct.unpack_from("".join(kernel.LAYOUT), ctypes.string_at(parameters[0], 320))
         packed = struct.unpack_from("Q", first)[0] if kernel is hopper else first
@@ -95,16 +95,19 @@ class Driver:
     def _decode(self, arguments: bytes) -> None:
         group = self.group or [self.like]
         parts = len(group)
-        values = struct.unpack_from("".join(decode.layout(parts)), arguments)
-        x, *results, m = values[5 * parts : 7 * parts + 2]
-        sizes, (tiles, k) = values[7 * parts + 2 : 9 * parts + 2], values[9 * parts + 2 : 9 * parts + 4]
+        values = struct.unpack("".join(decode.layout(parts)), arguments)
+        weights, (x, *results, m) = values[: 6 * parts], values[6 * parts : 8 * parts + 2]
+        sizes, (tiles, k) = values[8 * parts + 2 : 10 * parts + 2], values[10 * parts + 2 : 10 * parts + 4]
         assert sizes[:parts] == tuple(like.shape[0] for like in group)
         counts = [-(-n // 16) for n in sizes[:parts]]
         assert sizes[parts:] == tuple(sum(counts[:part]) for part in range(parts))
         assert (tiles, k) == (sum(counts), group[0].shape[1])
         self.seen.append((decode, m))
         for part, like in enumerate(group):
-            self._multiply(like, values[5 * part : 5 * part + 5], m, x, *results[2 * part : 2 * part + 2])
+            weight_map, scale_map, scale, *nested = weights[6 * part : 6 * part + 6]
+            (packed,), (mapped,) = struct.unpack_from("Q", weight_map), struct.unpack_from("Q", scale_map)
+            assert mapped in (0, scale)
+            self._multiply(like, (packed, scale, *nested), m, x, *results[2 * part : 2 * part + 2])
 
     def _multiply(self, like: QuantizedWeight, addresses: Sequence[int], m: int, x: int, bias: int, out: int) -> None:
         packed, scale, *of_nested = addresses
@@ -135,7 +138,7 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 def _gpu(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts) -> Iterator[Driver]:
     there = Driver()
-    for module in (driver, hopper):
+    for module in (driver, tensor_map):
         monkeypatch.setattr(module, "driver", lambda: there)
     for module in (cuda, decode, exact, hopper, tensor):
         monkeypatch.setattr(module, "facts_of", lambda index: facts)
@@ -146,7 +149,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts) -> Iterator[Driver
     monkeypatch.setattr(hopper._rooms, "known", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    caches = (driver.kernels.cache_clear, driver.per_thread.ready.clear, hopper._map.cache_clear)
+    caches = (driver.kernels.cache_clear, driver.per_thread.ready.clear, tensor_map.tensor_map.cache_clear)
     for clear in caches:
         clear()
     yield there
@@ -226,10 +229,10 @@ def test_a_group(gpu: Driver, nested: bool, biased: tuple[int, ...], monkeypatch
 @pytest.mark.parametrize("format", ["nf4", "int4"])
 def test_a_group_whose_x_is_laid_out_once(gpu: Driver, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
-    gpu.group = [make(n, 1024, format=format) for n in (256, 600, 64)]
-    for m in (40, 64):
+    gpu.group = [make(n, 1024, format=format) for n in (6600, 9000, 7002)]
+    for m in (200, 256):
         x = torch.randn(m, 1024).bfloat16()
-        biases = [None, torch.randn(600).bfloat16(), None]
+        biases = [None, torch.randn(9000).bfloat16(), None]
         for _ in range(2):
             gpu.seen.clear()
             gpu.others.clear()
@@ -239,6 +242,17 @@ def test_a_group_whose_x_is_laid_out_once(gpu: Driver, format: str, monkeypatch:
                 assert torch.equal(y, right(x, q, bias))
             assert gpu.seen == [(hopper, m)] * 3
             assert gpu.others == [b"arrange"]
+
+
+def test_x_is_not_laid_out_ahead_where_ctas_hold_it(gpu: Driver) -> None:
+    q, x = make(600, 1024), torch.randn(40, 1024).bfloat16()
+    gpu.like = q
+    for _ in range(2):
+        y = cuda.linear(x, q, None, False)
+        assert y is not None
+        assert torch.equal(y, right(x, q))
+    assert gpu.seen == [(hopper, 40)] * 2
+    assert gpu.others == []
 
 
 def test_room_for_shared_sums(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,10 @@ __device__ __forceinline__ void store_word(u32 address, u32 value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_four(u32 address, u32 value) {  // copies of it, at a multiple of 16 bytes
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }

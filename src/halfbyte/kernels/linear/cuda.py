@@ -70,12 +70,12 @@ def _is_lighter(m: int, operands: Operands) -> bool:
     k, numel = operands.k, operands.n * operands.k
     many = 16 * operands.scale.itemsize >= operands.block_size
     if m <= 8:
-        return k <= 1 << 14 or numel < 3 << 25 or many
+        return m <= 4 or k <= 1 << 14 or numel < 3 << 25 or many
     if m <= 16 and not many:
         return numel < (1 << 26 if k <= 4096 else 1 << 25)
     if m <= 16:
         return numel < 1 << 27 if k <= 4096 else k <= 1 << 14 and numel <= 1 << 26
-    return numel <= 1 << 24 if many else numel < 1 << 24
+    return numel <= 1 << 24 if many else k <= 4096 and numel < 1 << 24
 
 
 @lru_cache(1 << 14)

@@ -11,14 +11,13 @@
 // into the scale, which is applied in fp32 to the sums of each block.
 //
 // A CTA owns WARPS * SLICE blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in registers
-// throughout. One warp more feeds the tiles into shared memory by bulk copies, STAGES of them; another adds up what the
-// warps leave there. Nobody waits for a barrier of the whole CTA. Where K is longer than a CTA's share, CLUSTER CTAs
+// throughout. One warp more feeds the tiles into shared memory, STAGES of them, each by one tensor copy, for to ask for one
+// takes 70 cycles; another adds up what the warps leave there. Nobody waits for a barrier of the whole CTA. Where K is longer than a CTA's share, CLUSTER CTAs
 // side by side along K hand their sums to the first of them through distributed shared memory. Sums are always added in
 // the same order, so the same input gives the same bits.
 //
 // A tile may come in STEPS, all warps going through K side by side, and a stage is then a step: the room of two tiles is
-// refilled half by half, while memory would else wait for the slowest warp. And a CTA may be of several TEAMS that share
-// the table only: where K needs few warps, a second team multiplies while the first waits.
+// refilled half by half, while memory would else wait for the slowest warp.
 //
 // One launch may take several weights of the same K and format: their tiles lie one behind the other, rows of a tile are
 // of one weight, and all read the same x. So q, k and v of an attention start from cold once.
@@ -27,61 +26,90 @@
 // come into L2, and then waits, for x and for W, which may have been written just now. Only then it lets the next one begin
 // in the same way, so that whatever comes after finds all that was written before this kernel.
 //
-// Bulk copies move multiples of 16 bytes. Where the scales of a row are no such multiple and a CTA has all of K, those of
+// Scales come by a tensor copy too, if those of a row are a multiple of 16 bytes. If not and a CTA has all of K, those of
 // a whole tile come in one piece (WHOLE): 16 rows always are one, and so are the 4, 8 or 12 of a last tile. Where it has
 // a part of K, each row's come with what lies around them up to multiples of 16 bytes (OFFSET); all rows together are one.
 //
 // Needs barriers.cuh and decode_work.cuh ahead of it, sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; SHARED_BY
 // blocks of 64 weights share a scale, and the first weight of a byte is in its low half with LOW_FIRST; for K see decode.py.
 // With REGISTERS, which needs sm_90a and a multiple of four warps, that many are a multiplying thread's: the others have 32.
-// Macros: COLUMNS, TEAMS, WARPS, SLICE, STEPS, STAGES, SUMS, CLUSTER, REGISTERS, WHOLE, OFFSET, PARTS, NESTED, SCALE_BYTES,
-// SCALE_FP16, SHARED_BY, LOW_FIRST, FP16, BIAS and SHARED_BYTES.
+// Macros: COLUMNS, WARPS, SLICE, STEPS, STAGES, FIRST, SUMS, CLUSTER, REGISTERS, CHUNK, SCALE_CHUNK, WHOLE, OFFSET, PARTS,
+// NESTED, SCALE_BYTES, SCALE_FP16, SHARED_BY, LOW_FIRST, FP16, BIAS and SHARED_BYTES.
 
-// A team's first tile into L2, on its way while the kernel ahead still runs. W may not be read before that has ended, which
-// may be what writes it; to bring it nearer does no harm. Tiles of 64 KB gain nothing by it.
-__device__ __forceinline__ void prefetch_first(const Arguments& a, const Team& team, u32 first_block, u32 lane) {
-  if (BLOCKS >= 128 || team.first >= a.tiles) return;
-  const Tile tile(a, team.first);
-  const u32 row_blocks = a.k / 64, bytes = min(BLOCKS, row_blocks - first_block) * BLOCK_BYTES;
-  const unsigned char* from = a.weight[tile.part].packed + (u64(tile.row + lane) * row_blocks + first_block) * BLOCK_BYTES;
-  if (lane < min(ROWS, a.n[tile.part] - tile.row))
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+// Of a tile from `row` on: W's bytes, chunks of them from number `chunk` along K on; scales, from byte `byte` of a row on.
+__device__ __forceinline__ void copy_weights(u32 to, const Weight& w, u32 row, u32 chunk, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];"
+               ::"r"(to), "l"(w.map), "r"(row), "r"(chunk), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void copy_scales(u32 to, const Weight& w, u32 row, u32 byte, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(to), "l"(w.scale_map), "r"(byte), "r"(row), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void feed(const Arguments& a, const Team& team, u32 first_block, u32 lane) {
-  const u32 row_blocks = a.k / 64, blocks = min(BLOCKS, row_blocks - first_block);
-  const u32 scale_bytes = (blocks + SHARED_BY - 1) / SHARED_BY * SCALE_BYTES;
+// The CTA's first tile into L2, on its way while the kernel ahead still runs. W may not be read before that has ended, which
+// may be what writes it; to bring it nearer does no harm.
+__device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_block) {
+  if (blockIdx.x >= a.tiles) return;
+  const Tile tile(a, blockIdx.x);
+#pragma unroll
+  for (int step = 0; step < STEPS; step++)
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {0, %1, %2}];"
+                 ::"l"(a.weight[tile.part].map), "r"(tile.row), "r"((first_block + step * STEP_BLOCKS) * BLOCK_BYTES / CHUNK) : "memory");
+}
+
+// Asks for tiles as soon as there is room. Of those that there is room for from the beginning, only FIRST stages at first:
+// what comes from memory comes in any order, and none of it is of use before the first stage and what else is waited for.
+__device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_block, u32 lane) {
+  const u32 row_blocks = a.k / 64;
   Ring ring(1), scales(0);
-  for (u32 number = team.first; number < a.tiles; number += team.stride, scales.next(SCALE_STAGES)) {
+  for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
     const Weight& w = a.weight[tile.part];
-    const u32 rows = min(ROWS, a.n[tile.part] - tile.row);
-    const u64 block = u64(tile.row + lane) * row_blocks + first_block;
-    const u64 scale = block / SHARED_BY * SCALE_BYTES, from = OFFSET ? scale & ~15ull : scale;
-    const u32 around = OFFSET ? u32((scale + scale_bytes + 15 & ~15ull) - from) : scale_bytes;
-    const u32 all_scales = OFFSET ? __reduce_add_sync(~0u, lane < rows ? around : 0) : rows * scale_bytes;
 #pragma unroll
     for (int step = 0; step < STEPS; step++, ring.next(STAGES)) {
-      const u32 full = team.shared + FULL + 8 * ring.at, to = team.shared + TILES + ring.at * STAGE + lane * W_ROW;
-      const u32 some = min(STEP_BLOCKS, max(int(blocks) - step * STEP_BLOCKS, 0));
-      wait(team.shared + EMPTY + 8 * ring.at, ring.parity);
-      if (lane == 0) expect(full, rows * some * BLOCK_BYTES + (step == 0 ? all_scales : 0));
+      const u32 full = shared + FULL + 8 * ring.at, to = shared + SCALES + scales.at * SCALE_STAGE;
+      wait(shared + EMPTY + 8 * ring.at, ring.parity);
+      if (ring.at == FIRST && ring.parity == 1) wait(shared + FULL, 0);
+#if OFFSET || WHOLE
+      const u32 scale_bytes = (min(BLOCKS, row_blocks - first_block) + SHARED_BY - 1) / SHARED_BY * SCALE_BYTES;
+      const u32 rows = min(ROWS, a.n[tile.part] - tile.row);
+      const u64 scale = (u64(tile.row + (OFFSET ? lane : 0)) * row_blocks + first_block) / SHARED_BY * SCALE_BYTES;
+      const u64 from = OFFSET ? scale & ~15ull : scale;
+      const u32 some = OFFSET ? u32((scale + scale_bytes + 15 & ~15ull) - from) : rows * scale_bytes;
+      const u32 all = OFFSET ? __reduce_add_sync(~0u, lane < rows ? some : 0) : some;
+      if (lane == 0) expect(full, STAGE + (step == 0 ? all : 0));
       __syncwarp();
-      if (lane >= rows) continue;
-      if (step == 0) {
-        const u32 at = team.shared + SCALES + scales.at * SCALE_STAGE;
-        if (!WHOLE) copy(at + lane * SCALE_ROW, w.scale + from, around, full);
-        if (WHOLE && lane == 0) copy(at, w.scale + from, all_scales, full);
-      }
-      if (some) copy(to, w.packed + (block + step * STEP_BLOCKS) * BLOCK_BYTES, some * BLOCK_BYTES, full);
+      if (step == 0 && lane < (OFFSET ? rows : 1)) copy(to + lane * SCALE_ROW, w.scale + from, some, full);
+#else
+      if (lane == 0) expect(full, STAGE + (step == 0 ? SCALE_STAGE : 0));
+      if (lane == 0 && step == 0)
+#pragma unroll
+        for (int i = 0; i < SCALE_COPIES; i++)
+          copy_scales(to + i * ROWS * SCALE_CHUNK, w, tile.row, first_block / SHARED_BY * SCALE_BYTES + i * SCALE_CHUNK, full);
+#endif
+      const u32 chunk = (first_block + step * STEP_BLOCKS) * BLOCK_BYTES / CHUNK;
+      if (lane == 0) copy_weights(shared + TILES + ring.at * STAGE, w, tile.row, chunk, full);
     }
   }
 }
 
-__device__ __forceinline__ void multiply(const Arguments& a, u32 shared, const Team& team, u32 first_block, u32 warp,
-                                         u32 lane) {
+// ready: called with the first loads under way, returns when shared memory is as it has to be.
+template <class Ready>
+__device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 warp,
+                                         u32 lane, const Ready& ready) {
   const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64;
   const u32 column = lane * 4 | (shared & 0xff000000u);
+  // Where in a tile this lane's bytes of W are, in row 2 * group; row 2 * group + 1 is its own too.
+  const u32 mine = even_row<CHUNK>(2 * group) ^ member * 8;
+  u32 my_scales[SLICE / 4];  // likewise; each lane of a quad decodes those of every fourth block
+#pragma unroll
+  for (int q = 0; q < SLICE / 4; q++) {
+    const u32 byte = (place(warp, 4 * q) + member) / SHARED_BY * SCALE_BYTES;
+    my_scales[q] = byte / SCALE_CHUNK * (ROWS * SCALE_CHUNK) + (even_row<SCALE_CHUNK>(2 * group) ^ byte % SCALE_CHUNK);
+#if WHOLE || OFFSET
+    my_scales[q] = byte;
+#endif
+  }
   uint2 x[COLUMNS][SLICE][4];
 #pragma unroll
   for (int c = 0; c < COLUMNS; c++)
@@ -107,33 +135,40 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, const T
     for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int q = 0; q < SLICE / 4; q++) {
-        const u32 row = min(tile.row + group + 8 * half, a.n[tile.part] - 1);
+        const u32 row = min(tile.row + 2 * group + half, a.n[tile.part] - 1);
         const u32 block = min(first_block + place(warp, 4 * q) + member, row_blocks - 1);
         absmax[half][q] = __ldg(a.weight[tile.part].absmax + (row * row_blocks + block) / SHARED_BY / 256);
       }
   };
-  if (AHEAD && team.first < a.tiles) fetch(team.first);
+  if (AHEAD && blockIdx.x < a.tiles) fetch(blockIdx.x);
 #endif
+  ready();
   Ring ring(0), sums(1), scales(0);
-  for (u32 number = team.first; number < a.tiles; number += team.stride, sums.next(SUMS), scales.next(SCALE_STAGES)) {
+  for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, sums.next(SUMS), scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
-    // Each lane of a quad decodes the scales of every fourth block, for its rows `group` and `group + 8`.
-    float scale[2][SLICE / 4];
+    float scale[2][SLICE / 4];  // that this lane decodes
 #if NESTED
     float offset = offsets[0];
 #pragma unroll
     for (int i = 1; i < PARTS; i++) offset = tile.part == i ? offsets[i] : offset;
     if (!AHEAD) fetch(number);
 #endif
-    wait(team.shared + FULL + 8 * ring.at, ring.parity);
-    const u32 pitch = WHOLE ? row_blocks / SHARED_BY * SCALE_BYTES : SCALE_ROW;
-    const u32 mine = team.shared + SCALES + (STEPS == 1 ? ring.at : scales.at) * SCALE_STAGE + group * pitch +
-                     (OFFSET ? ((tile.row + group) * row_blocks + first_block) / SHARED_BY * SCALE_BYTES & 15 : 0);
+    wait(shared + FULL + 8 * ring.at, ring.parity);
+    const u32 scales_at = shared + SCALES + (STEPS == 1 ? ring.at : scales.at) * SCALE_STAGE;
 #pragma unroll
-    for (int half = 0; half < 2; half++)
+    for (int q = 0; q < SLICE / 4; q++) {
+      const u32 block = place(warp, 4 * q) + member;
+      u32 here = my_scales[q];
+      asm volatile("" : "+r"(here));  // what follows from it is worked out for every tile: registers are dearer
 #pragma unroll
-      for (int q = 0; q < SLICE / 4; q++) {
-        const u32 block = place(warp, 4 * q) + member, at = mine + 8 * half * pitch + block / SHARED_BY * SCALE_BYTES;
+      for (int half = 0; half < 2; half++) {
+#if WHOLE || OFFSET
+        const u32 row = 2 * group + half, pitch = WHOLE ? row_blocks / SHARED_BY * SCALE_BYTES : SCALE_ROW;
+        const u32 before = OFFSET ? ((tile.row + row) * row_blocks + first_block) / SHARED_BY * SCALE_BYTES & 15 : 0;
+        const u32 at = scales_at + row * pitch + before + here;
+#else
+        const u32 at = scales_at + (half ? row_after<SCALE_CHUNK>(here) : here);
+#endif
 #if NESTED
         const float value = load_float(shared + CODE + 1024 * tile.part + 4 * load_byte(at));
         const float decoded = __fadd_rn(__fmul_rn(value, absmax[half][q]), offset);
@@ -142,16 +177,18 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, const T
 #endif
         scale[half][q] = first_block + block < row_blocks ? decoded * a.unit : 0.0f;  // what lies beyond K is nothing
       }
+    }
 #if NESTED
-    if (AHEAD && number + team.stride < a.tiles) fetch(number + team.stride);
+    if (AHEAD && number + gridDim.x < a.tiles) fetch(number + gridDim.x);
 #endif
     float total[COLUMNS][4] = {};
 #pragma unroll
     for (int b = 0; b < SLICE; b++) {
-      if (b > 0 && b % STEP_SLICE == 0) wait(team.shared + FULL + 8 * ring.at, ring.parity);
-      const u32 inside = (warp * STEP_SLICE + b % STEP_SLICE) * BLOCK_BYTES + member * 8;
-      const u32 upper = team.shared + TILES + ring.at * STAGE + group * W_ROW + inside, lower = upper + 8 * W_ROW;
-      const uint2 w = load_pair(upper), v = load_pair(lower);
+      if (b > 0 && b % STEP_SLICE == 0) wait(shared + FULL + 8 * ring.at, ring.parity);
+      const u32 number_of_chunk = (warp * STEP_SLICE + b % STEP_SLICE) * BLOCK_BYTES / CHUNK;
+      const u32 chunk = shared + TILES + ring.at * STAGE + number_of_chunk * (ROWS * CHUNK);
+      const u32 inside = mine ^ b * BLOCK_BYTES % CHUNK;
+      const uint2 w = load_pair(chunk + inside), v = load_pair(chunk + row_after<CHUNK>(inside));
       float sum[COLUMNS][4] = {};
 #pragma unroll
       for (int step = 0; step < 4; step++) {
@@ -173,35 +210,33 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, const T
         total[c][3] += sum[c][3] * t;
       }
       if (b % STEP_SLICE == STEP_SLICE - 1) {
-        arrive(team.shared + EMPTY + 8 * ring.at);
+        arrive(shared + EMPTY + 8 * ring.at);
         ring.next(STAGES);
       }
     }
-    wait(team.shared + SUM_EMPTY + 8 * sums.at, sums.parity);
-    const u32 to = team.shared + SUM + (sums.at * WARPS + warp) * SUM_WARP;
+    wait(shared + SUM_EMPTY + 8 * sums.at, sums.parity);
+    const u32 to = shared + SUM + (sums.at * WARPS + warp) * SUM_WARP;
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++)
       if (8 * c + 2 * member < a.m) {
-        const u32 at = to + (8 * c + 2 * member) * SUM_COLUMN + 4 * group;
-        store_float(at, total[c][0]);
-        store_float(at + SUM_COLUMN, total[c][1]);
-        store_float(at + 32, total[c][2]);
-        store_float(at + SUM_COLUMN + 32, total[c][3]);
+        const u32 at = to + (8 * c + 2 * member) * SUM_COLUMN + 8 * group;
+        store_pair(at, total[c][0], total[c][2]);
+        store_pair(at + SUM_COLUMN, total[c][1], total[c][3]);
       }
-    arrive(team.shared + SUM_FULL + 8 * sums.at);
+    arrive(shared + SUM_FULL + 8 * sums.at);
   }
 }
 
-__device__ __forceinline__ void reduce(const Arguments& a, const Team& team, u32 lane) {
+__device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane) {
   const u32 rank = blockIdx.y, column = lane / 4, four = lane % 4;
   Ring sums(0), slot(0);
-  for (u32 number = team.first; number < a.tiles; number += team.stride, sums.next(SUMS), slot.next(SLOTS)) {
-    wait(team.shared + SUM_FULL + 8 * sums.at, sums.parity);
+  for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, sums.next(SUMS), slot.next(SLOTS)) {
+    wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
     float4 total[COLUMNS];
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
       total[c] = make_float4(0, 0, 0, 0);
-      const u32 from = team.shared + SUM + sums.at * WARPS * SUM_WARP + (8 * c + column) * SUM_COLUMN + 16 * four;
+      const u32 from = shared + SUM + sums.at * WARPS * SUM_WARP + (8 * c + column) * SUM_COLUMN + 16 * four;
       if (8 * c + column < a.m)
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
@@ -209,11 +244,11 @@ __device__ __forceinline__ void reduce(const Arguments& a, const Team& team, u32
           total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
         }
     }
-    arrive(team.shared + SUM_EMPTY + 8 * sums.at);
+    arrive(shared + SUM_EMPTY + 8 * sums.at);
 
 #if CLUSTER > 1
-    const u32 full = team.shared + SLOT_FULL + 8 * slot.at, empty = team.shared + SLOT_EMPTY + 8 * slot.at;
-    const u32 place = team.shared + SLOT + slot.at * (CLUSTER - 1) * SENT + 16 * lane;
+    const u32 full = shared + SLOT_FULL + 8 * slot.at, empty = shared + SLOT_EMPTY + 8 * slot.at;
+    const u32 place = shared + SLOT + slot.at * (CLUSTER - 1) * SENT + 16 * lane;
     if (rank > 0) {
       wait(empty, slot.parity ^ 1);
       const u32 to = address_in(place + (rank - 1) * SENT, 0), barrier = address_in(full, 0);
@@ -256,56 +291,80 @@ __device__ __forceinline__ void reduce(const Arguments& a, const Team& team, u32
   }
 }
 
+__device__ __forceinline__ void init_barriers(u32 shared) {
+  for (int s = 0; s < STAGES; s++) init(shared + FULL + 8 * s, 1), init(shared + EMPTY + 8 * s, WARPS * 32);
+  for (int s = 0; s < SUMS; s++) init(shared + SUM_FULL + 8 * s, WARPS * 32), init(shared + SUM_EMPTY + 8 * s, 32);
+  for (int s = 0; s < SLOTS; s++) init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, 1);
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// By all threads but the feeder's. Sixteen bytes are four copies of a word: eight lanes write a row, a warp four of them.
+__device__ __forceinline__ void make_table(const Arguments& a, u32 shared, u32 thread) {
+  const u32 lane = thread % 32, own = pack(a.codebook[lane % 16], 0);
+#pragma unroll
+  for (u32 i = 0; i < (64 * 32 + PREPARING - 1) / PREPARING; i++) {
+    const u32 four = i * (PREPARING / 32) + thread / 32, byte = 4 * four + lane / 8;
+    const u32 high = __shfl_sync(~0u, own, byte >> 4), low = __shfl_sync(~0u, own, byte & 15);
+    if (four < 64) store_four(shared + byte * TABLE_ROW + lane % 8 * 16, LOW_FIRST ? low | high << 16 : high | low << 16);
+  }
+}
+
+struct Codes {  // of nested scales, on their way into shared memory: what a thread has of them
+  static constexpr u32 COUNT = NESTED * PARTS * ((256 + PREPARING - 1) / PREPARING);
+  float value[COUNT + 1];
+  __device__ __forceinline__ Codes(const Arguments& a, u32 thread) {
+#pragma unroll
+    for (u32 i = 0; i < COUNT; i++)
+      if (at(i, thread) < 256)
+        asm volatile("ld.global.f32 %0, [%1];" : "=f"(value[i]) : "l"(a.weight[i % PARTS].code + at(i, thread)));
+  }
+  __device__ __forceinline__ void store(u32 shared, u32 thread) const {
+#pragma unroll
+    for (u32 i = 0; i < COUNT; i++)
+      if (at(i, thread) < 256) store_float(shared + CODE + 1024 * (i % PARTS) + 4 * at(i, thread), value[i]);
+  }
+  static __device__ __forceinline__ u32 at(u32 i, u32 thread) { return thread + i / PARTS * PREPARING; }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = u32(__cvta_generic_to_shared(memory)), lane = threadIdx.x % 32;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
   if ((shared & 0xffffffu) != BASE) __trap();  // in a cluster the top byte is the CTA's rank
   const u32 first_block = blockIdx.y * BLOCKS;
-  const u32 which = TEAMS == 1 ? 0 : warp / (WARPS + 2), role = warp - which * (WARPS + 2);
-  const Team team = {shared + TEAM + which * TEAM_BYTES, blockIdx.x + which * gridDim.x, gridDim.x * TEAMS};
-  if (role == 0 && lane == 0) {
-    const u32 at = team.shared;
-    for (int s = 0; s < STAGES; s++) init(at + FULL + 8 * s, 1), init(at + EMPTY + 8 * s, WARPS * 32);
-    for (int s = 0; s < SUMS; s++) init(at + SUM_FULL + 8 * s, WARPS * 32), init(at + SUM_EMPTY + 8 * s, 32);
-    for (int s = 0; s < SLOTS; s++) init(at + SLOT_FULL + 8 * s, 1), init(at + SLOT_EMPTY + 8 * s, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  if (CLUSTER > 1) sync_cluster(); else __syncthreads();
+  if (warp == WARPS && lane == 0) init_barriers(shared);
+  if (CLUSTER > 1) sync_cluster();
 
-  const auto prepare = [&] {  // by all but the feeders
-    const u32 threads = TEAMS * (WARPS + 1) * 32, thread = threadIdx.x - 32 * (which + (role > WARPS));
-    for (u32 i = thread; i < 256 * 32; i += threads) {
-      const u32 byte = i / 32;
-      const u32 first = LOW_FIRST ? byte & 15 : byte >> 4, second = LOW_FIRST ? byte >> 4 : byte & 15;
-      store_word(shared + byte * TABLE_ROW + i % 32 * 4, pack(a.codebook[first], a.codebook[second]));
-    }
+  const u32 thread = threadIdx.x - (warp > WARPS ? 32 : 0);
+  const auto prepare = [&] {
+    make_table(a, shared, thread);
     wait_for_the_one_ahead();
     if (threadIdx.x == 0) let_the_next_begin();
-#if NESTED
-#pragma unroll
-    for (int part = 0; part < PARTS; part++)
-      for (u32 i = thread; i < 256; i += threads) store_float(shared + CODE + 1024 * part + 4 * i, a.weight[part].code[i]);
-#endif
-    asm volatile("bar.sync 1, %0;" ::"n"(TEAMS * (WARPS + 1) * 32) : "memory");
+    return Codes(a, thread);
   };
-  if (role < WARPS) {
+  const auto meet = [&](const Codes& codes) {  // the feeder has been here already: the barriers are ready
+    codes.store(shared, thread);
+    asm volatile("bar.sync 1, %0;" ::"n"(PREPARING + 32) : "memory");
+  };
+  if (warp < WARPS) {
 #if REGISTERS
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
-    prepare();
-    multiply(a, shared, team, first_block, role, lane);
+    const Codes codes = prepare();
+    multiply(a, shared, first_block, warp, lane, [&] { meet(codes); });
   } else {
 #if REGISTERS
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");  // by four warps, two of which have nothing else to do
 #endif
-    if (role == WARPS) {
-      prefetch_first(a, team, first_block, lane);
+    if (warp == WARPS) {
+      asm volatile("bar.arrive 1, %0;" ::"n"(PREPARING + 32) : "memory");
+      if (lane < PARTS && !WHOLE && !OFFSET) asm volatile("prefetch.tensormap [%0];" ::"l"(a.weight[lane].scale_map) : "memory");
+      if (lane == 0) prefetch_first(a, first_block);
       wait_for_the_one_ahead();
-      feed(a, team, first_block, lane);
-    } else if (role == WARPS + 1) {
-      prepare();
-      reduce(a, team, lane);
+      feed(a, shared, first_block, lane);
+    } else if (warp == WARPS + 1) {
+      meet(prepare());
+      reduce(a, shared, lane);
     }
   }
   if (CLUSTER > 1) {  // nobody leaves while a neighbour may still write to its barriers

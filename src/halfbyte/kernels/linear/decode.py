@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
 from halfbyte.kernels.common.nvrtc import Variant, read_sources
+from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.linear.codebook import FACTORS, UNIT_AND_CODEBOOK
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import GroupProduct, Product, run
@@ -26,9 +29,7 @@ MOST_ROWS = 32  # of x
 MOST_CLUSTER = 8  # CTAs, everywhere clusters exist
 MOST_PARTS = 3  # weights of one launch: q, k and v
 MOST_STAGES = 8  # that there are barriers for
-MOST_WARPS = 20  # of a CTA: five on each quarter of a multiprocessor, with 96 registers
 SLOTS = 4
-ROOMY = 195 << 10  # bytes of shared memory that leave 60 KB of L1; the next step leaves 28
 
 
 class Scales(NamedTuple):
@@ -53,11 +54,11 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The constants of decode.cu. columns: groups of eight rows of x. warps: of a team, that multiply. slice: blocks of
-    K a warp. stages: of a team, tiles or steps of tiles on their way. cluster: CTAs that share K. whole: scales of a
+    """The constants of decode.cu. columns: groups of eight rows of x. warps: that multiply. slice: blocks of
+    K a warp. stages: tiles or steps of tiles on their way. cluster: CTAs that share K. whole: scales of a
     tile are copied in one piece. offset: those of a row with what lies around them. parts: weights of one launch.
-    steps: that a tile is fetched in. teams: of a CTA, each with tiles of its own. registers: of a multiplying thread,
-    at the expense of others, or 0 for as many as those have. sums: buffers of a team for what its warps have."""
+    steps: that a tile is fetched in. registers: of a multiplying thread, at the expense of others, or 0 for as many as
+    those have. sums: buffers for what warps have. first: stages that are asked for before the first is there."""
 
     columns: int
     warps: int
@@ -68,14 +69,14 @@ class DecodePlan:
     offset: bool = False
     parts: int = 1
     steps: int = 1
-    teams: int = 1
     registers: int = 0
     sums: int = 2
+    first: int = 1
 
     @property
     def threads(self) -> int:
         """Of a CTA. Registers are handed over by four warps at a time, so two more are there where any are."""
-        return 32 * (self.teams * (self.warps + 2) + (2 if self.registers else 0))
+        return 32 * (self.warps + 2 + (2 if self.registers else 0))
 
     @property
     def blocks(self) -> int:
@@ -88,11 +89,34 @@ class DecodePlan:
 
     def shared_bytes(self, scales: Scales) -> int:
         """Dynamic shared memory. decode.cu lays it out, and does not compile where this sum is another than its own."""
-        stage, scale_row = self.blocks // self.steps * 32 + 32, scales.bytes_of(self.blocks)
-        scale_row = -(-scale_row // 16) * 16 + 32 if self.offset else scale_row + 16
-        tiles = ROWS * (self.stages * stage + -(-self.stages // self.steps) * scale_row)
-        sums = self.sums * self.warps * 8 * self.columns * 80 + SLOTS * (self.cluster - 1) * self.columns * 512
-        return 256 * 256 + 1024 * self.parts + self.teams * (256 + sums + tiles)
+        stage, stages = ROWS * self.blocks // self.steps * 32, -(-self.stages // self.steps)
+        sums = (
+            1024 * self.parts
+            + 256
+            + self.sums * self.warps * 8 * self.columns * 80
+            + SLOTS * (self.cluster - 1) * self.columns * 512
+        )
+        tiles = self.stages * stage + stages * ROWS * self.scale_row(scales)
+        return 256 * 256 + -(-sums // 1024) * 1024 + tiles
+
+    def scale_row(self, scales: Scales) -> int:
+        """Bytes of shared memory for the scales of a row."""
+        count = scales.bytes_of(self.blocks)
+        if self.whole or self.offset:
+            return count if self.whole else -(-count // 16) * 16 + 32
+        chunk = scale_chunk(self, scales)
+        return -(-count // chunk) * chunk
+
+
+def scale_chunk(plan: DecodePlan, scales: Scales) -> int:
+    """Bytes of a row's scales that one copy brings: a power of two."""
+    count = scales.bytes_of(plan.blocks)
+    return next((chunk for chunk in (16, 32, 64) if count <= chunk), 128)
+
+
+def weight_chunk(k: int) -> int:
+    """Bytes of a row of W that are beside each other in shared memory: a power of two that K is a multiple of."""
+    return math.gcd(k // 2, 128)
 
 
 def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, facts: DeviceFacts) -> bool:
@@ -107,13 +131,11 @@ def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, facts: DeviceFact
         and 0 < n * k < 1 << 38  # blocks are counted in 32 bits
         and plan.slice % (4 * plan.steps) == 0
         and 1 <= plan.warps <= 16
-        and plan.teams >= 1
-        and plan.teams * (plan.warps + 2) <= MOST_WARPS
-        and (plan.teams == 1 or plan.cluster == 1)
         and 1 <= plan.cluster <= MOST_CLUSTER
         and plan.blocks * (plan.cluster - 1) < blocks <= plan.blocks * plan.cluster
         and 2 <= plan.stages <= MOST_STAGES
         and 1 <= plan.sums <= 2
+        and plan.first >= 1
         and (plan.registers == 0 or (facts.ptx == 90 and _can_hand_over_registers(plan)))
         and plan.shared_bytes(scales) <= facts.shared_memory
     )
@@ -123,7 +145,7 @@ def _can_hand_over_registers(plan: DecodePlan) -> bool:
     """Four warps at a time, to multiples of 8; a warp waits for ever for what the CTA does not have."""
     has = (1 << 16) // plan.threads // 8 * 8 * plan.threads
     asked = 32 * (plan.warps * plan.registers + 4 * 32)
-    return plan.teams == 1 and plan.warps % 4 == plan.registers % 8 == 0 and asked <= has
+    return plan.warps % 4 == plan.registers % 8 == 0 and asked <= has
 
 
 def _can_copy_scales(plan: DecodePlan, blocks: int, scales: Scales) -> bool:
@@ -141,7 +163,7 @@ def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, part
     """The plan for x [m, k] and W [n, k], or None where this kernel is not for them. parts: the weights
     that W is, none of which shares a tile with another.
 
-    A warp holds as much of K as its registers take beside x; then the fewest steps of the busiest CTA win, with what a
+    A warp holds as much of K as its registers take beside x; then the least work of the busiest CTA wins, with what a
     tile, a neighbour and a missing warp were seen to cost on an H200 (docs/notebook.md).
     """
     if not 1 <= m <= MOST_ROWS:
@@ -152,46 +174,47 @@ def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, part
     def cost(plan: DecodePlan) -> float:
         turns = -(-tiles // max(1, facts.sms // plan.cluster))
         busy = turns * (plan.blocks * (1 + 0.05 * (most_warps - plan.warps)) + 8)
-        neighbours = 8 * plan.cluster + (32 if plan.cluster > 1 else 0)
-        return busy + neighbours - plan.stages / plan.steps - 0.1 * plan.sums
+        return busy + 8 * plan.cluster + (32 if plan.cluster > 1 else 0)
 
     unaligned = scales.bytes_of(k // BLOCK) % 16 != 0
     shapes = (
-        DecodePlan(columns, warps, width, 4, cluster, unaligned and cluster == 1, unaligned and cluster > 1, parts)
+        DecodePlan(columns, warps, width, 2, cluster, unaligned and cluster == 1, unaligned and cluster > 1, parts)
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
     )
-    plans = (plan for shape in shapes for plan in _refined(shape, m, tiles / facts.sms, scales, facts))
-    return min((plan for plan in plans if is_valid(plan, n, k, scales, facts)), key=cost, default=None)
+    plans = (_refined(shape, tiles / max(1, facts.sms // shape.cluster), scales, facts) for shape in shapes)
+    fitting = (one for plan in plans for one in _smaller(plan) if is_valid(one, n, k, scales, facts))
+    return min(fitting, key=cost, default=None)  # the first of equals, which has the most room
 
 
-def _refined(plan: DecodePlan, m: int, turns: float, scales: Scales, facts: DeviceFacts) -> list[DecodePlan]:
-    """The plan, or what is ahead of it, with every number of stages that makes sense. turns: tiles of a multiprocessor.
+def _refined(plan: DecodePlan, turns: float, scales: Scales, facts: DeviceFacts) -> DecodePlan:
+    """The plan with what is best for its warps. turns: tiles of a CTA, on average.
 
-    Two stages of large tiles leave memory waiting for the slowest warp, hence steps. Few warps do not keep up with
-    memory, hence teams, whose beginning takes longer. Sixteen would like more registers than eighteen can have each; so
-    would those that hold 32 rows of x. Many rows of x for many warps come through an L1 that has what shared memory
-    leaves: what takes less of it begins earlier. Measured on an H200 (docs/notebook.md).
+    Three halves of a tile on their way are better than more, which come in any order. Sixteen warps would like more
+    registers than eighteen can have each, and with one buffer of sums want even more; so would those that hold 32 rows
+    of x. With nested scales the second stage is better asked for when the first is there, unless tiles are many; the
+    codes would wait behind it. Measured on an H200 (docs/notebook.md).
     """
-    if plan.warps == 16 and plan.cluster == 1 and facts.ptx == 90:
+    full = plan.warps == 16
+    plan = replace(plan, sums=2 if full else 1)
+    if plan.columns == 1:
+        halves = turns > 1 or plan.warps > 4
+        patient = scales.nested and turns > 1 and not (turns > 6 and 4 < plan.warps < 16)
+        plan = replace(plan, steps=2 if halves else 1, stages=3 if halves else 2, first=1 if patient else 2)
+    elif plan.columns == 2 and plan.offset:
+        plan = replace(plan, stages=3, first=2, sums=2)
+    if full and plan.cluster == 1 and facts.ptx == 90:
         plan = replace(plan, registers=104)
     if plan.columns == 4 and plan.warps == 8 and plan.cluster <= 2 and facts.ptx == 90:
         plan = replace(plan, registers=232)
-    if plan.columns == 1 and plan.warps > 10:
-        plan = replace(plan, stages=MOST_STAGES, steps=2)
-    elif plan.columns == plan.cluster == 1 and plan.warps == 4 and turns >= 5:
-        plan = replace(plan, teams=2)
-    elif plan.columns == plan.cluster == 1 and 4 < plan.warps <= 8 and turns >= 10:
-        plan = replace(plan, stages=MOST_STAGES, steps=2, teams=2)
-    elif plan.columns == 2 and turns <= 2:
-        plan = replace(plan, stages=2)
-    if plan.columns == plan.teams == 1 and 4 < plan.warps <= 8 and turns > 4 and not scales.nested:
-        plan = replace(plan, sums=1)
-    crowded = {1: m > 4 and plan.warps > 10, 2: plan.warps >= 8 and scales.nested, 4: plan.warps == 8}[plan.columns]
-    sums = (1, 2) if crowded and scales.nested and plan.columns < 4 else (plan.sums,)
-    plans = [replace(plan, stages=stages, sums=count) for stages in range(2, plan.stages + 1) for count in sums]
-    roomy = [one for one in plans if one.stages > one.steps and one.shared_bytes(scales) <= ROOMY] if crowded else []
-    return roomy or [one for one in plans if one.sums == plan.sums]
+    return plan
+
+
+def _smaller(plan: DecodePlan) -> Iterable[DecodePlan]:
+    """The plan, and what needs less shared memory: for GPUs that have less."""
+    for stages in range(plan.stages, 1, -1):
+        for sums in range(plan.sums, 0, -1):
+            yield replace(plan, stages=stages, sums=sums)
 
 
 def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> DecodePlan | None:
@@ -281,12 +304,27 @@ def _prepare(
     launch = prepared(("decode", index, sum(tiles), compiled), lambda: _launch(index, o, sum(tiles), plan, compiled))
     firsts = [sum(tiles[:part]) for part in range(parts)]
     sizes = (*(o.n for o in group), *firsts, sum(tiles), o.k)
-    return launch, Arguments(layout(parts), tuple(chain(*weights)), (*sizes, *UNIT_AND_CODEBOOK[o.format, o.dtype]))
+    described = chain.from_iterable(map(partial(_described, plan), group, weights))
+    return launch, Arguments(layout(parts), tuple(described), (*sizes, *UNIT_AND_CODEBOOK[o.format, o.dtype]))
+
+
+def _described(plan: DecodePlan, o: Operands, weight: Addresses) -> tuple[Any, ...]:
+    """decode.cu's Weight."""
+    packed, scale, *nested = weight
+    chunk, scales, blocks = weight_chunk(o.k), scales_of(o), o.k // BLOCK
+    box = (chunk, ROWS, plan.blocks // plan.steps * 32 // chunk)
+    weights = tensor_map(packed, (chunk, o.n, o.k // 2 // chunk), (o.k // 2, chunk), box)
+    scale_map = b""
+    if not plan.whole and not plan.offset:
+        row = scales.bytes_of(blocks)
+        scale_map = tensor_map(scale, (row, o.n), (row,), (scale_chunk(plan, scales), ROWS))
+    return weights, scale_map, scale, *nested
 
 
 def layout(parts: int) -> tuple[str, str, str]:
     """decode.cu's Arguments: x, then bias and out for each weight, and m change."""
-    return f"{5 * parts}Q", f"{1 + 2 * parts}QI", f"{2 * parts + 2}If64s"
+    before, changing, after = parts * "128s128s4Q32x", f"{1 + 2 * parts}QI", f"{2 * parts + 2}If64s"
+    return before, changing, after + f"{-struct.calcsize(before + changing + after) % 64}x"
 
 
 def operands_of_group(group: Sequence[Operands]) -> Operands:
@@ -298,13 +336,14 @@ def _launch(index: int, o: Operands, tiles: int, plan: DecodePlan, compiled: Var
     shared = plan.shared_bytes(scales_of(o))
     (function,) = kernels(index, compiled, (("decode", shared),))
     launch = Launch(function, (1, plan.cluster), plan.threads, shared, cluster=plan.cluster, overlaps=True)
-    launch.set_grid(min(launch.most_clusters(), -(-tiles // plan.teams)), plan.cluster)
+    launch.set_grid(min(launch.most_clusters(), tiles), plan.cluster)
     return launch
 
 
 def variant(operands: Operands, plan: DecodePlan, facts: DeviceFacts) -> Variant:
     """What is compiled for such operands."""
-    constants = macros(operands.dtype, scales_of(operands), operands.low_first, operands.bias, plan)
+    chunk = weight_chunk(operands.k)
+    constants = macros(operands.dtype, scales_of(operands), operands.low_first, operands.bias, plan, chunk)
     return Variant.of(source(), target(plan, facts), constants)
 
 
@@ -313,15 +352,18 @@ def target(plan: DecodePlan, facts: DeviceFacts) -> int | str:
     return "90a" if plan.registers else facts.capability
 
 
-def macros(dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan: DecodePlan) -> dict[str, int]:
+def macros(
+    dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan: DecodePlan, chunk: int
+) -> dict[str, int]:
     """What decode.cu is compiled with."""
     return {
         "COLUMNS": plan.columns, "WARPS": plan.warps, "SLICE": plan.slice, "STAGES": plan.stages,
-        "STEPS": plan.steps, "SUMS": plan.sums, "TEAMS": plan.teams, "CLUSTER": plan.cluster, "WHOLE": int(plan.whole),
+        "STEPS": plan.steps, "SUMS": plan.sums, "CLUSTER": plan.cluster, "WHOLE": int(plan.whole),
         "OFFSET": int(plan.offset), "PARTS": plan.parts, "NESTED": int(scales.nested),
         "SCALE_BYTES": scales.dtype.itemsize, "SCALE_FP16": int(scales.dtype == torch.float16),
         "SHARED_BY": scales.blocks, "LOW_FIRST": int(low_first), "FP16": int(dtype == torch.float16),
-        "BIAS": int(bias), "REGISTERS": plan.registers, "SHARED_BYTES": plan.shared_bytes(scales),
+        "BIAS": int(bias), "CHUNK": chunk, "SCALE_CHUNK": scale_chunk(plan, scales), "FIRST": plan.first,
+        "REGISTERS": plan.registers, "SHARED_BYTES": plan.shared_bytes(scales),
     }  # fmt: skip
 
 

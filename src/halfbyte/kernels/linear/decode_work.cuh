@@ -2,33 +2,44 @@
 // Macros and needs are those of decode.cu.
 
 constexpr int ROWS = 16, BLOCK_BYTES = 32;
-constexpr int THREADS = (TEAMS * (WARPS + 2) + (REGISTERS ? 2 : 0)) * 32;  // registers are handed over by four warps each
+constexpr int THREADS = (WARPS + 2 + (REGISTERS ? 2 : 0)) * 32;  // registers are handed over by four warps each
+constexpr u32 PREPARING = (WARPS + 1) * 32;           // threads: all but the feeder's
 constexpr int BLOCKS = WARPS * SLICE;                 // of K, a CTA
 constexpr int STEP_SLICE = SLICE / STEPS, STEP_BLOCKS = WARPS * STEP_SLICE;
-constexpr u32 W_ROW = STEP_BLOCKS * BLOCK_BYTES + 32;  // bytes a row in a stage, padded against bank conflicts
+constexpr u32 STAGE = ROWS * STEP_BLOCKS * BLOCK_BYTES;
 constexpr u32 SCALES_OF_ROW = (BLOCKS + SHARED_BY - 1) / SHARED_BY * SCALE_BYTES;  // of all steps
-constexpr u32 SCALE_ROW = OFFSET ? (SCALES_OF_ROW + 15) / 16 * 16 + 32 : SCALES_OF_ROW + 16;  // room for them, padded too
-constexpr u32 STAGE = ROWS * W_ROW, SCALE_STAGE = ROWS * SCALE_ROW;
+constexpr u32 SCALE_ROW = WHOLE ? SCALES_OF_ROW : OFFSET ? (SCALES_OF_ROW + 15) / 16 * 16 + 32 : SCALE_CHUNK;
+constexpr int SCALE_COPIES = WHOLE || OFFSET ? 1 : (SCALES_OF_ROW + SCALE_CHUNK - 1) / SCALE_CHUNK;
+constexpr u32 SCALE_STAGE = SCALE_COPIES * ROWS * SCALE_ROW;
 constexpr int SCALE_STAGES = (STAGES + STEPS - 1) / STEPS;  // a tile's scales come with its first step, and stay for it
-constexpr bool AHEAD = COLUMNS == 1 ? WARPS * TEAMS < 16 || REGISTERS > 0 : REGISTERS > 200;  // where there are registers for it
+constexpr bool AHEAD = COLUMNS == 1 ? WARPS < 16 || REGISTERS > 0 : REGISTERS > 200;  // where there are registers for it
 constexpr int SLOTS = 4;  // buffers of sums from the cluster; SUMS are those within the CTA
 constexpr u32 SUM_COLUMN = 20 * 4;                    // bytes: 16 rows, padded
 constexpr u32 SUM_WARP = 8 * COLUMNS * SUM_COLUMN;
 constexpr u32 SENT = COLUMNS * 512;                   // bytes of one CTA's sums on their way to the first
 
-// All teams share the table and the codes; behind them each has a region of its own.
+// Shared memory: the table, the codes, barriers, sums, sums from the cluster, tiles, scales.
+#define ALIGNED(bytes) (((bytes) + 1023) / 1024 * 1024)  // as swizzles ask for
 constexpr u32 CODE = 256 * TABLE_ROW;
-constexpr u32 TEAM = CODE + 1024 * PARTS;
-constexpr u32 FULL = 0, EMPTY = FULL + 64, SUM_FULL = EMPTY + 64, SUM_EMPTY = SUM_FULL + 16;  // barriers
+constexpr u32 FULL = CODE + 1024 * PARTS, EMPTY = FULL + 64, SUM_FULL = EMPTY + 64, SUM_EMPTY = SUM_FULL + 16;
 constexpr u32 SLOT_FULL = SUM_EMPTY + 16, SLOT_EMPTY = SLOT_FULL + 32;
-constexpr u32 SUM = 256;  // behind the barriers
+constexpr u32 SUM = FULL + 256;
 constexpr u32 SLOT = SUM + SUMS * WARPS * SUM_WARP;
-constexpr u32 TILES = SLOT + SLOTS * (CLUSTER - 1) * SENT;
+constexpr u32 TILES = ALIGNED(SLOT + SLOTS * (CLUSTER - 1) * SENT);
 constexpr u32 SCALES = TILES + STAGES * STAGE;
-constexpr u32 TEAM_BYTES = SCALES + SCALE_STAGES * SCALE_STAGE;
-static_assert(TEAM + TEAMS * TEAM_BYTES == SHARED_BYTES, "decode.py reckons with other sizes");
+static_assert(SCALES + SCALE_STAGES * SCALE_STAGE == SHARED_BYTES, "decode.py reckons with other sizes");
 static_assert(SUMS <= 2, "each has a full and an empty barrier in 16 bytes");
 static_assert(STAGES <= 8, "each stage has a full and an empty barrier in 64 bytes");
+
+// Tensor copies write chunks of 16 rows, one behind the other, each row's pieces of 16 bytes swizzled by the number of the
+// line of 128 bytes that they are in. A place within an even row is or-ed exclusively to where the row begins; the same
+// place in the row after it is not far.
+template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 even_row(u32 row) {
+  return row * CHUNK_BYTES + (row * CHUNK_BYTES / 128 % 8 & CHUNK_BYTES / 16 - 1) * 16;
+}
+template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 row_after(u32 at) {
+  return (at ^ (CHUNK_BYTES == 128 ? 16 : 0)) + CHUNK_BYTES;
+}
 
 __device__ __forceinline__ float4 load_sums(u32 address) {
   float4 value;
@@ -54,6 +65,9 @@ __device__ __forceinline__ float load_scale(u32 address) {
 #else
   return load_float(address);
 #endif
+}
+__device__ __forceinline__ void store_pair(u32 address, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }
 __device__ __forceinline__ void store_float(u32 address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
@@ -87,8 +101,8 @@ struct Ring {  // a position in a ring of `size` buffers, and the parity of its 
 };
 
 struct Weight {
-  const unsigned char* packed;
-  const unsigned char* scale;   // u8 with NESTED, else of SCALE_BYTES, fp16 or bf16 where these are two
+  alignas(64) unsigned char map[128], scale_map[128];  // tensor maps of packed, and of scale but with WHOLE and OFFSET
+  const unsigned char* scale;  // u8 with NESTED, else of SCALE_BYTES, fp16 or bf16 where these are two
   const float *code, *absmax, *offset;
 };
 struct Result {
@@ -101,10 +115,6 @@ struct Arguments {
   Result result[PARTS];
   u32 m, n[PARTS], first_tile[PARTS], tiles, k;
   float unit, codebook[16];
-};
-
-struct Team {  // that goes over its own tiles, in its own shared memory
-  u32 shared, first, stride;
 };
 
 struct Tile {  // of which weight, and its first row there

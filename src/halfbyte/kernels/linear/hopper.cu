@@ -186,6 +186,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
   const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = lane * 4;
   const Mine mine(row, member);
   Ring ring(0);
+  u32 held = lower_half(BASE + X_HELD);
   Place place(a, first);
   float total[SUMS], sum[SUMS];
   u32 even[4 * STEPS], odd[4 * STEPS];  // A operands of two spans: one is multiplied while the next is decoded
@@ -194,7 +195,9 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
   wait(BASE + FULL, 0);
   decode(even, BASE + TILES, mine, 0, column);
   for (u32 unit = first; unit < last; unit++) {
-    const u32 room = BASE + TILES + ring.at * (W_BYTES + X_BYTES), x = lower_half(room + W_BYTES), scales = BASE + ring.at * SCALE_BYTES;
+    const u32 room = BASE + TILES + ring.at * STAGE_BYTES, scales = BASE + ring.at * SCALE_BYTES;
+    const u32 x = HELD ? held : lower_half(room + W_BYTES);
+    held += X_BYTES / 16;
     const u32 empty = BASE + EMPTY + 8 * ring.at;
     ring.next();
     auto turn = [&](const u32 (&now)[4 * STEPS], u32 (&next)[4 * STEPS], int span) __attribute__((always_inline)) {
@@ -211,7 +214,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
         decode(next, room, mine, span + 1, column);
       } else if (unit + 1 < last) {
         wait(BASE + FULL + 8 * ring.at, ring.parity);
-        decode(next, BASE + TILES + ring.at * (W_BYTES + X_BYTES), mine, 0, column);
+        decode(next, BASE + TILES + ring.at * STAGE_BYTES, mine, 0, column);
       }
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       const float upper = __uint_as_float(scale.x), lower = __uint_as_float(scale.y);
@@ -235,6 +238,41 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
   }
 }
 
+#if HELD
+// Lays out the rows of x for units `first` to `last`, all of one tile, as `arrange` would. A warp takes 8 rows by 64 of K.
+__device__ __forceinline__ void hold(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
+  constexpr u32 BATCH = 4;
+  const Place place(a, first);
+  const u32 row = lane / 4, member = lane % 4, items = (last - first) * (DEPTH / 64) * (WIDTH / 8);
+  for (u32 item = warp; item < items; item += WARPS * BATCH) {
+    uint4 words[BATCH][2];
+#pragma unroll
+    for (u32 j = 0; j < BATCH; j++)
+#pragma unroll
+      for (u32 half = 0; half < 2; half++) {
+        const u32 number = item + j * WARPS, m = place.column_tile * WIDTH + number % (WIDTH / 8) * 8 + row;
+        const u32 k = place.depth * DEPTH + number / (WIDTH / 8) * 64 + (SPAN == 64 ? member * 16 + half * 8 : half * 32 + member * 8);
+        const bool exists = number < items && m < a.m && k < a.k;
+        words[j][half] = exists ? *reinterpret_cast<const uint4*>(a.x + u64(m) * a.k + k) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+    for (u32 j = 0; j < BATCH; j++) {
+      const u32 number = item + j * WARPS;
+      if (number >= items) break;
+      const u32 to = BASE + X_HELD + (number / (WIDTH / 8) * WIDTH + number % (WIDTH / 8) * 8 + row) * 128 + member * 4;
+#pragma unroll
+      for (u32 half = 0; half < 2; half++) {
+        const u32 four[4] = {words[j][half].x, words[j][half].y, words[j][half].z, words[j][half].w};
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) store_word(to + (4 * half + i ^ row) * 16, four[i]);
+      }
+    }
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // `wgmma` reads it by another way than it is written
+  asm volatile("bar.sync 3, %0;" ::"n"(32 * WARPS) : "memory");
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char memory[];
   if (u32(__cvta_generic_to_shared(memory)) != BASE) __trap();
@@ -253,6 +291,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
       store_word(BASE + byte * TABLE_ROW + lane * 4, HIGH_FIRST ? high | low << 16 : low | high << 16);
     }
     all_are_here();
+#if HELD
+    wait_for_the_one_ahead();
+    hold(a, first, last, warp, lane);
+#endif
     multiply_units(a, first, last, warp, lane);
   }
 }

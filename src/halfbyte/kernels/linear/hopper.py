@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
-from halfbyte.kernels.common.driver import Arguments, Launch, check, driver, kernels, prepared
+from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
 from halfbyte.kernels.common.nvrtc import Variant, read_sources
+from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.linear.codebook import UNIT_AND_CODEBOOK
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import GroupProduct, Product, run
@@ -31,12 +31,14 @@ REGISTERS = {2: (120, 192), 3: (80, 144), 4: (96, 96)}  # fetching, multiplying;
 @dataclass(frozen=True)
 class HopperPlan:
     """The constants of hopper.cu. width: rows of x a tile. groups: warpgroups that multiply, 64 rows of W each.
-    stages: units on their way. ctas: how many share the work."""
+    stages: units on their way. ctas: how many share the work. held: units of x that a CTA holds all of, which are all
+    that it multiplies, or 0 where x is laid out ahead and comes with W."""
 
     width: int
     groups: int
     stages: int
     ctas: int
+    held: int = 0
 
     @property
     def rows(self) -> int:
@@ -45,8 +47,9 @@ class HopperPlan:
 
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. hopper.cu lays it out, and does not compile where this sum is another than its own."""
-        stage = self.rows * DEPTH // 2 + self.width * DEPTH * 2 + DEPTH // span * self.rows * 4
-        return 256 * 256 + 1024 + self.stages * stage
+        stage = self.rows * DEPTH // 2 + DEPTH // span * self.rows * 4
+        x = (self.held or self.stages) * self.width * DEPTH * 2
+        return 256 * 256 + 1024 + self.stages * stage + x
 
     def tiles(self, m: int) -> int:
         """Tiles of x [m, K]."""
@@ -96,7 +99,8 @@ def kind_of(x: Tensor, q: QuantizedWeight) -> Kind | None:
 
 def is_valid(plan: HopperPlan, m: int, n: int, k: int, span: int, facts: DeviceFacts) -> bool:
     """True if hopper.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
-    units = -(-n // plan.rows) * -(-m // plan.width) * -(-k // DEPTH)
+    tiles, depth = -(-n // plan.rows) * plan.tiles(m), -(-k // DEPTH)
+    units = tiles * depth
     return (
         facts.ptx == 90
         and plan.width in WIDTHS
@@ -106,6 +110,7 @@ def is_valid(plan: HopperPlan, m: int, n: int, k: int, span: int, facts: DeviceF
         and units * plan.ctas < 1 << 32
         and m * k < 1 << 31
         and n < 1 << 31
+        and (plan.held == 0 or (plan.ctas % tiles == 0 and plan.held >= -(-depth * tiles // plan.ctas)))
         and plan.shared_bytes(span) <= facts.shared_memory
     )
 
@@ -122,17 +127,26 @@ RUN_COST = {8: 2.5, 16: 1.35, 32: 1.0, 64: 2.5}
 PART_COST = {8: 0.093, 16: 0.096, 32: 0.095, 64: 0.3}
 INVARIANT_GROUPS = 3
 FEW_WEIGHTS = 1 << 23  # up to so many there are SMs left for tiles of half the width
+# Likewise where each CTA holds its x: groups to the microseconds of a unit; what a group costs besides, and a part of a
+# tile. Fewer stages than ENOUGH, of a CTA that has as many units, are slower than to have x laid out ahead.
+HELD_COST = {2: 0.81, 3: 1.08, 4: 1.53}
+HELD_GROUP_COST, HELD_PART_COST = 0.22, 0.032
+ENOUGH, MOST_STAGES = 3, 4
+MOST_SUMS = 192  # groups times width that there are registers for
 
 
 def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_invariant: bool) -> HopperPlan | None:
     """The plan for x [m, k] and W [n, k], or None where this kernel is not for them.
 
-    Either every SM takes an equal part of all units, or every tile is cut into the same number of parts, whichever lets
-    the busiest CTA be done first. With batch_invariant how a tile is cut does not depend on m.
+    Where a CTA can hold all of x that it needs, it does. Else either every SM takes an equal part of all units, or
+    every tile is cut into the same number of parts, whichever lets the busiest CTA be done first. With batch_invariant
+    how a tile is cut does not depend on m.
     """
     if min(m, n, k) < 1 or facts.ptx != 90:
         return None
     width = _tile_width(m, n, k)
+    if not batch_invariant and (held := _held_plan(width, m, n, k, span, facts)) is not None:
+        return held
     depth, columns = -(-k // DEPTH), -(-m // width)
     found = []
     for (other, groups), (stages, cost) in TILES.items():
@@ -159,6 +173,23 @@ def _tile_width(m: int, n: int, k: int) -> int:
     if 32 < m <= 64 and n * k <= FEW_WEIGHTS:
         return 32
     return next((width for width in WIDTHS if width >= m), WIDTHS[-1])
+
+
+def _held_plan(width: int, m: int, n: int, k: int, span: int, facts: DeviceFacts) -> HopperPlan | None:
+    """The plan in which every CTA holds its x, a part of one tile; None where there is no room for that."""
+    depth, found = -(-k // DEPTH), []
+    for groups, cost in HELD_COST.items():
+        tiles = -(-n // (64 * groups)) * -(-m // width)
+        if groups * width > MOST_SUMS:
+            continue
+        for shares in range(1, min(depth, facts.sms // tiles) + 1):
+            held = -(-depth // shares)
+            time = held * cost + groups * (HELD_GROUP_COST + HELD_PART_COST * shares)
+            for stages in range(min(ENOUGH, max(held, 2)), MOST_STAGES + 1):
+                plan = HopperPlan(width, groups, stages, tiles * shares, held)
+                if is_valid(plan, m, n, k, span, facts):
+                    found.append((time, -stages, plan))
+    return min(found, key=lambda one: one[:2])[2] if found else None
 
 
 def _best_shares(tiles: int, depth: int, cost: float, cut: float, part: float, sms: int) -> tuple[float, int]:
@@ -190,10 +221,11 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
 
 
 def lays_out_alike(group: Sequence[Operands], plans: Sequence[HopperPlan]) -> bool:
-    """Whether x is laid out in one way for all weights, each of which this kernel is for."""
+    """Whether x is laid out in one way for all weights, each of which this kernel is for; not so where CTAs hold it."""
     kinds = [find_kind(o) for o in group]
     each = zip(group, kinds, plans, strict=True)
-    return len({(o.k, kind.dtype, kind.span, plan.width) for o, kind, plan in each if kind is not None}) == 1
+    ways = {(o.k, kind.dtype, kind.span, plan.width) for o, kind, plan in each if kind is not None}
+    return len(ways) == 1 and not any(plan.held for plan in plans)
 
 
 def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: HopperPlan) -> Product:
@@ -201,8 +233,8 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
     part = _prepare(device.index, m, operands, weight, plan)
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
-        arranged = torch.empty(part.arranged, dtype=torch.uint8, device=device)
-        part(device, stream, x, bias, out, arranged.data_ptr(), m)
+        arranged = torch.empty(part.arranged, dtype=torch.uint8, device=device) if part.arranged else None
+        part(device, stream, x, bias, out, 0 if arranged is None else arranged.data_ptr(), m)
 
     return multiply
 
@@ -225,7 +257,8 @@ def group_product(
 
 
 class _Part(NamedTuple):
-    """The two launches of a product and their arguments. arranged: bytes. partial: sums that CTAs leave for others."""
+    """The launches of a product and their arguments. arranged: bytes of x laid out, if it is. partial: sums that CTAs
+    leave for others."""
 
     arrange: Launch
     multiply: Launch
@@ -246,7 +279,7 @@ class _Part(NamedTuple):
         elif self.partial:
             partial, left, count = _room(device, stream, self.partial, captured).take(self.partial)
         self.arguments.set(x, bias, out, arranged, partial, left, count // 4, m)
-        if not is_arranged:
+        if self.arranged and not is_arranged:
             self.arrange(stream, self.arguments.parameters)
         self.multiply(stream, self.arguments.parameters)
 
@@ -261,8 +294,9 @@ def _prepare(index: int, m: int, operands: Operands, weight: Addresses, plan: Ho
     packed, *scales = weight
     constants = UNIT_AND_CODEBOOK[o.format, o.dtype]
     sizes = (o.n, o.k, row_tiles, column_tiles, units, plan.ctas)
-    arguments = Arguments(LAYOUT, (_map(packed, o.n, o.k, plan.rows), *scales), (*sizes, *constants))
-    arranged = column_tiles * units * plan.width * DEPTH * 2
+    weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), (DEPTH // 2, plan.rows))
+    arguments = Arguments(LAYOUT, (weights, *scales), (*sizes, *constants))
+    arranged = 0 if plan.held else column_tiles * units * plan.width * DEPTH * 2
     return _Part(*launches, arguments, arranged, partial)
 
 
@@ -355,22 +389,6 @@ def _launches(index: int, column_units: int, plan: HopperPlan, compiled: Variant
     )
 
 
-@lru_cache(4096)
-def _map(packed: int, n: int, k: int, rows: int) -> bytes:
-    """The tensor map of W's bytes [n, k / 2] in boxes of `rows` by 128 bytes, 128-byte swizzle."""
-    space = ctypes.create_string_buffer(192)
-    aligned = ctypes.addressof(space) + -ctypes.addressof(space) % 64
-    check(
-        driver().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(aligned), 0, 2, ctypes.c_void_p(packed),  # 0: bytes
-            (ctypes.c_uint64 * 2)(k // 2, n), (ctypes.c_uint64 * 1)(k // 2),
-            (ctypes.c_uint32 * 2)(DEPTH // 2, rows), (ctypes.c_uint32 * 2)(1, 1),
-            0, 3, 3, 0,  # no interleaving, 128-byte swizzle, 256 bytes at a time into L2, zeros out of bounds
-        )
-    )  # fmt: skip
-    return ctypes.string_at(aligned, 128)
-
-
 def variant(operands: Operands, plan: HopperPlan, facts: DeviceFacts) -> Variant:
     """What is compiled for such operands. Raises ValueError where the kernel is not for them."""
     kind = find_kind(operands)
@@ -386,6 +404,7 @@ def macros(kind: Kind, plan: HopperPlan) -> dict[str, int]:
         "WIDTH": plan.width, "GROUPS": plan.groups, "STAGES": plan.stages, "SPAN": kind.span,
         "SCALES": ("nested", "float32", "float16", "bfloat16").index(kind.scales), "LOG_BLOCK": kind.log_block,
         "VECTOR": int(kind.vector), "HIGH_FIRST": int(kind.high_first), "FP16": int(kind.dtype == torch.float16),
+        "HELD": plan.held,
         "SHARED_BYTES": plan.shared_bytes(kind.span), "FETCH_REGISTERS": fetching, "MULTIPLY_REGISTERS": multiplying,
     }  # fmt: skip
 

@@ -93,18 +93,39 @@ __device__ __forceinline__ void store_scales(const RawScales& raw, float offset,
   }
 }
 
+// Scales that CTA number `cta` of `multiply` will load first, from memory into L2. Each is in a line of its own, and in all
+// they are too many to arrive as soon as they are needed.
+__device__ __forceinline__ void prefetch_scales(const Arguments& a, u32 cta, u32 thread) {
+  const Place place(a, first_unit(a, cta));
+  for (u32 row = place.row_tile * ROWS + thread; row < (place.row_tile + 1) * ROWS; row += 128) {
+    const void* from = static_cast<const unsigned char*>(a.scale) + first_block(a, row, place.depth * DEPTH) * SIZE;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+  }
+}
+
 __device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const Place& place, u32 to, u32 full) {
-  expect(full, W_BYTES + X_BYTES);
+  expect(full, STAGE_BYTES);
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                ::"r"(to), "l"(map), "r"(place.depth * (DEPTH / 2)), "r"(place.row_tile * ROWS), "r"(full) : "memory");
+#if !HELD
   wait_for_the_one_ahead();  // until x is arranged
   const uint4* from = a.arranged + u64(place.column_tile * a.depth_units + place.depth) * (X_BYTES / 16);
   copy(to + W_BYTES, from, X_BYTES, full);
+#endif
 }
 
 __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u32 last, u32 thread) {
   const u32 column = thread % 32 * 4;
   Place place(a, first);
+#if HELD
+  // What writes W may still run: until it has ended W may be brought nearer, but not be read.
+  prefetch_scales(a, own_number(), thread);
+  if (thread == 0)
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];"
+                 ::"l"(map), "r"(place.depth * (DEPTH / 2)), "r"(place.row_tile * ROWS) : "memory");
+  wait_for_the_one_ahead();
+  if (thread == 0) let_the_next_begin();
+#endif
   RawScales now[SHARE], then[SHARE];  // of this unit, and of the next ones
 #pragma unroll
   for (int i = 0; i < SHARE; i++) now[i] = load_scales(a, place.row_tile * ROWS + thread + 128 * i, place.depth * DEPTH);
@@ -145,7 +166,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   Ring ring(1);
   bool has_next = false;
   for (u32 unit = first; unit < last; unit++, ring.next()) {
-    const u32 full = BASE + FULL + 8 * ring.at, to = BASE + TILES + ring.at * (W_BYTES + X_BYTES);
+    const u32 full = BASE + FULL + 8 * ring.at, to = BASE + TILES + ring.at * STAGE_BYTES;
     // Which scales come next: of the next units along K, or of the next tile.
     const u32 ahead = min(LOADED - place.depth % LOADED, a.depth_units - place.depth);
     if (!has_next && unit + ahead < last) {
@@ -176,14 +197,4 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     }
   }
   while (left < a.left_count) clear_some();
-}
-
-// Scales that CTA number `cta` of `multiply` will load first, from memory into L2. Each is in a line of its own, and in all
-// they are too many to arrive as soon as they are needed.
-__device__ __forceinline__ void prefetch_scales(const Arguments& a, u32 cta, u32 thread) {
-  const Place place(a, first_unit(a, cta));
-  for (u32 row = place.row_tile * ROWS + thread; row < (place.row_tile + 1) * ROWS; row += 128) {
-    const void* from = static_cast<const unsigned char*>(a.scale) + first_block(a, row, place.depth * DEPTH) * SIZE;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
-  }
 }

@@ -4,7 +4,8 @@
 constexpr int WARPS = 4 * GROUPS, ROWS = 64 * GROUPS, DEPTH = 256, SPANS = DEPTH / SPAN, STEPS = SPAN / 16;
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr u32 W_BYTES = ROWS * DEPTH / 2, X_BYTES = WIDTH * DEPTH * 2, SCALE_BYTES = SPANS * ROWS * 4;
-constexpr u32 BARRIERS = 256 * TABLE_ROW, TILES = BARRIERS + 1024, SCALE = TILES + STAGES * (W_BYTES + X_BYTES);
+constexpr u32 STAGE_BYTES = W_BYTES + (HELD ? 0 : X_BYTES);  // x comes with W, or is held for all units of the CTA
+constexpr u32 BARRIERS = 256 * TABLE_ROW, TILES = BARRIERS + 1024, X_HELD = TILES + STAGES * STAGE_BYTES, SCALE = X_HELD + HELD * X_BYTES;
 static_assert(SCALE + STAGES * SCALE_BYTES == SHARED_BYTES, "hopper.py reckons with other sizes");
 constexpr u32 FULL = BARRIERS, EMPTY = FULL + 64;
 constexpr u32 SPAN_WORDS = SPAN / 2, OWN = SPAN / 8;  // two neighbouring k are a word: of a span, and of a quad's member
