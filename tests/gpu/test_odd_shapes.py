@@ -86,7 +86,8 @@ def test_linear_in_steps(shape: tuple[int, int], plan: decode.DecodePlan) -> Non
         q = hb.quantize(torch.randn(shape, device="cuda").bfloat16() / k**0.5, format, **options)
         scales = decode.Scales(q.scale.dtype)
         if not decode.is_valid(plan, n, k, scales, facts_of(0)):
-            assert format == "int4"  # whole rows of its scales may be aligned where those of others are not
+            # Whole rows of some scales may be aligned where those of others are not.
+            assert format == "int4" or (q.nested and k % 256)
             continue
         exact = hb.dequantize(q, torch.float32)
         for m in (1, 8 * plan.columns):
@@ -107,9 +108,9 @@ def test_linear_of_several_weights(k: int) -> None:
             x = torch.randn((m, k), device="cuda").bfloat16()
             biases = [torch.randn(q.shape[0], device="cuda").bfloat16() if m % 2 else None for q in group]
             found = cuda.linear_group(x, group, biases)
-            if found is None and m > 8 and k == 5376:
-                continue  # too long for one CTA, and its scales cannot be copied in parts
-            assert found is not None
+            if found is None:  # too long for one CTA, and its scales cannot be copied in parts; or each CTA holds x
+                assert m > 32 or (m > 8 and k == 5376)
+                continue
             for y, q, bias in zip(found, group, biases, strict=True):
                 right = x.float() @ hb.dequantize(q, torch.float32).t() + (0.0 if bias is None else bias.float())
                 assert float((y.float() - right).norm() / right.norm()) < 4e-3
