@@ -11,10 +11,10 @@
 // into the scale, which is applied in fp32 to the sums of each block.
 //
 // A CTA owns WARPS * SLICE blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in registers
-// throughout. One warp more feeds the tiles into shared memory, STAGES of them, each by one tensor copy, for to ask for one
-// takes 70 cycles; another adds up what the warps leave there. Nobody waits for a barrier of the whole CTA. Where K is longer than a CTA's share, CLUSTER CTAs
-// side by side along K hand their sums to the first of them through distributed shared memory. Sums are always added in
-// the same order, so the same input gives the same bits.
+// throughout. One warp more feeds the tiles into shared memory, STAGES of them: a tile by one tensor copy, for asking for a
+// copy takes 70 cycles, however small it is. Another adds up what the warps leave there. Nobody waits for a barrier of the
+// whole CTA. Where K is longer than a CTA's share, CLUSTER CTAs side by side along K hand their sums to the first of them
+// through distributed shared memory. Sums are always added in the same order, so the same input gives the same bits.
 //
 // A tile may come in STEPS, all warps going through K side by side, and a stage is then a step: the room of two tiles is
 // refilled half by half, while memory would else wait for the slowest warp.
@@ -291,10 +291,11 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane)
   }
 }
 
-__device__ __forceinline__ void init_barriers(u32 shared) {
-  for (int s = 0; s < STAGES; s++) init(shared + FULL + 8 * s, 1), init(shared + EMPTY + 8 * s, WARPS * 32);
-  for (int s = 0; s < SUMS; s++) init(shared + SUM_FULL + 8 * s, WARPS * 32), init(shared + SUM_EMPTY + 8 * s, 32);
-  for (int s = 0; s < SLOTS; s++) init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, 1);
+// All of them, by one warp, whether there is use for them or not.
+__device__ __forceinline__ void init_barriers(u32 shared, u32 lane) {
+  static_assert(SLOT_EMPTY + 32 - FULL == 28 * 8, "a lane for each");
+  const u32 at = FULL + 8 * lane;
+  if (at < SLOT_EMPTY + 32) init(shared + at, at < EMPTY || at >= SLOT_FULL ? 1 : at < SUM_EMPTY ? WARPS * 32 : 32);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
@@ -326,14 +327,15 @@ struct Codes {  // of nested scales, on their way into shared memory: what a thr
   static __device__ __forceinline__ u32 at(u32 i, u32 thread) { return thread + i / PARTS * PREPARING; }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Arguments a) {
+// Of few warps two CTAs share a multiprocessor, where there are many tiles.
+extern "C" __global__ void __launch_bounds__(THREADS, WARPS <= 3 && STEPS > 1 ? 2 : 1) decode(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = u32(__cvta_generic_to_shared(memory)), lane = threadIdx.x % 32;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
   if ((shared & 0xffffffu) != BASE) __trap();  // in a cluster the top byte is the CTA's rank
   const u32 first_block = blockIdx.y * BLOCKS;
-  if (warp == WARPS && lane == 0) init_barriers(shared);
-  if (CLUSTER > 1) sync_cluster();
+  if (warp == WARPS) init_barriers(shared, lane);
+  if (CLUSTER > 1) sync_cluster(); else __syncthreads();
 
   const u32 thread = threadIdx.x - (warp > WARPS ? 32 : 0);
   const auto prepare = [&] {
@@ -342,9 +344,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     if (threadIdx.x == 0) let_the_next_begin();
     return Codes(a, thread);
   };
-  const auto meet = [&](const Codes& codes) {  // the feeder has been here already: the barriers are ready
+  const auto meet = [&](const Codes& codes) {
     codes.store(shared, thread);
-    asm volatile("bar.sync 1, %0;" ::"n"(PREPARING + 32) : "memory");
+    asm volatile("bar.sync 1, %0;" ::"n"(PREPARING) : "memory");
   };
   if (warp < WARPS) {
 #if REGISTERS
@@ -357,7 +359,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");  // by four warps, two of which have nothing else to do
 #endif
     if (warp == WARPS) {
-      asm volatile("bar.arrive 1, %0;" ::"n"(PREPARING + 32) : "memory");
       if (lane < PARTS && !WHOLE && !OFFSET) asm volatile("prefetch.tensormap [%0];" ::"l"(a.weight[lane].scale_map) : "memory");
       if (lane == 0) prefetch_first(a, first_block);
       wait_for_the_one_ahead();
