@@ -57,19 +57,29 @@ __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_blo
                  ::"l"(a.weight[tile.part].map), "r"(tile.row), "r"((first_block + step * STEP_BLOCKS) * BLOCK_BYTES / CHUNK) : "memory");
 }
 
+// The barriers are ready, the table and the codes. The feeder, which makes the barriers, comes here late, and so do the
+// others: to wait for each other at the beginning took 0.5 us.
+__device__ __forceinline__ void all_are_here() { asm volatile("bar.sync 1, %0;" ::"n"(PREPARING + 32) : "memory"); }
+
 // Asks for tiles as soon as there is room. Of those that there is room for from the beginning, only FIRST stages at first:
 // what comes from memory comes in any order, and none of it is of use before the first stage and what else is waited for.
 __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_block, u32 lane) {
   const u32 row_blocks = a.k / 64;
   Ring ring(1), scales(0);
+  bool alone = true;
   for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
     const Weight& w = a.weight[tile.part];
 #pragma unroll
     for (int step = 0; step < STEPS; step++, ring.next(STAGES)) {
       const u32 full = shared + FULL + 8 * ring.at, to = shared + SCALES + scales.at * SCALE_STAGE;
+      if (alone && (ring.at == FIRST || ring.parity == 0)) {
+        __syncwarp();
+        all_are_here();
+        alone = false;
+        wait(shared + FULL, 0);
+      }
       wait(shared + EMPTY + 8 * ring.at, ring.parity);
-      if (ring.at == FIRST && ring.parity == 1) wait(shared + FULL, 0);
 #if OFFSET || WHOLE
       const u32 scale_bytes = (min(BLOCKS, row_blocks - first_block) + SHARED_BY - 1) / SHARED_BY * SCALE_BYTES;
       const u32 rows = min(ROWS, a.n[tile.part] - tile.row);
@@ -91,6 +101,8 @@ __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_b
       if (lane == 0) copy_weights(shared + TILES + ring.at * STAGE, w, tile.row, chunk, full);
     }
   }
+  __syncwarp();
+  if (alone) all_are_here();
 }
 
 // ready: called with the first loads under way, returns when shared memory is as it has to be.
@@ -291,11 +303,10 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane)
   }
 }
 
-// All of them, by one warp, whether there is use for them or not.
-__device__ __forceinline__ void init_barriers(u32 shared, u32 lane) {
-  static_assert(SLOT_EMPTY + 32 - FULL == 28 * 8, "a lane for each");
-  const u32 at = FULL + 8 * lane;
-  if (at < SLOT_EMPTY + 32) init(shared + at, at < EMPTY || at >= SLOT_FULL ? 1 : at < SUM_EMPTY ? WARPS * 32 : 32);
+__device__ __forceinline__ void init_barriers(u32 shared) {
+  for (int s = 0; s < STAGES; s++) init(shared + FULL + 8 * s, 1), init(shared + EMPTY + 8 * s, WARPS * 32);
+  for (int s = 0; s < SUMS; s++) init(shared + SUM_FULL + 8 * s, WARPS * 32), init(shared + SUM_EMPTY + 8 * s, 32);
+  for (int s = 0; s < SLOTS; s++) init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, 1);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
@@ -334,8 +345,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS <= 3 && STEPS > 1 ? 
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
   if ((shared & 0xffffffu) != BASE) __trap();  // in a cluster the top byte is the CTA's rank
   const u32 first_block = blockIdx.y * BLOCKS;
-  if (warp == WARPS) init_barriers(shared, lane);
-  if (CLUSTER > 1) sync_cluster(); else __syncthreads();
+  if (warp == WARPS && lane == 0) init_barriers(shared);
+  __syncwarp();
+  if (CLUSTER > 1) sync_cluster();
 
   const u32 thread = threadIdx.x - (warp > WARPS ? 32 : 0);
   const auto prepare = [&] {
@@ -346,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS <= 3 && STEPS > 1 ? 
   };
   const auto meet = [&](const Codes& codes) {
     codes.store(shared, thread);
-    asm volatile("bar.sync 1, %0;" ::"n"(PREPARING) : "memory");
+    all_are_here();
   };
   if (warp < WARPS) {
 #if REGISTERS

@@ -140,8 +140,9 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       init(BASE + EMPTY + 8 * stage, 128 * GROUPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    fetch_bytes(a, map, place, BASE + TILES, BASE + FULL);
   }
+  __syncwarp();
+  if (thread == 0) fetch_bytes(a, map, place, BASE + TILES, BASE + FULL);
   all_are_here();
 #if VECTOR
   for (u32 i = 0; i < place.depth % LOADED; i++)
