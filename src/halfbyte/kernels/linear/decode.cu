@@ -53,8 +53,8 @@ __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_blo
   const Tile tile(a, blockIdx.x);
 #pragma unroll
   for (int step = 0; step < STEPS; step++)
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {0, %1, %2}];"
-                 ::"l"(a.weight[tile.part].map), "r"(tile.row), "r"((first_block + step * STEP_BLOCKS) * BLOCK_BYTES / CHUNK) : "memory");
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {0, %1, %2}];" ::"l"(a.weight[tile.part].map),
+                 "r"(tile.row), "r"((first_block + step * STEP_BLOCKS) * BLOCK_BYTES / CHUNK) : "memory");
 }
 
 // The barriers are ready, the table and the codes. The feeder, which makes the barriers, comes here late, and so do the
@@ -95,7 +95,8 @@ __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_b
       if (lane == 0 && step == 0)
 #pragma unroll
         for (int i = 0; i < SCALE_COPIES; i++)
-          copy_scales(to + i * ROWS * SCALE_CHUNK, w, tile.row, first_block / SHARED_BY * SCALE_BYTES + i * SCALE_CHUNK, full);
+          copy_scales(to + i * ROWS * SCALE_CHUNK, w, tile.row, first_block / SHARED_BY * SCALE_BYTES + i * SCALE_CHUNK,
+                      full);
 #endif
       const u32 chunk = (first_block + step * STEP_BLOCKS) * BLOCK_BYTES / CHUNK;
       if (lane == 0) copy_weights(shared + TILES + ring.at * STAGE, w, tile.row, chunk, full);
@@ -317,7 +318,8 @@ __device__ __forceinline__ void make_table(const Arguments& a, u32 shared, u32 t
   for (u32 i = 0; i < (64 * 32 + PREPARING - 1) / PREPARING; i++) {
     const u32 four = i * (PREPARING / 32) + thread / 32, byte = 4 * four + lane / 8;
     const u32 high = __shfl_sync(~0u, own, byte >> 4), low = __shfl_sync(~0u, own, byte & 15);
-    if (four < 64) store_four(shared + byte * TABLE_ROW + lane % 8 * 16, LOW_FIRST ? low | high << 16 : high | low << 16);
+    if (four < 64)
+      store_four(shared + byte * TABLE_ROW + lane % 8 * 16, LOW_FIRST ? low | high << 16 : high | low << 16);
   }
 }
 
@@ -338,8 +340,7 @@ struct Codes {  // of nested scales, on their way into shared memory: what a thr
   static __device__ __forceinline__ u32 at(u32 i, u32 thread) { return thread + i / PARTS * PREPARING; }
 };
 
-// Of few warps two CTAs share a multiprocessor, where there are many tiles.
-extern "C" __global__ void __launch_bounds__(THREADS, WARPS <= 3 && STEPS > 1 ? 2 : 1) decode(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = u32(__cvta_generic_to_shared(memory)), lane = threadIdx.x % 32;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
@@ -371,7 +372,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS <= 3 && STEPS > 1 ? 
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");  // by four warps, two of which have nothing else to do
 #endif
     if (warp == WARPS) {
-      if (lane < PARTS && !WHOLE && !OFFSET) asm volatile("prefetch.tensormap [%0];" ::"l"(a.weight[lane].scale_map) : "memory");
+      if (lane < PARTS && !WHOLE && !OFFSET)
+        asm volatile("prefetch.tensormap [%0];" ::"l"(a.weight[lane].scale_map) : "memory");
       if (lane == 0) prefetch_first(a, first_block);
       wait_for_the_one_ahead();
       feed(a, shared, first_block, lane);

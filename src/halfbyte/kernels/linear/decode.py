@@ -54,11 +54,11 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The constants of decode.cu. columns: groups of eight rows of x. warps: that multiply. slice: blocks of
-    K a warp. stages: tiles or steps of tiles on their way. cluster: CTAs that share K. whole: scales of a
-    tile are copied in one piece. offset: those of a row with what lies around them. parts: weights of one launch.
-    steps: that a tile is fetched in. registers: of a multiplying thread, at the expense of others, or 0 for as many as
-    those have. sums: buffers for what warps have. first: stages that are asked for before the first is there."""
+    """The constants of decode.cu. columns: groups of eight rows of x. warps: that multiply. slice: blocks of K a warp.
+    stages: tiles or steps of tiles on their way. cluster: CTAs that share K. whole: scales of a tile are copied in one
+    piece. offset: those of a row with what lies around them. parts: weights of one launch. steps: that a tile is
+    fetched in. registers: of a multiplying thread, at the expense of others, or 0 for as many as those have. sums:
+    buffers for what warps have. first: stages that are asked for before the first is there."""
 
     columns: int
     warps: int
@@ -89,15 +89,10 @@ class DecodePlan:
 
     def shared_bytes(self, scales: Scales) -> int:
         """Dynamic shared memory. decode.cu lays it out, and does not compile where this sum is another than its own."""
-        stage, stages = ROWS * self.blocks // self.steps * 32, -(-self.stages // self.steps)
-        sums = (
-            1024 * self.parts
-            + 256
-            + self.sums * self.warps * 8 * self.columns * 80
-            + SLOTS * (self.cluster - 1) * self.columns * 512
-        )
-        tiles = self.stages * stage + stages * ROWS * self.scale_row(scales)
-        return 256 * 256 + -(-sums // 1024) * 1024 + tiles
+        stage, tiles = ROWS * self.blocks // self.steps * 32, -(-self.stages // self.steps)
+        sums = self.sums * self.warps * 8 * self.columns * 80 + SLOTS * (self.cluster - 1) * self.columns * 512
+        ahead = -(-(1024 * self.parts + 256 + sums) // 1024) * 1024  # of the stages, which begin at a multiple of that
+        return 256 * 256 + ahead + self.stages * stage + tiles * ROWS * self.scale_row(scales)
 
     def scale_row(self, scales: Scales) -> int:
         """Bytes of shared memory for the scales of a row."""

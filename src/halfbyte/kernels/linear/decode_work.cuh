@@ -3,7 +3,8 @@
 
 constexpr int ROWS = 16, BLOCK_BYTES = 32;
 constexpr int THREADS = (WARPS + 2 + (REGISTERS ? 2 : 0)) * 32;  // registers are handed over by four warps each
-constexpr u32 PREPARING = (WARPS + 1) * 32;           // threads: all but the feeder's
+constexpr int RESIDENT = WARPS <= 3 && STEPS > 1 ? 2 : 1;  // CTAs that share a multiprocessor, if there are many tiles
+constexpr u32 PREPARING = (WARPS + 1) * 32;           // of them: all but the feeder's
 constexpr int BLOCKS = WARPS * SLICE;                 // of K, a CTA
 constexpr int STEP_SLICE = SLICE / STEPS, STEP_BLOCKS = WARPS * STEP_SLICE;
 constexpr u32 STAGE = ROWS * STEP_BLOCKS * BLOCK_BYTES;
@@ -32,8 +33,8 @@ static_assert(SUMS <= 2, "each has a full and an empty barrier in 16 bytes");
 static_assert(STAGES <= 8, "each stage has a full and an empty barrier in 64 bytes");
 
 // Tensor copies write chunks of 16 rows, one behind the other, each row's pieces of 16 bytes swizzled by the number of the
-// line of 128 bytes that they are in. A place within an even row is or-ed exclusively to where the row begins; the same
-// place in the row after it is not far.
+// line of 128 bytes that they are in. Where an even row begins; what is to be found there is at that, exclusive or its place
+// in the row. And the same place in the row after it.
 template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 even_row(u32 row) {
   return row * CHUNK_BYTES + (row * CHUNK_BYTES / 128 % 8 & CHUNK_BYTES / 16 - 1) * 16;
 }

@@ -10,14 +10,16 @@
 // harmless; one over that factor (`unit`) goes into the result. Scales are applied in fp32 to the sums of each span.
 //
 // `arrange` lays x out in the swizzled tiles that wgmma reads, rows and k beyond the end filled up with zeros;
-// `multiply` may start before it is done. The work is tiles of ROWS rows of W by WIDTH rows of x, cut along K into units
+// `multiply` may start before it is done. Where all of its units are of one tile and there is room for as much, a CTA lays
+// its part of x out itself, once, and holds it (HELD units); there is no `arrange` then, and `multiply` may start before the
+// kernel ahead of it is done. The work is tiles of ROWS rows of W by WIDTH rows of x, cut along K into units
 // of 256; every CTA takes an equal run of units. One warpgroup fetches bytes (tensor copies) and decodes scales;
 // GROUPS warpgroups multiply, a warp 16 rows. A tile that several CTAs share is added up by the CTA that begins it,
 // always in the order of K: the same input gives the same bits.
 //
 // Needs barriers.cuh, hopper_work.cuh and hopper_fetch.cuh ahead of it, sm_90a, units times CTAs below 2^32, K % 64 == 0
 // (spans of 64) or K % 32 == 0 (spans of 32), packed aligned to 16 bytes.
-// Macros: WIDTH, GROUPS, STAGES, SPAN, SCALES (0 nested bytes, 1 fp32, 2 fp16, 3 bf16), LOG_BLOCK, VECTOR, HIGH_FIRST,
+// Macros: WIDTH, GROUPS, STAGES, HELD, SPAN, SCALES (0 nested bytes, 1 fp32, 2 fp16, 3 bf16), LOG_BLOCK, VECTOR, HIGH_FIRST,
 // FP16, SHARED_BYTES, FETCH_REGISTERS, MULTIPLY_REGISTERS.
 
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])

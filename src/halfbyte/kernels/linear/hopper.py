@@ -127,8 +127,8 @@ RUN_COST = {8: 2.5, 16: 1.35, 32: 1.0, 64: 2.5}
 PART_COST = {8: 0.093, 16: 0.096, 32: 0.095, 64: 0.3}
 INVARIANT_GROUPS = 3
 FEW_WEIGHTS = 1 << 23  # up to so many there are SMs left for tiles of half the width
-# Likewise where each CTA holds its x: groups to the microseconds of a unit; what a group costs besides, and a part of a
-# tile. Fewer stages than ENOUGH, of a CTA that has as many units, are slower than to have x laid out ahead.
+# Where each CTA holds its x: groups to the microseconds of a unit; what a group costs besides, and a part of a tile.
+# With fewer stages than ENOUGH, or than the CTA has units, it is slower than where x is laid out ahead.
 HELD_COST = {2: 0.81, 3: 1.08, 4: 1.53}
 HELD_GROUP_COST, HELD_PART_COST = 0.22, 0.032
 ENOUGH, MOST_STAGES = 3, 4
@@ -404,8 +404,8 @@ def macros(kind: Kind, plan: HopperPlan) -> dict[str, int]:
         "WIDTH": plan.width, "GROUPS": plan.groups, "STAGES": plan.stages, "SPAN": kind.span,
         "SCALES": ("nested", "float32", "float16", "bfloat16").index(kind.scales), "LOG_BLOCK": kind.log_block,
         "VECTOR": int(kind.vector), "HIGH_FIRST": int(kind.high_first), "FP16": int(kind.dtype == torch.float16),
-        "HELD": plan.held,
-        "SHARED_BYTES": plan.shared_bytes(kind.span), "FETCH_REGISTERS": fetching, "MULTIPLY_REGISTERS": multiplying,
+        "HELD": plan.held, "SHARED_BYTES": plan.shared_bytes(kind.span),
+        "FETCH_REGISTERS": fetching, "MULTIPLY_REGISTERS": multiplying,
     }  # fmt: skip
 
 
