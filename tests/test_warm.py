@@ -142,6 +142,7 @@ def asked(group: list[Linear4bit], rows: int, monkeypatch: pytest.MonkeyPatch) -
         for module in (cuda, decode):
             patch.setattr(module, "facts_of", lambda index: facts_for("sm_90"))
         patch.setattr(cuda, "has_compiler", lambda: True)
+        patch.setattr(decode, "tensor_map", lambda *_: b"")
         patch.setattr(decode, "_launch", lambda *arguments: found.add(arguments[-1]))
         patch.setattr(hopper, "group_product", lambda *_: None)  # it compiles what its weights take alone
         cuda._group_product(rows, x, [layer.weight for layer in group], [layer.bias for layer in group])
