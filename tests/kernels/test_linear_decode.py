@@ -1,5 +1,6 @@
 """The CUDA product's plans, and that its source compiles for every target that has the instructions, GPU or not."""
 
+import math
 import subprocess
 from dataclasses import replace
 from itertools import cycle
@@ -15,6 +16,7 @@ from halfbyte.formats.blockwise import FORMATS
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.nvrtc import Variant
+from halfbyte.kernels.common.tensor_map import SWIZZLES
 from halfbyte.kernels.linear import decode
 from halfbyte.kernels.linear.codebook import FACTORS
 from halfbyte.kernels.linear.decode import MOST_ROWS, DecodePlan, Scales, decode_plan, is_valid, macros, source, target
@@ -147,6 +149,41 @@ def test_chunks_of_a_row(k: int) -> None:
     chunk = decode.weight_chunk(k)
     assert chunk in (32, 64, 128)
     assert k // 2 % chunk == 0
+
+
+@given(
+    m=st.integers(1, 32),
+    n=st.integers(1, 2000).map(lambda n: 4 * n),
+    k=st.integers(1, 256).map(lambda k: 64 * k),
+    scales=st.sampled_from(SCALES),
+)
+def test_a_copy_brings_what_a_stage_has_room_for(m: int, n: int, k: int, scales: Scales) -> None:
+    """Boxes of the tensor maps: within what the hardware takes, W's end where W ends, and as many bytes as decode.cu
+    waits for."""
+    plan = decode_plan(m, n, k, scales, H200)
+    if plan is None:
+        return
+    maps: list[tuple[tuple[int, ...], ...]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "tensor_map", lambda address, *rest: maps.append(rest) or b"")
+        nested = 256 if scales.nested else 0
+        format = "int4" if scales.dtype in (torch.float16, torch.bfloat16) else "nf4"
+        operands = Operands(torch.bfloat16, n, k, format, scales.block_size, scales.dtype, nested)
+        decode._described(plan, operands, (0,) * 5)
+    assert len(maps) == (1 if plan.whole or plan.offset else 2)
+    for sizes, strides, box in maps:
+        assert box[0] in SWIZZLES
+        assert max(box) <= 256
+        assert all(stride % 16 == 0 for stride in strides)
+        assert sizes[1] == n
+        assert box[1] == decode.ROWS
+    (chunk, _, chunks), (row, _), box = maps[0]
+    assert chunk * chunks == row == k // 2
+    assert math.prod(box) * plan.steps == decode.ROWS * plan.blocks * 32
+    for (row, _), _, box in maps[1:]:
+        assert row == scales.bytes_of(k // 64)
+        assert plan.scale_row(scales) % box[0] == 0
+        assert plan.scale_row(scales) - box[0] < scales.bytes_of(plan.blocks) <= plan.scale_row(scales)
 
 
 @given(
