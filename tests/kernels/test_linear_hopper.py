@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
-from halfbyte.kernels.linear import hopper
+from halfbyte.kernels.linear import hopper, rooms
 from halfbyte.kernels.linear.cuda import INVARIANT_ROWS, choose, choose_group
 from halfbyte.kernels.linear.hopper import DEPTH, HopperPlan, Kind, hopper_plan, is_valid, kind_of, macros, source
 from halfbyte.kernels.linear.operands import Operands
@@ -336,7 +336,7 @@ def test_what_the_kernel_is_for() -> None:
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20))
 def test_a_launch_finds_its_room_all_missing(counts: list[int]) -> None:
-    room = hopper._Room(4 * max(counts), torch.device("cpu"))
+    room = rooms.Room(4 * max(counts), torch.device("cpu"))
 
     def numbers(address: int, count: int) -> torch.Tensor:
         there = (ctypes.c_int32 * max(count, 1)).from_address(address)

@@ -23,7 +23,7 @@ import halfbyte as hb
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.kernels.common import driver, nvrtc, tensor_map
 from halfbyte.kernels.common.device import DeviceFacts
-from halfbyte.kernels.linear import cuda, decode, exact, hopper, tensor
+from halfbyte.kernels.linear import cuda, decode, exact, hopper, rooms, tensor
 from halfbyte.kernels.linear.reference import linear_exact
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -145,8 +145,8 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts) -> Iterator[Driver
     monkeypatch.setattr(cuda, "has_compiler", lambda: True)
     monkeypatch.setattr(driver, "cubin", lambda variant: b"")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(hopper, "_kept", hopper._Room)  # whose streams there are none of
-    monkeypatch.setattr(hopper._rooms, "known", {})
+    monkeypatch.setattr(rooms, "_kept", rooms.Room)  # whose streams there are none of
+    monkeypatch.setattr(rooms.of_this_thread, "known", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     caches = (driver.kernels.cache_clear, driver.per_thread.ready.clear, tensor_map.tensor_map.cache_clear)
@@ -267,7 +267,7 @@ def test_room_for_shared_sums(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     assert turned == [second, first]
     assert again == (first, second, count)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(hopper, "_room", lambda *_: pytest.fail("outlives the capture"))
+    monkeypatch.setattr(rooms, "find", lambda *_: pytest.fail("outlives the capture"))
     gpu.rooms.clear()
     cuda.linear(x, q, None, False)
     [(own, *left)] = gpu.rooms
@@ -279,7 +279,7 @@ def test_room_of_a_graph(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who keeps it may have one for all launches of a graph, which grows with them."""
     q, wide, x = make(64, 4096), make(2048, 4096), torch.randn(40, 4096).bfloat16()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with hopper.room_of_graph() as kept:
+    with rooms.room_of_graph() as kept:
         for gpu.like in (q, q, q, wide, q):
             cuda.linear(x, gpu.like, None, False)
     (first, second, nothing), (*turned, count), again, (larger, *unused), last = gpu.rooms
@@ -289,7 +289,7 @@ def test_room_of_a_graph(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     assert larger not in (first, second)
     assert len(kept) == 2
     assert last[:2] == (unused[0], larger)
-    assert not hopper._rooms.known
+    assert not rooms.of_this_thread.known
     cuda.linear(x, q, None, False)
     assert gpu.rooms[-1][1:] == (0, 0)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfbyte.kernels.linear.hopper import room_of_graph
+from halfbyte.kernels.linear.rooms import room_of_graph
 from halfbyte.models.attention import attention_of_steps
 from halfbyte.models.caches import COUNTER, grow, is_full, updated
 from halfbyte.models.regions import compiled_regions

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +16,7 @@ from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
 from halfbyte.kernels.common.nvrtc import Variant, read_sources
 from halfbyte.kernels.common.tensor_map import tensor_map
+from halfbyte.kernels.linear import rooms
 from halfbyte.kernels.linear.codebook import UNIT_AND_CODEBOOK
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import GroupProduct, Product, run
@@ -272,12 +270,12 @@ class _Part(NamedTuple):
     ) -> None:  # fmt: skip
         partial, left, count = 0, 0, 0
         captured = self.partial > 0 and torch.cuda.is_current_stream_capturing()
-        if captured and _rooms.of_graph is None:
+        if captured and rooms.of_this_thread.of_graph is None:
             # A graph may be replayed beside anything, and nobody would keep its memory. It is held until the launch.
-            room = _missing((self.partial,), device)
+            room = rooms.missing((self.partial,), device)
             partial = room.data_ptr()
         elif self.partial:
-            partial, left, count = _room(device, stream, self.partial, captured).take(self.partial)
+            partial, left, count = rooms.find(device, stream, self.partial, captured).take(self.partial)
         self.arguments.set(x, bias, out, arranged, partial, left, count // 4, m)
         if self.arranged and not is_arranged:
             self.arrange(stream, self.arguments.parameters)
@@ -298,80 +296,6 @@ def _prepare(index: int, m: int, operands: Operands, weight: Addresses, plan: Ho
     arguments = Arguments(LAYOUT, (weights, *scales), (*sizes, *constants))
     arranged = 0 if plan.held else column_tiles * units * plan.width * DEPTH * 2
     return _Part(*launches, arguments, arranged, partial)
-
-
-class _Room:
-    """Room for the sums of CTAs that share tiles. A launch finds all of it MISSING (see hopper_work.cuh), and leaves
-    its sums behind for the next one to clear, which meanwhile has a second half to write to."""
-
-    __slots__ = ("_addresses", "_left", "_tensor", "count")
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.count = count
-        self._tensor = _missing((2, count), device)
-        self._addresses = self._tensor[0].data_ptr(), self._tensor[1].data_ptr()
-        self._left = 0
-
-    def take(self, count: int) -> tuple[int, int, int]:
-        """For so many sums; the address of what is to be cleared, and how much that is."""
-        partial, left = self._addresses
-        self._addresses = left, partial
-        taken = partial, left, self._left
-        self._left = count
-        return taken
-
-
-class _Rooms(threading.local):
-    """Of this thread, by device and stream; and of the graph that it captures, if that has its own."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[torch.device, int], _Room] = {}
-        self.of_graph: list[_Room] | None = None
-
-
-_rooms = _Rooms()
-
-
-@contextmanager
-def room_of_graph() -> Iterator[list[Any]]:
-    """Within, launches that this thread captures on one stream share room, and need not each fill their own. What is
-    given must be kept as long as the graph."""
-    before = _rooms.of_graph
-    _rooms.of_graph = []
-    try:
-        yield _rooms.of_graph
-    finally:
-        _rooms.of_graph = before
-
-
-def _room(device: torch.device, stream: int, count: int, captured: bool) -> _Room:
-    """Launches of a thread on a stream, or of its graph, follow each other and share one."""
-    of_graph = _rooms.of_graph if captured else None
-    room = _rooms.known.get((device, stream)) if of_graph is None else of_graph[-1] if of_graph else None
-    if room is None or room.count < count:
-        count = max(count, 1 << 18)
-        if of_graph is None:
-            _rooms.known[device, stream] = room = _kept(count, device)
-        else:
-            of_graph.append(room := _Room(count, device))
-    return room
-
-
-def _kept(count: int, device: torch.device) -> _Room:
-    """Room for as long as this thread lives. torch.compile's graphs run a function once with all that its thread
-    allocates in a pool of theirs, of which nothing may be left; so another thread allocates."""
-    stream = torch.cuda.current_stream(device)
-
-    def make() -> _Room:
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            return _Room(count, device)
-
-    with ThreadPoolExecutor(1) as another:
-        return another.submit(make).result()
-
-
-def _missing(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.full(shape, -1, dtype=torch.int32, device=device)
 
 
 # A structure aligned to 64 bytes: x, bias, out, arranged, partial, left, left_count and m change.
