@@ -36,6 +36,11 @@
 // Macros: COLUMNS, WARPS, SLICE, STEPS, STAGES, FIRST, SUMS, CLUSTER, REGISTERS, CHUNK, SCALE_CHUNK, WHOLE, OFFSET, PARTS,
 // NESTED, SCALE_BYTES, SCALE_FP16, SHARED_BY, LOW_FIRST, FP16, BIAS and SHARED_BYTES.
 
+// The first chunk along K of a step of a tile.
+__device__ __forceinline__ u32 chunk_of(u32 first_block, int step) {
+  return (first_block + step * STEP_BLOCKS) * BLOCK_BYTES / CHUNK;
+}
+
 // Of a tile from `row` on: W's bytes, chunks of them from number `chunk` along K on; scales, from byte `byte` of a row on.
 __device__ __forceinline__ void copy_weights(u32 to, const Weight& w, u32 row, u32 chunk, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];"
@@ -54,7 +59,7 @@ __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_blo
 #pragma unroll
   for (int step = 0; step < STEPS; step++)
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {0, %1, %2}];" ::"l"(a.weight[tile.part].map),
-                 "r"(tile.row), "r"((first_block + step * STEP_BLOCKS) * BLOCK_BYTES / CHUNK) : "memory");
+                 "r"(tile.row), "r"(chunk_of(first_block, step)) : "memory");
 }
 
 // The barriers are ready, the table and the codes. The feeder, which makes the barriers, comes here late, and so do the
@@ -98,8 +103,7 @@ __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_b
           copy_scales(to + i * ROWS * SCALE_CHUNK, w, tile.row, first_block / SHARED_BY * SCALE_BYTES + i * SCALE_CHUNK,
                       full);
 #endif
-      const u32 chunk = (first_block + step * STEP_BLOCKS) * BLOCK_BYTES / CHUNK;
-      if (lane == 0) copy_weights(shared + TILES + ring.at * STAGE, w, tile.row, chunk, full);
+      if (lane == 0) copy_weights(shared + TILES + ring.at * STAGE, w, tile.row, chunk_of(first_block, step), full);
     }
   }
   __syncwarp();
@@ -118,9 +122,10 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
 #pragma unroll
   for (int q = 0; q < SLICE / 4; q++) {
     const u32 byte = (place(warp, 4 * q) + member) / SHARED_BY * SCALE_BYTES;
-    my_scales[q] = byte / SCALE_CHUNK * (ROWS * SCALE_CHUNK) + (even_row<SCALE_CHUNK>(2 * group) ^ byte % SCALE_CHUNK);
 #if WHOLE || OFFSET
     my_scales[q] = byte;
+#else
+    my_scales[q] = byte / SCALE_CHUNK * (ROWS * SCALE_CHUNK) + (even_row<SCALE_CHUNK>(2 * group) ^ byte % SCALE_CHUNK);
 #endif
   }
   uint2 x[COLUMNS][SLICE][4];
