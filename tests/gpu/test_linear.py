@@ -52,7 +52,7 @@ def test_error_is_not_above_that_of_dequantize_and_linear(dtype: torch.dtype, sh
             continue
         q = hb.quantize(torch.randn(shape, device=DEVICE).to(dtype) / k**0.5, format, **options)
         exact, dense = hb.dequantize(q, torch.float32).double(), hb.dequantize(q)
-        for m in (1, 2, 3, 7, 8, 9, 16, 17, 32):
+        for m in (1, 2, 3, 7, 8, 9, 16, 17, 32, 33, 64):
             x = torch.randn((m, k), device=DEVICE).to(dtype)
             bias = torch.randn(n, device=DEVICE).to(dtype) if m % 2 else None
             right = x.double() @ exact.t() + (0 if bias is None else bias.double())
@@ -61,8 +61,10 @@ def test_error_is_not_above_that_of_dequantize_and_linear(dtype: torch.dtype, sh
             ours = fused(x, q, bias)
             assert torch.equal(ours, fused(x, q, bias))
             theirs = torch.nn.functional.linear(x, dense, bias)
-            # Few outputs make a noisy norm, so a small weight is given a little room.
-            assert error(ours, right) <= error(theirs, right) * (1.0 if m * n >= 1 << 14 else 1.5)
+            # Few outputs make a noisy norm, so a small weight is given a little room. Of eight outputs, one draw of 200
+            # is beyond 1.5 times, whoever multiplies.
+            room = 1.0 if m * n >= 1 << 14 else 1.5 if m * n >= 64 else 3.0
+            assert error(ours, right) <= error(theirs, right) * room
 
 
 @pytest.mark.parametrize(("format", "nested"), [("nf4", True), ("nf4", False), ("fp4", True), ("int4", False)])
@@ -118,7 +120,8 @@ def test_identity_gives_the_weights_of_int4(size: int, stored: torch.dtype, dtyp
 @sixteen_bits
 @pytest.mark.parametrize("nested", [True, False])
 def test_identity_gives_the_decoded_weights(nested: bool, dtype: torch.dtype) -> None:
-    """Every weight comes out as its 16-bit codebook value times its scale, rounded once: no nibble in a wrong place."""
+    """Every weight comes out as its 16-bit codebook value times its scale, the factor taken out in the end, and rounded
+    once: no nibble in a wrong place."""
     n, k = 256, 2048
     q = hb.quantize(torch.randn((n, k), device=DEVICE).to(dtype), nested=nested)
     nibbles = torch.stack((q.packed.view(-1) >> 4, q.packed.view(-1) & 15), 1).view(n, k).long()
@@ -126,7 +129,7 @@ def test_identity_gives_the_decoded_weights(nested: bool, dtype: torch.dtype) ->
     scale = hb.dequantize(ones)
     factor = FACTORS["nf4", dtype]
     table = (codebook_tensor("nf4", DEVICE) * factor).to(dtype).float()
-    values = table[nibbles] * (scale * torch.tensor(1 / factor, device=DEVICE))
+    values = table[nibbles] * scale * torch.tensor(1 / factor, device=DEVICE)
     eye = torch.eye(k, dtype=dtype, device=DEVICE)
     for first in range(0, k, 8):
         assert torch.equal(fused(eye[first : first + 8], q), values.t()[first : first + 8].to(dtype))

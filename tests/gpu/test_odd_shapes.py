@@ -76,21 +76,30 @@ def test_linear(shape: tuple[int, int]) -> None:
         ((4228, 1024), decode.DecodePlan(2, 4, 4, 3, 1, sums=1)),
         ((2116, 2048), decode.DecodePlan(4, 8, 4, 2, 1, registers=232)),
         ((2116, 4096), decode.DecodePlan(4, 8, 4, 2, 2, registers=232, sums=1)),
+        ((8452, 1024), decode.DecodePlan(1, 2, 8, 3, 1, steps=2, resident=2)),
+        ((2116, 4096), decode.DecodePlan(1, 8, 8, 3, 1, steps=2, together=2)),
+        ((4228, 1024), decode.DecodePlan(2, 4, 4, 2, 1, together=2, reducers=2)),
+        ((2116, 2048), decode.DecodePlan(2, 4, 4, 2, 2, sums=2, reducers=2)),
+        ((2116, 2048), decode.DecodePlan(4, 8, 4, 2, 1, registers=232, reducers=2, batches=2)),
+        ((1060, 4096), decode.DecodePlan(4, 8, 4, 2, 2, registers=232, reducers=2, batches=2)),
+        ((2116, 8192), decode.DecodePlan(1, 16, 8, 3, 1, steps=2, registers=112)),
     ],
     ids=str,
 )
 def test_linear_in_steps(shape: tuple[int, int], plan: decode.DecodePlan) -> None:
     """So many tiles that every buffer is used again, and a last one that is not full."""
     n, k = shape
-    for format, options in (("nf4", {}), ("nf4", {"nested": False}), ("int4", {"group_size": 64})):
+    groups = [("int4", {"group_size": size}) for size in (64, 128) if k % size == 0]
+    for format, options in (("nf4", {}), ("nf4", {"nested": False}), *groups):
         q = hb.quantize(torch.randn(shape, device="cuda").bfloat16() / k**0.5, format, **options)
-        scales = decode.Scales(q.scale.dtype)
+        scales = decode.Scales(q.scale.dtype, q.block_size)
         if not decode.is_valid(plan, n, k, scales, facts_of(0)):
             # Whole rows of some scales may be aligned where those of others are not.
-            assert format == "int4" or (q.nested and k % 256)
+            assert format == "int4" or (q.nested and k % 256) or plan.together > 1
             continue
         exact = hb.dequantize(q, torch.float32)
-        for m in (1, 8 * plan.columns):
+        most = 8 * plan.columns * plan.batches
+        for m in (1, most - 3, most) if plan.batches > 1 else (1, most):
             x = torch.randn((m, k), device="cuda").bfloat16()
             bias = torch.randn(n, device="cuda").bfloat16()
             y = torch.full((m, n), 777.0, device="cuda").bfloat16()

@@ -42,7 +42,7 @@ def test_every_plan_is_valid(m: int, n: int, k: int, scales: Scales, capability:
     if plan is None:
         return
     assert is_valid(plan, n, k, scales, facts)
-    assert m <= 8 * plan.columns <= MOST_ROWS
+    assert m <= 8 * plan.columns * plan.batches <= MOST_ROWS
     assert plan.shared_bytes(scales) <= shared
     assert plan.blocks * plan.cluster * 64 >= k
 
@@ -58,16 +58,17 @@ def test_models_have_plans(shape: tuple[int, int]) -> None:
 def test_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     facts = DeviceFacts("cuda", capability, 132, 232448)
     shapes = (*MODELS[:4], (21504, 5376), (28672, 4096), (16384, 2048), (3584, 18944))
-    plans = {decode_plan(m, *shape, NESTED, facts) for m in (1, 16, 32) for shape in shapes} - {None}
+    plans = {decode_plan(m, *shape, NESTED, facts) for m in (1, 16, 32, 64) for shape in shapes} - {None}
     plans |= {decode_plan(8, *shape, NESTED, facts, parts) for parts in (2, 3) for shape in shapes[2:]} - {None}
     cases = [(plan, scales) for plan in plans for scales in (NESTED, FLAT)]
     for scales in SCALES[2:]:
         cases += [(decode_plan(m, n, k, scales, facts), scales) for m, n, k in ((1, 28672, 8192), (16, 4096, 5120))]
-    chunks = cycle((128, 128, 64, 32))
+    others = cycle((0, 256, 128, 64))  # K, in chunks of 128, 64 and 32 bytes, of which some is missing; 0: none is
     for plan, scales in cases:
         if plan is not None:
             low_first, bias = scales.dtype == torch.bfloat16, plan.cluster % 2 == 0
-            constants = macros(dtype, scales, low_first, bias, plan, next(chunks))
+            k = next(others) or 64 * plan.blocks * plan.cluster
+            constants = macros(dtype, scales, low_first, bias, plan, k)
             code = nvrtc.compile_cubin(source(), target(plan, facts), constants)
             path = tmp_path / "decode.cubin"
             path.write_bytes(code)
@@ -117,6 +118,13 @@ def test_a_plan_that_leaves_part_of_k_is_not_valid() -> None:
     assert not is_valid(DecodePlan(1, 8, 8, 2, 1, sums=3), 64, 4096, NESTED, H200)
     assert is_valid(DecodePlan(1, 8, 8, 2, 1, first=2), 64, 4096, NESTED, H200)
     assert not is_valid(DecodePlan(1, 8, 8, 2, 1, first=0), 64, 4096, NESTED, H200)  # nothing would ever be asked for
+    assert is_valid(DecodePlan(1, 8, 8, 2, 1, together=2), 64, 4096, GROUPS, H200)
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 1, together=4), 64, 4096, GROUPS, H200)  # other scales than the first
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 1, together=2), 64, 4096, NESTED, H200)
+    assert is_valid(DecodePlan(1, 4, 8, 2, 1, resident=2), 64, 2048, NESTED, H200)
+    assert not is_valid(DecodePlan(1, 8, 8, 4, 1, resident=2), 64, 4096, NESTED, H200)
+    assert is_valid(DecodePlan(2, 16, 4, 2, 1, reducers=2), 64, 4096, NESTED, H200)
+    assert not is_valid(DecodePlan(1, 8, 8, 2, 1, reducers=2), 64, 4096, NESTED, H200)
 
 
 def test_registers_are_handed_over_where_there_are_so_many() -> None:
@@ -152,7 +160,7 @@ def test_chunks_of_a_row(k: int) -> None:
 
 
 @given(
-    m=st.integers(1, 32),
+    m=st.integers(1, 64),
     n=st.integers(1, 2000).map(lambda n: 4 * n),
     k=st.integers(1, 256).map(lambda k: 64 * k),
     scales=st.sampled_from(SCALES),
@@ -238,10 +246,11 @@ def _as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_as_on_an_h200")
 def test_what_the_kernel_is_for() -> None:
-    x, weight = torch.randn(40, 1024).bfloat16(), torch.randn(64, 1024).bfloat16()
+    x, weight = torch.randn(65, 1024).bfloat16(), torch.randn(64, 1024).bfloat16()
     q = hb.quantize(weight)
-    for rows, columns in ((1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4)):
-        assert decode.plan_for(x[:rows], q, None, False).columns == columns
+    for rows, columns in ((1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4), (33, 8), (64, 8)):
+        plan = decode.plan_for(x[:rows], q, None, False)
+        assert plan.columns * plan.batches == columns
         assert decode.plan_for(x[:rows], q, None, True) == decode.plan_for(x[:1], q, None, False)
     assert decode.plan_for(x, q, None, True) is not None
     for no in (
@@ -259,6 +268,6 @@ def test_what_the_kernel_is_for() -> None:
 
 def test_source_refuses_sizes_that_are_not_its_own() -> None:
     plan = decode_plan(1, 4096, 4096, NESTED, H200)
-    wrong = macros(torch.bfloat16, NESTED, False, False, plan, 128) | {"SHARED_BYTES": plan.shared_bytes(NESTED) + 16}
+    wrong = macros(torch.bfloat16, NESTED, False, False, plan, 4096) | {"SHARED_BYTES": plan.shared_bytes(NESTED) + 16}
     with pytest.raises(Exception, match="reckons with other sizes"):
         nvrtc.compile_cubin(source(), 90, wrong)

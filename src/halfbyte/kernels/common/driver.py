@@ -164,8 +164,8 @@ class Launch:
         check(driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self._function, self._reference))
         return clusters.value
 
-    def set_grid(self, x: int, y: int) -> None:
-        self._config.grid[:] = (x, y, 1)
+    def set_grid(self, x: int, y: int, z: int = 1) -> None:
+        self._config.grid[:] = (x, y, z)
 
     def __call__(self, stream: int, parameters: Any) -> None:
         """parameters: an array of pointers, to each of the kernel's. Raises RuntimeError when the driver refuses."""

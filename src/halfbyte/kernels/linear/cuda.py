@@ -53,8 +53,13 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
     blackwell = facts.ptx > 90
     if m <= decode.MOST_ROWS or (batch_invariant and blackwell):
         few = decode.find_plan(m, operands, facts, batch_invariant)
-        lighter = blackwell or (not batch_invariant and _is_lighter(m, operands))
-        if few is not None and lighter:
+        if few is None:
+            lighter = False
+        elif blackwell:
+            lighter = few.batches == 1
+        else:
+            lighter = not batch_invariant and _is_lighter(m, operands, few)
+        if lighter:
             return Choice(decode, few)
     for kernel, most in MOST_ROWS.items():
         if batch_invariant or m <= most:
@@ -64,18 +69,24 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
     return None
 
 
-def _is_lighter(m: int, operands: Operands) -> bool:
+def _is_lighter(m: int, operands: Operands, plan: decode.DecodePlan) -> bool:
     """True where `decode` is ahead of `hopper`, which starts later and then reads faster; measured on an H200. Where
-    there are many bytes of scales, `hopper` loses more by them."""
+    there are many bytes of scales, `hopper` loses more by them; where many CTAs share K, `decode` does."""
     k, numel = operands.k, operands.n * operands.k
     many = 16 * operands.scale.itemsize >= operands.block_size
     if m <= 8:
-        return m <= 4 or k <= 1 << 14 or numel < 3 << 25 or many
+        return k <= 1 << 15 or numel < 3 << 25 or many
     if m <= 16 and not many:
-        return numel < (1 << 26 if k <= 4096 else 1 << 25)
+        if plan.cluster == 1:
+            return numel < 1 << 27
+        return numel <= (1 << 26 if plan.cluster == 2 and plan.warps == 16 else 1 << 25)
     if m <= 16:
         return numel < 1 << 27 if k <= 4096 else k <= 1 << 14 and numel <= 1 << 26
-    return numel <= 1 << 24 if many else k <= 4096 and numel < 1 << 24
+    if m <= 32:
+        if many:
+            return numel <= 1 << 24
+        return numel <= (1 << 23 if plan.cluster > 1 else 1 << 25 if plan.warps == 8 else 1 << 24)
+    return numel <= (1 << 22 if plan.cluster > 1 else 1 << 24)
 
 
 @lru_cache(1 << 14)

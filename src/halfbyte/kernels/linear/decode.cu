@@ -8,7 +8,7 @@
 // 64-weight block, a quad the block's 32, and 4 MMAs eat them. A byte becomes two 16-bit numbers by one look-up in a
 // table of 256 words with a copy for every lane: no bank conflicts, and the address is one byte permutation. The
 // codebook comes multiplied by a factor that makes its rounding to 16 bits harmless; one over that factor (`unit`) goes
-// into the scale, which is applied in fp32 to the sums of each block.
+// into the result. Scales are applied in fp32 to the sums of each block, or of TOGETHER blocks that share one.
 //
 // A CTA owns WARPS * SLICE blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in registers
 // throughout. One warp more feeds the tiles into shared memory, STAGES of them: a tile by one tensor copy, for asking for a
@@ -26,15 +26,19 @@
 // come into L2, and then waits, for x and for W, which may have been written just now. Only then it lets the next one begin
 // in the same way, so that whatever comes after finds all that was written before this kernel.
 //
+// A warp decodes its scales of a tile once, each lane a few, and hands them round through shared memory. Scales of scales
+// come ahead with the tile.
+//
 // Scales come by a tensor copy too, if those of a row are a multiple of 16 bytes. If not and a CTA has all of K, those of
 // a whole tile come in one piece (WHOLE): 16 rows always are one, and so are the 4, 8 or 12 of a last tile. Where it has
 // a part of K, each row's come with what lies around them up to multiples of 16 bytes (OFFSET); all rows together are one.
 //
 // Needs barriers.cuh and decode_work.cuh ahead of it, sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; SHARED_BY
 // blocks of 64 weights share a scale, and the first weight of a byte is in its low half with LOW_FIRST; for K see decode.py.
+// With BATCHES, CTAs side by side take 8 * COLUMNS rows of x each.
 // With REGISTERS, which needs sm_90a and a multiple of four warps, that many are a multiplying thread's: the others have 32.
-// Macros: COLUMNS, WARPS, SLICE, STEPS, STAGES, FIRST, SUMS, CLUSTER, REGISTERS, CHUNK, SCALE_CHUNK, WHOLE, OFFSET, PARTS,
-// NESTED, SCALE_BYTES, SCALE_FP16, SHARED_BY, LOW_FIRST, FP16, BIAS and SHARED_BYTES.
+// Macros: COLUMNS, WARPS, SLICE, STEPS, STAGES, FIRST, SUMS, CLUSTER, BATCHES, REDUCERS, RESIDENT, REGISTERS, CHUNK, SCALE_CHUNK, WHOLE, OFFSET,
+// PADDED, PARTS, NESTED, SCALE_BYTES, SCALE_FP16, SHARED_BY, TOGETHER, LOW_FIRST, FP16, BIAS and SHARED_BYTES.
 
 // The first chunk along K of a step of a tile.
 __device__ __forceinline__ u32 chunk_of(u32 first_block, int step) {
@@ -66,6 +70,22 @@ __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_blo
 // others: to wait for each other at the beginning took 0.5 us.
 __device__ __forceinline__ void all_are_here() { asm volatile("bar.sync 1, %0;" ::"n"(PREPARING + 32) : "memory"); }
 
+#if NESTED
+// Scales of scales of a tile: of each row's part there are two at most, and a lane has one of them. They come from L2, which
+// takes long; a thread that multiplies would have to ask for them a tile ahead, and has no registers for that.
+__device__ __forceinline__ const float* absmax_of(const Arguments& a, const Tile& tile, u32 first_block, u32 lane) {
+  const u32 row_blocks = a.k / 64, row = min(tile.row + lane / 2, a.n[tile.part] - 1);
+  const u32 first = row * row_blocks + first_block, last = row * row_blocks + min(first_block + BLOCKS, row_blocks) - 1;
+  return a.weight[tile.part].absmax + min(first / SHARED_BY / 256 + lane % 2, last / SHARED_BY / 256);
+}
+__device__ __forceinline__ void copy_absmax(u32 to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+#endif
+
 // Asks for tiles as soon as there is room. Of those that there is room for from the beginning, only FIRST stages at first:
 // what comes from memory comes in any order, and none of it is of use before the first stage and what else is waited for.
 __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_block, u32 lane) {
@@ -75,6 +95,9 @@ __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_b
   for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
     const Weight& w = a.weight[tile.part];
+#if NESTED
+    const float* absmax = absmax_of(a, tile, first_block, lane);
+#endif
 #pragma unroll
     for (int step = 0; step < STEPS; step++, ring.next(STAGES)) {
       const u32 full = shared + FULL + 8 * ring.at, to = shared + SCALES + scales.at * SCALE_STAGE;
@@ -104,11 +127,75 @@ __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_b
                       full);
 #endif
       if (lane == 0) copy_weights(shared + TILES + ring.at * STAGE, w, tile.row, chunk_of(first_block, step), full);
+#if NESTED
+      if (step == 0) copy_absmax(shared + ABSMAX + scales.at * 128 + lane * 4, absmax);
+      arrive_after_copies(full);
+#endif
     }
   }
   __syncwarp();
   if (alone) all_are_here();
 }
+
+// What a lane has to do with its warp's scales of a tile: it decodes those of EACH times TOGETHER blocks of a row, and needs
+// those of two rows for every block. Nobody else reads or writes them.
+struct Scaled {
+  u32 row, block, from, to;  // block: the first, counted as by `place`. from, to: its places in shared memory
+
+  __device__ __forceinline__ Scaled(u32 shared, u32 warp, u32 lane) : row(lane / 2), block(place(warp, lane % 2 * (SLICE / 2))) {
+    const u32 byte = block / SHARED_BY * SCALE_BYTES;
+#if WHOLE || OFFSET
+    from = byte;
+#else
+    from = byte / SCALE_CHUNK * (ROWS * SCALE_CHUNK) + (row_at<SCALE_CHUNK>(row) ^ byte % SCALE_CHUNK);
+#endif
+    from += shared + SCALES;
+    to = shared + SCALED + warp * SCALED_WARP;
+  }
+
+  __device__ __forceinline__ void decode(const Arguments& a, u32 shared, const Tile& tile, u32 first_block, u32 slot, float offset,
+                                         u32 lane) const {
+    const u32 row_blocks = a.k / 64;
+    const u32 begin = ((tile.row + row) * row_blocks + first_block) / SHARED_BY;  // number of the row's first here
+    u32 at = from;
+    if (FEW_REGISTERS) asm volatile("" : "+r"(at));  // so that what follows from it is worked out for every tile
+    at += slot * SCALE_STAGE;
+    if (WHOLE) at += row * (row_blocks / SHARED_BY * SCALE_BYTES);
+    if (OFFSET) at += row * SCALE_ROW + (begin * SCALE_BYTES & 15);
+    const u32 four = OWN_BYTES == 4 ? load_number(at) : 0;
+    u32 bits[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const u32 before = e * TOGETHER / SHARED_BY * SCALE_BYTES;
+      bits[e] = OWN_BYTES == 4 ? four >> 8 * before & ~0u >> 32 - 8 * SCALE_BYTES : load_bits(at + before);
+    }
+    float value[EACH], absmax[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+      if (NESTED && (e == 0 || !ONE_ABSMAX)) {
+        const u32 second = (begin % 256 + (block + e * TOGETHER) / SHARED_BY) / 256;
+        absmax[e] = load_float(shared + ABSMAX + slot * 128 + row * 8 + second * 4);
+      }
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+      value[e] = NESTED ? load_float(shared + CODE + 1024 * tile.part + 4 * bits[e]) : number_of(bits[e]);
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      if (NESTED) value[e] = __fadd_rn(__fmul_rn(value[e], absmax[ONE_ABSMAX ? 0 : e]), offset);
+      if (PADDED && first_block + block + e * TOGETHER >= row_blocks) value[e] = 0;  // what lies beyond K is nothing
+    }
+    __syncwarp();
+#pragma unroll
+    for (int e = 0; e < EACH; e++) store_float(to + (lane % 2 * EACH + e) * SCALED_PITCH + row * 4, value[e]);
+    __syncwarp();
+  }
+
+  // Of rows 2 * group and 2 * group + 1.
+  __device__ __forceinline__ float2 of_block(u32 b, u32 group) const {
+    const uint2 both = load_pair(to + b / TOGETHER * SCALED_PITCH + group * 8);
+    return make_float2(__uint_as_float(both.x), __uint_as_float(both.y));
+  }
+};
 
 // ready: called with the first loads under way, returns when shared memory is as it has to be.
 template <class Ready>
@@ -117,17 +204,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
   const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64;
   const u32 column = lane * 4 | (shared & 0xff000000u);
   // Where in a tile this lane's bytes of W are, in row 2 * group; row 2 * group + 1 is its own too.
-  const u32 mine = even_row<CHUNK>(2 * group) ^ member * 8;
-  u32 my_scales[SLICE / 4];  // likewise; each lane of a quad decodes those of every fourth block
-#pragma unroll
-  for (int q = 0; q < SLICE / 4; q++) {
-    const u32 byte = (place(warp, 4 * q) + member) / SHARED_BY * SCALE_BYTES;
-#if WHOLE || OFFSET
-    my_scales[q] = byte;
-#else
-    my_scales[q] = byte / SCALE_CHUNK * (ROWS * SCALE_CHUNK) + (even_row<SCALE_CHUNK>(2 * group) ^ byte % SCALE_CHUNK);
-#endif
-  }
+  const u32 mine = row_at<CHUNK>(2 * group) ^ member * 8;
+  const Scaled scaled(shared, warp, lane);
   uint2 x[COLUMNS][SLICE][4];
 #pragma unroll
   for (int c = 0; c < COLUMNS; c++)
@@ -135,71 +213,24 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
     for (int b = 0; b < SLICE; b++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const u32 row = 8 * c + group, block = first_block + place(warp, b);
+        const u32 row = first_row() + 8 * c + group, block = first_block + place(warp, b);
         const bool exists = row < a.m && block < row_blocks;
         const u64 at = u64(row) * a.k + block * 64 + member * 16 + half * 8;
         const uint4 both = exists ? *reinterpret_cast<const uint4*>(a.x + at) : make_uint4(0, 0, 0, 0);
         x[c][b][2 * half] = make_uint2(both.x, both.y), x[c][b][2 * half + 1] = make_uint2(both.z, both.w);
       }
-#if NESTED
   float offsets[PARTS];
 #pragma unroll
-  for (int i = 0; i < PARTS; i++) offsets[i] = *a.weight[i].offset;
-  // Scales of scales come from L2, which takes long: those of a tile are asked for while the one ahead is multiplied.
-  float absmax[2][SLICE / 4];
-  const auto fetch = [&](u32 number) {
-    const Tile tile(a, number);
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-      for (int q = 0; q < SLICE / 4; q++) {
-        const u32 row = min(tile.row + 2 * group + half, a.n[tile.part] - 1);
-        const u32 block = min(first_block + place(warp, 4 * q) + member, row_blocks - 1);
-        absmax[half][q] = __ldg(a.weight[tile.part].absmax + (row * row_blocks + block) / SHARED_BY / 256);
-      }
-  };
-  if (AHEAD && blockIdx.x < a.tiles) fetch(blockIdx.x);
-#endif
+  for (int i = 0; i < PARTS; i++) offsets[i] = NESTED ? *a.weight[i].offset : 0.0f;
   ready();
   Ring ring(0), sums(1), scales(0);
   for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, sums.next(SUMS), scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
-    float scale[2][SLICE / 4];  // that this lane decodes
-#if NESTED
     float offset = offsets[0];
 #pragma unroll
     for (int i = 1; i < PARTS; i++) offset = tile.part == i ? offsets[i] : offset;
-    if (!AHEAD) fetch(number);
-#endif
     wait(shared + FULL + 8 * ring.at, ring.parity);
-    const u32 scales_at = shared + SCALES + (STEPS == 1 ? ring.at : scales.at) * SCALE_STAGE;
-#pragma unroll
-    for (int q = 0; q < SLICE / 4; q++) {
-      const u32 block = place(warp, 4 * q) + member;
-      u32 here = my_scales[q];
-      asm volatile("" : "+r"(here));  // what follows from it is worked out for every tile: registers are dearer
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-#if WHOLE || OFFSET
-        const u32 row = 2 * group + half, pitch = WHOLE ? row_blocks / SHARED_BY * SCALE_BYTES : SCALE_ROW;
-        const u32 before = OFFSET ? ((tile.row + row) * row_blocks + first_block) / SHARED_BY * SCALE_BYTES & 15 : 0;
-        const u32 at = scales_at + row * pitch + before + here;
-#else
-        const u32 at = scales_at + (half ? row_after<SCALE_CHUNK>(here) : here);
-#endif
-#if NESTED
-        const float value = load_float(shared + CODE + 1024 * tile.part + 4 * load_byte(at));
-        const float decoded = __fadd_rn(__fmul_rn(value, absmax[half][q]), offset);
-#else
-        const float decoded = load_scale(at);
-#endif
-        scale[half][q] = first_block + block < row_blocks ? decoded * a.unit : 0.0f;  // what lies beyond K is nothing
-      }
-    }
-#if NESTED
-    if (AHEAD && number + gridDim.x < a.tiles) fetch(number + gridDim.x);
-#endif
-    float total[COLUMNS][4] = {};
+    float total[COLUMNS][4] = {}, sum[COLUMNS][4];
 #pragma unroll
     for (int b = 0; b < SLICE; b++) {
       if (b > 0 && b % STEP_SLICE == 0) wait(shared + FULL + 8 * ring.at, ring.parity);
@@ -207,7 +238,9 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
       const u32 chunk = shared + TILES + ring.at * STAGE + number_of_chunk * (ROWS * CHUNK);
       const u32 inside = mine ^ b * BLOCK_BYTES % CHUNK;
       const uint2 w = load_pair(chunk + inside), v = load_pair(chunk + row_after<CHUNK>(inside));
-      float sum[COLUMNS][4] = {};
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++)
+        if (b % TOGETHER == 0) sum[c][0] = sum[c][1] = sum[c][2] = sum[c][3] = 0;
 #pragma unroll
       for (int step = 0; step < 4; step++) {
         const u32 over = step < 2 ? w.x : w.y, under = step < 2 ? v.x : v.y;
@@ -218,14 +251,16 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) mma(sum[c], a0, a1, a2, a3, x[c][b][step]);
       }
-      const u32 owner = (lane & 28) | (b & 3);
-      const float s = __shfl_sync(~0u, scale[0][b / 4], owner), t = __shfl_sync(~0u, scale[1][b / 4], owner);
+      if (b == 0) scaled.decode(a, shared, tile, first_block, STEPS == 1 ? ring.at : scales.at, offset, lane);
+      if (b % TOGETHER == TOGETHER - 1) {
+        const float2 scale = scaled.of_block(b, group);
 #pragma unroll
-      for (int c = 0; c < COLUMNS; c++) {
-        total[c][0] += sum[c][0] * s;
-        total[c][1] += sum[c][1] * s;
-        total[c][2] += sum[c][2] * t;
-        total[c][3] += sum[c][3] * t;
+        for (int c = 0; c < COLUMNS; c++) {
+          total[c][0] += sum[c][0] * scale.x;
+          total[c][1] += sum[c][1] * scale.x;
+          total[c][2] += sum[c][2] * scale.y;
+          total[c][3] += sum[c][3] * scale.y;
+        }
       }
       if (b % STEP_SLICE == STEP_SLICE - 1) {
         arrive(shared + EMPTY + 8 * ring.at);
@@ -236,7 +271,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
     const u32 to = shared + SUM + (sums.at * WARPS + warp) * SUM_WARP;
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++)
-      if (8 * c + 2 * member < a.m) {
+      if (first_row() + 8 * c + 2 * member < a.m) {
         const u32 at = to + (8 * c + 2 * member) * SUM_COLUMN + 8 * group;
         store_pair(at, total[c][0], total[c][2]);
         store_pair(at + SUM_COLUMN, total[c][1], total[c][3]);
@@ -245,17 +280,18 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
   }
 }
 
-__device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane) {
-  const u32 rank = blockIdx.y, column = lane / 4, four = lane % 4;
+__device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part, u32 lane) {
+  constexpr int OWN = COLUMNS / REDUCERS;  // groups of eight columns
+  const u32 rank = blockIdx.y, column = part * (8 * OWN) + lane / 4, four = lane % 4;
   Ring sums(0), slot(0);
   for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, sums.next(SUMS), slot.next(SLOTS)) {
     wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
-    float4 total[COLUMNS];
+    float4 total[OWN];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
+    for (int c = 0; c < OWN; c++) {
       total[c] = make_float4(0, 0, 0, 0);
       const u32 from = shared + SUM + sums.at * WARPS * SUM_WARP + (8 * c + column) * SUM_COLUMN + 16 * four;
-      if (8 * c + column < a.m)
+      if (first_row() + 8 * c + column < a.m)
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
           const float4 v = load_sums(from + w * SUM_WARP);
@@ -266,25 +302,25 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane)
 
 #if CLUSTER > 1
     const u32 full = shared + SLOT_FULL + 8 * slot.at, empty = shared + SLOT_EMPTY + 8 * slot.at;
-    const u32 place = shared + SLOT + slot.at * (CLUSTER - 1) * SENT + 16 * lane;
+    const u32 place = shared + SLOT + slot.at * (CLUSTER - 1) * SENT + part * (OWN * 512) + 16 * lane;
     if (rank > 0) {
       wait(empty, slot.parity ^ 1);
       const u32 to = address_in(place + (rank - 1) * SENT, 0), barrier = address_in(full, 0);
 #pragma unroll
-      for (int c = 0; c < COLUMNS; c++)
-        if (8 * c + column < a.m)
+      for (int c = 0; c < OWN; c++)
+        if (first_row() + 8 * c + column < a.m)
           asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                        ::"r"(to + c * 512), "f"(total[c].x), "f"(total[c].y), "f"(total[c].z), "f"(total[c].w), "r"(barrier)
                        : "memory");
       continue;
     }
-    if (lane == 0) expect(full, min(a.m, 8 * COLUMNS) * ROWS * 4 * (CLUSTER - 1));
+    if (part == 0 && lane == 0) expect(full, min(max(a.m, first_row()) - first_row(), 8 * COLUMNS) * ROWS * 4 * (CLUSTER - 1));
     wait(full, slot.parity);
 #pragma unroll
     for (int other = 0; other < CLUSTER - 1; other++)
 #pragma unroll
-      for (int c = 0; c < COLUMNS; c++)
-        if (8 * c + column < a.m) {
+      for (int c = 0; c < OWN; c++)
+        if (first_row() + 8 * c + column < a.m) {
           const float4 v = load_sums(place + other * SENT + c * 512);
           total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
         }
@@ -297,22 +333,25 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane)
     const Result& to = a.result[tile.part];
     const u32 row = tile.row + 4 * four, n = a.n[tile.part];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++)
-      if (8 * c + column < a.m && row < n) {
+    for (int c = 0; c < OWN; c++) {
+      const u32 m = first_row() + 8 * c + column;
+      if (m < a.m && row < n) {
+        total[c].x *= a.unit, total[c].y *= a.unit, total[c].z *= a.unit, total[c].w *= a.unit;
         if (BIAS && to.bias) {
           const ushort4 b = *reinterpret_cast<const ushort4*>(to.bias + row);
           total[c].x += unpack(b.x), total[c].y += unpack(b.y), total[c].z += unpack(b.z), total[c].w += unpack(b.w);
         }
         const uint2 words = make_uint2(pack(total[c].x, total[c].y), pack(total[c].z, total[c].w));
-        *reinterpret_cast<uint2*>(to.y + u64(8 * c + column) * n + row) = words;
+        *reinterpret_cast<uint2*>(to.y + u64(m) * n + row) = words;
       }
+    }
   }
 }
 
 __device__ __forceinline__ void init_barriers(u32 shared) {
-  for (int s = 0; s < STAGES; s++) init(shared + FULL + 8 * s, 1), init(shared + EMPTY + 8 * s, WARPS * 32);
-  for (int s = 0; s < SUMS; s++) init(shared + SUM_FULL + 8 * s, WARPS * 32), init(shared + SUM_EMPTY + 8 * s, 32);
-  for (int s = 0; s < SLOTS; s++) init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, 1);
+  for (int s = 0; s < STAGES; s++) init(shared + FULL + 8 * s, NESTED ? 33 : 1), init(shared + EMPTY + 8 * s, WARPS * 32);
+  for (int s = 0; s < SUMS; s++) init(shared + SUM_FULL + 8 * s, WARPS * 32), init(shared + SUM_EMPTY + 8 * s, REDUCERS * 32);
+  for (int s = 0; s < SLOTS; s++) init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, REDUCERS);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
@@ -382,9 +421,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode(const __g
       if (lane == 0) prefetch_first(a, first_block);
       wait_for_the_one_ahead();
       feed(a, shared, first_block, lane);
-    } else if (warp == WARPS + 1) {
+    } else if (warp <= WARPS + REDUCERS) {
       meet(prepare());
-      reduce(a, shared, lane);
+      reduce(a, shared, warp - WARPS - 1, lane);
     }
   }
   if (CLUSTER > 1) {  // nobody leaves while a neighbour may still write to its barriers

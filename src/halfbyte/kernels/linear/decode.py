@@ -25,11 +25,11 @@ from halfbyte.kernels.linear.ready import GroupProduct, Product, run
 
 BLOCK = 64  # weights that are summed up before they are scaled
 ROWS = 16  # rows of W in a tile
-MOST_ROWS = 32  # of x
+MOST_ROWS, MOST_OF_A_BATCH = 64, 32  # of x
 MOST_CLUSTER = 8  # CTAs, everywhere clusters exist
 MOST_PARTS = 3  # weights of one launch: q, k and v
 MOST_STAGES = 8  # that there are barriers for
-SLOTS = 4
+RESERVED = 1024  # bytes of shared memory that the system takes for each CTA
 
 
 class Scales(NamedTuple):
@@ -58,7 +58,9 @@ class DecodePlan:
     stages: tiles or steps of tiles on their way. cluster: CTAs that share K. whole: scales of a tile are copied in one
     piece. offset: those of a row with what lies around them. parts: weights of one launch. steps: that a tile is
     fetched in. registers: of a multiplying thread, at the expense of others, or 0 for as many as those have. sums:
-    buffers for what warps have. first: stages that are asked for before the first is there."""
+    buffers for what warps have. first: stages that are asked for before the first is there. together: blocks of K that
+    are summed up before they are scaled, which share a scale. resident: CTAs that share a multiprocessor. reducers:
+    warps that add up. batches: CTAs side by side, for rows of x."""
 
     columns: int
     warps: int
@@ -70,13 +72,17 @@ class DecodePlan:
     parts: int = 1
     steps: int = 1
     registers: int = 0
-    sums: int = 2
+    sums: int = 1
     first: int = 1
+    together: int = 1
+    resident: int = 1
+    reducers: int = 1
+    batches: int = 1
 
     @property
     def threads(self) -> int:
-        """Of a CTA. Registers are handed over by four warps at a time, so two more are there where any are."""
-        return 32 * (self.warps + 2 + (2 if self.registers else 0))
+        """Of a CTA: a warp that feeds, one or two that add up. Registers are handed over by four warps at a time."""
+        return 32 * (self.warps + (4 if self.registers else 1 + self.reducers))
 
     @property
     def blocks(self) -> int:
@@ -90,9 +96,11 @@ class DecodePlan:
     def shared_bytes(self, scales: Scales) -> int:
         """Dynamic shared memory. decode.cu lays it out, and does not compile where this sum is another than its own."""
         stage, tiles = ROWS * self.blocks // self.steps * 32, -(-self.stages // self.steps)
-        sums = self.sums * self.warps * 8 * self.columns * 80 + SLOTS * (self.cluster - 1) * self.columns * 512
+        slots = 2 if self.cluster > 4 else 4
+        sums = self.sums * self.warps * 8 * self.columns * 80 + slots * (self.cluster - 1) * self.columns * 512
         ahead = -(-(1024 * self.parts + 256 + sums) // 1024) * 1024  # of the stages, which begin at a multiple of that
-        return 256 * 256 + ahead + self.stages * stage + tiles * ROWS * self.scale_row(scales)
+        scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested) + self.blocks // self.together * 80
+        return 256 * 256 + ahead + self.stages * stage + scaling
 
     def scale_row(self, scales: Scales) -> int:
         """Bytes of shared memory for the scales of a row."""
@@ -124,15 +132,19 @@ def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, facts: DeviceFact
         and _can_copy_scales(plan, blocks, scales)
         and n % 4 == 0
         and 0 < n * k < 1 << 38  # blocks are counted in 32 bits
-        and plan.slice % (4 * plan.steps) == 0
+        and plan.slice in (4, 8)
+        and plan.slice % (4 * plan.steps) == plan.slice % (2 * plan.together) == 0
+        and scales.blocks % plan.together == 0
         and 1 <= plan.warps <= 16
         and 1 <= plan.cluster <= MOST_CLUSTER
         and plan.blocks * (plan.cluster - 1) < blocks <= plan.blocks * plan.cluster
         and 2 <= plan.stages <= MOST_STAGES
         and 1 <= plan.sums <= 2
         and plan.first >= 1
+        and 1 <= plan.reducers <= 2
+        and plan.columns % plan.reducers == 0
         and (plan.registers == 0 or (facts.ptx == 90 and _can_hand_over_registers(plan)))
-        and plan.shared_bytes(scales) <= facts.shared_memory
+        and plan.resident * (plan.shared_bytes(scales) + RESERVED) <= facts.shared_memory + RESERVED
     )
 
 
@@ -164,7 +176,8 @@ def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, part
     if not 1 <= m <= MOST_ROWS:
         return None
     columns, width, most_warps = (1, 8, 16) if m <= 8 else (2, 4, 16) if m <= 16 else (4, 4, 8)
-    tiles = -(-n // ROWS)
+    batches = -(-m // (8 * columns))
+    tiles = -(-n // ROWS) * batches
 
     def cost(plan: DecodePlan) -> float:
         turns = -(-tiles // max(1, facts.sms // plan.cluster))
@@ -173,7 +186,17 @@ def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, part
 
     unaligned = scales.bytes_of(k // BLOCK) % 16 != 0
     shapes = (
-        DecodePlan(columns, warps, width, 2, cluster, unaligned and cluster == 1, unaligned and cluster > 1, parts)
+        DecodePlan(
+            columns,
+            warps,
+            width,
+            2,
+            cluster,
+            unaligned and cluster == 1,
+            unaligned and cluster > 1,
+            parts,
+            batches=batches,
+        )
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
     )
@@ -186,30 +209,47 @@ def _refined(plan: DecodePlan, turns: float, scales: Scales, facts: DeviceFacts)
     """The plan with what is best for its warps. turns: tiles of a CTA, on average.
 
     Three halves of a tile on their way are better than more, which come in any order. Sixteen warps would like more
-    registers than eighteen can have each, and with one buffer of sums want even more; so would those that hold 32 rows
-    of x. With nested scales the second stage is better asked for when the first is there, unless tiles are many; the
-    codes would wait behind it. Measured on an H200 (docs/notebook.md).
+    registers than eighteen can have each, and so would those that hold 32 rows of x; with fewer they spill. With nested
+    scales and many warps the second stage is better asked for when the first is there: the codes would wait behind it.
+    Few warps leave room for two CTAs. Measured on an H200 (docs/notebook.md).
     """
-    full = plan.warps == 16
-    plan = replace(plan, sums=2 if full else 1)
-    if plan.columns == 1:
+    full, columns = plan.warps == 16, plan.columns
+    if columns == 1:
         halves = turns > 1 or plan.warps > 4
-        patient = scales.nested and turns > 1 and not (turns > 6 and 4 < plan.warps < 16)
+        patient = scales.nested and plan.warps > 11
         plan = replace(plan, steps=2 if halves else 1, stages=3 if halves else 2, first=1 if patient else 2)
-    elif plan.columns == 2 and plan.offset:
+    elif columns == 2 and plan.offset:
         plan = replace(plan, stages=3, first=2, sums=2)
-    if full and plan.cluster == 1 and facts.ptx == 90:
-        plan = replace(plan, registers=104)
-    if plan.columns == 4 and plan.warps == 8 and plan.cluster <= 2 and facts.ptx == 90:
+    if turns > 1 and plan.warps <= MOST_OF_A_PAIR[columns]:
+        plan = replace(plan, resident=2)
+    if facts.ptx == 90 and full and (plan.cluster == 1 or columns == 1):
+        plan = replace(plan, registers=112)
+    elif facts.ptx == 90 and plan.warps == 8 and columns == 4 and plan.cluster <= 2:
         plan = replace(plan, registers=232)
+    elif full:
+        plan = replace(plan, sums=2)
+    if plan.warps > 4 and plan.warps != 6:  # fewer wait for sums that take longer; six were slower all the same
+        plan = replace(plan, together=min(scales.blocks, plan.slice // 2))
+    if columns > 1 and plan.resident == 1 and _has_room_for_a_warp(plan):
+        plan = replace(plan, reducers=2)
     return plan
+
+
+def _has_room_for_a_warp(plan: DecodePlan) -> bool:
+    """True if one more takes no registers that the others need: a quarter of all is for every fourth warp."""
+    warps = plan.warps + 2
+    return plan.registers > 0 or warps % 4 != 0 or (plan.columns == 2 and warps < 16)
+
+
+MOST_OF_A_PAIR = {1: 5, 2: 6, 4: 0}  # columns to the warps of two CTAs that share a multiprocessor
 
 
 def _smaller(plan: DecodePlan) -> Iterable[DecodePlan]:
     """The plan, and what needs less shared memory: for GPUs that have less."""
-    for stages in range(plan.stages, 1, -1):
-        for sums in range(plan.sums, 0, -1):
-            yield replace(plan, stages=stages, sums=sums)
+    for resident in range(plan.resident, 0, -1):
+        for stages in range(plan.stages, 1, -1):
+            for sums in range(plan.sums, 0, -1):
+                yield replace(plan, resident=resident, stages=stages, sums=sums)
 
 
 def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> DecodePlan | None:
@@ -228,7 +268,7 @@ def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: b
 def find_group_plan(m: int, group: Sequence[Operands], facts: DeviceFacts) -> DecodePlan | None:
     """The plan for x [m, K] and several weights in one launch, or None where this kernel is not for them."""
     first = group[0]
-    if not 1 < len(group) <= MOST_PARTS or not all(map(_takes, group)):
+    if m > MOST_OF_A_BATCH or not 1 < len(group) <= MOST_PARTS or not all(map(_takes, group)):
         return None
     alike = {(o.k, o.format, o.nested, scales_of(o)) for o in group}
     if len(alike) > 1 or any(o.n % 4 or o.n == 0 for o in group):
@@ -266,7 +306,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
 def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: DecodePlan) -> Product:
     """The product with a weight on the current device, of any number of rows."""
     launch, arguments = _prepare(device.index, (operands,), (weight,), plan)
-    step = 8 * plan.columns
+    step = 8 * plan.columns * plan.batches
     row, out_row = operands.k * operands.dtype.itemsize, operands.n * operands.dtype.itemsize
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
@@ -331,14 +371,15 @@ def _launch(index: int, o: Operands, tiles: int, plan: DecodePlan, compiled: Var
     shared = plan.shared_bytes(scales_of(o))
     (function,) = kernels(index, compiled, (("decode", shared),))
     launch = Launch(function, (1, plan.cluster), plan.threads, shared, cluster=plan.cluster, overlaps=True)
-    launch.set_grid(min(launch.most_clusters(), tiles), plan.cluster)
+    most = min(launch.most_clusters(), facts_of(index).sms * plan.resident // plan.cluster)
+    launch.set_grid(min(most // plan.batches, tiles), plan.cluster, plan.batches)
     return launch
 
 
 def variant(operands: Operands, plan: DecodePlan, facts: DeviceFacts) -> Variant:
     """What is compiled for such operands."""
-    chunk = weight_chunk(operands.k)
-    constants = macros(operands.dtype, scales_of(operands), operands.low_first, operands.bias, plan, chunk)
+    o = operands
+    constants = macros(o.dtype, scales_of(o), o.low_first, o.bias, plan, o.k)
     return Variant.of(source(), target(plan, facts), constants)
 
 
@@ -347,18 +388,19 @@ def target(plan: DecodePlan, facts: DeviceFacts) -> int | str:
     return "90a" if plan.registers else facts.capability
 
 
-def macros(
-    dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan: DecodePlan, chunk: int
-) -> dict[str, int]:
+def macros(dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan: DecodePlan, k: int) -> dict[str, int]:
     """What decode.cu is compiled with."""
     return {
         "COLUMNS": plan.columns, "WARPS": plan.warps, "SLICE": plan.slice, "STAGES": plan.stages,
         "STEPS": plan.steps, "SUMS": plan.sums, "CLUSTER": plan.cluster, "WHOLE": int(plan.whole),
-        "OFFSET": int(plan.offset), "PARTS": plan.parts, "NESTED": int(scales.nested),
+        "OFFSET": int(plan.offset), "PADDED": int(plan.blocks * plan.cluster * BLOCK != k),
+        "PARTS": plan.parts, "NESTED": int(scales.nested),
         "SCALE_BYTES": scales.dtype.itemsize, "SCALE_FP16": int(scales.dtype == torch.float16),
         "SHARED_BY": scales.blocks, "LOW_FIRST": int(low_first), "FP16": int(dtype == torch.float16),
-        "BIAS": int(bias), "CHUNK": chunk, "SCALE_CHUNK": scale_chunk(plan, scales), "FIRST": plan.first,
-        "REGISTERS": plan.registers, "SHARED_BYTES": plan.shared_bytes(scales),
+        "BIAS": int(bias), "CHUNK": weight_chunk(k), "SCALE_CHUNK": scale_chunk(plan, scales), "FIRST": plan.first,
+        "TOGETHER": plan.together, "REGISTERS": plan.registers, "RESIDENT": plan.resident,
+        "REDUCERS": plan.reducers, "BATCHES": plan.batches,
+        "SHARED_BYTES": plan.shared_bytes(scales),
     }  # fmt: skip
 
 

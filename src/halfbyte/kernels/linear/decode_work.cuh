@@ -2,19 +2,22 @@
 // Macros and needs are those of decode.cu.
 
 constexpr int ROWS = 16, BLOCK_BYTES = 32;
-constexpr int THREADS = (WARPS + 2 + (REGISTERS ? 2 : 0)) * 32;  // registers are handed over by four warps each
-constexpr int RESIDENT = WARPS <= 3 && STEPS > 1 ? 2 : 1;  // CTAs that share a multiprocessor, if there are many tiles
-constexpr u32 PREPARING = (WARPS + 1) * 32;           // of them: all but the feeder's
+constexpr int THREADS = (WARPS + (REGISTERS ? 4 : 1 + REDUCERS)) * 32;  // registers are handed over by four warps each
+constexpr u32 PREPARING = (WARPS + REDUCERS) * 32;    // threads of those that have something to do, but the feeder's
+static_assert(COLUMNS % REDUCERS == 0 && REDUCERS <= 2, "each adds up as many columns");
 constexpr int BLOCKS = WARPS * SLICE;                 // of K, a CTA
 constexpr int STEP_SLICE = SLICE / STEPS, STEP_BLOCKS = WARPS * STEP_SLICE;
+constexpr int EACH = SLICE / 2 / TOGETHER;            // scales that a lane decodes, each of TOGETHER blocks
+constexpr int OWN_BYTES = EACH * TOGETHER / SHARED_BY * SCALE_BYTES;  // that they come from
+constexpr bool ONE_ABSMAX = CHUNK == 128;             // K is a multiple of 256: four blocks have the same
+constexpr bool FEW_REGISTERS = 0 < REGISTERS && REGISTERS < 128;
 constexpr u32 STAGE = ROWS * STEP_BLOCKS * BLOCK_BYTES;
 constexpr u32 SCALES_OF_ROW = (BLOCKS + SHARED_BY - 1) / SHARED_BY * SCALE_BYTES;  // of all steps
 constexpr u32 SCALE_ROW = WHOLE ? SCALES_OF_ROW : OFFSET ? (SCALES_OF_ROW + 15) / 16 * 16 + 32 : SCALE_CHUNK;
 constexpr int SCALE_COPIES = WHOLE || OFFSET ? 1 : (SCALES_OF_ROW + SCALE_CHUNK - 1) / SCALE_CHUNK;
 constexpr u32 SCALE_STAGE = SCALE_COPIES * ROWS * SCALE_ROW;
 constexpr int SCALE_STAGES = (STAGES + STEPS - 1) / STEPS;  // a tile's scales come with its first step, and stay for it
-constexpr bool AHEAD = COLUMNS == 1 ? WARPS < 16 || REGISTERS > 0 : REGISTERS > 200;  // where there are registers for it
-constexpr int SLOTS = 4;  // buffers of sums from the cluster; SUMS are those within the CTA
+constexpr int SLOTS = CLUSTER > 4 ? 2 : 4;  // buffers of sums from the cluster; SUMS are those within the CTA
 constexpr u32 SUM_COLUMN = 20 * 4;                    // bytes: 16 rows, padded
 constexpr u32 SUM_WARP = 8 * COLUMNS * SUM_COLUMN;
 constexpr u32 SENT = COLUMNS * 512;                   // bytes of one CTA's sums on their way to the first
@@ -28,14 +31,19 @@ constexpr u32 SUM = FULL + 256;
 constexpr u32 SLOT = SUM + SUMS * WARPS * SUM_WARP;
 constexpr u32 TILES = ALIGNED(SLOT + SLOTS * (CLUSTER - 1) * SENT);
 constexpr u32 SCALES = TILES + STAGES * STAGE;
-static_assert(SCALES + SCALE_STAGES * SCALE_STAGE == SHARED_BYTES, "decode.py reckons with other sizes");
+constexpr u32 ABSMAX = SCALES + SCALE_STAGES * SCALE_STAGE;
+constexpr u32 SCALED = ABSMAX + NESTED * SCALE_STAGES * 128;
+constexpr u32 SCALED_PITCH = 20 * 4, SCALED_WARP = SLICE / TOGETHER * SCALED_PITCH;  // bytes: 16 rows, padded
+static_assert(SCALED + WARPS * SCALED_WARP == SHARED_BYTES, "decode.py reckons with other sizes");
+static_assert(SLICE <= 8 && EACH * 2 * TOGETHER == SLICE && STEP_SLICE % TOGETHER == 0, "two lanes a row, whole scales");
+static_assert(BLOCKS <= 256, "a row's part has two scales of scales at most");
 static_assert(SUMS <= 2, "each has a full and an empty barrier in 16 bytes");
 static_assert(STAGES <= 8, "each stage has a full and an empty barrier in 64 bytes");
 
 // Tensor copies write chunks of 16 rows, one behind the other, each row's pieces of 16 bytes swizzled by the number of the
-// line of 128 bytes that they are in. Where an even row begins; what is to be found there is at that, exclusive or its place
-// in the row. And the same place in the row after it.
-template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 even_row(u32 row) {
+// line of 128 bytes that they are in. Where a row begins; what is to be found there is at that, exclusive or its place in the
+// row. And the same place in the row after an even one.
+template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 row_at(u32 row) {
   return row * CHUNK_BYTES + (row * CHUNK_BYTES / 128 % 8 & CHUNK_BYTES / 16 - 1) * 16;
 }
 template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 row_after(u32 at) {
@@ -48,9 +56,9 @@ __device__ __forceinline__ float4 load_sums(u32 address) {
                : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "r"(address));
   return value;
 }
-__device__ __forceinline__ u32 load_byte(u32 address) {
+__device__ __forceinline__ u32 load_number(u32 address) {
   u32 value;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
   return value;
 }
 __device__ __forceinline__ float load_float(u32 address) {
@@ -58,14 +66,20 @@ __device__ __forceinline__ float load_float(u32 address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
   return value;
 }
-__device__ __forceinline__ float load_scale(u32 address) {
-#if SCALE_BYTES == 2
-  unsigned short bits;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address));
-  return SCALE_FP16 ? from_fp16(bits) : from_bf16(bits);
+// A scale as it lies in memory, and the number that it is where it is one.
+__device__ __forceinline__ u32 load_bits(u32 address) {
+  u32 value;
+#if SCALE_BYTES == 1
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
+#elif SCALE_BYTES == 2
+  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(address));
 #else
-  return load_float(address);
+  value = load_number(address);
 #endif
+  return value;
+}
+__device__ __forceinline__ float number_of(u32 bits) {
+  return SCALE_BYTES == 4 ? __uint_as_float(bits) : SCALE_FP16 ? from_fp16(bits) : from_bf16(bits);
 }
 __device__ __forceinline__ void store_pair(u32 address, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
@@ -117,6 +131,9 @@ struct Arguments {
   u32 m, n[PARTS], first_tile[PARTS], tiles, k;
   float unit, codebook[16];
 };
+
+// Of x, for this CTA.
+__device__ __forceinline__ u32 first_row() { return BATCHES > 1 ? blockIdx.z * (8 * COLUMNS) : 0; }
 
 struct Tile {  // of which weight, and its first row there
   u32 part = 0, row;

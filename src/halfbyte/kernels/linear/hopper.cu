@@ -7,7 +7,8 @@
 // long as x is permuted alike: a thread takes neighbouring bytes, and `arrange` puts x into that order. A byte becomes
 // two 16-bit numbers by one look-up in a table of 256 words with a copy for every lane: no bank conflicts, and the
 // address is one byte permutation. The codebook comes multiplied by a factor that makes its rounding to 16 bits
-// harmless; one over that factor (`unit`) goes into the result. Scales are applied in fp32 to the sums of each span.
+// harmless; one over that factor (`unit`) goes into the result. Scales are applied in fp32 to the sums of each span, or of
+// TOGETHER spans that share one.
 //
 // `arrange` lays x out in the swizzled tiles that wgmma reads, rows and k beyond the end filled up with zeros;
 // `multiply` may start before it is done. Where all of its units are of one tile and there is room for as much, a CTA lays
@@ -208,10 +209,11 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
       for (int step = 0; step < STEPS; step++) {
         const u32 k = span * SPAN + step * 16;
         const u64 at = descriptor(x + (k / 64 * (WIDTH * 128) + k % 64 * 2) / 16);
-        multiply_add(sum, now[4 * step], now[4 * step + 1], now[4 * step + 2], now[4 * step + 3], at, step);
+        multiply_add(sum, now[4 * step], now[4 * step + 1], now[4 * step + 2], now[4 * step + 3], at, step > 0 || span % TOGETHER > 0);
       }
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      const uint2 scale = load_pair(mine.scales + scales + span * ROWS * 4);
+      const bool ends = span % TOGETHER == TOGETHER - 1;
+      const uint2 scale = ends ? load_pair(mine.scales + scales + span / TOGETHER * ROWS * 4) : make_uint2(0, 0);
       if (span + 1 < SPANS) {
         decode(next, room, mine, span + 1, column);
       } else if (unit + 1 < last) {
@@ -221,7 +223,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       const float upper = __uint_as_float(scale.x), lower = __uint_as_float(scale.y);
 #pragma unroll
-      for (int i = 0; i < SUMS; i += 4) {
+      for (int i = 0; ends && i < SUMS; i += 4) {
         total[i] += sum[i] * upper;
         total[i + 1] += sum[i + 1] * upper;
         total[i + 2] += sum[i + 2] * lower;
@@ -271,7 +273,7 @@ __device__ __forceinline__ void hold(const Arguments& a, u32 first, u32 last, u3
     }
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // `wgmma` reads it by another way than it is written
-  asm volatile("bar.sync 3, %0;" ::"n"(32 * WARPS) : "memory");
+  x_is_held();
 }
 #endif
 
@@ -287,10 +289,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLY_REGISTERS));
     const u32 bits = pack(a.codebook[lane % 16], 0);
-#pragma unroll 4
-    for (u32 byte = warp; byte < 256; byte += WARPS) {
+#pragma unroll
+    for (u32 four = warp; four < 64; four += WARPS) {  // rows at a time, of which a lane writes four copies of a word
+      const u32 byte = 4 * four + lane / 8;
       const u32 high = __shfl_sync(~0u, bits, byte >> 4), low = __shfl_sync(~0u, bits, byte & 15);
-      store_word(BASE + byte * TABLE_ROW + lane * 4, HIGH_FIRST ? high | low << 16 : low | high << 16);
+      store_four(BASE + byte * TABLE_ROW + lane % 8 * 16, HIGH_FIRST ? high | low << 16 : low | high << 16);
     }
     all_are_here();
 #if HELD

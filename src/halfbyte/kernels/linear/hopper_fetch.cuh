@@ -73,9 +73,9 @@ __device__ __forceinline__ void store_scales(const RawScales& raw, float offset,
   const u32 words[4] = {raw.bytes.x, raw.bytes.y, raw.bytes.z, raw.bytes.w};
 #endif
 #pragma unroll
-  for (int s = 0; s < SPANS; s++) {
+  for (int s = 0; s < SCALED; s++) {
 #if VECTOR
-    const int at = (s * SPAN >> LOG_BLOCK) * SIZE;
+    const int at = (s * TOGETHER * SPAN >> LOG_BLOCK) * SIZE;
     const u32 bits = words[at / 4] >> at % 4 * 8;
     const float absmax = raw.absmax;
 #else
@@ -151,10 +151,10 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #endif
 #if SCALES == 0
   for (u32 half = 0; half < 2; half++)  // a warp's own values, a copy for every lane
-#pragma unroll 8
-    for (u32 i = 0; i < 32; i++) {
+#pragma unroll
+    for (u32 i = thread % 32 / 8; i < 32; i += 4) {
       const float value = __shfl_sync(~0u, half ? code[1] : code[0], i);
-      store_word(BASE + (thread / 32 * 32 + i + half * 128) * TABLE_ROW + 128 + column, __float_as_uint(value));
+      store_four(BASE + (thread / 32 * 32 + i + half * 128) * TABLE_ROW + 128 + thread % 8 * 16, __float_as_uint(value));
     }
   asm volatile("bar.sync 1, 128;" ::: "memory");
 #endif
@@ -177,6 +177,9 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       for (int i = 0; i < SHARE; i++) then[i] = load_scales(a, after.row_tile * ROWS + thread + 128 * i, after.depth * DEPTH);
       has_next = true;
     }
+#if HELD
+    if (FETCHERS_WAIT && unit == first + 1) x_is_held();
+#endif
     wait(BASE + EMPTY + 8 * ring.at, ring.parity);
     if (thread == 0 && unit > first) fetch_bytes(a, map, place, to, full);
 #pragma unroll
@@ -197,5 +200,8 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #endif
     }
   }
+#if HELD
+  if (FETCHERS_WAIT && last == first + 1) x_is_held();
+#endif
   while (left < a.left_count) clear_some();
 }

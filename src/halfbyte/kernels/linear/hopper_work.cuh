@@ -2,6 +2,9 @@
 // Macros and needs are those of hopper.cu.
 
 constexpr int WARPS = 4 * GROUPS, ROWS = 64 * GROUPS, DEPTH = 256, SPANS = DEPTH / SPAN, STEPS = SPAN / 16;
+// Spans that are summed up before they are scaled. With VECTOR no row begins within a block of weights that share a scale.
+constexpr int BLOCK_SPANS = (1 << LOG_BLOCK) / SPAN, TOGETHER = !VECTOR ? 1 : BLOCK_SPANS < SPANS ? BLOCK_SPANS : SPANS;
+constexpr int SCALED = SPANS / TOGETHER;  // scales of a row in a unit
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr u32 W_BYTES = ROWS * DEPTH / 2, X_BYTES = WIDTH * DEPTH * 2, SCALE_BYTES = SPANS * ROWS * 4;
 constexpr u32 STAGE_BYTES = W_BYTES + (HELD ? 0 : X_BYTES);  // x comes with W, or is held for all units of the CTA
@@ -79,5 +82,8 @@ __device__ __forceinline__ u32 own_number() { return gridDim.x - 1 - blockIdx.x;
 __device__ __forceinline__ u32 units_of(const Arguments& a) { return a.row_tiles * a.column_tiles * a.depth_units; }
 __device__ __forceinline__ u32 first_unit(const Arguments& a, u32 cta) { return cta * units_of(a) / a.ctas; }
 
-// The first meeting of all its warps: the barriers and the table are ready.
+// The meetings of all its warps: the barriers and the table are ready; and x is held, for which those that fetch wait only
+// if they have nothing else to wait for (scales that come without codes): x would queue behind more of W.
+constexpr bool FETCHERS_WAIT = SCALES != 0;
 __device__ __forceinline__ void all_are_here() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void x_is_held() { asm volatile("bar.sync 3, %0;" ::"n"(FETCHERS_WAIT ? THREADS : 32 * WARPS) : "memory"); }
