@@ -5,6 +5,7 @@ import subprocess
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,6 +233,25 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "entry" / "not" / "a" / "directory"))
     (tmp_path / "entry").write_text("a file")
     assert nvrtc.cubin(variants[0]) == code
+
+
+def test_every_batch_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of x; in a cluster one without any would wait for ever. Nothing is launched before that is known."""
+    launched: list[int] = []
+    arguments = SimpleNamespace(set=lambda x, bias, out, m: launched.append(m), parameters=None)
+    monkeypatch.setattr(decode, "_prepare", lambda *_: (lambda stream, parameters: None, arguments))
+    operands = Operands(torch.bfloat16, 2048, 2048, "nf4", 64, torch.uint8, 256)
+    plan = decode_plan(64, 2048, 2048, NESTED, H200)
+    assert plan is not None
+    assert plan.batches == 2
+    multiply = decode.product(torch.device("cuda", 0), 64, operands, (0,) * 5, plan)
+    for m in (33, 64, 128, 0):
+        multiply(0, 0, 0, 0, m)
+    assert launched == [33, 64, 64, 64]
+    for m in (1, 32, 65, 96):
+        with pytest.raises(ValueError, match=f"got {m} rows of x: this plan is for 33 to 64 at a time"):
+            multiply(0, 0, 0, 0, m)
+    assert len(launched) == 4
 
 
 def test_source_that_does_not_compile_says_so() -> None:

@@ -35,7 +35,7 @@
 //
 // Needs barriers.cuh and decode_work.cuh ahead of it, sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; SHARED_BY
 // blocks of 64 weights share a scale, and the first weight of a byte is in its low half with LOW_FIRST; for K see decode.py.
-// With BATCHES, CTAs side by side take 8 * COLUMNS rows of x each.
+// With BATCHES, CTAs side by side take 8 * COLUMNS rows of x each, and there is a row for each of them.
 // With REGISTERS, which needs sm_90a and a multiple of four warps, that many are a multiplying thread's: the others have 32.
 // Macros: COLUMNS, WARPS, SLICE, STEPS, STAGES, FIRST, SUMS, CLUSTER, BATCHES, REDUCERS, RESIDENT, REGISTERS, CHUNK, SCALE_CHUNK, WHOLE, OFFSET,
 // PADDED, PARTS, NESTED, SCALE_BYTES, SCALE_FP16, SHARED_BY, TOGETHER, LOW_FIRST, FP16, BIAS and SHARED_BYTES.

@@ -304,12 +304,16 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan
 
 
 def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: DecodePlan) -> Product:
-    """The product with a weight on the current device, of any number of rows."""
+    """The product with a weight on the current device, of any number of rows; with batches, of as many as there is one
+    for each at least."""
     launch, arguments = _prepare(device.index, (operands,), (weight,), plan)
     step = 8 * plan.columns * plan.batches
+    too_few = step - 8 * plan.columns  # a batch without rows would wait for nobody, and lose count in a cluster
     row, out_row = operands.k * operands.dtype.itemsize, operands.n * operands.dtype.itemsize
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
+        if m and (m - 1) % step < too_few:
+            raise ValueError(f"got {m} rows of x: this plan is for {too_few + 1} to {step} at a time ({plan})")
         for first in range(0, m, step):
             arguments.set(x + first * row, bias, out + first * out_row, min(step, m - first))
             launch(stream, arguments.parameters)
