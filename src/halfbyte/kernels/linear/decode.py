@@ -255,7 +255,7 @@ def _smaller(plan: DecodePlan) -> Iterable[DecodePlan]:
 def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> DecodePlan | None:
     """The plan for x [m, K], or None where this kernel is not for such operands.
 
-    It is for every format in blocks of 64 or multiples, x of 16 bits and up to 32 rows, shapes that `is_valid`
+    It is for every format in blocks of 64 or multiples, x of 16 bits and up to 64 rows, shapes that `is_valid`
     describes. With batch_invariant it takes any number of rows, eight at a time: a row's sums are then always made in
     the same order.
     """
