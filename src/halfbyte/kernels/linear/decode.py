@@ -308,7 +308,7 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
     for each at least."""
     launch, arguments = _prepare(device.index, (operands,), (weight,), plan)
     step = 8 * plan.columns * plan.batches
-    too_few = step - 8 * plan.columns  # a batch without rows would wait for nobody, and lose count in a cluster
+    too_few = step - 8 * plan.columns  # a batch without rows expects nothing of its cluster, and may lose count
     row, out_row = operands.k * operands.dtype.itemsize, operands.n * operands.dtype.itemsize
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
