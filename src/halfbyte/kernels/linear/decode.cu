@@ -26,19 +26,17 @@
 // come into L2, and then waits, for x and for W, which may have been written just now. Only then it lets the next one begin
 // in the same way, so that whatever comes after finds all that was written before this kernel.
 //
-// A warp decodes its scales of a tile once, each lane a few, and hands them round through shared memory. Scales of scales
-// come ahead with the tile.
-//
 // Scales come by a tensor copy too, if those of a row are a multiple of 16 bytes. If not and a CTA has all of K, those of
 // a whole tile come in one piece (WHOLE): 16 rows always are one, and so are the 4, 8 or 12 of a last tile. Where it has
 // a part of K, each row's come with what lies around them up to multiples of 16 bytes (OFFSET); all rows together are one.
 //
-// Needs barriers.cuh and decode_work.cuh ahead of it, sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; SHARED_BY
+// Needs barriers.cuh, decode_work.cuh and decode_scales.cuh ahead of it, sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; SHARED_BY
 // blocks of 64 weights share a scale, and the first weight of a byte is in its low half with LOW_FIRST; for K see decode.py.
 // With BATCHES, CTAs side by side take 8 * COLUMNS rows of x each, and there is a row for each of them.
 // With REGISTERS, which needs sm_90a and a multiple of four warps, that many are a multiplying thread's: the others have 32.
-// Macros: COLUMNS, WARPS, SLICE, STEPS, STAGES, FIRST, SUMS, CLUSTER, BATCHES, REDUCERS, RESIDENT, REGISTERS, CHUNK, SCALE_CHUNK, WHOLE, OFFSET,
-// PADDED, PARTS, NESTED, SCALE_BYTES, SCALE_FP16, SHARED_BY, TOGETHER, LOW_FIRST, FP16, BIAS and SHARED_BYTES.
+// Macros: COLUMNS, WARPS, SLICE, STEPS, STAGES, FIRST, SUMS, CLUSTER, BATCHES, REDUCERS, RESIDENT, REGISTERS, CHUNK,
+// SCALE_CHUNK, WHOLE, OFFSET, PADDED, PARTS, NESTED, SCALE_BYTES, SCALE_FP16, SHARED_BY, TOGETHER, LOW_FIRST, FP16, BIAS and
+// SHARED_BYTES.
 
 // The first chunk along K of a step of a tile.
 __device__ __forceinline__ u32 chunk_of(u32 first_block, int step) {
@@ -69,22 +67,6 @@ __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_blo
 // The barriers are ready, the table and the codes. The feeder, which makes the barriers, comes here late, and so do the
 // others: to wait for each other at the beginning took 0.5 us.
 __device__ __forceinline__ void all_are_here() { asm volatile("bar.sync 1, %0;" ::"n"(PREPARING + 32) : "memory"); }
-
-#if NESTED
-// Scales of scales of a tile: of each row's part there are two at most, and a lane has one of them. They come from L2, which
-// takes long; a thread that multiplies would have to ask for them a tile ahead, and has no registers for that.
-__device__ __forceinline__ const float* absmax_of(const Arguments& a, const Tile& tile, u32 first_block, u32 lane) {
-  const u32 row_blocks = a.k / 64, row = min(tile.row + lane / 2, a.n[tile.part] - 1);
-  const u32 first = row * row_blocks + first_block, last = row * row_blocks + min(first_block + BLOCKS, row_blocks) - 1;
-  return a.weight[tile.part].absmax + min(first / SHARED_BY / 256 + lane % 2, last / SHARED_BY / 256);
-}
-__device__ __forceinline__ void copy_absmax(u32 to, const float* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-#endif
 
 // Asks for tiles as soon as there is room. Of those that there is room for from the beginning, only FIRST stages at first:
 // what comes from memory comes in any order, and none of it is of use before the first stage and what else is waited for.
@@ -136,66 +118,6 @@ __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_b
   __syncwarp();
   if (alone) all_are_here();
 }
-
-// What a lane has to do with its warp's scales of a tile: it decodes those of EACH times TOGETHER blocks of a row, and needs
-// those of two rows for every block. Nobody else reads or writes them.
-struct Scaled {
-  u32 row, block, from, to;  // block: the first, counted as by `place`. from, to: its places in shared memory
-
-  __device__ __forceinline__ Scaled(u32 shared, u32 warp, u32 lane) : row(lane / 2), block(place(warp, lane % 2 * (SLICE / 2))) {
-    const u32 byte = block / SHARED_BY * SCALE_BYTES;
-#if WHOLE || OFFSET
-    from = byte;
-#else
-    from = byte / SCALE_CHUNK * (ROWS * SCALE_CHUNK) + (row_at<SCALE_CHUNK>(row) ^ byte % SCALE_CHUNK);
-#endif
-    from += shared + SCALES;
-    to = shared + SCALED + warp * SCALED_WARP;
-  }
-
-  __device__ __forceinline__ void decode(const Arguments& a, u32 shared, const Tile& tile, u32 first_block, u32 slot, float offset,
-                                         u32 lane) const {
-    const u32 row_blocks = a.k / 64;
-    const u32 begin = ((tile.row + row) * row_blocks + first_block) / SHARED_BY;  // number of the row's first here
-    u32 at = from;
-    if (FEW_REGISTERS) asm volatile("" : "+r"(at));  // so that what follows from it is worked out for every tile
-    at += slot * SCALE_STAGE;
-    if (WHOLE) at += row * (row_blocks / SHARED_BY * SCALE_BYTES);
-    if (OFFSET) at += row * SCALE_ROW + (begin * SCALE_BYTES & 15);
-    const u32 four = OWN_BYTES == 4 ? load_number(at) : 0;
-    u32 bits[EACH];
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-      const u32 before = e * TOGETHER / SHARED_BY * SCALE_BYTES;
-      bits[e] = OWN_BYTES == 4 ? four >> 8 * before & ~0u >> 32 - 8 * SCALE_BYTES : load_bits(at + before);
-    }
-    float value[EACH], absmax[EACH];
-#pragma unroll
-    for (int e = 0; e < EACH; e++)
-      if (NESTED && (e == 0 || !ONE_ABSMAX)) {
-        const u32 second = (begin % 256 + (block + e * TOGETHER) / SHARED_BY) / 256;
-        absmax[e] = load_float(shared + ABSMAX + slot * 128 + row * 8 + second * 4);
-      }
-#pragma unroll
-    for (int e = 0; e < EACH; e++)
-      value[e] = NESTED ? load_float(shared + CODE + 1024 * tile.part + 4 * bits[e]) : number_of(bits[e]);
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-      if (NESTED) value[e] = __fadd_rn(__fmul_rn(value[e], absmax[ONE_ABSMAX ? 0 : e]), offset);
-      if (PADDED && first_block + block + e * TOGETHER >= row_blocks) value[e] = 0;  // what lies beyond K is nothing
-    }
-    __syncwarp();
-#pragma unroll
-    for (int e = 0; e < EACH; e++) store_float(to + (lane % 2 * EACH + e) * SCALED_PITCH + row * 4, value[e]);
-    __syncwarp();
-  }
-
-  // Of rows 2 * group and 2 * group + 1.
-  __device__ __forceinline__ float2 of_block(u32 b, u32 group) const {
-    const uint2 both = load_pair(to + b / TOGETHER * SCALED_PITCH + group * 8);
-    return make_float2(__uint_as_float(both.x), __uint_as_float(both.y));
-  }
-};
 
 // ready: called with the first loads under way, returns when shared memory is as it has to be.
 template <class Ready>

@@ -25,10 +25,11 @@ from halfbyte.kernels.linear.ready import GroupProduct, Product, run
 
 BLOCK = 64  # weights that are summed up before they are scaled
 ROWS = 16  # rows of W in a tile
-MOST_ROWS, MOST_OF_A_BATCH = 64, 32  # of x
+MOST_ROWS = 64  # of x
 MOST_CLUSTER = 8  # CTAs, everywhere clusters exist
 MOST_PARTS = 3  # weights of one launch: q, k and v
 MOST_STAGES = 8  # that there are barriers for
+MOST_OF_A_PAIR = {1: 5, 2: 6, 4: 0}  # columns to the warps of two CTAs that share a multiprocessor
 RESERVED = 1024  # bytes of shared memory that the system takes for each CTA
 
 
@@ -185,18 +186,9 @@ def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, part
         return busy + 8 * plan.cluster + (32 if plan.cluster > 1 else 0)
 
     unaligned = scales.bytes_of(k // BLOCK) % 16 != 0
+    alike = DecodePlan(columns, 1, width, stages=2, cluster=1, parts=parts, batches=batches)
     shapes = (
-        DecodePlan(
-            columns,
-            warps,
-            width,
-            2,
-            cluster,
-            unaligned and cluster == 1,
-            unaligned and cluster > 1,
-            parts,
-            batches=batches,
-        )
+        replace(alike, warps=warps, cluster=cluster, whole=unaligned and cluster == 1, offset=unaligned and cluster > 1)
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
     )
@@ -241,9 +233,6 @@ def _has_room_for_a_warp(plan: DecodePlan) -> bool:
     return plan.registers > 0 or warps % 4 != 0 or (plan.columns == 2 and warps < 16)
 
 
-MOST_OF_A_PAIR = {1: 5, 2: 6, 4: 0}  # columns to the warps of two CTAs that share a multiprocessor
-
-
 def _smaller(plan: DecodePlan) -> Iterable[DecodePlan]:
     """The plan, and what needs less shared memory: for GPUs that have less."""
     for resident in range(plan.resident, 0, -1):
@@ -268,12 +257,13 @@ def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: b
 def find_group_plan(m: int, group: Sequence[Operands], facts: DeviceFacts) -> DecodePlan | None:
     """The plan for x [m, K] and several weights in one launch, or None where this kernel is not for them."""
     first = group[0]
-    if m > MOST_OF_A_BATCH or not 1 < len(group) <= MOST_PARTS or not all(map(_takes, group)):
+    if not 1 < len(group) <= MOST_PARTS or not all(map(_takes, group)):
         return None
     alike = {(o.k, o.format, o.nested, scales_of(o)) for o in group}
     if len(alike) > 1 or any(o.n % 4 or o.n == 0 for o in group):
         return None
-    return decode_plan(m, ROWS * sum(map(_tiles, group)), first.k, scales_of(first), facts, len(group))
+    plan = decode_plan(m, ROWS * sum(map(_tiles, group)), first.k, scales_of(first), facts, len(group))
+    return plan if plan is not None and plan.batches == 1 else None
 
 
 def _takes(o: Operands) -> bool:
@@ -411,5 +401,5 @@ def macros(dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan
 @cache
 def source() -> str:
     folder = Path(__file__).parent
-    names = ("barriers.cuh", "decode_work.cuh", "decode.cu")
+    names = ("barriers.cuh", "decode_work.cuh", "decode_scales.cuh", "decode.cu")
     return read_sources(*(folder / name for name in names))

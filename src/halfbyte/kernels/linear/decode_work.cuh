@@ -66,21 +66,6 @@ __device__ __forceinline__ float load_float(u32 address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
   return value;
 }
-// A scale as it lies in memory, and the number that it is where it is one.
-__device__ __forceinline__ u32 load_bits(u32 address) {
-  u32 value;
-#if SCALE_BYTES == 1
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
-#elif SCALE_BYTES == 2
-  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(address));
-#else
-  value = load_number(address);
-#endif
-  return value;
-}
-__device__ __forceinline__ float number_of(u32 bits) {
-  return SCALE_BYTES == 4 ? __uint_as_float(bits) : SCALE_FP16 ? from_fp16(bits) : from_bf16(bits);
-}
 __device__ __forceinline__ void store_pair(u32 address, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }

@@ -1,0 +1,94 @@
+// How decode.cu comes by scales: a warp decodes those of its blocks of a tile once, each lane a few, and hands them round
+// through shared memory. Scales of scales come with the tile. Needs barriers.cuh and decode_work.cuh ahead of it.
+
+// A scale as it lies in memory, and the number that it is where it is one.
+__device__ __forceinline__ u32 load_bits(u32 address) {
+  u32 value;
+#if SCALE_BYTES == 1
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
+#elif SCALE_BYTES == 2
+  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(address));
+#else
+  value = load_number(address);
+#endif
+  return value;
+}
+__device__ __forceinline__ float number_of(u32 bits) {
+  return SCALE_BYTES == 4 ? __uint_as_float(bits) : SCALE_FP16 ? from_fp16(bits) : from_bf16(bits);
+}
+
+#if NESTED
+// Scales of scales of a tile: of each row's part there are two at most, and a lane has one of them. They come from L2, which
+// takes long; a thread that multiplies would have to ask for them a tile ahead, and has no registers for that.
+__device__ __forceinline__ const float* absmax_of(const Arguments& a, const Tile& tile, u32 first_block, u32 lane) {
+  const u32 row_blocks = a.k / 64, row = min(tile.row + lane / 2, a.n[tile.part] - 1);
+  const u32 first = row * row_blocks + first_block, last = row * row_blocks + min(first_block + BLOCKS, row_blocks) - 1;
+  return a.weight[tile.part].absmax + min(first / SHARED_BY / 256 + lane % 2, last / SHARED_BY / 256);
+}
+__device__ __forceinline__ void copy_absmax(u32 to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+#endif
+
+// What a lane has to do with its warp's scales of a tile: it decodes those of EACH times TOGETHER blocks of a row, and needs
+// those of two rows for every block. Nobody else reads or writes them.
+struct Scaled {
+  u32 row, block, from, to;  // block: the first, counted as by `place`. from, to: its places in shared memory
+
+  __device__ __forceinline__ Scaled(u32 shared, u32 warp, u32 lane) : row(lane / 2), block(place(warp, lane % 2 * (SLICE / 2))) {
+    const u32 byte = block / SHARED_BY * SCALE_BYTES;
+#if WHOLE || OFFSET
+    from = byte;
+#else
+    from = byte / SCALE_CHUNK * (ROWS * SCALE_CHUNK) + (row_at<SCALE_CHUNK>(row) ^ byte % SCALE_CHUNK);
+#endif
+    from += shared + SCALES;
+    to = shared + SCALED + warp * SCALED_WARP;
+  }
+
+  __device__ __forceinline__ void decode(const Arguments& a, u32 shared, const Tile& tile, u32 first_block, u32 slot, float offset,
+                                         u32 lane) const {
+    const u32 row_blocks = a.k / 64;
+    const u32 begin = ((tile.row + row) * row_blocks + first_block) / SHARED_BY;  // number of the row's first here
+    u32 at = from;
+    if (FEW_REGISTERS) asm volatile("" : "+r"(at));  // so that what follows from it is worked out for every tile
+    at += slot * SCALE_STAGE;
+    if (WHOLE) at += row * (row_blocks / SHARED_BY * SCALE_BYTES);
+    if (OFFSET) at += row * SCALE_ROW + (begin * SCALE_BYTES & 15);
+    const u32 four = OWN_BYTES == 4 ? load_number(at) : 0;
+    u32 bits[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const u32 before = e * TOGETHER / SHARED_BY * SCALE_BYTES;
+      bits[e] = OWN_BYTES == 4 ? four >> 8 * before & ~0u >> 32 - 8 * SCALE_BYTES : load_bits(at + before);
+    }
+    float value[EACH], absmax[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+      if (NESTED && (e == 0 || !ONE_ABSMAX)) {
+        const u32 second = (begin % 256 + (block + e * TOGETHER) / SHARED_BY) / 256;
+        absmax[e] = load_float(shared + ABSMAX + slot * 128 + row * 8 + second * 4);
+      }
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+      value[e] = NESTED ? load_float(shared + CODE + 1024 * tile.part + 4 * bits[e]) : number_of(bits[e]);
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      if (NESTED) value[e] = __fadd_rn(__fmul_rn(value[e], absmax[ONE_ABSMAX ? 0 : e]), offset);
+      if (PADDED && first_block + block + e * TOGETHER >= row_blocks) value[e] = 0;  // what lies beyond K is nothing
+    }
+    __syncwarp();
+#pragma unroll
+    for (int e = 0; e < EACH; e++) store_float(to + (lane % 2 * EACH + e) * SCALED_PITCH + row * 4, value[e]);
+    __syncwarp();
+  }
+
+  // Of rows 2 * group and 2 * group + 1.
+  __device__ __forceinline__ float2 of_block(u32 b, u32 group) const {
+    const uint2 both = load_pair(to + b / TOGETHER * SCALED_PITCH + group * 8);
+    return make_float2(__uint_as_float(both.x), __uint_as_float(both.y));
+  }
+};
