@@ -55,16 +55,19 @@ def test_error_is_not_above_that_of_dequantize_and_linear(dtype: torch.dtype, sh
         for m in (1, 2, 3, 7, 8, 9, 16, 17, 32, 33, 64):
             x = torch.randn((m, k), device=DEVICE).to(dtype)
             bias = torch.randn(n, device=DEVICE).to(dtype) if m % 2 else None
-            right = x.double() @ exact.t() + (0 if bias is None else bias.double())
             if decode.plan_for(x, q, bias, False) is None:
                 continue
-            ours = fused(x, q, bias)
-            assert torch.equal(ours, fused(x, q, bias))
-            theirs = torch.nn.functional.linear(x, dense, bias)
-            # Few outputs make a noisy norm, so a small weight is given a little room. Of eight outputs, one draw of 200
-            # is beyond 1.5 times, whoever multiplies.
-            room = 1.0 if m * n >= 1 << 14 else 1.5 if m * n >= 64 else 3.0
-            assert error(ours, right) <= error(theirs, right) * room
+            ours, theirs, right = [], [], []
+            # Few outputs make a noisy norm, so a small weight is given a little room. Of fewer than 128 one draw
+            # in hundreds would be beyond that, whoever multiplies; so there are several.
+            for _ in range(-(-128 // (m * n))):
+                x = torch.randn((m, k), device=DEVICE).to(dtype)
+                ours.append(fused(x, q, bias))
+                assert torch.equal(ours[-1], fused(x, q, bias))
+                theirs.append(torch.nn.functional.linear(x, dense, bias))
+                right.append(x.double() @ exact.t() + (0 if bias is None else bias.double()))
+            room = 1.0 if m * n >= 1 << 14 else 1.5
+            assert error(torch.cat(ours), torch.cat(right)) <= error(torch.cat(theirs), torch.cat(right)) * room
 
 
 @pytest.mark.parametrize(("format", "nested"), [("nf4", True), ("nf4", False), ("fp4", True), ("int4", False)])
