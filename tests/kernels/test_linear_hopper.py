@@ -80,6 +80,10 @@ def test_every_plan_is_valid(
         assert all(0 < end - start <= plan.held for start, end in pairwise(starts))
         depth = -(-k // DEPTH)
         assert all(start // depth == (end - 1) // depth for start, end in pairwise(starts))  # all of one tile
+    if plan.cluster > 1:
+        assert plan.held
+        assert plan.ctas == tiles(plan, m, n) * plan.cluster
+        assert tiles(plan, m, n) <= facts.clusters(plan.cluster)
 
 
 @given(m=st.integers(1, 1000), other=st.integers(1, 1000), **shapes)
@@ -125,6 +129,16 @@ def test_a_group_has_x_laid_out_in_one_way() -> None:
     assert all(choose_group(200, (group[0], other), H200) is None for other in others)
 
 
+def test_how_many_clusters_run_at_once() -> None:
+    """No more than there are multiprocessors for, and as an H200 says itself or fewer."""
+    says = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
+    assert all(0.85 * most < H200.clusters(size) <= most for size, most in says.items())
+    assert H200.clusters(1) == H200.clusters(9) == 0
+    for sms in range(1, 200):
+        facts = replace(H200, sms=sms)
+        assert all(0 <= size * facts.clusters(size) <= sms for size in says)
+
+
 def test_plans_that_would_be_wrong_are_not_valid() -> None:
     def valid(facts: DeviceFacts = H200, m: int = 1, n: int = 300, k: int = 4096, span: int = 64, **changes) -> bool:
         return is_valid(replace(HopperPlan(8, 3, 3, 32), **changes), m, n, k, span, facts)
@@ -139,6 +153,14 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert valid(ctas=6, held=6)  # a third of sixteen units, and that is all of it
     assert not valid(ctas=6, held=5)
     assert not valid(ctas=5, held=16)  # a CTA has parts of two tiles
+    assert valid(ctas=6, held=6, cluster=3)
+    assert not valid(ctas=6, cluster=3)  # x comes with W, behind which there is no room for sums
+    assert not valid(ctas=8, held=6, cluster=3)
+    assert not valid(ctas=6, held=6, cluster=2)
+    assert not valid(ctas=18, held=2, cluster=9)  # more than a cluster has
+    wide = {"width": 64, "m": 64, "n": 256, "groups": 4, "held": 4, "stages": 2}
+    assert valid(ctas=4, cluster=4, **wide, facts=replace(H200, shared_memory=1 << 20))
+    assert not valid(ctas=5, cluster=5, **wide, facts=replace(H200, shared_memory=1 << 20))  # no room for ten groups
     assert not valid(ctas=0)
     assert not valid(groups=1)
     assert not valid(groups=5)
@@ -188,6 +210,7 @@ def test_what_the_planner_picks_compiles_into_registers(tmp_path: Path) -> None:
         if (plan := hopper_plan(m, *shape, 64, H200, batch_invariant)) is not None
     }
     assert {plan.width for plan in picked} == set(WIDTHS)
+    assert any(plan.cluster > 1 for plan in picked)
     kinds = cycle(Kind(dtype, *kind) for kind, dtype in zip(cycle(KINDS), (BF16, F16) * len(KINDS), strict=False))
     for plan in sorted(picked, key=lambda plan: (plan.width, plan.groups, plan.stages)):
         for kind in islice(kinds, 3):
@@ -227,15 +250,18 @@ def _compiled(kind: Kind, plan: HopperPlan, directory: Path) -> tuple[dict[str, 
     return found["multiply"], found["arrange"]
 
 
-@pytest.mark.parametrize("held", [0, 2])
+@pytest.mark.parametrize(("held", "cluster"), [(0, 1), (2, 1), (2, 3)])
 @pytest.mark.parametrize("tile", [(8, 4, 3), (16, 4, 3), (32, 3, 3), (64, 2, 3)])
-def test_addresses_of_the_main_loop_are_uniform(tile: tuple[int, int, int], held: int, tmp_path: Path) -> None:
+def test_addresses_of_the_main_loop_are_uniform(
+    tile: tuple[int, int, int], held: int, cluster: int, tmp_path: Path
+) -> None:
     """Where the compiler takes them for different in every lane, it moves each back by an R2UR, and all of it is slower
     (docs/notebook.md): for that, a loop that lanes leave one by one anywhere before is enough."""
     import triton
 
     path = tmp_path / "hopper.cubin"
-    path.write_bytes(nvrtc.compile_cubin(source(), "90a", macros(Kind(BF16, *KINDS[0]), HopperPlan(*tile, 132, held))))
+    plan = HopperPlan(*tile, 132, held, cluster)
+    path.write_bytes(nvrtc.compile_cubin(source(), "90a", macros(Kind(BF16, *KINDS[0]), plan)))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     text = subprocess.run([tool, path], capture_output=True, text=True, check=True).stdout
     operations = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?(\w+)", text[text.index(".text.multiply") :], re.M)

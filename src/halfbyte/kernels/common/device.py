@@ -23,6 +23,17 @@ class DeviceFacts:
         """The capability where kernels may hold PTX, and 0 where they may not (AMD, Triton's interpreter)."""
         return self.capability if self.kind == "cuda" else 0
 
+    def clusters(self, size: int) -> int:
+        """How many clusters of 2 to 8 CTAs run at once at least, one CTA on each multiprocessor; 0 for other sizes.
+
+        Those of a cluster are neighbours: two of any pair, more of a group of 16 or 18, one of which may have lost half
+        of its own. An H200 says 66, 39, 30, 22, 17, 15, 15.
+        """
+        if not 2 <= size <= 8:
+            return 0
+        groups = max(0, self.sms // 16 - 1) * (16 // size) + 8 // size
+        return self.sms // 2 if size == 2 else min(groups, self.sms // size)
+
 
 HOST = DeviceFacts("host")
 

@@ -32,6 +32,12 @@ __device__ __forceinline__ void store_word(u32 address, u32 value) {
 __device__ __forceinline__ void store_four(u32 address, u32 value) {  // copies of it, at a multiple of 16 bytes
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(value) : "memory");
 }
+__device__ __forceinline__ float4 load_sums(u32 address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "r"(address));
+  return value;
+}
 
 __device__ __forceinline__ void init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count));
@@ -52,6 +58,16 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
 __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// The same place in the shared memory of another CTA of the cluster.
+__device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
+  u32 mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // Until the kernel ahead in the stream is done, and all that it wrote can be read.
@@ -77,3 +93,15 @@ __device__ __forceinline__ u32 pack(float first, float second) {
   return word;
 }
 
+// The table, by BY warps; in a cluster `table` has the CTA's rank on top. Four of its rows at a time, of which a lane writes
+// four copies of a word.
+template <u32 BY>
+__device__ __forceinline__ void make_table(u32 table, const float (&codebook)[16], bool low_first, u32 warp, u32 lane) {
+  const u32 own = pack(codebook[lane % 16], 0);
+#pragma unroll
+  for (u32 i = 0; i < (64 + BY - 1) / BY; i++) {
+    const u32 four = i * BY + warp, byte = 4 * four + lane / 8;
+    const u32 high = __shfl_sync(~0u, own, byte >> 4), low = __shfl_sync(~0u, own, byte & 15);
+    if (four < 64) store_four(table + byte * TABLE_ROW + lane % 8 * 16, low_first ? low | high << 16 : high | low << 16);
+  }
+}

@@ -277,18 +277,6 @@ __device__ __forceinline__ void init_barriers(u32 shared) {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// By all threads but the feeder's. Sixteen bytes are four copies of a word: eight lanes write a row, a warp four of them.
-__device__ __forceinline__ void make_table(const Arguments& a, u32 shared, u32 thread) {
-  const u32 lane = thread % 32, own = pack(a.codebook[lane % 16], 0);
-#pragma unroll
-  for (u32 i = 0; i < (64 * 32 + PREPARING - 1) / PREPARING; i++) {
-    const u32 four = i * (PREPARING / 32) + thread / 32, byte = 4 * four + lane / 8;
-    const u32 high = __shfl_sync(~0u, own, byte >> 4), low = __shfl_sync(~0u, own, byte & 15);
-    if (four < 64)
-      store_four(shared + byte * TABLE_ROW + lane % 8 * 16, LOW_FIRST ? low | high << 16 : high | low << 16);
-  }
-}
-
 struct Codes {  // of nested scales, on their way into shared memory: what a thread has of them
   static constexpr u32 COUNT = NESTED * PARTS * ((256 + PREPARING - 1) / PREPARING);
   float value[COUNT + 1];
@@ -318,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode(const __g
 
   const u32 thread = threadIdx.x - (warp > WARPS ? 32 : 0);
   const auto prepare = [&] {
-    make_table(a, shared, thread);
+    make_table<WARPS + REDUCERS>(shared, a.codebook, LOW_FIRST, thread / 32, lane);
     wait_for_the_one_ahead();
     if (threadIdx.x == 0) let_the_next_begin();
     return Codes(a, thread);

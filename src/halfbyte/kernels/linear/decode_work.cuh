@@ -50,12 +50,6 @@ template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 row_after(u32 at) {
   return (at ^ (CHUNK_BYTES == 128 ? 16 : 0)) + CHUNK_BYTES;
 }
 
-__device__ __forceinline__ float4 load_sums(u32 address) {
-  float4 value;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "r"(address));
-  return value;
-}
 __device__ __forceinline__ u32 load_number(u32 address) {
   u32 value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
@@ -71,15 +65,6 @@ __device__ __forceinline__ void store_pair(u32 address, float first, float secon
 }
 __device__ __forceinline__ void store_float(u32 address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
-__device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
-  u32 mapped;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
-  return mapped;
-}
-__device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {

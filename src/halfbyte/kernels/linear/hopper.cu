@@ -16,11 +16,12 @@
 // kernel ahead of it is done. The work is tiles of ROWS rows of W by WIDTH rows of x, cut along K into units
 // of 256; every CTA takes an equal run of units. One warpgroup fetches bytes (tensor copies) and decodes scales;
 // GROUPS warpgroups multiply, a warp 16 rows. A tile that several CTAs share is added up by the CTA that begins it,
-// always in the order of K: the same input gives the same bits.
+// always in the order of K; or by all of them, some columns each, where they are a cluster (CLUSTER of them, which hold x,
+// and all of that tile). The same input gives the same bits.
 //
 // Needs barriers.cuh, hopper_work.cuh and hopper_fetch.cuh ahead of it, sm_90a, units times CTAs below 2^32, K % 64 == 0
 // (spans of 64) or K % 32 == 0 (spans of 32), packed aligned to 16 bytes.
-// Macros: WIDTH, GROUPS, STAGES, HELD, SPAN, SCALES (0 nested bytes, 1 fp32, 2 fp16, 3 bf16), LOG_BLOCK, VECTOR, HIGH_FIRST,
+// Macros: WIDTH, GROUPS, STAGES, HELD, CLUSTER, SPAN, SCALES (0 nested bytes, 1 fp32, 2 fp16, 3 bf16), LOG_BLOCK, VECTOR, HIGH_FIRST,
 // FP16, SHARED_BYTES, FETCH_REGISTERS, MULTIPLY_REGISTERS.
 
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -102,6 +103,7 @@ __device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 room, const Mine
   }
 }
 
+// The results of a tile; of a cluster's, one group of 8 columns in CLUSTER.
 __device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const Place& place, u32 row, u32 member) {
   const u32 n = place.row_tile * ROWS + row;
   if (n >= a.n) return;
@@ -112,9 +114,10 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&total)[S
     if (both) bias[1] = unpack(a.bias[n + 1]);
   }
 #pragma unroll
-  for (int i = 0; i < WIDTH / 8; i++)
+  for (u32 i = 0; i < WIDTH / 8; i++)
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (u32 j = 0; j < 2; j++) {
+      if (!is_own(i)) continue;
       const u32 m = place.column_tile * WIDTH + 8 * i + 2 * member + j;
       if (m >= a.m) continue;
       const u32 word = pack(__fadd_rn(__fmul_rn(total[4 * i + j], a.unit), bias[0]),
@@ -128,6 +131,32 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&total)[S
       }
     }
 }
+
+#if CLUSTER > 1
+// The sums of a tile that the CTAs of a cluster share. Each has those of its own columns sent to where bytes of W were, and
+// adds them up, always in the same order.
+__device__ __forceinline__ void exchange(const Arguments& a, float (&total)[SUMS], const Place& place, u32 warp, u32 lane) {
+  const u32 room = shared() + TILES + warp * 512 + lane * 16, columns = a.m - place.column_tile * WIDTH;
+  const auto place_of = [&](u32 i, u32 rank) { return room + (i / CLUSTER * CLUSTER + rank) * (WARPS * 512); };
+  sync_cluster();  // nobody reads W any more
+#pragma unroll
+  for (u32 i = 0; i < WIDTH / 8; i++)
+    if (!is_own(i) && 8 * i < columns)
+      asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
+                   ::"r"(address_in(place_of(i, blockIdx.y), i % CLUSTER)), "f"(total[4 * i]), "f"(total[4 * i + 1]),
+                   "f"(total[4 * i + 2]), "f"(total[4 * i + 3]) : "memory");
+  sync_cluster();
+#pragma unroll
+  for (u32 i = 0; i < WIDTH / 8; i++)
+    if (is_own(i) && 8 * i < columns)
+#pragma unroll
+      for (u32 rank = 0; rank < CLUSTER; rank++)
+        if (rank != blockIdx.y) {
+          const float4 v = load_sums(place_of(i, rank));
+          total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
+        }
+}
+#endif
 
 // The sums of a tile that several CTAs share. Whoever begins inside the tile leaves its sums in memory and goes on: it is
 // the first that it does. The one that begins the tile comes to it last of all, waits for those of the others, each a
@@ -186,7 +215,7 @@ __device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], c
 }
 
 __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
-  const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = lane * 4;
+  const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = lane * 4 | shared() & ~0u << 24;
   const Mine mine(row, member);
   Ring ring(0);
   u32 held = lower_half(BASE + X_HELD);
@@ -195,13 +224,13 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
   u32 even[4 * STEPS], odd[4 * STEPS];  // A operands of two spans: one is multiplied while the next is decoded
 #pragma unroll
   for (int i = 0; i < SUMS; i++) total[i] = 0;
-  wait(BASE + FULL, 0);
-  decode(even, BASE + TILES, mine, 0, column);
+  wait(shared() + FULL, 0);
+  decode(even, shared() + TILES, mine, 0, column);
   for (u32 unit = first; unit < last; unit++) {
-    const u32 room = BASE + TILES + ring.at * STAGE_BYTES, scales = BASE + ring.at * SCALE_BYTES;
+    const u32 room = shared() + TILES + ring.at * STAGE_BYTES, scales = shared() + ring.at * SCALE_BYTES;
     const u32 x = HELD ? held : lower_half(room + W_BYTES);
     held += X_BYTES / 16;
-    const u32 empty = BASE + EMPTY + 8 * ring.at;
+    const u32 empty = shared() + EMPTY + 8 * ring.at;
     ring.next();
     auto turn = [&](const u32 (&now)[4 * STEPS], u32 (&next)[4 * STEPS], int span) __attribute__((always_inline)) {
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -217,8 +246,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
       if (span + 1 < SPANS) {
         decode(next, room, mine, span + 1, column);
       } else if (unit + 1 < last) {
-        wait(BASE + FULL + 8 * ring.at, ring.parity);
-        decode(next, BASE + TILES + ring.at * STAGE_BYTES, mine, 0, column);
+        wait(shared() + FULL + 8 * ring.at, ring.parity);
+        decode(next, shared() + TILES + ring.at * STAGE_BYTES, mine, 0, column);
       }
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       const float upper = __uint_as_float(scale.x), lower = __uint_as_float(scale.y);
@@ -234,9 +263,13 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
     for (int span = 0; span < SPANS; span += 2) turn(even, odd, span), turn(odd, even, span + 1);
     arrive(empty);
     if (place.depth + 1 == a.depth_units || unit + 1 == last) {
+#if CLUSTER > 1
+      exchange(a, total, place, warp, lane), store(a, total, place, row, member);
+#else
       if (meet(a, total, place, warp, lane)) store(a, total, place, row, member);
 #pragma unroll
       for (int i = 0; i < SUMS; i++) total[i] = 0;
+#endif
     }
     place.next(a);
   }
@@ -245,7 +278,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
 #if HELD
 // Lays out the rows of x for units `first` to `last`, all of one tile, as `arrange` would. A warp takes 8 rows by 64 of K.
 __device__ __forceinline__ void hold(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
-  constexpr u32 BATCH = 4;
+  constexpr u32 BATCH = WIDTH >= 32 ? 8 : 4;
   const Place place(a, first);
   const u32 row = lane / 4, member = lane % 4, items = (last - first) * (DEPTH / 64) * (WIDTH / 8);
   for (u32 item = warp; item < items; item += WARPS * BATCH) {
@@ -263,7 +296,7 @@ __device__ __forceinline__ void hold(const Arguments& a, u32 first, u32 last, u3
     for (u32 j = 0; j < BATCH; j++) {
       const u32 number = item + j * WARPS;
       if (number >= items) break;
-      const u32 to = BASE + X_HELD + (number / (WIDTH / 8) * WIDTH + number % (WIDTH / 8) * 8 + row) * 128 + member * 4;
+      const u32 to = shared() + X_HELD + (number / (WIDTH / 8) * WIDTH + number % (WIDTH / 8) * 8 + row) * 128 + member * 4;
 #pragma unroll
       for (u32 half = 0; half < 2; half++) {
         const u32 four[4] = {words[j][half].x, words[j][half].y, words[j][half].z, words[j][half].w};
@@ -278,8 +311,7 @@ __device__ __forceinline__ void hold(const Arguments& a, u32 first, u32 last, u3
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  if (u32(__cvta_generic_to_shared(memory)) != BASE) __trap();
+  if ((u32(__cvta_generic_to_shared(memory)) & 0xffffff) != BASE) __trap();
   const u32 first = first_unit(a, own_number()), last = first_unit(a, own_number() + 1), lane = threadIdx.x % 32;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
   if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");
@@ -288,13 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     fetch(a, reinterpret_cast<u64>(a.map), first, last, threadIdx.x - 128 * GROUPS);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLY_REGISTERS));
-    const u32 bits = pack(a.codebook[lane % 16], 0);
-#pragma unroll
-    for (u32 four = warp; four < 64; four += WARPS) {  // rows at a time, of which a lane writes four copies of a word
-      const u32 byte = 4 * four + lane / 8;
-      const u32 high = __shfl_sync(~0u, bits, byte >> 4), low = __shfl_sync(~0u, bits, byte & 15);
-      store_four(BASE + byte * TABLE_ROW + lane % 8 * 16, HIGH_FIRST ? high | low << 16 : low | high << 16);
-    }
+    make_table<WARPS>(shared(), a.codebook, !HIGH_FIRST, warp, lane);
     all_are_here();
 #if HELD
     wait_for_the_one_ahead();

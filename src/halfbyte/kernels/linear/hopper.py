@@ -23,6 +23,7 @@ from halfbyte.kernels.linear.ready import GroupProduct, Product, run
 
 DEPTH = 256  # of K, a unit of work
 WIDTHS = (8, 16, 32, 64)
+MOST_CLUSTER = 8  # CTAs, everywhere clusters exist
 REGISTERS = {2: (120, 192), 3: (80, 144), 4: (96, 96)}  # fetching, multiplying; by groups
 
 
@@ -30,13 +31,15 @@ REGISTERS = {2: (120, 192), 3: (80, 144), 4: (96, 96)}  # fetching, multiplying;
 class HopperPlan:
     """The constants of hopper.cu. width: rows of x a tile. groups: warpgroups that multiply, 64 rows of W each.
     stages: units on their way. ctas: how many share the work. held: units of x that a CTA holds all of, which are all
-    that it multiplies, or 0 where x is laid out ahead and comes with W."""
+    that it multiplies, or 0 where x is laid out ahead and comes with W. cluster: CTAs of a tile that add up among
+    themselves, which are all of that tile, or 1 where those of any tile meet in memory."""
 
     width: int
     groups: int
     stages: int
     ctas: int
     held: int = 0
+    cluster: int = 1
 
     @property
     def rows(self) -> int:
@@ -109,8 +112,15 @@ def is_valid(plan: HopperPlan, m: int, n: int, k: int, span: int, facts: DeviceF
         and m * k < 1 << 31
         and n < 1 << 31
         and (plan.held == 0 or (plan.ctas % tiles == 0 and plan.held >= -(-depth * tiles // plan.ctas)))
+        and (plan.cluster == 1 or (plan.held > 0 and plan.ctas == tiles * plan.cluster and _can_exchange(plan)))
         and plan.shared_bytes(span) <= facts.shared_memory
     )
+
+
+def _can_exchange(plan: HopperPlan) -> bool:
+    """CTAs exist in clusters of so many everywhere, and sums take no more room than the stages of W."""
+    groups = -(-(plan.width // 8) // plan.cluster) * plan.cluster  # of columns; each CTA has room for as many
+    return 1 < plan.cluster <= MOST_CLUSTER and groups * plan.groups * 2048 <= plan.stages * plan.rows * DEPTH // 2
 
 
 # Width and groups to stages and the microseconds that a unit takes. By width: what is lost where every tile is cut, or
@@ -125,10 +135,14 @@ RUN_COST = {8: 2.5, 16: 1.35, 32: 1.0, 64: 2.5}
 PART_COST = {8: 0.093, 16: 0.096, 32: 0.095, 64: 0.3}
 INVARIANT_GROUPS = 3
 FEW_WEIGHTS = 1 << 23  # up to so many there are SMs left for tiles of half the width
-# Where each CTA holds its x: groups to the microseconds of a unit; what a group costs besides, and a part of a tile.
+# Where each CTA holds its x: groups to the microseconds of a unit, and how many times that it is where x is wider, or
+# where three groups fetch scales one by one, whose rows begin anywhere; what a group costs besides; and what adding up
+# does, in memory for each part and group, in a cluster for each part.
+HELD_COST = {2: 0.91, 3: 1.09}
+HELD_WIDTH_COST = {8: 1.0, 16: 1.0, 32: 1.2, 64: 2.25}
+SCATTERED_COST, SCALES_AT_ONCE = 1.13, 1024
+HELD_GROUP_COST, MEET_COST, MEET_PART_COST, CLUSTER_PART_COST = 0.47, 0.7, 0.075, 0.19
 # With fewer stages than ENOUGH, or than the CTA has units, it is slower than where x is laid out ahead.
-HELD_COST = {2: 0.81, 3: 1.08, 4: 1.53}
-HELD_GROUP_COST, HELD_PART_COST = 0.22, 0.032
 ENOUGH, MOST_STAGES = 3, 4
 MOST_SUMS = 192  # groups times width that there are registers for
 
@@ -174,17 +188,20 @@ def _tile_width(m: int, n: int, k: int) -> int:
 
 
 def _held_plan(width: int, m: int, n: int, k: int, span: int, facts: DeviceFacts) -> HopperPlan | None:
-    """The plan in which every CTA holds its x, a part of one tile; None where there is no room for that."""
+    """The plan in which every CTA holds its x, a part of one tile; None where there is no room for that. Where all
+    clusters of a tile's CTAs run at once, they add up among themselves."""
     depth, found = -(-k // DEPTH), []
     for groups, cost in HELD_COST.items():
         tiles = -(-n // (64 * groups)) * -(-m // width)
         if groups * width > MOST_SUMS:
             continue
+        cost *= HELD_WIDTH_COST[width] * (SCATTERED_COST if groups > 2 and k % SCALES_AT_ONCE else 1)
         for shares in range(1, min(depth, facts.sms // tiles) + 1):
-            held = -(-depth // shares)
-            time = held * cost + groups * (HELD_GROUP_COST + HELD_PART_COST * shares)
+            held, cluster = -(-depth // shares), shares if tiles <= facts.clusters(shares) else 1
+            meet = MEET_COST + MEET_PART_COST * groups * shares if shares > 1 else 0.0
+            time = held * cost + groups * HELD_GROUP_COST + (meet if cluster == 1 else CLUSTER_PART_COST * shares)
             for stages in range(min(ENOUGH, max(held, 2)), MOST_STAGES + 1):
-                plan = HopperPlan(width, groups, stages, tiles * shares, held)
+                plan = HopperPlan(width, groups, stages, tiles * shares, held, cluster)
                 if is_valid(plan, m, n, k, span, facts):
                     found.append((time, -stages, plan))
     return min(found, key=lambda one: one[:2])[2] if found else None
@@ -288,7 +305,8 @@ def _prepare(index: int, m: int, operands: Operands, weight: Addresses, plan: Ho
     compiled = variant(o, plan, facts_of(index))
     key = ("hopper", index, column_tiles * units, plan, compiled)
     launches = prepared(key, lambda: _launches(index, column_tiles * units, plan, compiled))
-    partial = plan.ctas * plan.rows * plan.width if plan.ctas != row_tiles * column_tiles else 0
+    meets = plan.cluster == 1 and plan.ctas != row_tiles * column_tiles
+    partial = plan.ctas * plan.rows * plan.width if meets else 0
     packed, *scales = weight
     constants = UNIT_AND_CODEBOOK[o.format, o.dtype]
     sizes = (o.n, o.k, row_tiles, column_tiles, units, plan.ctas)
@@ -309,7 +327,14 @@ def _launches(index: int, column_units: int, plan: HopperPlan, compiled: Variant
     pieces = column_units * plan.width * DEPTH // 8
     return (
         Launch(arrange, (plan.ctas + -(-pieces // 128), 1), 128, overlaps=True),
-        Launch(multiply, (plan.ctas, 1), plan.threads, shared, overlaps=True),
+        Launch(
+            multiply,
+            (plan.ctas // plan.cluster, plan.cluster),
+            plan.threads,
+            shared,
+            cluster=plan.cluster if plan.cluster > 1 else 0,
+            overlaps=True,
+        ),
     )
 
 
@@ -328,7 +353,7 @@ def macros(kind: Kind, plan: HopperPlan) -> dict[str, int]:
         "WIDTH": plan.width, "GROUPS": plan.groups, "STAGES": plan.stages, "SPAN": kind.span,
         "SCALES": ("nested", "float32", "float16", "bfloat16").index(kind.scales), "LOG_BLOCK": kind.log_block,
         "VECTOR": int(kind.vector), "HIGH_FIRST": int(kind.high_first), "FP16": int(kind.dtype == torch.float16),
-        "HELD": plan.held, "SHARED_BYTES": plan.shared_bytes(kind.span),
+        "HELD": plan.held, "CLUSTER": plan.cluster, "SHARED_BYTES": plan.shared_bytes(kind.span),
         "FETCH_REGISTERS": fetching, "MULTIPLY_REGISTERS": multiplying,
     }  # fmt: skip
 

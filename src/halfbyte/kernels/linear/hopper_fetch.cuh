@@ -115,7 +115,7 @@ __device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const P
 }
 
 __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u32 last, u32 thread) {
-  const u32 column = thread % 32 * 4;
+  const u32 column = thread % 32 * 4 | shared() & ~0u << 24;
   Place place(a, first);
 #if HELD
   // What writes W may still run: until it has ended W may be brought nearer, but not be read.
@@ -136,13 +136,13 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #endif
   if (thread == 0) {  // before anybody else needs the barriers: all wait for the first unit
     for (u32 stage = 0; stage < STAGES; stage++) {
-      init(BASE + FULL + 8 * stage, 129);  // every fetching thread, and once more with the bytes to come
-      init(BASE + EMPTY + 8 * stage, 128 * GROUPS);
+      init(shared() + FULL + 8 * stage, 129);  // every fetching thread, and once more with the bytes to come
+      init(shared() + EMPTY + 8 * stage, 128 * GROUPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
-  if (thread == 0) fetch_bytes(a, map, place, BASE + TILES, BASE + FULL);
+  if (thread == 0) fetch_bytes(a, map, place, shared() + TILES, shared() + FULL);
   all_are_here();
 #if VECTOR
   for (u32 i = 0; i < place.depth % LOADED; i++)
@@ -154,7 +154,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #pragma unroll
     for (u32 i = thread % 32 / 8; i < 32; i += 4) {
       const float value = __shfl_sync(~0u, half ? code[1] : code[0], i);
-      store_four(BASE + (thread / 32 * 32 + i + half * 128) * TABLE_ROW + 128 + thread % 8 * 16, __float_as_uint(value));
+      store_four(shared() + (thread / 32 * 32 + i + half * 128) * TABLE_ROW + 128 + thread % 8 * 16, __float_as_uint(value));
     }
   asm volatile("bar.sync 1, 128;" ::: "memory");
 #endif
@@ -167,7 +167,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   Ring ring(1);
   bool has_next = false;
   for (u32 unit = first; unit < last; unit++, ring.next()) {
-    const u32 full = BASE + FULL + 8 * ring.at, to = BASE + TILES + ring.at * STAGE_BYTES;
+    const u32 full = shared() + FULL + 8 * ring.at, to = shared() + TILES + ring.at * STAGE_BYTES;
     // Which scales come next: of the next units along K, or of the next tile.
     const u32 ahead = min(LOADED - place.depth % LOADED, a.depth_units - place.depth);
     if (!has_next && unit + ahead < last) {
@@ -180,12 +180,12 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #if HELD
     if (FETCHERS_WAIT && unit == first + 1) x_is_held();
 #endif
-    wait(BASE + EMPTY + 8 * ring.at, ring.parity);
+    wait(shared() + EMPTY + 8 * ring.at, ring.parity);
     if (thread == 0 && unit > first) fetch_bytes(a, map, place, to, full);
 #pragma unroll
     for (int i = 0; i < SHARE; i++)
       if (thread + 128 * i < ROWS)
-        store_scales(now[i], offset, BASE + SCALE + ring.at * SCALE_BYTES + (thread + 128 * i) * 4, column);
+        store_scales(now[i], offset, shared() + SCALE + ring.at * SCALE_BYTES + (thread + 128 * i) * 4, column);
     arrive(full);
     if (left < a.left_count) clear_some();
     place.next(a);
@@ -204,4 +204,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   if (FETCHERS_WAIT && last == first + 1) x_is_held();
 #endif
   while (left < a.left_count) clear_some();
+#if CLUSTER > 1
+  sync_cluster(), sync_cluster();  // as in `exchange`
+#endif
 }

@@ -10,7 +10,11 @@ constexpr u32 W_BYTES = ROWS * DEPTH / 2, X_BYTES = WIDTH * DEPTH * 2, SCALE_BYT
 constexpr u32 STAGE_BYTES = W_BYTES + (HELD ? 0 : X_BYTES);  // x comes with W, or is held for all units of the CTA
 constexpr u32 BARRIERS = 256 * TABLE_ROW, TILES = BARRIERS + 1024, X_HELD = TILES + STAGES * STAGE_BYTES, SCALE = X_HELD + HELD * X_BYTES;
 static_assert(SCALE + STAGES * SCALE_BYTES == SHARED_BYTES, "hopper.py reckons with other sizes");
+static_assert((WIDTH / 8 + CLUSTER - 1) / CLUSTER * CLUSTER * WARPS * 512 <= STAGES * STAGE_BYTES, "sums take the room of W");
 constexpr u32 FULL = BARRIERS, EMPTY = FULL + 64;
+extern __shared__ __align__(1024) unsigned char memory[];
+// Where it begins: in a cluster the CTA's rank is on top of BASE.
+__device__ __forceinline__ u32 shared() { return CLUSTER > 1 ? u32(__cvta_generic_to_shared(memory)) : BASE; }
 constexpr u32 SPAN_WORDS = SPAN / 2, OWN = SPAN / 8;  // two neighbouring k are a word: of a span, and of a quad's member
 constexpr int SUMS = WIDTH / 2;  // fp32 numbers a thread, of 16 rows of W and WIDTH columns a warp
 
@@ -77,8 +81,11 @@ struct Place {  // a unit of work: which tile, and which part of K
   }
 };
 
-// CTAs of `multiply` are started in the order of blockIdx. Their work goes the other way, so that none waits for one after it.
-__device__ __forceinline__ u32 own_number() { return gridDim.x - 1 - blockIdx.x; }
+// CTAs of `multiply` are started in the order of blockIdx. Their work goes the other way, so that none waits for one after
+// it. Those of a cluster are started together.
+__device__ __forceinline__ u32 own_number() { return CLUSTER > 1 ? blockIdx.x * CLUSTER + blockIdx.y : gridDim.x - 1 - blockIdx.x; }
+// Of groups of 8 columns: which the CTA stores.
+__device__ __forceinline__ bool is_own(u32 group) { return CLUSTER == 1 || group % CLUSTER == blockIdx.y; }
 __device__ __forceinline__ u32 units_of(const Arguments& a) { return a.row_tiles * a.column_tiles * a.depth_units; }
 __device__ __forceinline__ u32 first_unit(const Arguments& a, u32 cta) { return cta * units_of(a) / a.ctas; }
 
