@@ -10,7 +10,9 @@ import torch
 import halfbyte as hb
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.common.device import facts_of
-from halfbyte.kernels.linear import cuda, decode
+from halfbyte.kernels.linear import cuda, decode, hopper
+from halfbyte.kernels.linear.decode_shape import DecodePlan, Scales, is_valid
+from halfbyte.kernels.linear.hopper import HopperPlan
 
 SHAPES = ((1, 1), (1, 63), (3, 21), (5, 65), (2, 1024), (1, 2049), (17, 127), (33, 4099), (129, 1000))
 
@@ -58,42 +60,42 @@ def test_linear(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("shape", "plan"),
     [
-        ((8452, 1024), decode.DecodePlan(1, 2, 8, 2, 1)),
-        ((6404, 1024), decode.DecodePlan(1, 2, 8, 3, 1, steps=2)),
-        ((6404, 1024), decode.DecodePlan(1, 2, 8, 5, 1, steps=2, first=2)),
-        ((6404, 1024), decode.DecodePlan(1, 2, 8, 2, 1, steps=2, first=8)),
-        ((4228, 768), decode.DecodePlan(1, 2, 8, 3, 1, whole=True, steps=2)),  # its second step has 4 blocks of 8
-        ((4228, 256), decode.DecodePlan(1, 2, 8, 2, 1, whole=True, steps=2)),  # and here none
-        ((4228, 1024), decode.DecodePlan(2, 2, 8, 3, 1, steps=2)),
-        ((2116, 320), decode.DecodePlan(1, 1, 8, 3, 1, whole=True, steps=2)),  # rows of 160 bytes, in chunks of 32
-        ((2116, 1152), decode.DecodePlan(2, 5, 4, 2, 1, offset=True)),  # of 64
-        ((2116, 8448), decode.DecodePlan(1, 11, 8, 2, 2, offset=True, steps=2, first=2)),
-        ((2116, 2048), decode.DecodePlan(1, 2, 8, 5, 2, steps=2)),
-        ((2116, 2304), decode.DecodePlan(1, 3, 8, 3, 2, offset=True)),  # its second CTA has 12 blocks of 24
-        ((2116, 1792), decode.DecodePlan(1, 1, 8, 5, 4, offset=True)),
-        ((2116, 1792), decode.DecodePlan(2, 2, 8, 4, 2, offset=True, steps=2)),
-        ((2116, 1792), decode.DecodePlan(1, 2, 8, 4, 2, offset=True, sums=1)),
-        ((4228, 1024), decode.DecodePlan(2, 4, 4, 3, 1, sums=1)),
-        ((2116, 2048), decode.DecodePlan(4, 8, 4, 2, 1, registers=232)),
-        ((2116, 4096), decode.DecodePlan(4, 8, 4, 2, 2, registers=232, sums=1)),
-        ((8452, 1024), decode.DecodePlan(1, 2, 8, 3, 1, steps=2, resident=2)),
-        ((2116, 4096), decode.DecodePlan(1, 8, 8, 3, 1, steps=2, together=2)),
-        ((4228, 1024), decode.DecodePlan(2, 4, 4, 2, 1, together=2, reducers=2)),
-        ((2116, 2048), decode.DecodePlan(2, 4, 4, 2, 2, sums=2, reducers=2)),
-        ((2116, 2048), decode.DecodePlan(4, 8, 4, 2, 1, registers=232, reducers=2, batches=2)),
-        ((1060, 4096), decode.DecodePlan(4, 8, 4, 2, 2, registers=232, reducers=2, batches=2)),
-        ((2116, 8192), decode.DecodePlan(1, 16, 8, 3, 1, steps=2, registers=112)),
+        ((8452, 1024), DecodePlan(1, 2, 8, 2, 1)),
+        ((6404, 1024), DecodePlan(1, 2, 8, 3, 1, steps=2)),
+        ((6404, 1024), DecodePlan(1, 2, 8, 5, 1, steps=2, first=2)),
+        ((6404, 1024), DecodePlan(1, 2, 8, 2, 1, steps=2, first=8)),
+        ((4228, 768), DecodePlan(1, 2, 8, 3, 1, whole=True, steps=2)),  # its second step has 4 blocks of 8
+        ((4228, 256), DecodePlan(1, 2, 8, 2, 1, whole=True, steps=2)),  # and here none
+        ((4228, 1024), DecodePlan(2, 2, 8, 3, 1, steps=2)),
+        ((2116, 320), DecodePlan(1, 1, 8, 3, 1, whole=True, steps=2)),  # rows of 160 bytes, in chunks of 32
+        ((2116, 1152), DecodePlan(2, 5, 4, 2, 1, offset=True)),  # of 64
+        ((2116, 8448), DecodePlan(1, 11, 8, 2, 2, offset=True, steps=2, first=2)),
+        ((2116, 2048), DecodePlan(1, 2, 8, 5, 2, steps=2)),
+        ((2116, 2304), DecodePlan(1, 3, 8, 3, 2, offset=True)),  # its second CTA has 12 blocks of 24
+        ((2116, 1792), DecodePlan(1, 1, 8, 5, 4, offset=True)),
+        ((2116, 1792), DecodePlan(2, 2, 8, 4, 2, offset=True, steps=2)),
+        ((2116, 1792), DecodePlan(1, 2, 8, 4, 2, offset=True, sums=1)),
+        ((4228, 1024), DecodePlan(2, 4, 4, 3, 1, sums=1)),
+        ((2116, 2048), DecodePlan(4, 8, 4, 2, 1, registers=232)),
+        ((2116, 4096), DecodePlan(4, 8, 4, 2, 2, registers=232, sums=1)),
+        ((8452, 1024), DecodePlan(1, 2, 8, 3, 1, steps=2, resident=2)),
+        ((2116, 4096), DecodePlan(1, 8, 8, 3, 1, steps=2, together=2)),
+        ((4228, 1024), DecodePlan(2, 4, 4, 2, 1, together=2, reducers=2)),
+        ((2116, 2048), DecodePlan(2, 4, 4, 2, 2, sums=2, reducers=2)),
+        ((2116, 2048), DecodePlan(4, 8, 4, 2, 1, registers=232, reducers=2, batches=2)),
+        ((1060, 4096), DecodePlan(4, 8, 4, 2, 2, registers=232, reducers=2, batches=2)),
+        ((2116, 8192), DecodePlan(1, 16, 8, 3, 1, steps=2, registers=112)),
     ],
     ids=str,
 )
-def test_linear_in_steps(shape: tuple[int, int], plan: decode.DecodePlan) -> None:
+def test_linear_in_steps(shape: tuple[int, int], plan: DecodePlan) -> None:
     """So many tiles that every buffer is used again, and a last one that is not full."""
     n, k = shape
     groups = [("int4", {"group_size": size}) for size in (64, 128) if k % size == 0]
     for format, options in (("nf4", {}), ("nf4", {"nested": False}), *groups):
         q = hb.quantize(torch.randn(shape, device="cuda").bfloat16() / k**0.5, format, **options)
-        scales = decode.Scales(q.scale.dtype, q.block_size)
-        if not decode.is_valid(plan, n, k, scales, facts_of(0)):
+        scales = Scales(q.scale.dtype, q.block_size)
+        if not is_valid(plan, n, k, scales, facts_of(0)):
             # Whole rows of some scales may be aligned where those of others are not.
             assert format == "int4" or (q.nested and k % 256) or plan.together > scales.blocks
             continue
@@ -124,6 +126,29 @@ def test_linear_of_several_weights(k: int) -> None:
             for y, q, bias in zip(found, group, biases, strict=True):
                 right = x.float() @ hb.dequantize(q, torch.float32).t() + (0.0 if bias is None else bias.float())
                 assert float((y.float() - right).norm() / right.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("cluster", [2, 3, 5, 8])
+@pytest.mark.parametrize(("width", "groups"), [(8, 2), (16, 3), (32, 2), (64, 3)])
+def test_linear_of_a_cluster(width: int, groups: int, cluster: int) -> None:
+    """CTAs that share a tile add up among themselves: whole tiles or not, less of x than there is room for."""
+    if facts_of(0).ptx != 90:
+        pytest.skip("hopper.cu is for sm_90")
+    n, k = 131, 256 * cluster - 192
+    for format, options in (("nf4", {}), ("nf4", {"nested": False}), ("int4", {"group_size": 64})):
+        q = hb.quantize(torch.randn((n, k), device="cuda").bfloat16() / k**0.5, format, **options)
+        exact = hb.dequantize(q, torch.float32)
+        for m in (1, width - 5, width + 3):
+            tiles = -(-n // (64 * groups)) * -(-m // width)
+            plan = HopperPlan(width, groups, 2, tiles * cluster, 1, cluster)
+            if not hopper.is_valid(plan, m, n, k, 64, facts_of(0)):
+                assert (width, cluster) in ((64, 3), (64, 5))  # the sums of 64 rows need more room than two stages
+                plan = HopperPlan(width, groups, 3, tiles * cluster, 1, cluster)
+            x, bias = torch.randn((m, k), device="cuda").bfloat16(), torch.randn(n, device="cuda").bfloat16()
+            y = torch.full((m, n), 777.0, device="cuda").bfloat16()
+            hopper.linear(x, q, bias, y, plan)
+            right = x.float() @ exact.t() + bias.float()
+            assert float((y.float() - right).norm() / right.norm()) < 4e-3
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (7, 63), (33, 320), (129, 1088), (200, 2304)])

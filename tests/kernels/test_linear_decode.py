@@ -20,7 +20,16 @@ from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.common.tensor_map import SWIZZLES
 from halfbyte.kernels.linear import decode
 from halfbyte.kernels.linear.codebook import FACTORS
-from halfbyte.kernels.linear.decode import MOST_ROWS, DecodePlan, Scales, decode_plan, is_valid, macros, source, target
+from halfbyte.kernels.linear.decode import macros, source, target
+from halfbyte.kernels.linear.decode_shape import (
+    MOST_ROWS,
+    ROWS,
+    DecodePlan,
+    Scales,
+    decode_plan,
+    is_valid,
+    weight_chunk,
+)
 from halfbyte.kernels.linear.operands import Operands
 
 H200 = DeviceFacts("cuda", 90, 132, 232448)
@@ -155,7 +164,7 @@ def test_less_shared_memory_holds_fewer_stages() -> None:
 @pytest.mark.parametrize("k", [64, 128, 192, 256, 960, 4096, 5376])
 def test_chunks_of_a_row(k: int) -> None:
     """A row of W is a whole number of them: the last one of the last row ends where W ends."""
-    chunk = decode.weight_chunk(k)
+    chunk = weight_chunk(k)
     assert chunk in (32, 64, 128)
     assert k // 2 % chunk == 0
 
@@ -185,10 +194,10 @@ def test_a_copy_brings_what_a_stage_has_room_for(m: int, n: int, k: int, scales:
         assert max(box) <= 256
         assert all(stride % 16 == 0 for stride in strides)
         assert sizes[1] == n
-        assert box[1] == decode.ROWS
+        assert box[1] == ROWS
     (chunk, _, chunks), (row, _), box = maps[0]
     assert chunk * chunks == row == k // 2
-    assert math.prod(box) * plan.steps == decode.ROWS * plan.blocks * 32
+    assert math.prod(box) * plan.steps == ROWS * plan.blocks * 32
     for (row, _), _, box in maps[1:]:
         assert row == scales.bytes_of(k // 64)
         assert plan.scale_row(scales) % box[0] == 0

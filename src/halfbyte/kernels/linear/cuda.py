@@ -20,7 +20,7 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import per_thread, prepared
 from halfbyte.kernels.common.nvrtc import Variant, has_compiler
-from halfbyte.kernels.linear import decode, exact, hopper, tensor
+from halfbyte.kernels.linear import decode, decode_shape, exact, hopper, tensor
 from halfbyte.kernels.linear.operands import ALIGNED, Operands, addresses, operands_of
 from halfbyte.kernels.linear.ready import GroupProduct, Product, ready
 
@@ -51,12 +51,12 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
     With batch_invariant m is up to INVARIANT_ROWS, and there always is a way, which depends on the weight alone.
     """
     blackwell = facts.ptx > 90
-    if m <= decode.MOST_ROWS or (batch_invariant and blackwell):
+    if m <= decode_shape.MOST_ROWS or (batch_invariant and blackwell):
         few = decode.find_plan(m, operands, facts, batch_invariant)
         if few is None:
             lighter = False
         elif blackwell:
-            lighter = few.batches == 1
+            lighter = m <= 32
         else:
             lighter = not batch_invariant and _is_lighter(m, operands, few)
         if lighter:
@@ -69,7 +69,7 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
     return None
 
 
-def _is_lighter(m: int, operands: Operands, plan: decode.DecodePlan) -> bool:
+def _is_lighter(m: int, operands: Operands, plan: decode_shape.DecodePlan) -> bool:
     """True where `decode` is ahead of `hopper`, which starts later and then reads faster; measured on an H200. Where
     there are many bytes of scales, `hopper` loses more by them; where many CTAs share K, `decode` does."""
     k, numel = operands.k, operands.n * operands.k
@@ -82,11 +82,13 @@ def _is_lighter(m: int, operands: Operands, plan: decode.DecodePlan) -> bool:
         return numel <= (1 << 26 if plan.cluster == 2 and plan.warps == 16 else 1 << 25)
     if m <= 16:
         return numel < 1 << 27 if k <= 4096 else k <= 1 << 14 and numel <= 1 << 26
-    if m <= 32:
-        if many:
-            return numel <= 1 << 24
-        return numel <= (1 << 23 if plan.cluster > 1 else 1 << 25 if plan.warps == 8 else 1 << 24)
-    return numel <= (1 << 22 if plan.cluster > 1 else 1 << 24)
+    if plan.columns == 4:
+        most = 64 if m <= 32 and plan.warps == 8 else 16
+    elif plan.cluster > 1:
+        most = 12 if m <= 48 else 6
+    else:
+        most = 13 if m > 48 else 15 if operands.nested else 16
+    return numel <= most << 20
 
 
 @lru_cache(1 << 14)
