@@ -190,8 +190,9 @@ def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, part
 def _columns(m: int, n: int, k: int, parts: int, facts: DeviceFacts) -> int:
     """Groups of eight rows of x that a CTA takes, others taking the rest; several weights in one launch leave none.
 
-    One that takes 32 rows has registers for 2048 of K at most. Beyond, two that take 16 each are faster than two that
-    share K, though both decode W; and so is one for every 8 rows where there are multiprocessors for all.
+    One that takes 32 rows has registers for 2048 of K at most, and is ahead there, unless each tile has a
+    multiprocessor. Beyond, two that take 16 each are faster than two that share K, though both decode W; and so is one
+    for every 8 rows where there are multiprocessors for all. Measured on an H200 (docs/notebook.md).
     """
     if m <= 8:
         return 1
@@ -206,9 +207,9 @@ def _refined(plan: DecodePlan, turns: float, scales: Scales, facts: DeviceFacts)
     """The plan with what is best for its warps. turns: tiles of a CTA, on average.
 
     Three halves of a tile on their way are better than more, which come in any order. Sixteen warps would like more
-    registers than eighteen can have each, and so would those that hold 32 rows of x; with fewer they spill. With nested
-    scales and many warps the second stage is better asked for when the first is there: the codes would wait behind it.
-    Few warps leave room for two CTAs. Measured on an H200 (docs/notebook.md).
+    registers than eighteen can have each, and so would those that hold 32 rows of x; with fewer they spill. With many
+    warps, and nested scales or but one tile, the second stage is better asked for when the first is there: x and the
+    codes would wait behind it. Few warps leave room for two CTAs. Measured on an H200 (docs/notebook.md).
     """
     full, columns = plan.warps == 16, plan.columns
     if columns == 1:
