@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceFacts, facts_for
 from halfbyte.kernels.linear import decode, hopper, rooms
 from halfbyte.kernels.linear.cuda import INVARIANT_ROWS, choose, choose_group
 from halfbyte.kernels.linear.hopper import DEPTH, HopperPlan, Kind, hopper_plan, is_valid, kind_of, macros, source
@@ -112,6 +112,14 @@ def test_models_have_plans(shape: tuple[int, int], batch_invariant: bool) -> Non
             assert plan is not None
             if m <= plan.width and not batch_invariant:
                 assert 40 <= plan.ctas <= 132
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_one_kernel_takes_all_that_must_not_depend_on_the_batch(target: str) -> None:
+    for n, k in (*MODELS, (2048, 2048), (4096, 5376), (1000, 96)):
+        operands = Operands(BF16 if target != "sm_75" else F16, n, k, "nf4", 64, torch.uint8, 256)
+        kernels = {choose(m, operands, facts_for(target), True).kernel for m in range(1, INVARIANT_ROWS + 1)}
+        assert len(kernels) == 1
 
 
 def test_a_group_has_x_laid_out_in_one_way() -> None:

@@ -50,16 +50,9 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
 
     With batch_invariant m is up to INVARIANT_ROWS, and there always is a way, which depends on the weight alone.
     """
-    blackwell = facts.ptx > 90
-    if m <= decode_shape.MOST_ROWS or (batch_invariant and blackwell):
+    if m <= decode_shape.MOST_ROWS or (batch_invariant and facts.ptx > 90):
         few = decode.find_plan(m, operands, facts, batch_invariant)
-        if few is None:
-            lighter = False
-        elif blackwell:
-            lighter = m <= 32
-        else:
-            lighter = not batch_invariant and _is_lighter(m, operands, few)
-        if lighter:
+        if few is not None and _goes_first(m, operands, few, facts, batch_invariant):
             return Choice(decode, few)
     for kernel, most in MOST_ROWS.items():
         if batch_invariant or m <= most:
@@ -67,6 +60,16 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
             if plan is not None:
                 return Choice(kernel, plan)
     return None
+
+
+def _goes_first(
+    m: int, operands: Operands, plan: decode_shape.DecodePlan, facts: DeviceFacts, batch_invariant: bool
+) -> bool:
+    """True where `decode` takes what it can. With batch_invariant one kernel takes any number of rows, on Hopper
+    another one. On later GPUs more than 32 rows are `tensor`'s."""
+    if facts.ptx > 90:
+        return batch_invariant or m <= 32
+    return not batch_invariant and _is_lighter(m, operands, plan)
 
 
 def _is_lighter(m: int, operands: Operands, plan: decode_shape.DecodePlan) -> bool:
