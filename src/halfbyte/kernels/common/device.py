@@ -8,6 +8,8 @@ from importlib.util import find_spec
 
 import torch
 
+MOST_CLUSTER = 8  # CTAs of a cluster, everywhere clusters exist
+
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -29,7 +31,7 @@ class DeviceFacts:
         Those of a cluster are neighbours: two of any pair, more of a group of 16 or 18, one of which may have lost half
         of its own. An H200 says 66, 39, 30, 22, 17, 15, 15.
         """
-        if not 2 <= size <= 8:
+        if not 2 <= size <= MOST_CLUSTER:
             return 0
         groups = max(0, self.sms // 16 - 1) * (16 // size) + 8 // size
         return self.sms // 2 if size == 2 else min(groups, self.sms // size)

@@ -15,8 +15,9 @@ __device__ __forceinline__ u32 load_word(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(value) : "r"(address), "n"(BASE));
   return value;
 }
-// The two numbers of byte J of `bytes`: byte J times TABLE_ROW, plus what `column` has: the lane's place in a row, and in a
-// cluster the CTA's rank on top.
+// A lane's column of the table: its place in a row, and what is on top of `shared`, in a cluster the CTA's rank.
+__device__ __forceinline__ u32 column_of(u32 shared, u32 lane) { return lane * 4 | shared & ~0u << 24; }
+// The two numbers of byte J of `bytes`, which is the row of the table.
 template <int J> __device__ __forceinline__ u32 look_up(u32 bytes, u32 column) {
   return load_word(__byte_perm(bytes, column, 0x7604 | (J << 4)));
 }

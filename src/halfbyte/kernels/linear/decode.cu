@@ -31,7 +31,7 @@
 // a part of K, each row's come with what lies around them up to multiples of 16 bytes (OFFSET); all rows together are one.
 //
 // Needs barriers.cuh, decode_work.cuh and decode_scales.cuh ahead of it, sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; SHARED_BY
-// blocks of 64 weights share a scale, and the first weight of a byte is in its low half with LOW_FIRST; for K see decode.py.
+// blocks of 64 weights share a scale, and the first weight of a byte is in its low half with LOW_FIRST; for K see decode_shape.py.
 // With BATCHES, CTAs side by side take 8 * COLUMNS rows of x each, and there is a row for each of them.
 // With REGISTERS, which needs sm_90a and a multiple of four warps, that many are a multiplying thread's: the others have 32.
 // Macros: COLUMNS, WARPS, SLICE, STEPS, STAGES, FIRST, SUMS, CLUSTER, BATCHES, REDUCERS, RESIDENT, REGISTERS, CHUNK,
@@ -124,7 +124,7 @@ template <class Ready>
 __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 warp,
                                          u32 lane, const Ready& ready) {
   const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64;
-  const u32 column = lane * 4 | (shared & 0xff000000u);
+  const u32 column = column_of(shared, lane);
   // Where in a tile this lane's bytes of W are, in row 2 * group; row 2 * group + 1 is its own too.
   const u32 mine = row_at<CHUNK>(2 * group) ^ member * 8;
   const Scaled scaled(shared, warp, lane);

@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceFacts
 
 BLOCK = 64  # weights that are summed up before they are scaled
 ROWS = 16  # rows of W in a tile
 MOST_ROWS = 64  # of x
-MOST_CLUSTER = 8  # CTAs, everywhere clusters exist
 MOST_STAGES = 8  # that there are barriers for
 MOST_OF_A_PAIR = {1: 5, 2: 6, 4: 0}  # columns to the warps of two CTAs that share a multiprocessor
 SLICES = {1: (8, 16), 2: (4, 16), 4: (4, 8)}  # columns to blocks of K that a warp holds x for, and the most warps

@@ -34,7 +34,7 @@ constexpr u32 SCALES = TILES + STAGES * STAGE;
 constexpr u32 ABSMAX = SCALES + SCALE_STAGES * SCALE_STAGE;
 constexpr u32 SCALED = ABSMAX + NESTED * SCALE_STAGES * 128;
 constexpr u32 SCALED_PITCH = 20 * 4, SCALED_WARP = SLICE / TOGETHER * SCALED_PITCH;  // bytes: 16 rows, padded
-static_assert(SCALED + WARPS * SCALED_WARP == SHARED_BYTES, "decode.py reckons with other sizes");
+static_assert(SCALED + WARPS * SCALED_WARP == SHARED_BYTES, "decode_shape.py reckons with other sizes");
 static_assert(SLICE <= 8 && EACH * 2 * TOGETHER == SLICE && STEP_SLICE % TOGETHER == 0, "two lanes a row, whole scales");
 static_assert(BLOCKS <= 256, "a row's part has two scales of scales at most");
 static_assert(SUMS <= 2, "each has a full and an empty barrier in 16 bytes");

@@ -132,6 +132,11 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&total)[S
     }
 }
 
+// Those of group i of 8 columns.
+__device__ __forceinline__ void add(float (&total)[SUMS], int i, float4 v) {
+  total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
+}
+
 #if CLUSTER > 1
 // The sums of a tile that the CTAs of a cluster share. Each has those of its own columns sent to where bytes of W were, and
 // adds them up, always in the same order.
@@ -151,10 +156,7 @@ __device__ __forceinline__ void exchange(const Arguments& a, float (&total)[SUMS
     if (is_own(i) && 8 * i < columns)
 #pragma unroll
       for (u32 rank = 0; rank < CLUSTER; rank++)
-        if (rank != blockIdx.y) {
-          const float4 v = load_sums(place_of(i, rank));
-          total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
-        }
+        if (rank != blockIdx.y) add(total, i, load_sums(place_of(i, rank)));
 }
 #endif
 
@@ -198,10 +200,7 @@ __device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], c
       for (u32 j = 0; j < BATCH; j++)
 #pragma unroll
         for (int i = 0; i < SUMS / 4; i++)
-          if (next + j * stride <= last) {
-            const float4 v = part[j][i];
-            total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
-          }
+          if (next + j * stride <= last) add(total, i, part[j][i]);
     }
     if (cta != from || last == to) break;
     next = from + group, stride = group, last = to;
@@ -215,7 +214,7 @@ __device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], c
 }
 
 __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
-  const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = lane * 4 | shared() & ~0u << 24;
+  const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = column_of(shared(), lane);
   const Mine mine(row, member);
   Ring ring(0);
   u32 held = lower_half(BASE + X_HELD);

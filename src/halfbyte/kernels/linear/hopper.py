@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.kernels.common.device import DeviceFacts, facts_of
+from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
 from halfbyte.kernels.common.nvrtc import Variant, read_sources
 from halfbyte.kernels.common.tensor_map import tensor_map
@@ -23,7 +23,6 @@ from halfbyte.kernels.linear.ready import GroupProduct, Product, run
 
 DEPTH = 256  # of K, a unit of work
 WIDTHS = (8, 16, 32, 64)
-MOST_CLUSTER = 8  # CTAs, everywhere clusters exist
 REGISTERS = {2: (120, 192), 3: (80, 144), 4: (96, 96)}  # fetching, multiplying; by groups
 
 
@@ -144,7 +143,6 @@ SCATTERED_COST, SCALES_AT_ONCE = 1.13, 1024
 HELD_GROUP_COST, MEET_COST, MEET_PART_COST, CLUSTER_PART_COST = 0.47, 0.7, 0.075, 0.19
 # With fewer stages than ENOUGH, or than the CTA has units, it is slower than where x is laid out ahead.
 ENOUGH, MOST_STAGES = 3, 4
-MOST_SUMS = 192  # groups times width that there are registers for
 
 
 def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_invariant: bool) -> HopperPlan | None:
@@ -193,8 +191,6 @@ def _held_plan(width: int, m: int, n: int, k: int, span: int, facts: DeviceFacts
     depth, found = -(-k // DEPTH), []
     for groups, cost in HELD_COST.items():
         tiles = -(-n // (64 * groups)) * -(-m // width)
-        if groups * width > MOST_SUMS:
-            continue
         cost *= HELD_WIDTH_COST[width] * (SCATTERED_COST if groups > 2 and k % SCALES_AT_ONCE else 1)
         for shares in range(1, min(depth, facts.sms // tiles) + 1):
             held, cluster = -(-depth // shares), shares if tiles <= facts.clusters(shares) else 1

@@ -115,7 +115,7 @@ __device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const P
 }
 
 __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u32 last, u32 thread) {
-  const u32 column = thread % 32 * 4 | shared() & ~0u << 24;
+  const u32 column = column_of(shared(), thread % 32);
   Place place(a, first);
 #if HELD
   // What writes W may still run: until it has ended W may be brought nearer, but not be read.
