@@ -277,7 +277,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
 #if HELD
 // Lays out the rows of x for units `first` to `last`, all of one tile, as `arrange` would. A warp takes 8 rows by 64 of K.
 __device__ __forceinline__ void hold(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
-  constexpr u32 BATCH = WIDTH >= 32 ? 8 : 4;
+  constexpr u32 BATCH = WIDTH >= 32 || FETCHERS_WAIT ? 8 : 4;  // pieces on their way at once
   const Place place(a, first);
   const u32 row = lane / 4, member = lane % 4, items = (last - first) * (DEPTH / 64) * (WIDTH / 8);
   for (u32 item = warp; item < items; item += WARPS * BATCH) {
