@@ -128,22 +128,25 @@ def test_linear_of_several_weights(k: int) -> None:
                 assert float((y.float() - right).norm() / right.norm()) < 4e-3
 
 
-@pytest.mark.parametrize("cluster", [2, 3, 5, 8])
+@pytest.mark.parametrize(("cluster", "held"), [(2, 1), (3, 1), (5, 1), (8, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize(("width", "groups"), [(8, 2), (16, 3), (32, 2), (64, 3)])
-def test_linear_of_a_cluster(width: int, groups: int, cluster: int) -> None:
-    """CTAs that share a tile add up among themselves: whole tiles or not, less of x than there is room for."""
+def test_linear_of_a_cluster(width: int, groups: int, cluster: int, held: int) -> None:
+    """CTAs hold x and add up a tile among themselves: whole tiles or not, less of x than there is room for."""
     if facts_of(0).ptx != 90:
         pytest.skip("hopper.cu is for sm_90")
-    n, k = 131, 256 * cluster - 192
+    n, k = 131, 256 * cluster * held - 192
     for format, options in (("nf4", {}), ("nf4", {"nested": False}), ("int4", {"group_size": 64})):
         q = hb.quantize(torch.randn((n, k), device="cuda").bfloat16() / k**0.5, format, **options)
         exact = hb.dequantize(q, torch.float32)
         for m in (1, width - 5, width + 3):
             tiles = -(-n // (64 * groups)) * -(-m // width)
-            plan = HopperPlan(width, groups, 2, tiles * cluster, 1, cluster)
+            plan = HopperPlan(width, groups, 2, tiles * cluster, held, cluster)
             if not hopper.is_valid(plan, m, n, k, 64, facts_of(0)):
-                assert (width, cluster) in ((64, 3), (64, 5))  # the sums of 64 rows need more room than two stages
-                plan = HopperPlan(width, groups, 3, tiles * cluster, 1, cluster)
+                assert (width, cluster, held) in (
+                    (64, 3, 1),
+                    (64, 5, 1),
+                )  # the sums of 64 rows need more room than two stages
+                plan = HopperPlan(width, groups, 3, tiles * cluster, held, cluster)
             x, bias = torch.randn((m, k), device="cuda").bfloat16(), torch.randn(n, device="cuda").bfloat16()
             y = torch.full((m, n), 777.0, device="cuda").bfloat16()
             hopper.linear(x, q, bias, y, plan)
