@@ -208,12 +208,14 @@ def _refined(plan: DecodePlan, turns: float, scales: Scales, facts: DeviceFacts)
     Three halves of a tile on their way are better than more, which come in any order. Sixteen warps would like more
     registers than eighteen can have each, and so would those that hold 32 rows of x; with fewer they spill. With many
     warps, and nested scales or but one tile, the second stage is better asked for when the first is there: x and the
-    codes would wait behind it. Few warps leave room for two CTAs. Measured on an H200 (docs/notebook.md).
+    codes would wait behind it. So it is where two CTAs share the one tile that they have. Few warps leave room for two
+    CTAs. Measured on an H200 (docs/notebook.md).
     """
     full, columns = plan.warps == 16, plan.columns
     if columns == 1:
         halves = turns > 1 or plan.warps > 4
-        patient = plan.warps > 11 and (scales.nested or turns <= 1)
+        shared = plan.cluster == 2 and plan.warps > 5 and turns <= 1
+        patient = shared or (plan.warps > 11 and (scales.nested or turns <= 1))
         plan = replace(plan, steps=2 if halves else 1, stages=3 if halves else 2, first=1 if patient else 2)
     elif columns == 2 and plan.offset:
         plan = replace(plan, stages=3, first=2, sums=2)
