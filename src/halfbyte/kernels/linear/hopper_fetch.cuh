@@ -178,7 +178,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       has_next = true;
     }
 #if HELD
-    if (FETCHERS_WAIT && unit == first + 2) x_is_held();
+    if (FETCHERS_WAIT && unit == first + units_ahead_of_x(a)) x_is_held();
 #endif
     wait(shared() + EMPTY + 8 * ring.at, ring.parity);
     if (thread == 0 && unit > first) fetch_bytes(a, map, place, to, full);
@@ -201,7 +201,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     }
   }
 #if HELD
-  if (FETCHERS_WAIT && last <= first + 2) x_is_held();
+  if (FETCHERS_WAIT && last <= first + units_ahead_of_x(a)) x_is_held();
 #endif
   while (left < a.left_count) clear_some();
 #if CLUSTER > 1

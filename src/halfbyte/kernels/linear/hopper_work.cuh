@@ -89,8 +89,10 @@ __device__ __forceinline__ bool is_own(u32 group) { return CLUSTER == 1 || group
 __device__ __forceinline__ u32 units_of(const Arguments& a) { return a.row_tiles * a.column_tiles * a.depth_units; }
 __device__ __forceinline__ u32 first_unit(const Arguments& a, u32 cta) { return cta * units_of(a) / a.ctas; }
 
-// The meetings of all its warps: the barriers and the table are ready; and x is held, for which those that fetch wait, with
-// the third unit, only if they have nothing else to wait for (scales that come without codes): x would queue behind more of W.
+// The meetings of all its warps: the barriers and the table are ready; and x is held, for which those that fetch wait only
+// if they have nothing else to wait for (scales that come without codes): x would queue behind more of W. They wait before
+// the third unit; before the second where there is much of x, and scales that come one by one or W that is read twice.
 constexpr bool FETCHERS_WAIT = SCALES != 0;
+__device__ __forceinline__ u32 units_ahead_of_x(const Arguments& a) { return WIDTH < 32 || (VECTOR && a.column_tiles == 1) ? 2 : 1; }
 __device__ __forceinline__ void all_are_here() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
 __device__ __forceinline__ void x_is_held() { asm volatile("bar.sync 3, %0;" ::"n"(FETCHERS_WAIT ? THREADS : 32 * WARPS) : "memory"); }
