@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,30 @@ def test_a_wrong_result_has_an_error_and_no_time(record: dict[str, Any]) -> None
     wrong = [row for row in record["rows"] if "error" in row]
     assert [(row["case"], row["provider"], row["error"]) for row in wrong] == [("4×6", "peft", "6 of 6 values differ")]
     assert not any(name.endswith("_us") or name in ("gb_per_s", "of_copy") for name in wrong[0])
+
+
+def test_the_commit_is_of_the_code_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own repository; not of one around a copy, which may be of anything."""
+    own, copied = (tmp_path / folder / "src/halfbyte/bench/records.py" for folder in (".", "copy"))
+    for file in (own, copied):
+        file.parent.mkdir(parents=True)
+        file.write_text("first")
+    (tmp_path / ".gitignore").write_text("/copy/\n")
+    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.com")
+    for command in (("init", "--quiet"), ("add", "."), (*who, "commit", "--quiet", "--message", "first")):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    def commit(file: Path) -> str | None:
+        monkeypatch.setattr(records, "__file__", str(file))
+        return records.environment(CPU)["commit"]
+
+    monkeypatch.delenv("HALFBYTE_COMMIT", raising=False)
+    assert (commit(own), commit(copied)) == (head[:12], None)
+    own.write_text("second")
+    assert (commit(own), commit(copied)) == (head[:12] + "+", None)
+    monkeypatch.setenv("HALFBYTE_COMMIT", "told")
+    assert (commit(own), commit(copied)) == ("told", "told")
 
 
 def test_there_and_back(record: dict[str, Any], tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree that runs, with + after it where that tree has changes of its own.
+    """The commit of the source tree that runs, with + after it where that tree has changes of its own; None where
+    nobody can tell.
 
     HALFBYTE_COMMIT says it for a tree that was copied somewhere without its history.
     """
@@ -147,6 +148,8 @@ def _commit() -> str | None:
         return None
     git = ["git", "-C", str(source)]
     try:
+        # A copy in a folder that the repository around it ignores is of any commit.
+        subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=True)
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
         dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], check=False).returncode
     except (OSError, subprocess.CalledProcessError):
