@@ -3,8 +3,7 @@ skipped as a whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.formats.weight import FLOAT_DTYPES
-from halfbyte.kernels.common.nvrtc import Variant, cubin
 
 DEVICE = torch.device("cuda", 0)
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -46,13 +44,6 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype, before: int = 64) -> Iter
     yield buffer[before : before + numel].view(shape)
     assert (buffer[:before] == POISON).all()
     assert (buffer[before + numel :] == POISON).all()
-
-
-def compile_all(variants: Iterable[Variant]) -> None:
-    """Into the cache, side by side: one after the other they would take most of a test's time."""
-    with ThreadPoolExecutor() as pool:
-        for _ in pool.map(cubin, set(variants)):
-            pass
 
 
 def weight(n: int, k: int, format: str = "nf4", dtype: torch.dtype = BF16, **options: Any) -> hb.QuantizedWeight:
