@@ -101,9 +101,9 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
             places = [index + (number - 2) * 0.16 for index in range(len(groups))]
             bars = panel.bar(places, speeds, 0.15, label=f"{provider}, {mode}", zorder=2, **style)
             if provider == OURS:
-                labels = panel.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], fontsize=6, padding=1)
-                for label in labels:  # legible over a taller bar beside it
-                    label.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.4})
+                # Legible over a taller bar beside it.
+                paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.4}
+                panel.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], fontsize=6, padding=1, bbox=paper)
         panel.set_yscale("log")
         panel.set_xticks(range(len(groups)), [f"batch {batch}" for batch, _ in groups], fontsize=8)
         panel.set_title(model, fontsize=9)
