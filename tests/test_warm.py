@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from halfbyte import warm
 from halfbyte.cli import app
-from halfbyte.kernels.common import driver, nvrtc
+from halfbyte.kernels.common import compiler, driver, nvrtc
 from halfbyte.kernels.common.device import DeviceFacts, facts_for
 from halfbyte.kernels.common.targets import CUDA_TARGETS
-from halfbyte.kernels.linear import cuda, decode, hopper
+from halfbyte.kernels.linear import cuda, decode, hopper, reach
 from halfbyte.kernels.linear.operands import Operands, operands_of
 from halfbyte.models import own, siblings
 from halfbyte.nn import Linear4bit
@@ -141,7 +141,7 @@ def asked(group: list[Linear4bit], rows: int, monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(driver.per_thread, "ready", {})
         for module in (cuda, decode):
             patch.setattr(module, "facts_of", lambda index: facts_for("sm_90"))
-        patch.setattr(cuda, "has_compiler", lambda: True)
+        patch.setattr(reach, "without_kernels", lambda facts: None)
         patch.setattr(decode, "tensor_map", lambda *_: b"")
         patch.setattr(decode, "_launch", lambda *arguments: found.add(arguments[-1]))
         patch.setattr(hopper, "group_product", lambda *_: None)  # it compiles what its weights take alone
@@ -253,9 +253,9 @@ def test_failures_are_1(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyP
     cache.write_text("a file")
     assert "cache" in run(1, "--shape", "64x1024", "--rows", "1", "--target", "sm_90")
     cache.unlink()
-    for name in ("cuda.core", "cuda"):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert "halfbyte[cuda]" in run(1, "--shape", "64x1024", "--rows", "1", "--target", "sm_90")
+    monkeypatch.setattr(compiler, "find", lambda: None)
+    compiler._load.cache_clear()
+    assert "pip install nvidia-cuda-nvrtc" in run(1, "--shape", "64x1024", "--rows", "1", "--target", "sm_90")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

@@ -20,7 +20,8 @@ from torch.nn import Parameter
 
 from halfbyte.formats import blockwise, grouped
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight, check_settings
-from halfbyte.kernels.common.device import cpu_capability, has_triton
+from halfbyte.kernels.common import slow
+from halfbyte.kernels.common.device import cpu_capability
 from halfbyte.kernels.linear import reference as products
 from halfbyte.kernels.linear.plan import plan as plan_linear
 
@@ -167,7 +168,8 @@ def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant:
             return _linear(x, q, bias, batch_invariant)
     n, k = q.shape
     sides = x.shape[:-1]
-    x = x.detach().contiguous().resolve_neg()
+    given = x.detach()
+    x = given.contiguous().resolve_neg()
     if bias is not None:
         bias = bias.detach().contiguous().resolve_neg()
     if device.type == "cuda":
@@ -175,7 +177,8 @@ def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant:
         if fused is not None:
             return fused
     rows = x.view(prod(sides), k)
-    kernel = plan_linear(len(rows), n, k, x.dtype, device.type, batch_invariant, cpu_capability()).kernel
+    kind = device.type if slow.no_kernels(device.type) is None else "other"
+    kernel = plan_linear(len(rows), n, k, x.dtype, kind, batch_invariant, cpu_capability()).kernel
     if kernel == "fused":
         out = rows.new_empty((len(rows), n))
         kernels = _backend("linear", device.type)
@@ -187,6 +190,9 @@ def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant:
     else:
         weight = rows.new_empty((n, k))
         _dequantize(q, weight)
+        if kernel == "dense" and x.dtype == torch.float32:
+            # Of x as it is given: how well torch adds up in fp32 depends on its strides.
+            return products.linear(given, weight, bias).contiguous()
         product = products.linear_in_tiles if kernel == "tiles" else products.linear
         out = product(rows, weight, bias)
     return out.view(*sides, n)
@@ -252,12 +258,13 @@ def _empty_quantized(weight: Tensor, format: str, block_size: int) -> tuple[Tens
 @cache
 def _backend(operation: str, device_type: str) -> ModuleType:
     """The module with the kernels of `operation` for a kind of device; the torch reference where there is none."""
-    if device_type == "cpu":
-        name = "cpu"
-    elif device_type == "cuda" and has_triton():
-        name = "triton"
+    reason = slow.no_kernels(device_type)
+    if reason is None:
+        name = "cpu" if device_type == "cpu" else "triton"
     else:
         name = "reference"
+        if device_type != "meta":  # where nothing is computed
+            slow.warn(reason)
     return import_module(f"halfbyte.kernels.{operation}.{name}")
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from halfbyte.formats.rows import row_chunks
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
-from halfbyte.kernels.common.device import has_triton
+from halfbyte.kernels.common.slow import no_kernels
 from halfbyte.kernels.distance.reference import first_of
 from halfbyte.ops import _backend, _dequantize, _is_tracing, _parts
 
@@ -205,9 +205,9 @@ def _packed_kernels(queries: Tensor, candidates: Matrix) -> Any:
 
 @cache
 def _packed_backend(device_type: str) -> Any:
-    if device_type == "cpu":
-        return import_module("halfbyte.kernels.distance.packed_cpu")
-    return import_module("halfbyte.kernels.distance.packed") if device_type == "cuda" and has_triton() else None
+    if no_kernels(device_type) is not None:
+        return None
+    return import_module(f"halfbyte.kernels.distance.{'packed_cpu' if device_type == 'cpu' else 'packed'}")
 
 
 def _lines(query: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts, facts_for, facts_of
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear import decode
-from halfbyte.kernels.linear.cuda import INVARIANT_ROWS, choose, choose_group
-from halfbyte.kernels.linear.operands import Operands, operands_of
+from halfbyte.kernels.linear.cuda import choose, choose_group
+from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Operands, operands_of
 from halfbyte.models.siblings import NAMES
 
 # The products of one launch: one, or those of siblings.

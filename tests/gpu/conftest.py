@@ -13,6 +13,7 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.formats.weight import FLOAT_DTYPES
+from halfbyte.kernels.common.capture import capture
 
 DEVICE = torch.device("cuda", 0)
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -84,7 +85,7 @@ def check_product(
 def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A call as a CUDA graph, and what it returned: memory that every replay writes anew."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         results = function()
     return graph, results
 

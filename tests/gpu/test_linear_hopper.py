@@ -17,9 +17,9 @@ from halfbyte.kernels.common.device import facts_of
 from halfbyte.kernels.linear import cuda, hopper
 from halfbyte.kernels.linear.codebook import FACTORS
 from halfbyte.kernels.linear.hopper import DEPTH, HopperPlan, is_valid, kind_of
-from halfbyte.kernels.linear.operands import operands_of
+from halfbyte.kernels.linear.operands import INVARIANT_ROWS, operands_of
 
-from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, weight
+from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, sixteen_bits, weight
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
@@ -111,6 +111,25 @@ def test_every_tile(width: int, groups: int) -> None:
         plans = (HopperPlan(width, groups, stages, 1) for stages in range(2, 9))
         stages = [plan.stages for plan in plans if is_valid(plan, m, n, k, 64, facts_of(0))][pick]
         check(x, q, shared_by((width, groups, stages), m, n, k))
+
+
+@pytest.mark.parametrize("parts", range(6, 13))
+@sixteen_bits
+def test_a_row_alone_has_the_bits_it_has_among_others(dtype: torch.dtype, parts: int) -> None:
+    """Whatever the tile's width is, from 6 to 12 CTAs add up their parts in one order."""
+    k = next(k for k in range(256, 16384, 256) if cuts(2049, k) == parts)
+    for block_size, nested in ((64, True), (128, False), (512, False)):
+        q = weight(2049, k, "nf4", dtype, block_size=block_size, nested=nested)
+        x = torch.randn((INVARIANT_ROWS, k), device=DEVICE).to(dtype)
+        whole = hb.linear(x, q, batch_invariant=True)
+        for m in (1, 2, 5, 9, 17, 40, 100):
+            assert torch.equal(hb.linear(x[:m], q, batch_invariant=True), whole[:m]), (m, block_size)
+
+
+def cuts(n: int, k: int) -> int:
+    """Into how many parts a tile of W [n, k] is cut where sums must not depend on the rows of x."""
+    plan = hopper.hopper_plan(1, n, k, 64, facts_of(0), True)
+    return plan.ctas // -(-n // plan.rows) if plan else 0
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

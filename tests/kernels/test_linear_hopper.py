@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts, facts_for
 from halfbyte.kernels.linear import decode, hopper, rooms
-from halfbyte.kernels.linear.cuda import INVARIANT_ROWS, choose, choose_group
+from halfbyte.kernels.linear.cuda import choose, choose_group
 from halfbyte.kernels.linear.hopper import DEPTH, HopperPlan, Kind, hopper_plan, is_valid, kind_of, macros, source
-from halfbyte.kernels.linear.operands import Operands
+from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Operands
 
 H200 = DeviceFacts("cuda", 90, 132, 232448)
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -87,14 +87,26 @@ def test_every_plan_is_valid(
 
 
 @given(m=st.integers(1, 1000), other=st.integers(1, 1000), **shapes)
-def test_how_a_tile_is_cut_does_not_depend_on_the_rows_of_x(
+def test_the_order_of_a_sum_does_not_depend_on_the_rows_of_x(
     m: int, other: int, n: int, span: int, units: int, sms: int
 ) -> None:
+    """Neither where a tile is cut along K, nor in which order its parts are added up, nor whether there is a plan."""
     facts, k = replace(H200, sms=sms), span * units
     plans = {rows: hopper_plan(rows, n, k, span, facts, True) for rows in (1, m, other)}
-    assume(None not in plans.values())
+    if None in plans.values():
+        assert m > INVARIANT_ROWS or other > INVARIANT_ROWS or set(plans.values()) == {None}
+        return
     found = set().union(*(cuts(plan, rows, n, k) for rows, plan in plans.items()))
     assert len(found) == 1
+    assert len({plan.direct for plan in plans.values()}) == 1
+
+
+@pytest.mark.parametrize("n", [400_000, 4_000_000])
+def test_a_weight_too_large_for_many_rows_is_refused_with_few(n: int) -> None:
+    """Another kernel, which adds up in another order, would take the many."""
+    plans = {hopper_plan(m, n, 16384, 64, H200, True) for m in (1, 9, 64, INVARIANT_ROWS)}
+    assert plans == {None}
+    assert hopper_plan(1, n, 16384, 64, H200, False) is not None
 
 
 @given(m=st.integers(1, INVARIANT_ROWS), shape=st.sampled_from((*MODELS, (152064, 8192), (256000, 28672))))

@@ -23,7 +23,7 @@ import halfbyte as hb
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.kernels.common import driver, nvrtc, tensor_map
 from halfbyte.kernels.common.device import DeviceFacts
-from halfbyte.kernels.linear import cuda, decode, exact, hopper, rooms, tensor
+from halfbyte.kernels.linear import cuda, decode, exact, hopper, reach, rooms, tensor
 from halfbyte.kernels.linear.reference import linear_exact
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -142,7 +142,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts) -> Iterator[Driver
         monkeypatch.setattr(module, "driver", lambda: there)
     for module in (cuda, decode, exact, hopper, tensor):
         monkeypatch.setattr(module, "facts_of", lambda index: facts)
-    monkeypatch.setattr(cuda, "has_compiler", lambda: True)
+    monkeypatch.setattr(reach, "without_kernels", lambda facts: None)
     monkeypatch.setattr(driver, "cubin", lambda variant: b"")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(rooms, "_kept", rooms.Room)  # whose streams there are none of

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfbyte.kernels.common.device import has_triton
+from halfbyte.kernels.common.slow import has_triton
 
 NAME = "sdpa"  # of torch's attention in transformers
 OTHERS = ("softcap", "position_bias", "s_aux", "cache", "output_attentions")  # what makes it attention of another kind

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.common.device import has_triton
+from halfbyte.kernels.common.slow import has_triton
 from halfbyte.models.patch import is_method_of
 
 COUNTER = "cumulative_length_int"  # attribute of a layer with a sliding window: its length, which Python counts

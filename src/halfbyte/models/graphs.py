@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from halfbyte.kernels.common.capture import capture
 from halfbyte.kernels.linear.rooms import room_of_graph
 from halfbyte.models.attention import attention_of_steps
 from halfbyte.models.caches import COUNTER, grow, is_full, updated
@@ -100,8 +101,7 @@ class Step:
         self.tokens = inputs["input_ids"].shape[1]
         self.cache = cache
         self.graph = torch.cuda.CUDAGraph()
-        captured = torch.cuda.graph(self.graph, capture_error_mode="thread_local")
-        with room_of_graph() as self.rooms, capturable(cache, ours), captured:
+        with room_of_graph() as self.rooms, capturable(cache, ours), capture(self.graph):
             outputs = model(past_key_values=cache, **inputs)
         self.kind = type(outputs)
         self.fields = {name: value for name, value in outputs.items() if name != "past_key_values"}

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.common.capture import capture
+
 WARMUPS = 2  # calls before a capture: kernels are compiled and memory is made
 
 
@@ -52,6 +54,6 @@ class Graphed:
                     self.function(*kept)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with capture(graph):
                 results = self.function(*kept)
         return graph, kept, results

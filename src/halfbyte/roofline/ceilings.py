@@ -19,8 +19,9 @@ import torch
 
 from halfbyte.bench import records
 from halfbyte.bench.timing import Timing, time_all
-from halfbyte.kernels.common.device import has_triton
+from halfbyte.kernels.common.capture import capture
 from halfbyte.kernels.common.nvrtc import cache_directory
+from halfbyte.kernels.common.slow import has_triton
 
 SIZES = {"cpu": (2**18, 2**21, 2**24, 2**28), "cuda": tuple(2**power for power in (20, 22, 24, 26, 28, 30, 31))}
 DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16", "float16", "tf32", "float32")}
@@ -158,7 +159,7 @@ def _launch(device: torch.device, rounds: int, calls: int = 200) -> dict[str, fl
         return {"host": round(times["op"].median / calls, 3)}
     host = _host_time(lambda: number.add_(1), calls)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         for _ in range(calls):
             number.add_(1)
     replay = time_one(graph.replay, device, rounds).median

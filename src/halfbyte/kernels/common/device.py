@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 
@@ -73,12 +72,6 @@ def facts_for(target: str, sms: int | None = None) -> DeviceFacts:
         raise ValueError(f"sms is {sms}; a GPU has one multiprocessor or more")
     usual, shared = _TARGETS[known[target]]
     return DeviceFacts("cuda", known[target], sms or usual, shared)
-
-
-@cache
-def has_triton() -> bool:
-    """True where Triton is installed; it is not imported to find out."""
-    return find_spec("triton") is not None
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 import threading
 from collections.abc import Callable, Hashable
 from functools import cache, partial
@@ -23,14 +24,14 @@ T = TypeVar("T")
 
 @cache
 def driver() -> Any:
-    """The driver's library, or None where there is none (no GPU, AMD, another system than Linux).
+    """The driver's library, or None where there is none (no GPU, AMD).
 
     PyDLL keeps the interpreter lock: calls are short, and a launch's arguments stay its own.
     """
     if torch.version.hip:
         return None
     try:
-        return ctypes.PyDLL("libcuda.so.1")
+        return ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
         return None
 

@@ -108,7 +108,7 @@ def _direct_launch(
     compiled: Any, grid: int, arguments: Sequence[torch.Tensor | int], overlaps: bool
 ) -> _DirectLaunch | None:
     """What Triton has just compiled for `arguments`, or None where only Triton's own launcher will do: no NVIDIA driver
-    under its Linux name, or kernels of a kind that ours are not."""
+    under its own name, or kernels of a kind that ours are not."""
     metadata = compiled.metadata
     scratch = metadata.global_scratch_size or getattr(metadata, "profile_scratch_size", 0)
     if driver() is None or scratch or metadata.num_ctas > 1 or not isinstance(compiled.function, int):

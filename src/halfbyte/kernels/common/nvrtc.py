@@ -1,8 +1,8 @@
 """CUDA C++ shipped as source: compiled for the GPU at hand on first use, and kept on disk.
 
-NVRTC does the compiling, through NVIDIA's cuda.core; a warm cache needs neither. An entry's name is a digest of all
-that its content depends on: source, target, macros, compiler. Entries are written whole or not at all, so processes may
-race, and each begins with a digest of its own bytes: a damaged one is compiled again.
+An entry's name is a digest of all that its content depends on: source, target, macros, compiler. Entries are written
+whole or not at all, so processes may race, and each begins with a digest of its own bytes: a damaged one is compiled
+again.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
+from halfbyte.kernels.common import compiler
+
 _DIGEST = hashlib.sha256().digest_size
-_importing = threading.Lock()  # cuda.core looks for its other half while it is imported, and finds it half-made
 
 
 def read_sources(*paths: Path) -> str:
@@ -44,7 +41,7 @@ class Variant:
 def cubin(variant: Variant) -> bytes:
     """Machine code, from the cache where it is there.
 
-    Raises ImportError where it must be compiled and cuda.core is missing, RuntimeError where it does not compile.
+    Raises ImportError where it must be compiled and there is no NVRTC, RuntimeError where it does not compile.
     """
     code = cached(variant)
     if code is None:
@@ -69,21 +66,9 @@ def keep(variant: Variant, code: bytes) -> None:
 
 
 def compile_cubin(source: str, capability: int | str, macros: Mapping[str, int]) -> bytes:
-    """Compile, whatever is in the cache; no GPU is needed."""
-    try:
-        with _importing:
-            from cuda.core import Program, ProgramOptions
-    except ImportError as error:
-        raise ImportError(f"compiling CUDA kernels needs cuda.core ({error}); pip install 'halfbyte[cuda]'") from error
-    defines = [f"{name}={value}" for name, value in macros.items()]
-    options = ProgramOptions(arch=f"sm_{capability}", std="c++17", define_macro=defines or None)
-    return bytes(Program(source, "c++", options).compile("cubin").code)
-
-
-@cache
-def has_compiler() -> bool:
-    """True where cuda.core and the bindings it needs are installed; they are not imported to find out."""
-    return find_spec("cuda") is not None and all(find_spec(f"cuda.{part}") for part in ("core", "bindings"))
+    """Compile, whatever is in the cache; no GPU is needed. Raises ImportError and RuntimeError as `cubin` does."""
+    defines = [f"--define-macro={name}={value}" for name, value in macros.items()]
+    return compiler.compile_source(source, [f"-arch=sm_{capability}", "--std=c++17", *defines])
 
 
 def cache_directory() -> Path:
@@ -95,18 +80,8 @@ def cache_directory() -> Path:
 
 def _entry(variant: Variant) -> Path:
     macros = (f"{name}={value}" for name, value in variant.macros)
-    key = "\n".join([variant.source, str(variant.capability), _compiler(), *macros])
+    key = "\n".join([variant.source, str(variant.capability), compiler.identity(), *macros])
     return cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
-
-
-@cache
-def _compiler() -> str:
-    """The versions of what compiles, as far as packages tell."""
-    found = []
-    for package in ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
-        with suppress(PackageNotFoundError):
-            found.append(f"{package}={version(package)}")
-    return " ".join(found)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -17,19 +17,18 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import per_thread, prepared
-from halfbyte.kernels.common.nvrtc import Variant, has_compiler
-from halfbyte.kernels.linear import decode, decode_shape, exact, hopper, tensor
-from halfbyte.kernels.linear.operands import ALIGNED, Operands, addresses, operands_of
+from halfbyte.kernels.common.nvrtc import Variant
+from halfbyte.kernels.linear import decode, decode_shape, exact, hopper, reach, tensor
+from halfbyte.kernels.linear.operands import ALIGNED, INVARIANT_ROWS, Operands, addresses, operands_of
 from halfbyte.kernels.linear.ready import GroupProduct, Product, ready
 
 # The most rows of x for which decoding W anew for each tile of them is ahead of making the dense weight once. Measured
 # on an H200; `tensor`'s is a guess from it.
 MOST_ROWS = {hopper: 384, tensor: 64, exact: 8}
 MOST = max(MOST_ROWS.values())
-# With batch_invariant so many rows go at a time: no kernel refuses as few, so that all of them take the same one.
-INVARIANT_ROWS = 256
 
 
 class Choice(NamedTuple):
@@ -120,14 +119,19 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
     m = x.numel() // max(k, 1)
     if m > MOST and not batch_invariant:  # before anything is gathered: no kernel is for so many
         return None
-    if min(m, n, k) == 0 or not has_compiler() or facts_of(x.get_device()).ptx == 0:
+    device, facts = x.device, facts_of(x.get_device())
+    if min(m, n, k) == 0:
+        return None
+    if (reason := reach.without_kernels(facts)) is not None:
+        slow.warn(reason)
         return None
     if x.data_ptr() % ALIGNED:
         x = x.clone()
     if (found := again(x, q, bias, batch_invariant)) is not None:
         return found
-    device, facts = x.device, facts_of(x.get_device())
     operands, weight = operands_of(x, q, bias), addresses(q)
+    if (reason := reach.without_tensor_cores(operands, facts)) is not None:
+        slow.warn(reason)
     most = INVARIANT_ROWS if batch_invariant else m
     if choose(min(m, most), operands, facts, batch_invariant) is None:
         return None
@@ -215,7 +219,7 @@ def _group_product(
     m: int, x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
 ) -> GroupProduct | None:
     facts = facts_of(x.get_device())
-    if m == 0 or facts.ptx == 0 or not has_compiler():
+    if m == 0 or reach.without_kernels(facts) is not None:
         return None
     group = tuple(operands_of(x, q, bias) for q, bias in zip(weights, biases, strict=True))
     choice = choose_group(m, group, facts)

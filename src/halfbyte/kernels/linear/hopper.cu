@@ -21,8 +21,9 @@
 //
 // Needs barriers.cuh, hopper_work.cuh and hopper_fetch.cuh ahead of it, sm_90a, units times CTAs below 2^32, K % 64 == 0
 // (spans of 64) or K % 32 == 0 (spans of 32), packed aligned to 16 bytes.
-// Macros: WIDTH, GROUPS, STAGES, HELD, CLUSTER, SPAN, SCALES (0 nested bytes, 1 fp32, 2 fp16, 3 bf16), LOG_BLOCK, VECTOR, HIGH_FIRST,
-// FP16, SHARED_BYTES, FETCH_REGISTERS, MULTIPLY_REGISTERS.
+// Macros: WIDTH, GROUPS, STAGES, HELD, CLUSTER, DIRECT (the most parts of a tile that its first CTA adds up one by one),
+// SPAN, SCALES (0 nested bytes, 1 fp32, 2 fp16, 3 bf16), LOG_BLOCK, VECTOR, HIGH_FIRST, FP16, SHARED_BYTES,
+// FETCH_REGISTERS, MULTIPLY_REGISTERS.
 
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
@@ -165,8 +166,9 @@ __device__ __forceinline__ void exchange(const Arguments& a, float (&total)[SUMS
 // number that is MISSING until it is there, and adds them up in the order of K. True for that one. It has enough to read;
 // so what is left of them the next launch clears, in which the fetching threads of all CTAs have time for it.
 //
-// Where there are many, every third, fourth or so adds up those that follow it before it leaves them: it ends with this
-// tile as well, unless nobody follows. All wait for CTAs of higher numbers only.
+// Where there are more than DIRECT, every third, fourth or so adds up those that follow it before it leaves them: it ends
+// with this tile as well, unless nobody follows. All wait for CTAs of higher numbers only. DIRECT decides in which order
+// the sums of a tile are added, so a product whose bits must not depend on the rows of x has one DIRECT for every WIDTH.
 __device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], const Place& place, u32 warp, u32 lane) {
   constexpr u32 BATCH = SUMS < 16 ? 16 / SUMS : 1;  // parts on their way at once
   const u32 units = units_of(a), tile = place.row_tile * a.column_tiles + place.column_tile;
@@ -175,7 +177,7 @@ __device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], c
   const u32 from = cta_of(begin), to = cta_of(end - 1), cta = own_number();
   auto place_of = [&](u32 cta) { return a.partial + (u64(cta) * WARPS + warp) * (SUMS / 4 * 32) + lane; };
   const u32 parts = to - from + 1;
-  const u32 group = parts <= 6 + BATCH ? parts : parts <= 9 ? 3 : parts <= 16 ? 4 : parts <= 36 ? 6 : 8;
+  const u32 group = parts <= DIRECT ? parts : parts <= 9 ? 3 : parts <= 16 ? 4 : parts <= 36 ? 6 : 8;
   const bool leads = (cta - from) % group == 0;
   u32 next = cta + 1, stride = 1, last = leads ? min(cta + group - 1, to) : cta;
   for (;;) {

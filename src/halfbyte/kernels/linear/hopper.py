@@ -18,7 +18,7 @@ from halfbyte.kernels.common.nvrtc import Variant, read_sources
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.linear import rooms
 from halfbyte.kernels.linear.codebook import UNIT_AND_CODEBOOK
-from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
+from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import GroupProduct, Product, run
 
 DEPTH = 256  # of K, a unit of work
@@ -31,7 +31,8 @@ class HopperPlan:
     """The constants of hopper.cu. width: rows of x a tile. groups: warpgroups that multiply, 64 rows of W each.
     stages: units on their way. ctas: how many share the work. held: units of x that a CTA holds all of, which are all
     that it multiplies, or 0 where x is laid out ahead and comes with W. cluster: CTAs of a tile that add up among
-    themselves, which are all of that tile, or 1 where those of any tile meet in memory."""
+    themselves, which are all of that tile, or 1 where those of any tile meet in memory. invariant: the sums of a row
+    are made in the same order whatever the width."""
 
     width: int
     groups: int
@@ -39,6 +40,13 @@ class HopperPlan:
     ctas: int
     held: int = 0
     cluster: int = 1
+    invariant: bool = False
+
+    @property
+    def direct(self) -> int:
+        """The most parts of a tile that its first CTA adds up one by one; of more, others add some up first. The CTA of
+        a narrow tile loads several parts at once, so another's help pays later."""
+        return INVARIANT_DIRECT if self.invariant else 6 + max(1, 32 // self.width)
 
     @property
     def rows(self) -> int:
@@ -132,7 +140,7 @@ TILES = {
 CUT_COST = {8: 4.5, 16: 2.6, 32: 1.3, 64: 3.0}
 RUN_COST = {8: 2.5, 16: 1.35, 32: 1.0, 64: 2.5}
 PART_COST = {8: 0.093, 16: 0.096, 32: 0.095, 64: 0.3}
-INVARIANT_GROUPS = 3
+INVARIANT_GROUPS, INVARIANT_DIRECT = 3, 8
 FEW_WEIGHTS = 1 << 23  # up to so many there are SMs left for tiles of half the width
 # Where each CTA holds its x: groups to the microseconds of a unit, and how many times that it is where x is wider, or
 # where three groups fetch scales one by one, whose rows begin anywhere; what a group costs besides; and what adding up
@@ -150,24 +158,21 @@ def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_inv
 
     Where a CTA can hold all of x that it needs, it does. Else either every SM takes an equal part of all units, or
     every tile is cut into the same number of parts, whichever lets the busiest CTA be done first. With batch_invariant
-    how a tile is cut does not depend on m.
+    a row's sums are made in one order, whatever m is.
     """
     if min(m, n, k) < 1 or facts.ptx != 90:
         return None
+    if batch_invariant:
+        return _invariant_plan(m, n, k, span, facts)
     width = _tile_width(m, n, k)
-    if not batch_invariant and (held := _held_plan(width, m, n, k, span, facts)) is not None:
+    if (held := _held_plan(width, m, n, k, span, facts)) is not None:
         return held
     depth, columns = -(-k // DEPTH), -(-m // width)
     found = []
     for (other, groups), (stages, cost) in TILES.items():
-        if other != width or (batch_invariant and groups != INVARIANT_GROUPS):
+        if other != width:
             continue
-        row_tiles = -(-n // (64 * groups))
-        tiles = row_tiles * columns
-        if batch_invariant:
-            shares = _best_shares(row_tiles, depth, 1.0, 2.0, 0.3, facts.sms)[1]
-            found.append((0.0, HopperPlan(width, groups, stages, tiles * shares)))
-            continue
+        tiles = -(-n // (64 * groups)) * columns
         part = PART_COST[width] * groups
         time, shares = _best_shares(tiles, depth, cost, CUT_COST[width], part, facts.sms)
         found.append((time, HopperPlan(width, groups, stages, tiles * shares)))
@@ -176,6 +181,21 @@ def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_inv
         found.append((time, HopperPlan(width, groups, stages, ctas)))
     valid = [pair for pair in found if is_valid(pair[1], m, n, k, span, facts)]
     return min(valid, key=lambda pair: pair[0])[1] if valid else None
+
+
+def _invariant_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts) -> HopperPlan | None:
+    """The plan of which only width and the number of tiles depend on m: how a tile is cut along K and in which order
+    its parts are added up does not, nor does whether there is a plan."""
+    row_tiles = -(-n // (64 * INVARIANT_GROUPS))
+    shares = _best_shares(row_tiles, -(-k // DEPTH), 1.0, 2.0, 0.3, facts.sms)[1]
+
+    def plan(m: int) -> HopperPlan:
+        width = _tile_width(m, n, k)
+        stages, _ = TILES[width, INVARIANT_GROUPS]
+        return HopperPlan(width, INVARIANT_GROUPS, stages, row_tiles * -(-m // width) * shares, invariant=True)
+
+    every = (*WIDTHS, max(m, INVARIANT_ROWS))
+    return plan(m) if all(is_valid(plan(rows), rows, n, k, span, facts) for rows in every) else None
 
 
 def _tile_width(m: int, n: int, k: int) -> int:
@@ -349,7 +369,7 @@ def macros(kind: Kind, plan: HopperPlan) -> dict[str, int]:
         "WIDTH": plan.width, "GROUPS": plan.groups, "STAGES": plan.stages, "SPAN": kind.span,
         "SCALES": ("nested", "float32", "float16", "bfloat16").index(kind.scales), "LOG_BLOCK": kind.log_block,
         "VECTOR": int(kind.vector), "HIGH_FIRST": int(kind.high_first), "FP16": int(kind.dtype == torch.float16),
-        "HELD": plan.held, "CLUSTER": plan.cluster, "SHARED_BYTES": plan.shared_bytes(kind.span),
+        "HELD": plan.held, "CLUSTER": plan.cluster, "DIRECT": plan.direct, "SHARED_BYTES": plan.shared_bytes(kind.span),
         "FETCH_REGISTERS": fetching, "MULTIPLY_REGISTERS": multiplying,
     }  # fmt: skip
 

@@ -12,6 +12,8 @@ from halfbyte.formats.weight import QuantizedWeight
 
 Addresses = tuple[int, int, int, int, int]
 ALIGNED = 16  # bytes; what memory of its own always is, and all that any kernel asks for
+# With batch_invariant so many rows go at a time: no kernel refuses as few, so that all of them take the same one.
+INVARIANT_ROWS = 256
 
 
 @dataclass(frozen=True)

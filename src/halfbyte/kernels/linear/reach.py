@@ -1,0 +1,49 @@
+"""Why a product on a GPU cannot take the fast path, in a sentence that says how to mend it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from halfbyte.kernels.common import compiler
+from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.driver import driver
+from halfbyte.kernels.linear import hopper, tensor
+from halfbyte.kernels.linear.operands import Operands
+
+DENSE = "so linear writes a dense copy of the weight and multiplies that, several times slower"
+
+
+@cache
+def without_kernels(facts: DeviceFacts) -> str | None:
+    """Why no CUDA kernel of this folder can run on a GPU; None where they can."""
+    if facts.kind != "cuda":
+        return f"linear has no kernel for AMD GPUs yet, {DENSE}"
+    if driver() is None:
+        return f"the CUDA driver's library cannot be loaded by its name, {DENSE}; make sure that the loader finds it"
+    if compiler.find() is None:
+        return f"linear cannot compile its CUDA kernels, because NVRTC is missing, {DENSE}; {compiler.install()}"
+    return None
+
+
+@cache
+def without_tensor_cores(operands: Operands, facts: DeviceFacts) -> str | None:
+    """Why no kernel on tensor cores takes x of 16 bits with a weight; None where one does, and for x in fp32."""
+    o = operands
+    if o.dtype is torch.float32 or any(kernel.find_plan(1, o, facts, False) is not None for kernel in (hopper, tensor)):
+        return None
+    slow = f"so linear multiplies x [M, {o.k}] with a weight [{o.n}, {o.k}] without tensor cores, slowly"
+    if o.dtype is torch.bfloat16 and facts.ptx < 80:
+        return f"this GPU (sm_{facts.capability}) has no bfloat16 tensor cores, {slow}; load the model in float16"
+    if facts.ptx < 75:
+        return (
+            f"halfbyte's tensor-core kernels need sm_75 (Turing) or newer and this GPU is sm_{facts.capability}, {slow}"
+        )
+    if o.k % 32:
+        return f"K = {o.k} is no multiple of 32, {slow}; pad the layer's input to a multiple of 32"
+    if not o.has_usual_nesting:
+        return f"{o.nested} nested scales share an absmax where the kernels take 256, {slow}; quantize the weight again"
+    if o.align_packed < 8:
+        return f"the packed weight's address is no multiple of 8, {slow}; pass a copy: packed.clone()"
+    return f"the weight is larger than the tensor-core kernels can count, {slow}; split its rows"

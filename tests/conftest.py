@@ -1,0 +1,35 @@
+"""What every test must leave as it found it: the state of the thread and of the device that the next test runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_thread_as_it_was() -> Iterator[None]:
+    before = _state()
+    yield
+    assert _state() == before
+    if torch.cuda.is_initialized():  # a generator that believes it is being captured refuses
+        torch.empty(1, device="cuda").normal_()
+
+
+def _state() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
+        "threads": torch.get_num_threads(),
+        "modes": torch._C._len_torch_dispatch_stack(),
+    }
+    if torch.cuda.is_available():
+        found["GPU"] = torch.cuda.current_device()
+        found["streams"] = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
+        found["capturing"] = torch.cuda.is_current_stream_capturing()
+    return found
