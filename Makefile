@@ -6,13 +6,15 @@ VENV ?= .venv
 PY ?= $(VENV)/bin/python
 WORKERS ?= logical
 SANITIZER ?= compute-sanitizer
+SECONDS ?= 60
+SEED ?= 0
 RESULTS ?= benchmarks/results
 
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-dev.txt)
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format gpu sanitize bench figures wheel clean
+.PHONY: help demo test lint format gpu fuzz sanitize bench figures wheel clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -32,8 +34,12 @@ format: $(READY)  ## put the code into its form
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-gpu: $(READY)  ## the tests that need a GPU
-	$(PY) -m pytest tests/gpu
+gpu: $(READY)  ## the tests that need a GPU: in any order, four at a time, then those that time it
+	$(PY) -m pytest tests/gpu -m "not alone" --numprocesses 4 --random-order
+	$(PY) -m pytest tests/gpu -m alone
+
+fuzz: $(READY)  ## random problems for SECONDS=60 from SEED=0, on the GPU where there is one
+	$(PY) tests/fuzz.py --seconds $(SECONDS) --seed $(SEED)
 
 sanitize: $(READY)  ## odd shapes under compute-sanitizer; needs a GPU and the CUDA toolkit
 	set -e; for tool in memcheck racecheck initcheck; do \

@@ -237,6 +237,7 @@ import sys
 import torch
 import torch.distributed as dist
 import halfbyte as hb
+from halfbyte import search
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
@@ -245,11 +246,17 @@ query, candidates, tokens = torch.randn(3, 16), torch.randn(41, 16), torch.tenso
 candidates[30] = candidates[2]
 candidates[9] = float("nan")
 mine = candidates[:7] if rank == 0 else candidates[7:]
+gathers = []
+gather = search._gathered
+search._gathered = lambda *given: gathers.append(given) or gather(*given)
 for k in (1, 10, 41):
     least, rows = hb.nearest(query, mine, k, group=dist.group.WORLD)
     right, right_rows = hb.nearest(query, candidates, k)
     assert torch.equal(rows, right_rows), (k, rows, right_rows)
     torch.testing.assert_close(least, right, rtol=0, atol=0, equal_nan=True)
+assert len(gathers) == 3  # one a call
+empty = candidates if rank == 0 else candidates[:0]
+assert torch.equal(hb.nearest(query, empty, 5, group=dist.group.WORLD)[1], hb.nearest(query, candidates, 5)[1])
 one, _ = hb.nearest(query[0], mine, 2, group=dist.group.WORLD)
 assert one.shape == (2,)
 head, own = candidates.nan_to_num(), mine.nan_to_num()

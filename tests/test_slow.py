@@ -19,24 +19,29 @@ from halfbyte.kernels.linear.operands import Operands
 
 H200 = facts_for("sm_90")
 WEIGHT = Operands(torch.bfloat16, 4096, 4096, "nf4", 64, torch.uint8, 256)
-CACHES = (slow.warn, slow.no_kernels, ops._backend, reach.without_kernels, reach.without_tensor_cores)
+CACHES = (slow.no_kernels, ops._backend, reach.without_kernels, reach.without_tensor_cores)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_told_yet() -> Iterator[None]:
+    before = set(slow._told)
+    slow._told.clear()
     for cached in CACHES:
         cached.cache_clear()
     yield
+    slow._told.update(before)
     for cached in CACHES:
         cached.cache_clear()
 
 
 def test_each_reason_is_told_once() -> None:
     with pytest.warns(UserWarning, match="halfbyte: it rains"):
-        slow.warn("it rains")
+        slow.warn("the footpath", "it rains")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        slow.warn("it rains")
+        slow.warn("the footpath", "it pours")
+    with pytest.warns(UserWarning, match="halfbyte: it snows"):
+        slow.warn("the road", "it snows")
 
 
 @pytest.mark.parametrize(

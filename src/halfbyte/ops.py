@@ -264,7 +264,7 @@ def _backend(operation: str, device_type: str) -> ModuleType:
     else:
         name = "reference"
         if device_type != "meta":  # where nothing is computed
-            slow.warn(reason)
+            slow.warn(f"kernels for {device_type}", reason)
     return import_module(f"halfbyte.kernels.{operation}.{name}")
 
 

@@ -244,26 +244,31 @@ def _rows_of(matrix: Matrix, index: Tensor) -> tuple[Tensor, Tensor]:
 
 @_on_its_device
 def _nearest_of_all(query: Tensor, candidates: Matrix, k: int, group: Any) -> tuple[Tensor, Tensor]:
-    import torch.distributed as dist
+    """One small gather, and no process waits for its GPU: how many rows each has travels with what it found.
 
-    sizes = _sizes(candidates.shape[0], query.device, group)
-    if not 1 <= k <= min(MOST_NEAREST, sum(sizes)):
-        raise ValueError(f"k is {k}; nearest takes 1 to {MOST_NEAREST}, and no more than the {sum(sizes)} candidates")
-    rank = dist.get_rank(group)
-    queries = _lines(query)
-    mine = min(k, sizes[rank])
-    least = queries.new_full((len(queries), k), float("nan"), dtype=torch.float32)
-    rows = queries.new_zeros((len(queries), k), dtype=torch.int64)
-    if mine:
-        least[:, :mine], rows[:, :mine] = _nearest(queries, candidates, mine)
-        rows += sum(sizes[:rank])
-    everyone = [(torch.empty_like(least), torch.empty_like(rows)) for _ in sizes]
-    dist.all_gather([part[0] for part in everyone], least, group=group)
-    dist.all_gather([part[1] for part in everyone], rows, group=group)
-    # Places that a process has no candidates for go; real distances may be NaN.
-    found = [(a[:, :size], b[:, :size]) for (a, b), size in zip(everyone, sizes, strict=True)]
-    least, rows = _merged(found, k)
-    return (least[0], rows[0]) if query.dim() == 1 else (least, rows)
+    A process sends its number of rows and, for each query, k numbers: the distance's bits above the row. Those that it
+    has no rows for come last, behind NaN. Only a process with fewer rows than k looks at the sum of all, to see whether
+    there are so many; where there are not, every process has fewer.
+    """
+    if not 1 <= k <= MOST_NEAREST:
+        raise ValueError(f"k is {k}; nearest takes 1 to {MOST_NEAREST}, and no more than there are candidates")
+    queries, rows = _lines(query), candidates.shape[0]
+    sent = torch.full((1 + len(queries) * k,), torch.iinfo(torch.int64).max, dtype=torch.int64, device=queries.device)
+    sent[:1].fill_(rows)
+    if mine := min(k, rows):
+        least, found = _nearest(queries, candidates, mine)
+        bits = (least.view(torch.int32) & 0x7FFFFFFF).long()  # NaN has no sign to be sorted by
+        sent[1:].view(len(queries), k)[:, :mine] = bits << 32 | found
+    everyone = _gathered(sent, group)
+    counts, keys = everyone[:, 0], everyone[:, 1:].view(len(everyone), len(queries), k)
+    if k > rows and (total := int(counts.sum())) < k:
+        raise ValueError(f"k is {k}; nearest takes 1 to {MOST_NEAREST}, and no more than the {total} candidates")
+    first = counts.cumsum(0) - counts
+    numbers = ((keys & 0xFFFFFFFF) + first[:, None, None]).transpose(0, 1).reshape(len(queries), -1)
+    order, columns = torch.sort((keys >> 32).transpose(0, 1).reshape(len(queries), -1), dim=1, stable=True)
+    least = order[:, :k].int().view(torch.float32)
+    numbers = numbers.gather(1, columns[:, :k])
+    return (least[0], numbers[0]) if query.dim() == 1 else (least, numbers)
 
 
 @_on_its_device
@@ -290,12 +295,18 @@ def _ranks_of_all(hidden: Tensor, lm_head: Matrix, tokens: Tensor, group: Any) -
 
 def _sizes(rows: int, device: torch.device, group: Any) -> list[int]:
     """How many rows each process of the group has."""
+    return _gathered(torch.full((1,), rows, dtype=torch.int64, device=device), group)[:, 0].tolist()
+
+
+def _gathered(mine: Tensor, group: Any) -> Tensor:
+    """[processes, n]: what every process of the group has, each n numbers."""
     import torch.distributed as dist
 
-    mine = torch.tensor([rows], device=device)
-    sizes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, mine, group=group)
-    return [int(size) for size in sizes]
+    count = dist.get_world_size(group)
+    everyone = mine.new_empty(count * len(mine))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+    gather(everyone, mine, group=group)
+    return everyone.view(count, -1)
 
 
 def _matrix_parts(matrix: Matrix) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from halfbyte.roofline.analysis import Roofs, entries, rows
 
 from .conftest import DEVICE
 
+pytestmark = pytest.mark.alone
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
 SMALL = (

@@ -1,4 +1,4 @@
-"""Nothing is slow in silence: one warning a process for each reason why a fast path is out of reach."""
+"""Nothing is slow in silence: one warning a process for each fast path that is out of reach."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from importlib.util import find_spec
 import torch
 
 
-@cache
-def warn(reason: str) -> None:
-    """Tell once what is slow, why, and how to mend it."""
-    warnings.warn(f"halfbyte: {reason}", UserWarning, stacklevel=2)
+_told: set[str] = set()
+
+
+def warn(path: str, reason: str) -> None:
+    """Tell why `path`, a fast one, is out of reach, and how to mend that, unless this process has told it already."""
+    if path not in _told:
+        _told.add(path)
+        warnings.warn(f"halfbyte: {reason}", UserWarning, stacklevel=2)
 
 
 @cache

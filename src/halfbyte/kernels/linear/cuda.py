@@ -123,7 +123,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
     if min(m, n, k) == 0:
         return None
     if (reason := reach.without_kernels(facts)) is not None:
-        slow.warn(reason)
+        slow.warn("CUDA kernels", reason)
         return None
     if x.data_ptr() % ALIGNED:
         x = x.clone()
@@ -131,7 +131,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
         return found
     operands, weight = operands_of(x, q, bias), addresses(q)
     if (reason := reach.without_tensor_cores(operands, facts)) is not None:
-        slow.warn(reason)
+        slow.warn("tensor cores", reason)
     most = INVARIANT_ROWS if batch_invariant else m
     if choose(min(m, most), operands, facts, batch_invariant) is None:
         return None
