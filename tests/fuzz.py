@@ -128,7 +128,7 @@ def _check_product(x: Tensor, q: QuantizedWeight, bias: Tensor | None, invariant
         right, sizes = right + bias.double(), sizes + bias.double().abs()
     found = y.reshape(right.shape).double()
     # Two roundings of 16 bits, or fp32 sums whose error grows with their length.
-    eps = torch.finfo(x.dtype).eps * (1.01 if x.dtype != torch.float32 else 2 + q.shape[1] ** 0.5 / 8)
+    eps = torch.finfo(x.dtype).eps * (1.01 if x.dtype != torch.float32 else 8 + q.shape[1] ** 0.5)
     if not ((found - right).abs() <= eps * sizes).all():
         yield f"an output is off by {float(((found - right).abs() / sizes).max()):.2e} of its terms"
     theirs = functional.linear(x, weight, bias).reshape(right.shape).double()

@@ -297,8 +297,23 @@ def test_a_group_has_the_bits_of_each(format: str, size: int, nested: bool, dtyp
         results = linear_group(x, qs, given)
         assert [y.dtype for y in results] == [dtype] * 3
         assert all(torch.equal(y, z) for y, z in zip(results, right, strict=True))
-    assert torch.equal(linear_group(x.mT.contiguous().mT, qs[:1])[0], hb.linear(x, qs[0]))
+    turned = x.mT.contiguous().mT
+    assert torch.equal(linear_group(turned, qs[:1])[0], hb.linear(turned, qs[0]))
     assert linear_group(x, []) == []
+
+
+@dtypes
+@weights
+@pytest.mark.parametrize("sides", [(1500,), (3, 500)])
+def test_many_rows_are_dequantize_and_linear_of_x_as_it_is_given(
+    format: str, size: int, nested: bool, dtype: torch.dtype, sides: tuple[int, ...]
+) -> None:
+    """torch adds up a transpose in another order than its contiguous copy, sometimes with half the error."""
+    q = quantize(torch.randn(40, 256), format, size, nested)
+    x = torch.randn(*sides[:-1], 256, sides[-1]).to(dtype).mT
+    y = hb.linear(x, q)
+    assert y.is_contiguous()
+    assert torch.equal(y, torch.nn.functional.linear(x, hb.dequantize(q, dtype)))
 
 
 def test_a_group_of_weights_of_every_kind() -> None:

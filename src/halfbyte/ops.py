@@ -190,11 +190,9 @@ def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant:
     else:
         weight = rows.new_empty((n, k))
         _dequantize(q, weight)
-        if kernel == "dense" and x.dtype == torch.float32:
-            # Of x as it is given: how well torch adds up in fp32 depends on its strides.
+        if kernel == "dense":  # of x as it is given: in which order torch adds up, and how well, depends on its strides
             return products.linear(given, weight, bias).contiguous()
-        product = products.linear_in_tiles if kernel == "tiles" else products.linear
-        out = product(rows, weight, bias)
+        out = products.linear_in_tiles(rows, weight, bias)
     return out.view(*sides, n)
 
 

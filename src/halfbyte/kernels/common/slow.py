@@ -9,7 +9,6 @@ from importlib.util import find_spec
 
 import torch
 
-
 _told: set[str] = set()
 
 
