@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
 
 from halfbyte.bench.cli import Device
 from halfbyte.bench.cli import app as bench_app
+from halfbyte.command_group import Group
 from halfbyte.recover.cli import recover
 from halfbyte.roofline.cli import profile
 
@@ -25,42 +24,12 @@ if TYPE_CHECKING:
     from halfbyte.checkpoints.stream import Progress
 
 
-class _Group(TyperGroup):
-    """Turns every error that is the user's to mend into one line and an exit code."""
-
-    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
-        try:
-            code = super().main(*args, **{**kwargs, "standalone_mode": False})
-        except (KeyboardInterrupt, typer.Abort):
-            _fail("interrupted", 130)
-        except (ValueError, TypeError, ImportError, MemoryError) as error:
-            _fail(str(error) or type(error).__name__, 1)
-        except OSError as error:
-            _fail(": ".join(filter(None, (error.strerror or str(error), error.filename))), 1)
-        except Exception as error:
-            if hasattr(error, "format_message"):  # click's own: a wrong option, a missing argument
-                _fail(error.format_message(), getattr(error, "exit_code", 2))
-            if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
-                _fail(f"out of GPU memory ({str(error).partition('. ')[0]}); try --device cpu", 1)
-            raise
-        if code == 130:
-            _fail("interrupted", 130)
-        if standalone_mode:
-            sys.exit(code if isinstance(code, int) else 0)
-        return code
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    print(f"halfbyte: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(code)
-
-
 app = typer.Typer(
-    cls=_Group,
+    cls=Group,
     name="halfbyte",
     help="4-bit LLM weights (NF4, FP4, INT4), in and out at the speed of memory.",
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # plain help: nothing in brackets is lost, narrow terminals wrap it, and it is there at once
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -105,10 +74,10 @@ def main(
 @app.command()
 def info() -> None:
     """Show devices, backends and versions, what is missing and how to get it."""
-    from halfbyte import render
+    from halfbyte import render, terminal
     from halfbyte.info import collect
 
-    render.info(Console(), collect())
+    render.info(terminal.console(), collect())
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -120,12 +89,12 @@ def explain(
     absmax2: float | None = typer.Option(None, help="Nested scales: the largest distance of a scale from the offset."),
 ) -> None:
     """Follow one number into 4 bits and back, step by step, with its bytes."""
-    from halfbyte import render
+    from halfbyte import render, terminal
     from halfbyte.explain import explain as follow
 
     with _usage():
         explanation = follow(value, absmax, format.value, offset=offset, absmax2=absmax2)
-    render.explanation(Console(), explanation, assumed=offset is None or absmax2 is None)
+    render.explanation(terminal.console(), explanation, assumed=offset is None or absmax2 is None)
 
 
 @app.command()
@@ -148,7 +117,7 @@ def quantize(
     are shell patterns on names such as "model.layers.0.mlp.*", and can be given several times.
     """
     from halfbyte import checkpoints
-    from halfbyte.formats.weight import check_settings
+    from halfbyte.formats.settings import check_settings
 
     with _usage():
         check_settings(format.value, block_size, group_size, nested)
@@ -223,7 +192,7 @@ def warm(
     import torch
 
     from halfbyte import warm as ahead
-    from halfbyte.formats.weight import check_settings
+    from halfbyte.formats.settings import check_settings
 
     with _usage():
         size, is_nested = check_settings(format.value, block_size, group_size, nested)
@@ -253,23 +222,19 @@ def _usage() -> Iterator[None]:
 
 
 def _print_summary(summary: "Summary") -> None:
-    from halfbyte import render
+    from halfbyte import render, terminal
 
-    render.summary(Console(), summary)
+    render.summary(terminal.console(), summary)
 
 
 @contextmanager
 def _progress(counts: bool = False) -> "Iterator[Progress]":
     """A progress bar on stderr, of bytes or counts, with SIGTERM made an ordinary exit so that temporary files go."""
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    from halfbyte.terminal import progress
 
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    amount = MofNCompleteColumn() if counts else DownloadColumn()
-    columns = (BarColumn(20), amount, TimeRemainingColumn(compact=True), TextColumn("{task.description}"))
-    console = Console(stderr=True)
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress(of_bytes=not counts) as bar:
         task = bar.add_task("", total=None)
         yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
 

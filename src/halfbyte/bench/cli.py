@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.bench import runs
-
 if TYPE_CHECKING:
     import torch
 
@@ -92,6 +90,7 @@ def search(
     """L2 distances, nearest rows and token ranks, beside torch's norm, cdist, and logits with topk."""
     import torch
 
+    from halfbyte.bench import runs
     from halfbyte.bench import search as searches
 
     where = _device(device)
@@ -113,7 +112,7 @@ def decode(
     out: Out = None,
 ) -> None:
     """A whole model: prefill, decoding steps and plain generate, beside bitsandbytes and bf16."""
-    from halfbyte.bench import wholes
+    from halfbyte.bench import runs, wholes
     from halfbyte.bench.decode import Settings, decode_rows
 
     where = _device(device)
@@ -136,7 +135,7 @@ def train(
     out: Out = None,
 ) -> None:
     """A QLoRA step with PEFT: forward, backward and optimizer, beside bitsandbytes and Unsloth's way."""
-    from halfbyte.bench import wholes
+    from halfbyte.bench import runs, wholes
     from halfbyte.bench.train import Settings, train_rows
 
     where = _device(device)
@@ -158,6 +157,7 @@ def recover(
     out: Out = None,
 ) -> None:
     """Prompts back from their hidden states, beside the plain loop over the vocabulary."""
+    from halfbyte.bench import runs
     from halfbyte.bench.recover import cases_of
 
     where = _device(device)
@@ -175,6 +175,8 @@ def puzzle(
     out: Out = None,
 ) -> None:
     """Unsloth's challenge A, whole: three MLPs, checks, 1000 rounds, and its marking scheme."""
+    from halfbyte.bench import runs
+
     runs.run_puzzle(rounds, repeats, out)
 
 
@@ -185,6 +187,8 @@ def report(
     check: Annotated[bool, typer.Option("--check", help="Only say whether the texts agree with the records.")] = False,
 ) -> None:
     """Put the recorded figures into README.md and docs, and draw their plots."""
+    from halfbyte.bench import runs
+
     print(runs.write_figures(results, root, check))
 
 
@@ -203,6 +207,7 @@ def _run(
 ) -> None:
     import torch
 
+    from halfbyte.bench import runs
     from halfbyte.bench.dequantize import CPU_SHAPES, GPU_SHAPES
 
     if dtype not in ("float16", "bfloat16", "float32"):

@@ -17,7 +17,8 @@ from halfbyte.checkpoints.plan import Weight, plan_dequantized, plan_quantized, 
 from halfbyte.checkpoints.reader import DTYPES, Checkpoint, open_checkpoint, read_json
 from halfbyte.checkpoints.stream import Converted, Output, Progress, Summary, stream
 from halfbyte.formats import bitsandbytes, compressed_tensors, grouped
-from halfbyte.formats.weight import FLOAT_DTYPES, check_settings
+from halfbyte.formats.settings import check_settings
+from halfbyte.formats.weight import FLOAT_DTYPES
 
 
 def quantize_checkpoint(

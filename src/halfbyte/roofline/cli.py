@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from halfbyte.bench import runs
 from halfbyte.bench.cli import Device, _counts, _device
 
 if TYPE_CHECKING:
@@ -47,7 +45,9 @@ def profile(
     Weight products by the layer's role, attention, norms and the rest, and the gaps between kernels: what each takes,
     how near it is to what this machine can do, and what a step could take at least. Logits are checked first.
     """
-    console = Console()
+    from halfbyte.terminal import console as terminal
+
+    console = terminal()
     if compare is not None:
         from halfbyte.roofline.compare import table
 
@@ -97,6 +97,7 @@ def _profile(
 ) -> tuple[dict[str, Any], Any]:
     import torch
 
+    from halfbyte.bench import runs
     from halfbyte.roofline.ceilings import ceilings
     from halfbyte.roofline.counters import counted
     from halfbyte.roofline.record import make_record
