@@ -115,22 +115,32 @@ def summary(console: Console, summary: Summary) -> None:
         console.print("error: norm of the difference over norm of the weight; largest: of all weights\n")
     for name in summary.skipped:
         console.print(styled(("left as it was", "yellow"), f": {name}, whose K is no multiple of the group size"))
+    if summary.experts:
+        size = f"{_count(len(summary.experts), 'weight')} of experts, {_bytes(summary.experts_bytes)}"
+        why = "transformers keeps the experts of a layer in one stack, which it does not load in 4 bits yet"
+        console.print(styled(("left dense", "yellow"), f": {size}; {why}"), highlight=False)
+    would, about = ("would be ", "about ") if summary.dry_run else ("", "")
     ratio = summary.bytes_before / max(summary.bytes_after, 1)
     change = f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
     console.print(
         styled(
-            f"{_count(len(summary.layers), 'weight')} converted, {_count(summary.copied, 'tensor')} copied as before\n",
-            f"{_bytes(summary.bytes_before)} -> ",
+            f"{_count(len(summary.layers), 'weight')} {would}converted, ",
+            f"{_count(summary.copied, 'tensor')} {would}copied as before\n{_bytes(summary.bytes_before)} -> {about}",
             (_bytes(summary.bytes_after), "bold"),
             f", {change}",
-        )
+        ),
+        highlight=False,
     )
     if measured:
         worst = max(summary.layers, key=lambda layer: layer.relative_error or 0.0)
         console.print(
             f"largest error {worst.relative_error:.4f}, in {worst.name.removesuffix('.weight')}", highlight=False
         )
-    console.print(f"written to {summary.destination}", soft_wrap=True, highlight=False)
+    if summary.dry_run:
+        console.print(f"files: {', '.join(summary.files)}", highlight=False)
+        console.print(f"nothing was written to {summary.destination}: --dry-run", soft_wrap=True, highlight=False)
+    else:
+        console.print(f"written to {summary.destination}", soft_wrap=True, highlight=False)
 
 
 def _count(number: int, what: str) -> str:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfbyte.options import Device
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,7 +20,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. By default the first GPU, or the CPU.")]
 Shapes = Annotated[str | None, typer.Option(help="Comma-separated weights, such as 4096x4096,14336x4096.")]
 Dtype = Annotated[str, typer.Option(help="Of the dense weights: float16, bfloat16 or float32.")]
 Format = Annotated[str, typer.Option(help="nf4 or fp4.")]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.bench.cli import Device, _counts, _device
+from halfbyte.bench.cli import _counts, _device
+from halfbyte.options import Device
 
 if TYPE_CHECKING:
     import torch
