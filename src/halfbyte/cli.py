@@ -54,13 +54,18 @@ def info() -> None:
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def explain(
-    value: float = typer.Argument(help="The weight, such as 0.347 or -1.2."),
+    value: float = typer.Argument(help="The weight; no larger than --absmax."),
     absmax: float = typer.Option(1.0, help="The largest magnitude in the weight's block."),
     format: Format = typer.Option(Format.nf4, help="How to store it."),
     offset: float | None = typer.Option(None, help="Nested scales: the mean of all scales of the tensor."),
     absmax2: float | None = typer.Option(None, help="Nested scales: the largest distance of a scale from the offset."),
 ) -> None:
-    """Follow one number into 4 bits and back, step by step, with its bytes."""
+    """Follow one number into 4 bits and back, step by step, with its bytes.
+
+    \b
+    halfbyte explain 0.347
+    halfbyte explain -1.2 --absmax 3 --format fp4
+    """
     from halfbyte import render, terminal
     from halfbyte.explain import explain as follow
 

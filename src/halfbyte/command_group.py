@@ -80,4 +80,9 @@ class _Plain:
                 return float(value)
             if isinstance(kind, type) and issubclass(kind, Enum) and value in [member.value for member in kind]:
                 return kind(value)
-        return self.theirs().coerce(value, param=param, ctx=ctx)
+        try:
+            return self.theirs().coerce(value, param=param, ctx=ctx)
+        except typer.BadParameter as error:
+            if str(value) not in error.message:  # pydantic says what is accepted, and not what was given
+                error.message = f"{value!r}: {error.message}"
+            raise

@@ -68,10 +68,12 @@ class Table(rich.table.Table):
         heads = _whole_heads([str(column.header) for column in self.columns])
         if self.title:
             yield Text(str(self.title), style="table.title")
+        if heads[0]:
+            yield Text(heads[0], style="table.header")
         for row, cells in zip(self.rows, zip(*(column.cells for column in self.columns), strict=True), strict=True):
             first, *others = (cell if isinstance(cell, Text) else Text(str(cell)) for cell in cells)
             facts = [Text(head and f"{head} ") + cell for head, cell in zip(heads[1:], others, strict=True) if cell]
-            yield Text(style=row.style or "bold") + first if first else Text(heads[0])
+            yield Text(style=row.style or "bold") + first
             if facts:
                 yield Padding(Text("; ").join(facts), (0, 0, 0, 2))
             if row.end_section:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.options import Device
+from halfbyte.options import Device, usage
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ def search(
 @app.command()
 def decode(
     model: Annotated[
-        str, typer.Option(help="Folders of checkpoints or named shapes with random weights, comma-separated.")
+        str, typer.Option(help="Folders of checkpoints, hub ids, or named shapes with random weights, comma-separated.")
     ] = "llama-3-8b",
     device: Device = None,
     batch: Annotated[str, typer.Option(help="Texts at once, comma-separated.")] = "1,8,32",
@@ -116,14 +116,14 @@ def decode(
     from halfbyte.bench import runs, wholes
     from halfbyte.bench.decode import Settings, decode_rows
 
-    where = _device(device)
+    names, where = _models(model), _device(device)
     method = (
         f"wall clock, {context} tokens of context, static cache; generate as a user calls it, {new_tokens} new tokens, "
         "everything included"
     )
     settings = Settings(_counts(batch), context, new_tokens, rounds, layers)
     rows_of = partial(decode_rows, device=where, settings=settings, say=runs.say)
-    runs.run_models("decode", method, model, rows_of, wholes.terminal_table, where, out)
+    runs.run_models("decode", method, names, rows_of, wholes.terminal_table, where, out)
 
 
 @app.command()
@@ -139,11 +139,11 @@ def train(
     from halfbyte.bench import runs, wholes
     from halfbyte.bench.train import Settings, train_rows
 
-    where = _device(device)
+    names, where = _models(model), _device(device)
     method = "wall clock of a step: rank 16 on every projection, gradient checkpointing, bf16 autocast, AdamW"
     settings = Settings(_counts(tokens), rounds, layers)
     rows_of = partial(train_rows, device=where, settings=settings, say=runs.say)
-    runs.run_models("train", method, model, rows_of, partial(wholes.terminal_table, key="tokens"), where, out)
+    runs.run_models("train", method, names, rows_of, partial(wholes.terminal_table, key="tokens"), where, out)
 
 
 @app.command()
@@ -218,6 +218,16 @@ def _run(
     device = _device(device_name)
     sizes = _shapes(shapes) or (defaults or {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES})[device.type]
     runs.run_cases(bench, make_cases(device, sizes, getattr(torch, dtype), format, nested), device, rounds, out)
+
+
+def _models(text: str) -> list[str]:
+    """The names of a comma-separated list, each of a model that there is."""
+    from halfbyte.bench.models import check
+
+    names = [name.strip() for name in text.split(",")]
+    with usage():
+        check(names)
+    return names
 
 
 def _device(name: str | None) -> torch.device:

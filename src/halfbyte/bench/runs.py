@@ -36,7 +36,7 @@ def run_cases(bench: str, cases: Iterable[Any], device: torch.device, rounds: in
 def run_models(
     bench: str,
     method: str,
-    names: str,
+    names: Sequence[str],
     rows_of: Callable[[str], Iterable[dict[str, Any]]],
     table: Callable[[dict[str, Any]], Table],
     device: torch.device,
@@ -45,8 +45,7 @@ def run_models(
     """Whole models, one by one. The record is kept after each: a large one that fails takes nothing with it."""
     torch.manual_seed(0)
     record = _empty_record(bench, method, device)
-    models = [name.strip() for name in names.split(",")]
-    _run_each(record, "model", {name: partial(rows_of, name) for name in models}, device, out)
+    _run_each(record, "model", {name: partial(rows_of, name) for name in names}, device, out)
     terminal().print(table(record))
 
 

@@ -62,6 +62,10 @@ def quantize(
     Embeddings, norms, routers, experts and output layers stay as they are. --include adds weights such as "lm_head";
     what nothing could load in 4 bits is refused before anything is written. Patterns are those of a shell, on names
     such as "model.layers.0.mlp.*", and can be given several times.
+
+    \b
+    halfbyte quantize model model-nf4
+    halfbyte quantize model model-int4 --format int4 --exclude "*.o_proj"
     """
     from halfbyte import checkpoints
     from halfbyte.checkpoints.select import check_globs
@@ -107,7 +111,11 @@ def dequantize(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a 4-bit checkpoint of bitsandbytes or compressed-tensors as a dense one."""
+    """Write a 4-bit checkpoint of bitsandbytes or compressed-tensors as a dense one.
+
+    \b
+    halfbyte dequantize model-nf4 model-bf16 --dtype bfloat16
+    """
     import torch
 
     from halfbyte import checkpoints

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfbyte.bench.cli import _counts, _device
-from halfbyte.options import Device
+from halfbyte.options import Device, usage
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def profile(
     model: Annotated[
-        str, typer.Option(help="A folder with a checkpoint, or a shape with random weights, such as llama-3-8b.")
+        str, typer.Option(help="A checkpoint's folder or hub id, or a shape with random weights: llama-3-8b.")
     ] = "qwen2.5-1.5b",
     batch: Annotated[str, typer.Option(help="Texts at once, comma-separated.")] = "1,8,32",
     out: Annotated[Path | None, typer.Option(help="A folder for the report: JSON, CSV, PNG and one HTML page.")] = None,
@@ -56,6 +56,10 @@ def profile(
         return
     # Some builds of torch report each start and stop of the profiler on stderr; this has to be said before its import.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from halfbyte.bench.models import check as check_models
+
+    with usage():
+        check_models([model])
     where = _device(device)
     settings = _settings(where, batch, provider, mode, context, rounds, layers)
     if out is not None:
