@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import halfbyte as hb
 from halfbyte.formats.blockwise import BLOCK_SIZES
 from halfbyte.formats.grouped import GROUP_SIZES
+from halfbyte.formats.settings import FORMAT_NAMES
 from halfbyte.formats.weight import FLOAT_DTYPES
 
 # Format, block or group size, nested.
@@ -365,3 +366,10 @@ def test_works_without_triton() -> None:
         "print(torch.equal(torch.compile(hb.dequantize, fullgraph=True, backend='eager')(q), hb.dequantize(q)))\n"
     )
     assert run(code) == "128.0\nTrue\n"
+
+
+@pytest.mark.parametrize("nested", ["yes", 1, 0, "", torch.tensor(True)], ids=repr)
+@pytest.mark.parametrize("format", FORMAT_NAMES)
+def test_nested_is_a_bool_or_none(format: str, nested: object) -> None:
+    with pytest.raises(TypeError, match="nested takes True, False or None"):
+        hb.quantize(torch.ones(2, 128), format, nested=nested)  # type: ignore[arg-type]

@@ -1,16 +1,36 @@
-"""halfbyte: 4-bit LLM weights, in and out at the speed of memory."""
+"""halfbyte: 4-bit LLM weights, in and out at the speed of memory.
 
-from typing import Any
+Importing it costs little: each name below is looked up, and torch with it, when it is first asked for.
 
-from halfbyte import autograd as autograd  # the operators and their gradients
-from halfbyte import nn
-from halfbyte.formats.bitsandbytes import from_bitsandbytes, to_bitsandbytes
-from halfbyte.formats.compressed_tensors import from_compressed_tensors
-from halfbyte.formats.weight import NestedScale, QuantizedWeight
-from halfbyte.models.accelerate import accelerate, restore
-from halfbyte.ops import dequantize, linear, quantize
-from halfbyte.recover import recover_tokens
-from halfbyte.search import Fidelity, distances, fidelity, nearest, token_ranks
+The operators `torch.ops.halfbyte`, which a program of torch.export or torch.compile calls by name, are registered as
+soon as halfbyte and torch are both there: by `import halfbyte` where torch was imported before, and otherwise by the
+first use of any name below. A program that does nothing but load an exported one imports torch first.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+from halfbyte.lazy import names_of
+
+if TYPE_CHECKING:
+    from halfbyte import nn as nn
+    from halfbyte.formats.bitsandbytes import from_bitsandbytes as from_bitsandbytes
+    from halfbyte.formats.bitsandbytes import to_bitsandbytes as to_bitsandbytes
+    from halfbyte.formats.compressed_tensors import from_compressed_tensors as from_compressed_tensors
+    from halfbyte.formats.weight import NestedScale as NestedScale
+    from halfbyte.formats.weight import QuantizedWeight as QuantizedWeight
+    from halfbyte.models.accelerate import accelerate as accelerate
+    from halfbyte.models.accelerate import restore as restore
+    from halfbyte.models.quantizer import HalfbyteConfig as HalfbyteConfig
+    from halfbyte.ops import dequantize as dequantize
+    from halfbyte.ops import linear as linear
+    from halfbyte.ops import quantize as quantize
+    from halfbyte.recover.search import recover_tokens as recover_tokens
+    from halfbyte.search import Fidelity as Fidelity
+    from halfbyte.search import distances as distances
+    from halfbyte.search import fidelity as fidelity
+    from halfbyte.search import nearest as nearest
+    from halfbyte.search import token_ranks as token_ranks
 
 __version__ = "0.1.0"
 
@@ -34,11 +54,21 @@ __all__ = [
     "token_ranks",
 ]
 
+# HalfbyteConfig is not in __all__: it needs transformers, which `from halfbyte import *` must not.
+__getattr__, __dir__ = names_of(
+    __name__,
+    {
+        "halfbyte.formats.bitsandbytes": ("from_bitsandbytes", "to_bitsandbytes"),
+        "halfbyte.formats.compressed_tensors": ("from_compressed_tensors",),
+        "halfbyte.formats.weight": ("NestedScale", "QuantizedWeight"),
+        "halfbyte.models.accelerate": ("accelerate", "restore"),
+        "halfbyte.models.quantizer": ("HalfbyteConfig",),
+        "halfbyte.nn": ("nn",),
+        "halfbyte.ops": ("dequantize", "linear", "quantize"),
+        "halfbyte.recover.search": ("recover_tokens",),
+        "halfbyte.search": ("Fidelity", "distances", "fidelity", "nearest", "token_ranks"),
+    },
+)
 
-def __getattr__(name: str) -> Any:
-    """HalfbyteConfig, for transformers' `quantization_config`; transformers is imported when it is asked for."""
-    if name == "HalfbyteConfig":
-        from halfbyte.models.quantizer import HalfbyteConfig
-
-        return HalfbyteConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if "torch" in sys.modules:
+    from halfbyte import autograd as autograd

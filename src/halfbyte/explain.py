@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from halfbyte.formats import blockwise, grouped
-from halfbyte.formats.weight import check_format
+from halfbyte.formats.blockwise import fp32
+from halfbyte.formats.settings import check_format
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,17 @@ def explain(
         raise ValueError(
             f"value {value} is larger than absmax {absmax}, the largest magnitude in its block; raise absmax"
         )
-    value, absmax = _fp32(value), _fp32(absmax)
+    value, absmax = fp32(value), fp32(absmax)
     if format == grouped.NAME:
         return _explain_int4(value, absmax)
-    scaled = _fp32(value / absmax)
+    scaled = fp32(value / absmax)
     candidates = _candidates(blockwise.FORMATS[format])
     midpoints = [candidate.high for candidate in candidates[:-1]]
     # On a midpoint the lower value wins. FP4 has two zeros; bitsandbytes on a CPU writes nibble 0 from 0 up.
     chosen = candidates[bisect_left(midpoints, scaled)]
     if format == "fp4" and scaled == 0:
         chosen = next(candidate for candidate in candidates if candidate.nibble == 0)
-    result = _fp32(chosen.value * absmax)
+    result = fp32(chosen.value * absmax)
     nested = _explain_nested(value, absmax, chosen.value, offset, absmax2)
     return Explanation(
         format, value, absmax, absmax, scaled, candidates, chosen.nibble, chosen.value, result, result - value, nested
@@ -113,12 +114,12 @@ def explain(
 
 
 def _explain_int4(value: float, absmax: float) -> Explanation:
-    scale = _fp32(absmax / grouped.LARGEST)
-    scaled = _fp32(value / scale)
+    scale = fp32(absmax / grouped.LARGEST)
+    scaled = fp32(value / scale)
     integers = range(-grouped.LARGEST, grouped.LARGEST + 1)
     candidates = tuple(Candidate(i + grouped.BIAS, float(i), i - 0.5, i + 0.5) for i in integers)
     integer = max(-grouped.LARGEST, min(grouped.LARGEST, round(scaled)))  # round(): ties to even, as the kernels
-    result = _fp32(integer * scale)
+    result = fp32(integer * scale)
     return Explanation(
         grouped.NAME, value, absmax, scale, scaled, candidates, integer + grouped.BIAS, float(integer), result,
         result - value, None,
@@ -128,33 +129,26 @@ def _explain_int4(value: float, absmax: float) -> Explanation:
 def _explain_nested(
     value: float, absmax: float, code_value: float, offset: float | None, absmax2: float | None
 ) -> NestedExplanation:
-    import torch
-
-    offset = _fp32(0.8 * absmax if offset is None else offset)
-    centred = _fp32(absmax - offset)
-    absmax2 = _fp32(2 * abs(centred) if absmax2 is None else absmax2)
+    offset = fp32(0.8 * absmax if offset is None else offset)
+    centred = fp32(absmax - offset)
+    absmax2 = fp32(2 * abs(centred) if absmax2 is None else absmax2)
     if abs(centred) > absmax2:
         raise ValueError(
             f"absmax2 is {absmax2:g}, yet this scale lies {centred:g} from the offset {offset:g}; absmax2 is the "
             "largest such distance in the group, so raise it"
         )
-    scaled = _fp32(centred / absmax2) if absmax2 else 0.0
-    code = blockwise.dynamic_code(torch.device("cpu")).tolist()
+    scaled = fp32(centred / absmax2) if absmax2 else 0.0
+    code = blockwise.dynamic_values()
     byte = min(range(256), key=lambda i: abs(code[i] - scaled))
-    absmax_back = _fp32(_fp32(code[byte] * absmax2) + offset)
-    result = _fp32(code_value * absmax_back)
+    absmax_back = fp32(fp32(code[byte] * absmax2) + offset)
+    result = fp32(code_value * absmax_back)
     return NestedExplanation(offset, absmax2, centred, scaled, byte, code[byte], absmax_back, result, result - value)
 
 
 def _candidates(format: blockwise.BlockwiseFormat) -> tuple[Candidate, ...]:
-    values = [_fp32(format.codebook[nibble]) for nibble in format.ascending]
-    midpoints = [-math.inf, *(_fp32(_fp32(a + b) / 2) for a, b in pairwise(values)), math.inf]
+    values = [fp32(format.codebook[nibble]) for nibble in format.ascending]
+    midpoints = [-math.inf, *(fp32(fp32(a + b) / 2) for a, b in pairwise(values)), math.inf]
     return tuple(
         Candidate(nibble, value, low, high)
         for nibble, value, low, high in zip(format.ascending, values, midpoints, midpoints[1:], strict=False)
     )
-
-
-def _fp32(number: float) -> float:
-    """The nearest fp32 number."""
-    return float(struct.unpack("<f", struct.pack("<f", number))[0])

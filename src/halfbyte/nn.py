@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte import autograd as autograd  # torch.compile takes a layer's product as an operator
 from halfbyte.formats import bitsandbytes, compressed_tensors, grouped
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.ops import linear, quantize

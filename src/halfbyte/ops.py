@@ -19,7 +19,8 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from halfbyte.formats import blockwise, grouped
-from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight, check_settings
+from halfbyte.formats.settings import check_settings
+from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability
 from halfbyte.kernels.linear import reference as products

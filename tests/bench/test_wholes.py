@@ -81,10 +81,21 @@ def test_wrong_numbers_are_not_timed(
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_a_model_that_is_none(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", "decode", "--model", "gpt-9", "--device", "cpu"])
-    assert result.exit_code != 0
-    assert "neither a folder nor one of tiny" in " ".join((result.output + str(result.exception)).split())
+@pytest.mark.parametrize("command", [["bench", "decode"], ["bench", "train"], ["profile"]], ids=" ".join)
+@pytest.mark.parametrize("name", ["gpt-9", "tiny,gpt-9", "empty"])
+def test_a_model_that_is_none(command: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, before anything is printed or measured, that says what would be taken."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, [*command, "--model", name, "--device", "cpu"])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    if name == "empty":
+        assert "has no config.json" in result.stderr
+    else:
+        assert "gpt-9' is none: it is neither a folder here nor one of the shapes tiny" in result.stderr
+        assert all(told in result.stderr for told in ("llama-3-8b", "path", "org/name"))
 
 
 def test_models_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,11 +109,13 @@ def test_models_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: 
 
     def run(names: str, commit: str, **facts: str) -> dict[str, Any]:
         monkeypatch.setattr(records, "environment", lambda device: facts_of_this | {"commit": commit, **facts})
-        runs.run_models("decode", "by hand", names, rows_of, lambda record: Table(), cpu, tmp_path)
+        runs.run_models(
+            "decode", "by hand", names.replace(" ", "").split(","), rows_of, lambda record: Table(), cpu, tmp_path
+        )
         (path,) = tmp_path.glob("*/decode.json")
         return records.read(path)
 
-    run("a, b", "old")
+    run("a,b", "old")
     found = run("b,c", "new")
     assert [(row["model"], row["commit"], row["turn"]) for row in found["rows"]] == [
         ("a", "old", 0), ("b", "new", 2), ("c", "new", 3)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from halfbyte.checkpoints import atomic
 from halfbyte.checkpoints.atomic import atomic_output, check_space
 
 
@@ -107,3 +110,46 @@ def test_full_disk(tmp_path: Path) -> None:
         write(tmp_path / "out", "new", directory=False, error=OSError(errno.ENOSPC, "No space left on device"))
     assert info.value.errno == errno.ENOSPC
     assert not list(tmp_path.iterdir())
+
+
+def dead_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", "print(1)"], stdout=subprocess.DEVNULL)
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there is no asking whether a process lives")
+@pytest.mark.parametrize("directory", [True, False])
+def test_what_dead_processes_left_is_removed(tmp_path: Path, directory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this host and for this target only; the last copy of an old target stays."""
+    target = tmp_path / "out[1].safetensors"
+
+    def leave(process: int, kind: str = "tmp", host: str | None = None, of: Path = target) -> Path:
+        with monkeypatch.context() as patch:
+            if host:
+                patch.setattr("socket.gethostname", lambda: host)
+            path = tmp_path / f"{atomic._prefix(of)}{process}-abc_1.{kind}"
+        path.mkdir()
+        (path / "m.safetensors").touch()
+        return path
+
+    dead = dead_process()
+    old, stale = leave(dead, "old"), leave(dead)
+    kept = [leave(os.getpid()), leave(os.getppid()), leave(dead, host="elsewhere"), leave(dead, of=tmp_path / "other")]
+    write(target, "old", directory=directory)
+    assert sorted(tmp_path.iterdir()) == sorted([target, old, *kept])
+    write(target, "new", directory=directory, overwrite=True)
+    assert sorted(tmp_path.iterdir()) == sorted([target, *kept])
+    assert not stale.exists()
+
+
+def test_the_temporary_name_is_one_that_is_found_again(tmp_path: Path) -> None:
+    """A killed process cannot tidy up, so the next one must know its leavings by their name."""
+    code = (
+        "import os, sys\nfrom halfbyte.checkpoints.atomic import atomic_output\n"
+        "with atomic_output(sys.argv[1], directory=True) as place:\n    os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")]).returncode == 9
+    assert len(list(tmp_path.iterdir())) == 1
+    write(tmp_path / "out", "new", directory=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -118,14 +118,15 @@ def test_parts_of_a_weight_in_different_files(tmp_path: Path) -> None:
         save_file({name: tensor}, source / f"{i}.safetensors")
     dequantize_checkpoint(source, tmp_path / "back")
     assert torch.equal(everything(tmp_path / "back")["l.weight"], ops.dequantize(ops.quantize(weight)))
-    assert left(tmp_path / "back") == ["0.safetensors"]
+    assert left(tmp_path / "back") == ["0.safetensors", "model.safetensors.index.json"]
 
 
 @pytest.mark.parametrize(
     ("name", "linear"),
     [
         ("model.layers.0.self_attn.q_proj.weight", True), ("encoder.layer.0.output.dense.weight", True),
-        ("model.layers.0.block_sparse_moe.experts.3.w1.weight", True), ("bert.encoder.layer.1.output.weight", True),
+        ("model.layers.0.block_sparse_moe.experts.3.w1.weight", False), ("mlp.shared_experts.up_proj.weight", True),
+        ("bert.encoder.layer.1.output.weight", True),
         ("model.layers.0.mlp.gate_proj.weight", True), ("transformer.blocks.0.linear.weight", True),
         ("model.layers.0.mlp.gate.weight", False), ("model.layers.0.mlp.shared_expert_gate.weight", False),
         ("model.layers.0.mlp.router.weight", False), ("router.layer.weight", False), ("output.weight", False),
@@ -149,10 +150,16 @@ def test_globs(source: Path, tmp_path: Path) -> None:
     assert names() == set(LINEAR)
     assert names(exclude=["*.layers.1.*"]) == {LINEAR[0]}
     assert names(exclude=["*.down_proj"]) == set(LINEAR) - {"model.layers.1.mlp.down_proj.weight"}
-    assert names(include=["lm_head"]) == {"lm_head.weight"}
-    assert names(include=["lm_head", "*.up_proj"], exclude=["*.0.*"]) == {"lm_head.weight", LINEAR[1]}
+    assert names(include=["lm_head"]) == {"lm_head.weight", *LINEAR}
+    assert names(include=["lm_head"], exclude=["*.up_proj", "*.down_proj"]) == {"lm_head.weight"}
+    assert names(only=["lm_head"]) == {"lm_head.weight"}
+    assert names(only=["lm_head", "*.up_proj"], exclude=["*.0.*"]) == {"lm_head.weight", LINEAR[1]}
     with pytest.raises(ValueError, match=r"include '\*steps' matches none"):
         names(include=["*steps"])
+    with pytest.raises(ValueError, match="only 'nothing' matches none"):
+        names(only=["nothing"])
+    with pytest.raises(ValueError, match="give one of them"):
+        names(only=["lm_head"], include=["*.up_proj"])
     with pytest.raises(ValueError, match="nothing to quantize"):
         names(exclude=["*"])
 

@@ -242,7 +242,10 @@ def test_a_checkpoint(profile: Callable[..., Result], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "gpt-9", "--device", "cpu"), "'gpt-9' is neither a folder nor one of tiny"),
+        (
+            ("--model", "gpt-9", "--device", "cpu"),
+            "'gpt-9' is none: it is neither a folder here nor one of the shapes tiny",
+        ),
         (("--batch", "0"), "'0' are not numbers; write 1,16,64"),
         (("--provider", "vllm", "--device", "cpu"), "provider 'vllm' is not one of bitsandbytes, halfbyte, bf16"),
         (("--mode", "graph", "--device", "cpu"), "mode 'graph' is not one of eager, prefill, which this device has"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.bench import runs
+from halfbyte.options import Device, usage
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. By default the first GPU, or the CPU.")]
 Shapes = Annotated[str | None, typer.Option(help="Comma-separated weights, such as 4096x4096,14336x4096.")]
 Dtype = Annotated[str, typer.Option(help="Of the dense weights: float16, bfloat16 or float32.")]
 Format = Annotated[str, typer.Option(help="nf4 or fp4.")]
@@ -92,6 +91,7 @@ def search(
     """L2 distances, nearest rows and token ranks, beside torch's norm, cdist, and logits with topk."""
     import torch
 
+    from halfbyte.bench import runs
     from halfbyte.bench import search as searches
 
     where = _device(device)
@@ -102,7 +102,7 @@ def search(
 @app.command()
 def decode(
     model: Annotated[
-        str, typer.Option(help="Folders of checkpoints or named shapes with random weights, comma-separated.")
+        str, typer.Option(help="Folders of checkpoints, hub ids, or named shapes with random weights, comma-separated.")
     ] = "llama-3-8b",
     device: Device = None,
     batch: Annotated[str, typer.Option(help="Texts at once, comma-separated.")] = "1,8,32",
@@ -113,17 +113,17 @@ def decode(
     out: Out = None,
 ) -> None:
     """A whole model: prefill, decoding steps and plain generate, beside bitsandbytes and bf16."""
-    from halfbyte.bench import wholes
+    from halfbyte.bench import runs, wholes
     from halfbyte.bench.decode import Settings, decode_rows
 
-    where = _device(device)
+    names, where = _models(model), _device(device)
     method = (
         f"wall clock, {context} tokens of context, static cache; generate as a user calls it, {new_tokens} new tokens, "
         "everything included"
     )
     settings = Settings(_counts(batch), context, new_tokens, rounds, layers)
     rows_of = partial(decode_rows, device=where, settings=settings, say=runs.say)
-    runs.run_models("decode", method, model, rows_of, wholes.terminal_table, where, out)
+    runs.run_models("decode", method, names, rows_of, wholes.terminal_table, where, out)
 
 
 @app.command()
@@ -136,14 +136,14 @@ def train(
     out: Out = None,
 ) -> None:
     """A QLoRA step with PEFT: forward, backward and optimizer, beside bitsandbytes and Unsloth's way."""
-    from halfbyte.bench import wholes
+    from halfbyte.bench import runs, wholes
     from halfbyte.bench.train import Settings, train_rows
 
-    where = _device(device)
+    names, where = _models(model), _device(device)
     method = "wall clock of a step: rank 16 on every projection, gradient checkpointing, bf16 autocast, AdamW"
     settings = Settings(_counts(tokens), rounds, layers)
     rows_of = partial(train_rows, device=where, settings=settings, say=runs.say)
-    runs.run_models("train", method, model, rows_of, partial(wholes.terminal_table, key="tokens"), where, out)
+    runs.run_models("train", method, names, rows_of, partial(wholes.terminal_table, key="tokens"), where, out)
 
 
 @app.command()
@@ -158,6 +158,7 @@ def recover(
     out: Out = None,
 ) -> None:
     """Prompts back from their hidden states, beside the plain loop over the vocabulary."""
+    from halfbyte.bench import runs
     from halfbyte.bench.recover import cases_of
 
     where = _device(device)
@@ -175,6 +176,8 @@ def puzzle(
     out: Out = None,
 ) -> None:
     """Unsloth's challenge A, whole: three MLPs, checks, 1000 rounds, and its marking scheme."""
+    from halfbyte.bench import runs
+
     runs.run_puzzle(rounds, repeats, out)
 
 
@@ -185,6 +188,8 @@ def report(
     check: Annotated[bool, typer.Option("--check", help="Only say whether the texts agree with the records.")] = False,
 ) -> None:
     """Put the recorded figures into README.md and docs, and draw their plots."""
+    from halfbyte.bench import runs
+
     print(runs.write_figures(results, root, check))
 
 
@@ -203,6 +208,7 @@ def _run(
 ) -> None:
     import torch
 
+    from halfbyte.bench import runs
     from halfbyte.bench.dequantize import CPU_SHAPES, GPU_SHAPES
 
     if dtype not in ("float16", "bfloat16", "float32"):
@@ -212,6 +218,16 @@ def _run(
     device = _device(device_name)
     sizes = _shapes(shapes) or (defaults or {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES})[device.type]
     runs.run_cases(bench, make_cases(device, sizes, getattr(torch, dtype), format, nested), device, rounds, out)
+
+
+def _models(text: str) -> list[str]:
+    """The names of a comma-separated list, each of a model that there is."""
+    from halfbyte.bench.models import check
+
+    names = [name.strip() for name in text.split(",")]
+    with usage():
+        check(names)
+    return names
 
 
 def _device(name: str | None) -> torch.device:

@@ -6,7 +6,7 @@ peak of memory is near the quantized size. The modules are bitsandbytes' own Lin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from halfbyte import ops
+from halfbyte.checkpoints import hub
 from halfbyte.formats.bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from halfbyte.models import bitsandbytes
 
@@ -75,23 +76,44 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 BRANCHES = ("o_proj", "down_proj")  # the projections that end a residual branch
 
 
+def place_of(name: str) -> Path:
+    """The folder of a checkpoint: `name` itself, or the snapshot of a repository on the Hugging Face hub.
+
+    Raises ValueError where it is neither.
+    """
+    place = hub.local(name)
+    if not place.is_dir():
+        raise ValueError(
+            f"model {name!r} is none: it is neither a folder here nor one of the shapes {', '.join(SHAPES)}; the path "
+            "of a checkpoint, or its name on the Hugging Face hub (org/name), is taken as well"
+        )
+    if not (place / "config.json").is_file():
+        raise ValueError(f"model {name!r} has no config.json, so transformers cannot load it; give a whole checkpoint")
+    return place
+
+
+def check(names: Sequence[str]) -> None:
+    """Raise ValueError, or OSError from the hub, before anything is measured of a model that there is not."""
+    for name in names:
+        if name not in SHAPES:
+            place_of(name)
+
+
 def load(name: str, device: torch.device, dtype: torch.dtype, *, four_bit: bool = True, layers: int = 0) -> Any:
     """A causal language model on `device`, in bitsandbytes' nested NF4 or, without `four_bit`, dense in `dtype`.
 
-    name: a key of SHAPES, or a folder that transformers loads. layers: keep only so many of a named shape's layers.
+    name: a key of SHAPES, or what `place_of` finds. layers: keep only so many of a named shape's layers.
     Raises ValueError for a name that is neither.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
     if name not in SHAPES:
-        if not Path(name).is_dir():
-            raise ValueError(f"model {name!r} is neither a folder nor one of {', '.join(SHAPES)}")
         quantization = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
         )
         return AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, device_map={"": device}, quantization_config=quantization if four_bit else None
+            place_of(name), dtype=dtype, device_map={"": device}, quantization_config=quantization if four_bit else None
         ).eval()
     kind, facts = SHAPES[name]
     if layers:

@@ -18,8 +18,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from torch import Tensor
 
 from halfbyte.bench import models
@@ -27,6 +25,7 @@ from halfbyte.bench.contest import clock, empty_cache, peak_gb
 from halfbyte.bench.report import line, provenance, title
 from halfbyte.models.accelerate import accelerate, restore
 from halfbyte.recover import Recovery, recover_tokens
+from halfbyte.terminal import Table, styled
 
 METHOD = (
     "wall clock of recover_tokens, calibration and captures included, a prompt; the plain loop extrapolated from a "
@@ -233,15 +232,15 @@ def cases_of(names: str | None, quick: bool, prompts: int, tokens: int) -> list[
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
     """Every provider of every case: seconds a prompt, tokens tried a position, times ours."""
-    table = Table(title=title(record), caption=METHOD, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title(record), caption=METHOD)
     table.add_column("")
     for heading in ("s a prompt", "tried a position", "× gradient"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     for rows in _by_case(record):
-        table.add_row(f"[bold]{_heading(rows[0])}[/]")
+        table.add_row(styled((f"{_heading(rows[0])}", "bold")))
         for row in rows:
             if "error" in row:
-                table.add_row(f"[red]{row['provider']}, wrong: {row['error']}[/]")
+                table.add_row(styled((f"{row['provider']}, wrong: {row['error']}", "red")))
             else:
                 table.add_row(row["provider"], _seconds(row), f"{row['tried']:,.0f}", _times(row, rows))
         table.add_section()

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from halfbyte.terminal import Table, styled
 
 BASELINE = "bitsandbytes"
 OURS = "halfbyte"
@@ -26,19 +25,19 @@ def by_case(record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, dict[str
 def terminal_table(record: Mapping[str, Any]) -> Table:
     """Every row: time and spread, bandwidth, share of the copy ceiling, times ours, and the error if measured."""
     caption = f"copy {record['copy_gb_per_s']:,.0f} GB/s; {_method(record)}"
-    table = Table(title=title(record), caption=caption, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title(record), caption=caption)
     table.add_column("")
     with_errors = any("relative_error" in row for row in record["rows"])
     for heading in ("µs", *(() if with_errors else ("p20–p80",)), "GB/s", "of copy", "× ours"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     if with_errors:  # instead of the spread, which the record has: 80 columns do not hold both
-        table.add_column("error", justify="right", no_wrap=True)
+        table.add_column("error", justify="right")
     for case, rows in by_case(record):
         ours = rows.get(OURS, {}).get("median_us")
-        table.add_row(f"[bold]{case}[/]")
+        table.add_row(styled((f"{case}", "bold")))
         for provider, row in rows.items():
             if "error" in row:
-                table.add_row(f"[red]{provider}, wrong: {row['error']}[/]")
+                table.add_row(styled((f"{provider}, wrong: {row['error']}", "red")))
                 continue
             times = f"{row['median_us'] / ours:.2f}" if ours else ""
             table.add_row(

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from halfbyte.bench import ceiling, records
 from halfbyte.bench import report as reports
 from halfbyte.bench.case import run
+from halfbyte.terminal import Table
+from halfbyte.terminal import console as terminal
 
 
 def run_cases(bench: str, cases: Iterable[Any], device: torch.device, rounds: int, out: Path | None) -> None:
@@ -28,7 +28,7 @@ def run_cases(bench: str, cases: Iterable[Any], device: torch.device, rounds: in
         rows += run(case, rounds)
         del case  # its inputs make room for those of the next
     record = records.make_record(bench, device, rows, copy)
-    Console().print(reports.terminal_table(record))
+    terminal().print(reports.terminal_table(record))
     _keep(record, out, device)
     _check_right(record)
 
@@ -36,7 +36,7 @@ def run_cases(bench: str, cases: Iterable[Any], device: torch.device, rounds: in
 def run_models(
     bench: str,
     method: str,
-    names: str,
+    names: Sequence[str],
     rows_of: Callable[[str], Iterable[dict[str, Any]]],
     table: Callable[[dict[str, Any]], Table],
     device: torch.device,
@@ -45,9 +45,8 @@ def run_models(
     """Whole models, one by one. The record is kept after each: a large one that fails takes nothing with it."""
     torch.manual_seed(0)
     record = _empty_record(bench, method, device)
-    models = [name.strip() for name in names.split(",")]
-    _run_each(record, "model", {name: partial(rows_of, name) for name in models}, device, out)
-    Console().print(table(record))
+    _run_each(record, "model", {name: partial(rows_of, name) for name in names}, device, out)
+    terminal().print(table(record))
 
 
 def run_recovery(cases: Sequence[Any], device: torch.device, out: Path | None) -> None:
@@ -58,7 +57,7 @@ def run_recovery(cases: Sequence[Any], device: torch.device, out: Path | None) -
     _run_each(
         record, "case", {case.name: partial(bench.recover_rows, case, device, say) for case in cases}, device, out
     )
-    Console().print(bench.terminal_table(record))
+    terminal().print(bench.terminal_table(record))
     _check_right(record)
 
 
@@ -83,7 +82,7 @@ def run_puzzle(rounds: int, repeats: int, out: Path | None) -> None:
     """The puzzle on the current GPU. Raises ValueError where a check fails."""
     from halfbyte.bench import puzzle
 
-    console = Console()
+    console = terminal()
     try:
         result = puzzle.run_puzzle(rounds, repeats, say)
     except AssertionError as error:
@@ -168,7 +167,7 @@ def _keep(record: dict[str, Any], out: Path | None, device: torch.device) -> Non
     if out is not None:
         path = _path_of(record["bench"], out, device)
         records.write(path, record)
-        Console().print(f"kept in {path}")
+        terminal().print(f"kept in {path}")
 
 
 def _kept(bench: str, out: Path | None, device: torch.device) -> dict[str, Any] | None:

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from halfbyte.bench.report import BASELINE, COLORS, OURS, line, provenance, pyplot, title
+from halfbyte.terminal import Table, styled
 
 Group = dict[str, dict[str, Mapping[str, Any]]]
 
@@ -25,14 +23,14 @@ def by_case(record: Mapping[str, Any], key: str) -> Iterator[tuple[tuple[str, in
 def terminal_table(record: Mapping[str, Any], key: str = "batch") -> Table:
     """Every mode of every case: milliseconds of all providers, bitsandbytes' over ours, our tokens a second."""
     providers = list(dict.fromkeys(row["provider"] for row in record["rows"]))
-    table = Table(title=title(record), caption=record["method"], box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title(record), caption=record["method"])
     table.add_column("")
     for name in providers:
-        table.add_column(f"{name}, ms", justify="right", no_wrap=True)
-    table.add_column("ratio", justify="right", no_wrap=True)
-    table.add_column("tokens/s", justify="right", no_wrap=True)
+        table.add_column(f"{name}, ms", justify="right")
+    table.add_column("ratio", justify="right")
+    table.add_column("tokens/s", justify="right")
     for (model, number), modes in by_case(record, key):
-        table.add_row(f"[bold]{model}, {key} {number}[/]")
+        table.add_row(styled((f"{model}, {key} {number}", "bold")))
         for mode, rows in modes.items():
             speed = rows.get(OURS, {}).get("tokens_per_s")
             table.add_row(

@@ -1,9 +1,19 @@
 """Safetensors checkpoints with 4-bit weights: read, write, convert."""
 
-from halfbyte.checkpoints.convert import dequantize_checkpoint, quantize_checkpoint
-from halfbyte.checkpoints.reader import Checkpoint, Entry, open_checkpoint
-from halfbyte.checkpoints.stream import Layer, Summary
-from halfbyte.checkpoints.writer import SafetensorsWriter, Spec
+from typing import TYPE_CHECKING
+
+from halfbyte.lazy import names_of
+
+if TYPE_CHECKING:
+    from halfbyte.checkpoints.convert import dequantize_checkpoint as dequantize_checkpoint
+    from halfbyte.checkpoints.convert import quantize_checkpoint as quantize_checkpoint
+    from halfbyte.checkpoints.reader import Checkpoint as Checkpoint
+    from halfbyte.checkpoints.reader import Entry as Entry
+    from halfbyte.checkpoints.reader import open_checkpoint as open_checkpoint
+    from halfbyte.checkpoints.stream import Layer as Layer
+    from halfbyte.checkpoints.stream import Summary as Summary
+    from halfbyte.checkpoints.writer import SafetensorsWriter as SafetensorsWriter
+    from halfbyte.checkpoints.writer import Spec as Spec
 
 __all__ = [
     "Checkpoint",
@@ -16,3 +26,13 @@ __all__ = [
     "open_checkpoint",
     "quantize_checkpoint",
 ]
+
+__getattr__, __dir__ = names_of(
+    __name__,
+    {
+        "halfbyte.checkpoints.convert": ("dequantize_checkpoint", "quantize_checkpoint"),
+        "halfbyte.checkpoints.reader": ("Checkpoint", "Entry", "open_checkpoint"),
+        "halfbyte.checkpoints.stream": ("Layer", "Summary"),
+        "halfbyte.checkpoints.writer": ("SafetensorsWriter", "Spec"),
+    },
+)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
+import socket
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +30,8 @@ def atomic_output(
     path = Path(path)
     check_destination(path, directory=directory, overwrite=overwrite, marker=marker)
     target = path.resolve()  # behind a symbolic link, the file it points to is replaced, not the link
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    _remove_stale(target)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{_prefix(target)}{os.getpid()}-", suffix=".tmp", dir=target.parent))
     try:
         os.chmod(temporary, 0o777 & ~_umask())  # mkdtemp makes it private
         output = temporary if directory else temporary / target.name
@@ -72,6 +76,34 @@ def check_space(directory: Path, needed: int) -> None:
             errno.ENOSPC,
             f"the output needs {needed / 1e6:,.1f} MB, and the disk of {directory} has {free / 1e6:,.1f} MB left",
         )
+
+
+def _prefix(target: Path) -> str:
+    """What the names of temporary files for `target` begin with on this host; the process's number comes next."""
+    host = zlib.crc32(socket.gethostname().encode())
+    return f".{target.name[:180]}.{host:08x}-"
+
+
+def _remove_stale(target: Path) -> None:
+    """Remove temporary files for `target` that processes of this host left behind when they were killed."""
+    if os.name == "nt":  # there is no asking whether a process lives
+        return
+    prefix = _prefix(target)
+    for path in target.parent.iterdir():
+        found = re.fullmatch(re.escape(prefix) + r"(\d+)-\w+\.(tmp|old)", path.name)
+        # The .old of a target that is gone is all that is left of it, so it stays.
+        if found and not _lives(int(found[1])) and (found[2] == "tmp" or target.exists()):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # it is another user's, so it lives; or no number of a process
+        return True
+    return True
 
 
 def _swap_directory(new: Path, target: Path) -> None:

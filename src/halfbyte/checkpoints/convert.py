@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from halfbyte import ops
-from halfbyte.checkpoints import select
+from halfbyte.checkpoints import hub, select
 from halfbyte.checkpoints.atomic import check_destination
 from halfbyte.checkpoints.plan import Weight, plan_dequantized, plan_quantized, quantized_names, read_quantized
 from halfbyte.checkpoints.reader import DTYPES, Checkpoint, open_checkpoint, read_json
-from halfbyte.checkpoints.stream import Converted, Output, Progress, Summary, stream
+from halfbyte.checkpoints.stream import Converted, Left, Output, Progress, Summary, stream
 from halfbyte.formats import bitsandbytes, compressed_tensors, grouped
-from halfbyte.formats.weight import FLOAT_DTYPES, check_settings
+from halfbyte.formats.settings import check_settings
+from halfbyte.formats.weight import FLOAT_DTYPES
 
 
 def quantize_checkpoint(
@@ -30,38 +31,49 @@ def quantize_checkpoint(
     nested: bool | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    only: Sequence[str] = (),
     device: torch.device | str = "cpu",
     max_shard_size: int | None = None,
     overwrite: bool = False,
+    dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Write `source` (a .safetensors file or a directory) to `destination` with its linear layers in 4 bits.
+    """Write `source` to `destination` with its linear layers in 4 bits.
 
+    source: a .safetensors file, a directory with a model, or a repository's name on the Hugging Face hub ("org/name").
     format: "nf4" or "fp4", with bitsandbytes' keys, or "int4", with those of compressed-tensors.
     block_size, nested: for nf4 and fp4, 64 and True by default. group_size: for int4, 128 by default.
-    include, exclude: globs that choose the weights (`select.select` has the rule). The rest is copied bit for bit.
+    include, exclude, only: globs that choose the weights (`select.select` has the rule). The rest is copied bit for
+        bit, experts among them, and the summary names those.
     device: where to quantize; tensors go there one at a time.
     max_shard_size: bytes of a file of the output; by default its files are those of the source.
+    dry_run: check everything, and return the summary of what would be done; nothing is written, nor computed.
 
     In a directory the other files come along, but for weights of other kinds, and config.json gets the
     `quantization_config` with which transformers loads the result. Memory stays near twice the largest tensor. The
     output appears whole or not at all.
 
-    Raises ValueError for a source that is damaged, quantized already, or has nothing to quantize; FileNotFoundError,
-    FileExistsError; OSError when the disk is full.
+    Raises ValueError for a source that is damaged, quantized already, has nothing to quantize, or would become what
+    nothing loads; FileNotFoundError, FileExistsError, PermissionError; OSError when the disk is full.
     """
     size, nested = check_settings(format, block_size, group_size, nested)
     int4 = format == grouped.NAME
     checkpoint, config = _open(source, destination, overwrite)
     _refuse_quantized(checkpoint, config)
-    chosen = select.select(checkpoint.entries, include, exclude)
+    if checkpoint.is_directory and config is None:
+        raise ValueError(
+            f"{checkpoint.path} has no config.json, without which nothing loads the result; put the model's beside its "
+            "weights, or give a .safetensors file in place of the directory"
+        )
+    tied = bool(config and config.get("tie_word_embeddings"))
+    chosen = select.select(checkpoint.entries, include, exclude, only, tied)
     skipped = [name for name in chosen if int4 and checkpoint.entries[name].shape[1] % size]
     chosen = [name for name in chosen if name not in set(skipped)]
     if not chosen:
         raise ValueError(
             f"{checkpoint.path} has nothing to quantize among its {len(checkpoint.entries)} tensors"
             + (f" ({len(skipped)} have a K that group_size {size} does not divide)" if skipped else "")
-            + "; weights of linear layers are chosen by their names: choose others with include"
+            + "; weights of linear layers are chosen by their names: add others with include"
         )
     weights = [plan_quantized(checkpoint, name, format, size, nested) for name in chosen]
 
@@ -77,8 +89,9 @@ def quantize_checkpoint(
         dtype = str(DTYPES[dtypes.most_common(1)[0][0]]).removeprefix("torch.")
         dense_modules = select.dense_modules(checkpoint.entries, chosen)
         config["quantization_config"] = select.quantization_config(format, size, nested, dtype, dense_modules)
-    output = Output(Path(destination), config, max_shard_size, overwrite)
-    return stream(checkpoint, weights, convert, output, progress, tuple(skipped))
+    output = Output(Path(destination), config, max_shard_size, overwrite, dry_run)
+    left = Left(tuple(skipped), tuple(select.experts(checkpoint.entries)))
+    return stream(checkpoint, weights, convert, output, progress, left)
 
 
 def dequantize_checkpoint(
@@ -89,6 +102,7 @@ def dequantize_checkpoint(
     device: torch.device | str = "cpu",
     max_shard_size: int | None = None,
     overwrite: bool = False,
+    dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
     """Write `source`, a checkpoint with NF4, FP4 or INT4 weights, to `destination` with dense ones.
@@ -113,13 +127,16 @@ def dequantize_checkpoint(
         config.pop("quantization_config", None)
         if dtype is not None:
             config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    return stream(checkpoint, weights, convert, Output(Path(destination), config, max_shard_size, overwrite), progress)
+    output = Output(Path(destination), config, max_shard_size, overwrite, dry_run)
+    return stream(checkpoint, weights, convert, output, progress)
 
 
 def _open(source: str | Path, destination: str | Path, overwrite: bool) -> tuple[Checkpoint, dict[str, Any] | None]:
     """The checkpoint, and its config.json where it has one."""
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(hub.local(source))
     destination = Path(destination)
+    if checkpoint.is_directory and destination.suffix == ".safetensors" and not destination.is_dir():
+        raise ValueError(f"{destination} is the name of a file, and {source} is a whole model; name a directory")
     if not checkpoint.is_directory and destination.suffix != ".safetensors":
         raise ValueError(f"{destination} is to hold a single file, as {source} is one; end its name in .safetensors")
     check_destination(destination, directory=checkpoint.is_directory, overwrite=overwrite)

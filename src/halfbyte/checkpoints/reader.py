@@ -8,7 +8,10 @@ reads, not mapped, so that a process never holds more than the tensor it asked f
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -74,7 +77,8 @@ class Entry:
                 yield chunk
 
     def _open(self) -> FileIO:
-        file = FileIO(self.path)
+        with readable(self.path):
+            file = FileIO(self.path)
         file.seek(self.start)
         return file
 
@@ -124,7 +128,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return _assemble(path, [path], None)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} does not exist; give a .safetensors file or a directory that holds some")
-    if (path / "model.safetensors").is_file():
+    with readable(path):
+        os.listdir(path)  # glob finds nothing in a directory that cannot be read, and says nothing
+        single = (path / "model.safetensors").is_file()
+    if single:
         return _assemble(path, [path / "model.safetensors"], None)
     indexes = sorted(path.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
@@ -136,7 +143,21 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{path} holds no .safetensors file; other kinds of checkpoint are not read")
+    _check_complete(path, [file.name for file in files])
     return _assemble(path, files, None)
+
+
+def _check_complete(path: Path, names: list[str]) -> None:
+    """Without an index, names such as "model-00002-of-00003.safetensors" tell whether all files are there."""
+    told = [match for name in names if (match := re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\.safetensors)", name))]
+    for first, number, of, count, last in (match.groups() for match in told[:1]):
+        wanted = [f"{first}{i:0{len(number)}}{of}{count}{last}" for i in range(1, int(count) + 1)]
+        missing = [name for name in wanted if name not in names]
+        if missing:
+            raise ValueError(
+                f"{path} lacks {', '.join(missing[:3])}{' ...' if missing[3:] else ''}, and has no index; the download "
+                "is incomplete: get the missing files"
+            )
 
 
 def _open_indexed(path: Path, index: Path) -> Checkpoint:
@@ -180,6 +201,8 @@ def _assemble(path: Path, files: list[Path], index: str | None) -> Checkpoint:
 
 def _read_header(path: Path) -> tuple[dict[str, str], list[Entry]]:
     """A file's metadata and its tensors in the order of their bytes."""
+    with readable(path), path.open("rb"):
+        pass
     try:
         with safe_open(path, "np") as file:  # checks sizes, offsets and that the file is whole
             names = set(file.keys())
@@ -193,8 +216,6 @@ def _read_header(path: Path) -> tuple[dict[str, str], list[Entry]]:
             entries.append(Entry(name, info["dtype"], tuple(info["shape"]), path, 8 + length + start, end - start))
         if names != header.keys():
             raise ValueError("its header names a tensor twice")
-    except PermissionError:
-        raise
     except Exception as error:  # SafetensorError is a bare Exception, and an empty file gives others
         reason = str(error).removeprefix("Error while deserializing header: ")
         raise ValueError(
@@ -203,10 +224,23 @@ def _read_header(path: Path) -> tuple[dict[str, str], list[Entry]]:
     return metadata, sorted(entries, key=lambda entry: entry.start)
 
 
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Have a file or directory that may not be read called just that."""
+    try:
+        yield
+    except PermissionError as error:
+        raise PermissionError(
+            error.errno, f"{path} cannot be read: permission denied; have its owner grant it (chmod +r)"
+        ) from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object. Raises ValueError where it does not."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with readable(path):
+            text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); get it again") from error
     if not isinstance(value, dict):

@@ -14,6 +14,11 @@ from halfbyte.formats import blockwise
 # yet transformers must be told to leave them dense.
 HEADS = ("lm_head", "embed_out", "proj_out", "classifier", "score", "qa_outputs")
 
+# transformers keeps the experts of a layer in one stack, whatever the checkpoint has: nothing loads them in 4 bits.
+_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
+_EMBEDDING = re.compile(r"emb(ed\w*)?$|^embed|^(wte|wpe|shared)$|relative_attention_bias")
+
+_FLOATS = ("F16", "BF16", "F32")
 _NOT_LINEAR = re.compile(r"emb(ed|$)|norm|(^|_)ln(_|\d|$)|^(wte|wpe|shared|router)$")
 _NOT_LINEAR_LAST = re.compile(r"^(gate|router|output)$|_gate$|relative_attention_bias")
 
@@ -25,10 +30,11 @@ def is_linear(name: str) -> bool:
     """Whether a two-dimensional tensor of this name is, by convention, the weight of a linear layer.
 
     It is if it ends in ".weight", no part of its path names an embedding (embed.., ..emb, wte, wpe, shared), a norm or
-    a router, and its last part neither an output layer (HEADS, output) nor an expert gate (gate, .._gate).
+    a router or one of several experts, and its last part neither an output layer (HEADS, output) nor an expert gate
+    (gate, .._gate).
     """
     *path, last = name.split(".")
-    if last != "weight" or not path:
+    if last != "weight" or not path or _EXPERT.search(name):
         return False
     parts = [part.lower() for part in path]
     if any(_NOT_LINEAR.search(part) for part in parts):
@@ -37,29 +43,78 @@ def is_linear(name: str) -> bool:
     return parts[-1] not in HEADS and (output or not _NOT_LINEAR_LAST.search(parts[-1]))
 
 
-def select(entries: Mapping[str, Entry], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[str]:
+def check_globs(include: Sequence[str], only: Sequence[str]) -> None:
+    """Raise ValueError where both are given."""
+    if include and only:
+        raise ValueError(
+            "only says itself which weights are quantized, and include adds to the default; give one of them"
+        )
+
+
+def select(
+    entries: Mapping[str, Entry],
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    only: Sequence[str] = (),
+    tied: bool = False,
+) -> list[str]:
     """The names of the weights to quantize: fp16, bf16 or fp32, two dimensions, ending in ".weight", and
 
-    - without `include`, all that `is_linear` takes for the weight of a linear layer;
-    - with `include`, all that match one of its globs, instead;
+    - all that `is_linear` takes for the weight of a linear layer, and those that match a glob of `include`;
+    - with `only`, those that match one of its globs, instead;
     - in either case none that match a glob of `exclude`.
 
-    Globs are shell patterns on the whole name, with or without ".weight". Raises ValueError for one of `include` that
-    matches nothing which can be quantized.
+    Globs are shell patterns on the whole name, with or without ".weight". tied: the output layer is the embeddings.
+    Raises ValueError for a glob that matches nothing which can be quantized, and for a weight among those chosen that
+    nothing could load in 4 bits.
     """
+    check_globs(include, only)
     able = [
         name
         for name, entry in entries.items()
-        if name.endswith(".weight") and len(entry.shape) == 2 and entry.nbytes and entry.dtype in ("F16", "BF16", "F32")
+        if name.endswith(".weight") and len(entry.shape) == 2 and entry.nbytes and entry.dtype in _FLOATS
     ]
-    for glob in include:
-        if not any(_matches(name, [glob]) for name in able):
+    for option, globs in (("include", include), ("only", only)):
+        for glob in globs:
+            if not any(_matches(name, [glob]) for name in able):
+                raise ValueError(
+                    f"{option} {glob!r} matches none of the {len(able)} tensors that can be quantized (fp16, bf16 or "
+                    f"fp32, two dimensions, ending in '.weight'){f', such as {able[0]!r}' if able else ''}"
+                )
+    chosen = [name for name in able if (_matches(name, only) if only else is_linear(name) or _matches(name, include))]
+    chosen = [name for name in chosen if not _matches(name, exclude)]
+    for name in chosen:
+        if why := _not_loaded(name, entries, tied):
             raise ValueError(
-                f"include {glob!r} matches none of the {len(able)} tensors that can be quantized (fp16, bf16 or fp32, "
-                f"two dimensions, ending in '.weight'){f', such as {able[0]!r}' if able else ''}"
+                f"{'only' if only else 'include'} takes in {name!r}, {why}; nothing would load it in 4 bits: leave it "
+                f"out, with exclude {name.removesuffix('.weight')!r} for one"
             )
-    chosen = [name for name in able if (_matches(name, include) if include else is_linear(name))]
-    return [name for name in chosen if not _matches(name, exclude)]
+    return chosen
+
+
+def _not_loaded(name: str, entries: Mapping[str, Entry], tied: bool) -> str:
+    """What a weight is that no library loads in 4 bits, or "" for one that may be a linear layer's."""
+    module = name.removesuffix(".weight")
+    parent, _, last = module.rpartition(".")
+    if _EXPERT.search(name):
+        return "one of several experts, which transformers keeps in one stack"
+    if _EMBEDDING.search(last.lower()) and last not in HEADS:
+        return "an embedding"
+    if last in ("gate", "router") and any(other.startswith(f"{parent}.experts.") for other in entries):
+        return "a router"
+    if tied and last in HEADS:
+        return "which config.json ties to the embeddings"
+    return ""
+
+
+def experts(entries: Mapping[str, Entry]) -> list[str]:
+    """The names of all dense weights of experts: one by one, or in stacks of three dimensions."""
+    return [
+        name
+        for name, entry in entries.items()
+        if entry.dtype in _FLOATS
+        and (_EXPERT.search(name) if len(entry.shape) == 2 else "experts" in name.split(".") and len(entry.shape) == 3)
+    ]
 
 
 def _matches(name: str, globs: Iterable[str]) -> bool:
@@ -79,7 +134,8 @@ def check_model(config: Mapping[str, Any]) -> None:
 def dense_modules(entries: Mapping[str, Entry], chosen: Iterable[str]) -> list[str]:
     """The modules that transformers must not replace by quantized ones: those with a weight that was not chosen."""
     quantized = {name.removesuffix(".weight") for name in chosen}
-    matrices = {n.removesuffix(".weight") for n, e in entries.items() if n.endswith(".weight") and len(e.shape) >= 2}
+    names = {n.removesuffix(".weight") for n, e in entries.items() if n.endswith(".weight") and len(e.shape) >= 2}
+    matrices = {re.sub(r"((^|\.)experts)\.\d+(\..*)?$", r"\1", name) for name in names}  # one entry for all experts
     heads = [head for head in HEADS if not any(name.endswith(head) for name in quantized | matrices)]
     return sorted(matrices - quantized) + heads
 

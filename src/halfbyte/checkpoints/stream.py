@@ -13,7 +13,7 @@ import torch
 
 from halfbyte.checkpoints.atomic import atomic_output, check_space
 from halfbyte.checkpoints.plan import Weight
-from halfbyte.checkpoints.reader import Checkpoint, Entry
+from halfbyte.checkpoints.reader import Checkpoint, Entry, readable
 from halfbyte.checkpoints.writer import SafetensorsWriter, Spec
 
 Progress = Callable[[str, int, int], None]
@@ -43,6 +43,8 @@ class Summary:
     """What was done. Bytes are those of all tensors; `layers` were converted, `copied` tensors were not.
 
     skipped: weights that would have been quantized but whose K is no multiple of int4's group size.
+    experts: weights of experts, which stay dense, and their bytes. files: what was written, below `destination`.
+    dry_run: nothing was; errors are unknown, and `bytes_after` lacks the few bytes of JSON beside each NF4 weight.
     """
 
     source: Path
@@ -52,6 +54,10 @@ class Summary:
     layers: tuple[Layer, ...]
     copied: int
     skipped: tuple[str, ...]
+    experts: tuple[str, ...]
+    experts_bytes: int
+    files: tuple[str, ...]
+    dry_run: bool
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,15 @@ class Output:
     config: dict[str, Any] | None = None
     max_shard_size: int | None = None
     overwrite: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Left:
+    """Weights that stay dense and that the summary names: see there."""
+
+    skipped: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,16 +101,35 @@ def stream(
     convert: Callable[[Weight], Converted],
     output: Output,
     progress: Progress | None = None,
-    skipped: tuple[str, ...] = (),
+    left: Left = Left(),
 ) -> Summary:
     """Write `checkpoint` to `output` with `weights` converted. The output appears whole or not at all."""
     shards = _shards(checkpoint, weights, output.max_shard_size)
     specs = [spec for shard in shards for item in shard.items for spec in _specs(item)]
     others = _other_files(checkpoint)
+    index = _index_name(checkpoint, shards)
+    files = _file_names(checkpoint, shards, others, output, index)
+
+    def summary(layers: list[Layer], copied: int, written: int) -> Summary:
+        return Summary(
+            checkpoint.path, output.path, checkpoint.nbytes, written, tuple(layers), copied, left.skipped, left.experts,
+            sum(checkpoint.entries[name].nbytes for name in left.experts), files, output.dry_run,
+        )  # fmt: skip
+
     needed = sum(s.nbytes + 200 + len(s.name) for s in specs) + sum(path.stat().st_size for path in others)
     check_space(output.path.resolve().parent, needed)
 
-    layers: list[Layer] = []
+    for other in others:
+        with readable(other), other.open("rb"):
+            pass
+    if output.dry_run:
+        layers = [_planned(checkpoint, weight) for weight in weights]
+        converted = {key for weight in weights for key in weight.keys}
+        return summary(
+            layers, len(checkpoint.entries.keys() - converted), sum(s.nbytes for s in specs if s.shape is not None)
+        )
+
+    layers = []
     weight_map: dict[str, str] = {}
     copied = done = written = 0
     with atomic_output(output.path, directory=checkpoint.is_directory, overwrite=output.overwrite) as place:
@@ -124,12 +158,35 @@ def stream(
                 shutil.copyfile(other, target)
             if output.config is not None:
                 _write_json(place / "config.json", output.config)
-            if checkpoint.index or (output.max_shard_size and len(shards) > 1):
-                index = {"metadata": {"total_size": written}, "weight_map": dict(sorted(weight_map.items()))}
-                _write_json(place / (checkpoint.index or "model.safetensors.index.json"), index)
+            if index is not None:
+                content = {"metadata": {"total_size": written}, "weight_map": dict(sorted(weight_map.items()))}
+                _write_json(place / index, content)
         if progress:
             progress("", done, checkpoint.nbytes)
-    return Summary(checkpoint.path, output.path, checkpoint.nbytes, written, tuple(layers), copied, skipped)
+    return summary(layers, copied, written)
+
+
+def _planned(checkpoint: Checkpoint, weight: Weight) -> Layer:
+    before = sum(checkpoint.entries[key].nbytes for key in weight.keys)
+    after = sum(spec.nbytes for spec in weight.specs if spec.shape is not None)
+    return Layer(weight.name, weight.shape, before, after, None, None)
+
+
+def _index_name(checkpoint: Checkpoint, shards: list[_Shard]) -> str | None:
+    """Of the output's index. Where there are several files, or one of another name, nothing loads them without."""
+    if not checkpoint.is_directory:
+        return None
+    alone = [shard.name for shard in shards] == ["model.safetensors"]
+    return checkpoint.index or (None if alone else "model.safetensors.index.json")
+
+
+def _file_names(
+    checkpoint: Checkpoint, shards: list[_Shard], others: list[Path], output: Output, index: str | None
+) -> tuple[str, ...]:
+    if not checkpoint.is_directory:
+        return (output.path.name,)
+    names = {shard.name for shard in shards} | {other.relative_to(checkpoint.path).as_posix() for other in others}
+    return tuple(sorted(names | {name for name in (index, "config.json" if output.config else None) if name}))
 
 
 def _convert(weight: Weight, convert: Callable[[Weight], Converted], writer: SafetensorsWriter, before: int) -> Layer:

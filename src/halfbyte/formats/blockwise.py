@@ -17,10 +17,14 @@ behaviour of bitsandbytes 0.50.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCK_SIZE = 256
@@ -121,6 +125,8 @@ def codebook_tensor(name: str, device: torch.device) -> torch.Tensor:
 
     On a GPU, FP4's nibble 8 is -0.0 and elsewhere +0.0: so it is in bitsandbytes' CUDA kernels and in its tables.
     """
+    import torch  # not above: the numbers are read without it (halfbyte explain)
+
     values = list(FORMATS[name].codebook)
     if name == "fp4" and device.type == "cuda":
         values[8] = -0.0
@@ -130,21 +136,41 @@ def codebook_tensor(name: str, device: torch.device) -> torch.Tensor:
 @cache
 def midpoints_tensor(name: str, device: torch.device) -> torch.Tensor:
     """The fifteen fp32 midpoints between ascending codebook values, as bitsandbytes' CPU code compares with them."""
+    import torch
+
     format = FORMATS[name]
     values = torch.tensor(format.codebook, dtype=torch.float32, device="cpu")[list(format.ascending)]
     return ((values[:-1] + values[1:]) / 2).to(device)
 
 
 @cache
-def dynamic_code(device: torch.device) -> torch.Tensor:
-    """bitsandbytes' signed 8-bit "dynamic" code, fp32 [256] ascending: what nested scales are written in.
+def dynamic_values() -> tuple[float, ...]:
+    """bitsandbytes' signed 8-bit "dynamic" code, 256 fp32 numbers ascending: what nested scales are written in.
 
     Seven decades; decade i, counted from the smallest, is cut into 2**i equal parts whose middles are the values, with
     both signs; then 0 and 1. Source: 8-bit Approximations for Parallelism in Deep Learning, arXiv 1511.04561.
     """
-    values: list[float] = [0.0, 1.0]
+    values = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
-        magnitudes = (10 ** (decade - 6)) * ((edges[:-1] + edges[1:]) / 2)
-        values += magnitudes.tolist() + (-magnitudes).tolist()
-    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+        parts = 2**decade
+        # In the fp32 steps of torch.linspace, which bitsandbytes calls: from either end towards the middle.
+        first, step = fp32(0.1), fp32((1 - fp32(0.1)) / parts)
+        edges = [fp32(first + step * i) for i in range(parts // 2 + 1)]
+        edges += [fp32(1 - step * (parts - i)) for i in range(parts // 2 + 1, parts + 1)]
+        for low, high in pairwise(edges):
+            value = fp32(fp32(10.0 ** (decade - 6)) * fp32(fp32(low + high) / 2))
+            values += [value, -value]
+    return tuple(sorted(values))
+
+
+@cache
+def dynamic_code(device: torch.device) -> torch.Tensor:
+    """`dynamic_values` as a tensor, fp32 [256], on `device`; one tensor per device, never to be written to."""
+    import torch
+
+    return torch.tensor(dynamic_values(), dtype=torch.float32, device=device)
+
+
+def fp32(number: float) -> float:
+    """The nearest fp32 number."""
+    return float(struct.unpack("<f", struct.pack("<f", number))[0])

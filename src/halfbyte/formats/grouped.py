@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 NAME = "int4"
 GROUP_SIZES = (32, 64, 128)
@@ -26,6 +28,8 @@ BIAS = 8
 @cache
 def codebook_tensor(device: torch.device) -> torch.Tensor:
     """The integers -8 to 7 in the order of their nibbles, fp32 [16]; one tensor per device, never to be written to."""
+    import torch  # not above: the numbers are read without it (halfbyte explain)
+
     return torch.arange(-BIAS, BIAS, dtype=torch.float32, device=device)
 
 

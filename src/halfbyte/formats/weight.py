@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.formats import blockwise, grouped
+from halfbyte.formats.settings import check_format
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -104,33 +105,6 @@ class QuantizedWeight:
             f"QuantizedWeight({self.format}, {list(self.shape)}, {kind}={self.block_size}{nested}, {self.dtype}, "
             f"{self.device}, {bits:.3f} bits a weight)"
         )
-
-
-FORMAT_NAMES = (*blockwise.FORMATS, grouped.NAME)
-
-
-def check_format(format: str) -> None:
-    """Raise ValueError unless `format` is one that we know."""
-    if not isinstance(format, str) or format not in FORMAT_NAMES:
-        raise ValueError(f"format is {format!r}; known formats are {', '.join(map(repr, FORMAT_NAMES))}")
-
-
-def check_settings(
-    format: str, block_size: int | None, group_size: int | None, nested: bool | None
-) -> tuple[int, bool]:
-    """The block or group size and whether scales are nested, defaults filled in. Raises ValueError if they clash."""
-    check_format(format)
-    if format == grouped.NAME:
-        if block_size is not None or nested:
-            raise ValueError("block_size and nested are for nf4 and fp4; int4 takes group_size")
-        size = 128 if group_size is None else group_size
-        grouped.check_group_size(size)
-        return size, False
-    if group_size is not None:
-        raise ValueError(f"group_size is for int4; {format} takes block_size")
-    size = 64 if block_size is None else block_size
-    blockwise.check_block_size(format, size)
-    return size, True if nested is None else nested
 
 
 _UINT8, _INT32, _FLOAT32 = (torch.uint8,), (torch.int32,), (torch.float32,)

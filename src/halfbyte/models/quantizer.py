@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.formats import bitsandbytes, compressed_tensors, grouped
-from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight, check_settings
+from halfbyte.formats.settings import check_settings
+from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
 from halfbyte.nn import NAMES, Linear4bit
 from halfbyte.ops import dequantize, quantize
 

@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from halfbyte.recover.result import Recovery
+    from halfbyte.terminal import Table
 
 KEY = "hidden_states"  # of the tensor in a file of states
 DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -51,6 +48,7 @@ def recover(
 
     from halfbyte.recover.blocks import Blocks, device_of, evaluating
     from halfbyte.recover.search import layer_of, recover_tokens
+    from halfbyte.terminal import console as terminal
 
     kept = None if states is None else _read(states)
     loaded, tokenizer = _load(model, device, dtype, needs_tokenizer=text is not None)
@@ -68,11 +66,11 @@ def recover(
     found = recover_tokens(
         loaded, wanted, index, policy=policy, epsilon=epsilon, whole=whole or None, seed=seed, state_file=state
     )
-    console = Console()
+    console = terminal()
     console.print(table(found, tokenizer))
-    console.print(str(found), markup=False, highlight=False)
+    console.print(str(found), highlight=False)
     if tokenizer is not None and found.tokens:
-        console.print(f"text: {found.text(tokenizer)!r}", markup=False, highlight=False)
+        console.print(f"text: {found.text(tokenizer)!r}", highlight=False)
     if truth is not None:
         same = found.tokens == tuple(truth.tolist())
         console.print(f"the same as --text: {'yes' if same else 'no'}", highlight=False)
@@ -84,7 +82,9 @@ def recover(
 
 def table(found: Recovery, tokenizer: Any = None) -> Table:
     """A row a position: token, distances, how many were tried, milliseconds, status."""
-    result = Table(box=SIMPLE_HEAD, pad_edge=False)
+    from halfbyte.terminal import Table
+
+    result = Table()
     result.add_column("", justify="right")
     result.add_column("token")
     for name in ("distance", "next", "tried", "ms"):
@@ -100,7 +100,7 @@ def table(found: Recovery, tokenizer: Any = None) -> Table:
         reached = position.status != "not reached"
         result.add_row(
             str(number),
-            escape(piece),
+            piece,
             *distances,
             f"{position.tried:,}" if reached else "",
             f"{1e3 * position.seconds:.1f}" if reached else "",

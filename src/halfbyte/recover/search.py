@@ -175,13 +175,9 @@ def _batch_size(blocks: Blocks) -> int:
 
 @contextmanager
 def _bar(total: int, wanted: bool | None) -> Iterator[Callable[[Position], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from halfbyte.terminal import progress
 
-    console = Console(stderr=True)
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(compact=True), TextColumn("{task.description}"))
-    shown = console.is_terminal if wanted is None else wanted
-    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+    with progress(wanted) as bar:
         task = bar.add_task("", total=total)
 
         def step(position: Position) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from halfbyte.bench import runs
-from halfbyte.bench.cli import Device, _counts, _device
+from halfbyte.bench.cli import _counts, _device
+from halfbyte.options import Device, usage
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 def profile(
     model: Annotated[
-        str, typer.Option(help="A folder with a checkpoint, or a shape with random weights, such as llama-3-8b.")
+        str, typer.Option(help="A checkpoint's folder or hub id, or a shape with random weights: llama-3-8b.")
     ] = "qwen2.5-1.5b",
     batch: Annotated[str, typer.Option(help="Texts at once, comma-separated.")] = "1,8,32",
     out: Annotated[Path | None, typer.Option(help="A folder for the report: JSON, CSV, PNG and one HTML page.")] = None,
@@ -47,7 +46,9 @@ def profile(
     Weight products by the layer's role, attention, norms and the rest, and the gaps between kernels: what each takes,
     how near it is to what this machine can do, and what a step could take at least. Logits are checked first.
     """
-    console = Console()
+    from halfbyte.terminal import console as terminal
+
+    console = terminal()
     if compare is not None:
         from halfbyte.roofline.compare import table
 
@@ -55,6 +56,10 @@ def profile(
         return
     # Some builds of torch report each start and stop of the profiler on stderr; this has to be said before its import.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from halfbyte.bench.models import check as check_models
+
+    with usage():
+        check_models([model])
     where = _device(device)
     settings = _settings(where, batch, provider, mode, context, rounds, layers)
     if out is not None:
@@ -97,6 +102,7 @@ def _profile(
 ) -> tuple[dict[str, Any], Any]:
     import torch
 
+    from halfbyte.bench import runs
     from halfbyte.roofline.ceilings import ceilings
     from halfbyte.roofline.counters import counted
     from halfbyte.roofline.record import make_record

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from halfbyte.roofline import record
 from halfbyte.roofline.analysis import in_order
 from halfbyte.roofline.render import number, table_of
 from halfbyte.roofline.run import PROVIDERS
+from halfbyte.terminal import Table, styled
 
 Key = tuple[int, str, str]  # batch, mode, provider; the provider is empty where each side has only one
 
@@ -26,7 +25,7 @@ def table(first: str, second: str) -> Table:
     found = table_of(f"A: {names[0]}\nB: {names[1]}", "", *heads, padding=(0, 1, 0, 0))
     found.caption = _difference(*(side["record"] for side in sides))
     for title, a, b in pairs:
-        found.add_row(f"[bold]{title}[/]")
+        found.add_row(styled((title, "bold")))
         for name, left, right in _classes(a, b):
             found.add_row(name, *_cells(left, right))
         found.add_row("step, profiled", *_cells(a["profiled_ms"], b["profiled_ms"]))

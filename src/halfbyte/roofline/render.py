@@ -1,4 +1,4 @@
-"""What `halfbyte profile` prints: tables that are right at 80 columns."""
+"""What `halfbyte profile` prints."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from halfbyte.roofline.analysis import Roofs, Row, floor, in_order, products, rows
+from halfbyte.terminal import Table, styled
 
 Runs = list[Mapping[str, Any]]
 
@@ -62,7 +61,7 @@ def overview(record: Mapping[str, Any], roofs: Roofs) -> Table:
     table = table_of(title, "", *heads, padding=(0, 1, 0, 0))
     for batch, runs in by_batch(record):
         for mode, group in groupby(sorted(runs, key=place), key=lambda run: run["mode"]):
-            table.add_row(f"[bold]batch {batch}, {mode}[/]")
+            table.add_row(styled((f"batch {batch}, {mode}", "bold")))
             for run in group:
                 table.add_row(*cells_of(run, rows(run, roofs)))
         table.add_section()
@@ -119,7 +118,7 @@ def counted(record: Mapping[str, Any]) -> Table:
     batch = counters["classes"][0]["batch"]
     table = table_of(f"counted by ncu: one layer and the head, batch {batch}", "", *heads, padding=(0, 1, 0, 0))
     for provider, entries in groupby(counters["classes"], key=lambda entry: entry["provider"]):
-        table.add_row(f"[bold]{provider}[/]")
+        table.add_row(styled((provider, "bold")))
         for entry in entries:
             computed, found = entry["computed_bytes"], entry["counted_bytes"]
             if entry["batch"] == batch and computed:
@@ -154,10 +153,9 @@ def notes(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def table_of(title: str, *heads: str, padding: tuple[int, int, int, int] = (0, 2, 0, 0)) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=padding, title_justify="left")
-    table.caption_justify = "left"
+    table = Table(title=title, padding=padding, title_justify="left", caption_justify="left")
     for place, head in enumerate(heads):
-        table.add_column(head, justify="right" if place else "left", no_wrap=True)
+        table.add_column(head, justify="right" if place else "left")
     return table
 
 
