@@ -133,7 +133,7 @@ def step_inputs(model: Any, cache: Any, ids: Tensor, length: int) -> dict[str, A
         next_sequence_length=1,
         past_key_values=cache,
         attention_mask=torch.ones((len(ids), length + 1), dtype=torch.long, device=ids.device),
-        position_ids=torch.full((len(ids), 1), length, device=ids.device),
+        position_ids=torch.full((len(ids), 1), length, dtype=torch.long, device=ids.device),
         use_cache=True,
     )
     del inputs["past_key_values"]

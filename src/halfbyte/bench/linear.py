@@ -49,13 +49,13 @@ def linear_cases(
     rows = rows or (GPU_ROWS if device.type == "cuda" else CPU_ROWS)
     for shape in shapes:
         n, k = shape
-        packed = _quantized(torch.zeros(shape, dtype=dtype), format, nested).nbytes
+        packed = _quantized(torch.zeros(shape, dtype=dtype, device="cpu"), format, nested).nbytes
         sets = input_sets(packed, device)
-        dense = [torch.randn(shape, device=device).to(dtype) for _ in range(sets)]
+        dense = [torch.randn(shape, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
         weights = [_quantized(weight, format, nested) for weight in dense]
         products, exact = _products(dense, weights, device)
         for m in rows:
-            x = [torch.randn(m, k, device=device).to(dtype) for _ in range(sets)]
+            x = [torch.randn(m, k, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
             exactly = {weight: _exact_products(x, weight) for weight in exact.values()}
             right = {name: exactly[exact[name]] for name in products}
             ends = (m * k + m * n) * dtype.itemsize

@@ -256,7 +256,7 @@ def start_profiler(device: torch.device) -> None:
     """The profiler's first use in a process takes long, and may miss what runs meanwhile."""
     if device.type == "cuda":
         with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):
-            torch.ones(1, device=device).sum()
+            torch.ones(1, dtype=torch.float32, device=device).sum()
             torch.cuda.synchronize(device)
 
 
