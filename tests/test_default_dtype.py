@@ -25,26 +25,11 @@ CASES = [(name, nested) for name in FORMAT_NAMES for nested in NESTED[name]]
 
 # Functions of torch that make a tensor from numbers or from nothing; `*_like` and `new_*` take theirs from a tensor.
 FACTORIES = frozenset(
-    [
-        "arange",
-        "as_tensor",
-        "asarray",
-        "empty",
-        "empty_strided",
-        "eye",
-        "full",
-        "linspace",
-        "logspace",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-        "scalar_tensor",
-        "tensor",
-        "zeros",
-    ]
-)
+    (
+        "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones",
+        "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+    )
+)  # fmt: skip
 # Calls without a dtype or a device that mean what they do: the file, and how the call begins.
 EXCEPTIONS = (
     ("cli.py", "torch.empty(1, device=name)"),  # asks whether there is such a device; nothing is computed

@@ -16,8 +16,14 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.linear.reference import linear as linear_dense
 from halfbyte.library import weight_of
 from halfbyte.ops import _linear, dequantize
+
+
+def _of_x(grad: Tensor, q: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
+    """grad [..., N] @ W -> [..., K]. A backward pass may run under autocast, which has no say in it either."""
+    return linear_dense(grad, dequantize(q, dtype).t(), None)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -30,7 +36,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     packed, scale, *nested = ctx.saved_tensors
     grads: list[Any] = [None] * ctx.arguments
     if ctx.needs_input_grad[0]:
-        grads[0] = grad @ dequantize(weight_of((packed, scale, nested, *ctx.facts), ctx.dtype))
+        grads[0] = _of_x(grad, weight_of((packed, scale, nested, *ctx.facts), ctx.dtype))
     if ctx.needs_input_grad[-2]:
         grads[-2] = grad.reshape(-1, grad.shape[-1]).sum(0)
     grads[3] = [None] * len(nested)
@@ -49,7 +55,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         of_x, _, of_bias, _ = ctx.needs_input_grad
         return (
-            grad @ dequantize(ctx.q, ctx.dtype) if of_x else None,
+            _of_x(grad, ctx.q, ctx.dtype) if of_x else None,
             None,
             grad.reshape(-1, grad.shape[-1]).sum(0) if of_bias else None,
             None,
