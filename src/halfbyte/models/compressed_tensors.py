@@ -152,6 +152,13 @@ def operands(module: Any, x: Tensor) -> Operands | None:
     return Operands(q, bias, dtype, dtype, version)
 
 
+def stored(module: Any) -> tuple[Tensor, ...]:
+    """The tensors of a module's packed weight; none of one that was made dense."""
+    names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
+    tensors = (getattr(module, name, None) for name in names if _is_packed(module))
+    return tuple(tensor for tensor in tensors if tensor is not None)
+
+
 def weight_of(module: Any) -> QuantizedWeight | None:
     """The module's weight as it is now, sharing its memory, or None where halfbyte has no reading of it."""
     view: View = module.__dict__[ATTRIBUTE]

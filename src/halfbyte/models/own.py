@@ -43,6 +43,11 @@ def weight_of(module: Any) -> QuantizedWeight:
     return q
 
 
+def stored(module: Any) -> tuple[Tensor, ...]:
+    """The tensors of a module's weight."""
+    return weight_of(module).tensors
+
+
 def operands(module: Any, x: Tensor) -> Operands | None:
     q, bias = weight_of(module), parameter(module, "bias")
     version = version_of(q.packed, q.scale, bias)

@@ -1,0 +1,60 @@
+"""Which kernel multiplies one row of x with a weight, in a few words for people."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common.device import DeviceFacts, cpu_capability, facts_of, has_triton
+from halfbyte.kernels.common.nvrtc import has_compiler
+from halfbyte.kernels.linear.operands import Operands, operands_of
+from halfbyte.kernels.linear.plan import plan
+
+
+def serves(q: QuantizedWeight, dtype: torch.dtype) -> str:
+    """What `halfbyte.linear` computes x [1, K] @ W.T with, x being of `dtype` and on the device of `q` [N, K].
+
+    "numba", or "CUDA C++ decode (sm_90)" by the name of the kernel; where the fast path is out of reach, what computes
+    instead and what is missing. No GPU is asked for more than its properties.
+    """
+    device, (n, k) = q.device, q.shape
+    if device.type == "cpu":
+        return _on_cpu(n, k, dtype)
+    if device.type != "cuda":
+        return "torch reference"
+    facts = facts_of(device.index)
+    return _on_cuda(operands_of(torch.empty(0, dtype=dtype, device=device), q, None), facts, missing(facts))
+
+
+def missing(facts: DeviceFacts) -> str | None:
+    """What the CUDA kernels lack on a GPU, or None."""
+    if facts.kind != "cuda":
+        return "there is no kernel for AMD GPUs"
+    return None if has_compiler() else "cuda-core is missing"
+
+
+def _on_cpu(n: int, k: int, dtype: torch.dtype) -> str:
+    if not _has_numba():
+        return "torch: numba cannot be imported"
+    if plan(1, n, k, dtype, "cpu", False, cpu_capability()).kernel == "fused":
+        return "numba"
+    return f"numba dequantize, then torch.matmul: K = {k} is no multiple of 32"
+
+
+def _on_cuda(operands: Operands, facts: DeviceFacts, reason: str | None) -> str:
+    if reason is None:
+        from halfbyte.kernels.linear.cuda import choose
+
+        choice = choose(1, operands, facts, False) if operands.n and operands.k else None
+        if choice is not None:
+            return f"CUDA C++ {choice.kernel.__name__.rpartition('.')[2]} (sm_{facts.capability})"
+        reason = "no kernel is for such a weight"
+    return f"{'Triton' if has_triton() else 'torch'} dequantize, then torch.matmul: {reason}"
+
+
+@cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
