@@ -254,17 +254,26 @@ def _require_blockwise(q: QuantizedWeight) -> None:
 
 def _no_state(packed: object) -> Exception:
     if not isinstance(packed, torch.Tensor):
-        return TypeError(f"packed is a {type(packed).__name__}; a torch.Tensor or a Params4bit is accepted")
+        return _no_tensor(packed)
     return ValueError(
         "quant_state is None and packed carries none; pass weight.quant_state. A Params4bit gets its state when its "
         "module is first moved to a device, as in module.to('cuda')"
     )
 
 
+def _no_tensor(packed: object) -> TypeError:
+    kind = type(packed).__name__
+    if not isinstance(packed, torch.nn.Module):
+        return TypeError(f"packed is a {kind}; a torch.Tensor or a Params4bit is accepted")
+    if isinstance(getattr(packed, "weight", None), QuantizedWeight):
+        return TypeError(f"packed is a {kind}, a module whose weight is a QuantizedWeight already: take layer.weight")
+    return TypeError(f"packed is a {kind}, a module; pass its weight: from_bitsandbytes(layer.weight)")
+
+
 def _misfit(packed: object, state: Any, error: Exception) -> Exception:
     """What is wrong with a state that made no QuantizedWeight, in words of bitsandbytes' names."""
     if not isinstance(packed, torch.Tensor):
-        return TypeError(f"packed is a {type(packed).__name__}; a torch.Tensor is accepted")
+        return _no_tensor(packed)
     absmax = getattr(state, "absmax", None)
     if getattr(state, "packing_format_for_cpu", False):
         return ValueError(
