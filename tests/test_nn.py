@@ -283,3 +283,79 @@ def test_bitsandbytes_reads_it_and_is_read(format: str, nested: bool) -> None:
     mark = f"weight.quant_state.bitsandbytes__{format}"
     facts = [json.loads(bytes(tensors[mark].tolist())) for tensors in (ours.state_dict(), saved)]
     assert facts[0] == facts[1]
+
+
+# Under autocast.
+
+
+HALVES = (torch.bfloat16, torch.float16)
+halves = pytest.mark.parametrize("half", HALVES, ids=str)
+biases = pytest.mark.parametrize("bias", [True, False])
+
+
+@kinds
+@biases
+@halves
+def test_autocast_is_that_of_linear(format: str, options: dict[str, Any], bias: bool, half: torch.dtype) -> None:
+    """The same dtypes, forward and back, whatever x has; what it computes is `linear` of the cast arguments."""
+    ours = layer(format, options, bias=bias)
+    dense = torch.nn.Linear(256, 48, bias=bias)
+    for given in (torch.float32, *HALVES):
+        x, other = (torch.randn(2, 3, 256).to(given).requires_grad_() for _ in range(2))
+        with torch.autocast("cpu", half):
+            y, right = ours(x), dense(other)
+            assert torch.equal(y, hb.linear(x.to(half), ours.weight, None if ours.bias is None else ours.bias.to(half)))
+        assert y.dtype is right.dtype is half
+        y.float().square().sum().backward()
+        right.float().square().sum().backward()
+        assert x.grad.dtype is other.grad.dtype is given
+        if bias:
+            assert ours.bias.grad.dtype is dense.bias.grad.dtype is torch.float32
+    with torch.autocast("cpu", half, enabled=False):
+        assert ours(torch.randn(3, 256)).dtype is torch.float32
+    with torch.autocast("cpu", half), pytest.raises(TypeError, match=r"x has dtype torch\.float64; linear takes"):
+        ours(torch.randn(3, 256, dtype=torch.float64))
+
+
+@kinds
+@biases
+@halves
+def test_autocast_compiles_whole(format: str, options: dict[str, Any], bias: bool, half: torch.dtype) -> None:
+    """With autocast around the compiled call, and inside it."""
+    ours = layer(format, options, bias=bias)
+
+    def inside(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", half):
+            return ours(x)
+
+    x = torch.randn(3, 256, requires_grad=True)
+    right = inside(x)
+    [gradient] = torch.autograd.grad(right.float().square().sum(), x)
+    for function, outside in ((inside, False), (ours, True)):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        with torch.autocast("cpu", half, enabled=outside):
+            y = compiled(x)
+        [found] = torch.autograd.grad(y.float().square().sum(), x)
+        assert y.dtype is half
+        assert found.dtype is torch.float32
+        assert torch.equal(y, right)
+        assert torch.allclose(found, gradient)
+
+
+@kinds
+def test_linear_itself_keeps_the_dtypes_of_its_arguments(format: str, options: dict[str, Any]) -> None:
+    """Under autocast as without it, backward too: the same bits."""
+    q = layer(format, options).weight
+    x, bias = torch.randn(3, 256, requires_grad=True), torch.randn(48, requires_grad=True)
+
+    def run(rows: Tensor) -> list[Tensor]:
+        y = hb.linear(rows, q, bias)
+        return [y, *torch.autograd.grad(y.square().sum(), (x, bias))]
+
+    for rows in (x, x.expand(40, 3, 256)):  # few rows, and so many that the dense weight is made
+        right = run(rows)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = run(rows)
+        assert all(tensor.dtype is torch.float32 for tensor in found)
+        assert all(map(torch.equal, found, right))

@@ -15,9 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte import ops
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.linear.reference import linear as linear_dense
 from halfbyte.library import weight_of
 from halfbyte.ops import _linear, dequantize
+
+
+def _of_x(grad: Tensor, q: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
+    """grad [..., N] @ W -> [..., K]. A backward pass may run under autocast, which has no say in it either."""
+    return linear_dense(grad, dequantize(q, dtype).t(), None)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -30,7 +37,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     packed, scale, *nested = ctx.saved_tensors
     grads: list[Any] = [None] * ctx.arguments
     if ctx.needs_input_grad[0]:
-        grads[0] = grad @ dequantize(weight_of((packed, scale, nested, *ctx.facts), ctx.dtype))
+        grads[0] = _of_x(grad, weight_of((packed, scale, nested, *ctx.facts), ctx.dtype))
     if ctx.needs_input_grad[-2]:
         grads[-2] = grad.reshape(-1, grad.shape[-1]).sum(0)
     grads[3] = [None] * len(nested)
@@ -38,24 +45,63 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _Linear(torch.autograd.Function):
-    """The same for eager calls."""
+    """The same for eager calls, inside torch.func and forward-mode AD too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
-        ctx.q, ctx.dtype = q, x.dtype
+    def forward(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
         return _linear(x, q, bias, batch_invariant)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.q, _, ctx.batch_invariant = inputs
+        ctx.dtype, ctx.shape = x.dtype, output.shape
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         of_x, _, of_bias, _ = ctx.needs_input_grad
         return (
-            grad @ dequantize(ctx.q, ctx.dtype) if of_x else None,
+            _of_x(grad, ctx.q, ctx.dtype) if of_x else None,
             None,
             grad.reshape(-1, grad.shape[-1]).sum(0) if of_bias else None,
             None,
         )
 
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, _q: None, bias: Tensor | None, _batch_invariant: None) -> Tensor:
+        """The tangent of the product, of those of x and bias."""
+        if x is None:
+            assert bias is not None
+            return bias.expand(ctx.shape).clone()
+        return ops.linear(x, ctx.q, bias, ctx.batch_invariant)
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[Any, ...], x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool
+    ) -> tuple[Tensor, int]:
+        return _batched(dims[0], dims[2], x, bias, lambda x, bias: ops.linear(x, q, bias, batch_invariant))
+
+
+def _batched(
+    x_dim: int | None, bias_dim: int | None, x: Tensor, bias: Tensor | None,
+    product: Callable[[Tensor, Tensor | None], Tensor],
+) -> tuple[Tensor, int]:  # fmt: skip
+    """A product of many x, which are no more than more rows, or with many biases, which are then added to it."""
+    x = x.unsqueeze(0) if x_dim is None else x.movedim(x_dim, 0)
+    if bias is None or bias_dim is None:
+        return product(x, bias), 0
+    bias = bias.movedim(bias_dim, 0)
+    return product(x, None) + bias.view(len(bias), *[1] * (x.dim() - 2), bias.shape[1]), 0
+
+
+def _batched_operator(info: Any, dims: tuple[Any, ...], x: Tensor, *arguments: Any) -> tuple[Tensor, int]:
+    *weight, bias, batch_invariant = arguments
+    if any(dim is not None for dim in (*dims[1:3], *(dims[3] or ()))):
+        raise RuntimeError("the weight of halfbyte.linear cannot be batched by torch.func.vmap; x and bias can")
+    operator = torch.ops.halfbyte.linear
+    return _batched(dims[0], dims[-2], x, bias, lambda x, bias: operator(x, *weight, bias, batch_invariant))
+
 
 linear: Callable[[Tensor, QuantizedWeight, Tensor | None, bool], Tensor] = _Linear.apply
 
 torch.library.register_autograd("halfbyte::linear", _backward, setup_context=_setup_context)
+torch.library.register_vmap("halfbyte::linear", _batched_operator)

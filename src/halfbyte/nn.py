@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import autograd as autograd  # torch.compile takes a layer's product as an operator
+from halfbyte.autocast import cast
 from halfbyte.formats import bitsandbytes, compressed_tensors, grouped
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.ops import linear, quantize
@@ -105,8 +106,9 @@ class Linear4bit(torch.nn.Module):
         return self._weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] in the dtype of the bias -> [..., N]."""
-        return linear(x, self.weight, self.bias)
+        """x [..., K] in the dtype of the bias -> [..., N]; under autocast in any dtype, as torch.nn.Linear takes it."""
+        x, bias = cast(x, self.bias)
+        return linear(x, self.weight, bias)
 
     def extra_repr(self) -> str:
         q = self._weight

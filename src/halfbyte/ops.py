@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from halfbyte import transforms
 from halfbyte.formats import blockwise, grouped
 from halfbyte.formats.settings import check_settings
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight
@@ -48,11 +49,14 @@ def quantize(
     Returns a QuantizedWeight on the weight's device. Raises TypeError or ValueError for arguments that do not fit.
     Sources: QLoRA, arXiv 2305.14314; compressed-tensors, "pack-quantized".
     """
+    if not (tracing := _is_tracing()):
+        transforms.refuse_script("quantize")
+        transforms.refuse("quantize", "the weight", weight)
     _check_dense(weight)
     block_size, nested = check_settings(format, block_size, group_size, nested)
     if format == grouped.NAME:
         grouped.check_shape(weight.shape, block_size)
-    if _is_tracing():
+    if tracing:
         parts = torch.ops.halfbyte.quantize(weight, format, block_size, nested)
     else:
         parts = _quantize(weight, format, block_size, nested)
@@ -82,6 +86,15 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor
     if _is_tracing():
         result = torch.ops.halfbyte.dequantize(*_parts(q), dtype)
         return result if out is None else out.copy_(result)
+    transforms.refuse_script("dequantize")
+    if transforms.is_active():
+        transforms.refuse("dequantize", "q or out", out, *q.tensors)
+        with transforms.outside():
+            return _dequantized(q, dtype, out)
+    return _dequantized(q, dtype, out)
+
+
+def _dequantized(q: QuantizedWeight, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     if out is None:
         out = q.scale.new_empty(q.shape, dtype=dtype)
         _dequantize(q, out)
@@ -98,9 +111,16 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None = None, batch_inva
     batch_invariant: a row's bits depend neither on the other rows nor on how many there are.
 
     Returns [..., N], contiguous, in x's dtype. Sums are fp32 or better and rounded once; the same input gives the same
-    bits every time. Gradients flow to x and bias. Raises TypeError or ValueError for arguments that do not fit.
+    bits every time. Gradients and tangents flow to x and bias, inside torch.func too. Raises TypeError or
+    ValueError for arguments that do not fit.
     """
     tracing = _is_tracing()
+    if not tracing:
+        transforms.refuse_script("linear")
+        if transforms.is_active():
+            _check_linear(x, q, bias)
+            transforms.refuse("linear", "the weight", *q.tensors)
+            return _autograd().linear(x, q, bias, batch_invariant)  # type: ignore[no-any-return]
     if not tracing and _is_plain(x) and x.is_cuda and (bias is None or _is_plain(bias)) and type(q) is QuantizedWeight:
         found: Tensor | None = _cuda_linear().again(x, q, bias, batch_invariant)
         if found is not None:
@@ -108,7 +128,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None = None, batch_inva
     _check_linear(x, q, bias)
     needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
     needs_grad = needs_grad and torch.is_grad_enabled()
-    if tracing or (needs_grad and torch._C._functorch.peek_interpreter_stack() is not None):
+    if tracing:
         result: Tensor = torch.ops.halfbyte.linear(x, *_parts(q), bias, batch_invariant)
         return result
     if needs_grad:

@@ -77,7 +77,7 @@ def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings)
     from halfbyte.checkpoints.select import select
 
     checkpoint = open_checkpoint(path)
-    x = torch.empty(0, device="meta")
+    x = torch.empty(0, dtype=torch.float32, device="meta")
     weights: dict[str, Operands] = {}
 
     def has_bias(name: str) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import halfbyte as hb
 from halfbyte.bench import peers, sweep
 from halfbyte.bench.case import Case, run
 from halfbyte.bench.linear import BOUND, linear_cases, relative_error
@@ -44,6 +45,9 @@ def test_cases(format: str, dtype: torch.dtype) -> None:
             {"bitsandbytes", "halfbyte int4"} if format != "int4" else set()
         )
         assert wanted <= set(case.providers) <= wanted | {"bitsandbytes repacked", "tinygemm"}
+        if format != "int4":  # it takes part, or it is said why not
+            assert ("bitsandbytes repacked" in case.providers) != ("bitsandbytes repacked" in case.left_out)
+            assert all(case.left_out.values())
         assert ("tinygemm" in case.providers) == (dtype == torch.bfloat16)
         ends = (m * 128 + m * 64) * dtype.itemsize
         packed = 64 * 128 // 2 + (64 * dtype.itemsize if format == "int4" else 128 + 4 + 1024 + 4)
@@ -55,6 +59,24 @@ def test_cases(format: str, dtype: torch.dtype) -> None:
         assert all(0 < error <= BOUND[dtype] for error in errors.values())
         assert dtype == torch.float32 or errors["halfbyte"] <= errors["dequantize + linear"]
         assert [rows[0].facts[name] for name in ("m", "n", "k")] == [m, 64, 128]
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_a_peer_that_cannot_take_part_is_named_with_the_reason(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    functional = pytest.importorskip("bitsandbytes").functional
+    monkeypatch.setattr(functional, "has_avx512bf16", lambda: has)
+    bitsandbytes = peers.Bitsandbytes()
+    whole, odd = (hb.quantize(torch.randn(n, 128)) for n in (64, 48))
+    reasons = [
+        bitsandbytes.why_not_repacked(q, dtype)
+        for q, dtype in ((whole, torch.bfloat16), (whole, torch.float32), (odd, torch.bfloat16))
+    ]
+    if has:
+        assert reasons[0] is None
+        assert "computes in bf16" in str(reasons[1])
+        assert "fails with N = 48" in str(reasons[2])
+    else:
+        assert all("this CPU has no AVX512-BF16" in str(reason) for reason in reasons)
 
 
 @pytest.mark.usefixtures("_quick")

@@ -17,6 +17,7 @@ class Case:
     many independent inputs there are, enough of them that none is still in a cache when its turn comes. providers: name
     to function of an input's number. reference: the provider whose result is right, or what gives each provider's right
     result. check: None if (result, right result) agree, else what is wrong. measure: facts of (result, right result).
+    left_out: peers that cannot take part here, and why.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Case:
     device: torch.device
     facts: Mapping[str, Any] = field(default_factory=dict)
     measure: Callable[[Any, Any], Mapping[str, Any]] = lambda result, right: {}
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def bytes_of(self, provider: str) -> int:
         return self.bytes if isinstance(self.bytes, int) else self.bytes[provider]

@@ -43,7 +43,8 @@ def random_ids(model: Any, texts: int, tokens: int, seed: int) -> Tensor:
     """Tokens [texts, tokens] on the model's device, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.config.get_text_config().vocab_size
-    return torch.randint(3, vocabulary, (texts, tokens), generator=generator).to(model.device)
+    ids = torch.randint(3, vocabulary, (texts, tokens), generator=generator, dtype=torch.int64, device="cpu")
+    return ids.to(model.device)
 
 
 def clock(run: Callable[[], Any], device: torch.device) -> float:

@@ -59,7 +59,7 @@ def quantize_cases(
         scale_bytes = numel // 16 * (3 if nested else 1) + (numel // 64 if nested else 0)
         moved = numel * dtype.itemsize + numel // 2 + scale_bytes
         sets = input_sets(moved, device)
-        weights = [torch.randn(shape, device=device).to(dtype) for _ in range(sets)]
+        weights = [torch.randn(shape, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
         providers = {
             "halfbyte": lambda i, weights=weights: ops.quantize(weights[i], format, nested=nested),
             "bitsandbytes": lambda i, weights=weights: bitsandbytes.quantize(weights[i], format, 64, nested),
@@ -83,7 +83,7 @@ def _parts(quantized: Any) -> Iterable[torch.Tensor]:
 
 
 def _quantized(shape: tuple[int, int], dtype: torch.dtype, format: str, nested: bool, device: torch.device) -> Any:
-    return ops.quantize(torch.randn(shape, device=device).to(dtype), format, nested=nested)
+    return ops.quantize(torch.randn(shape, dtype=torch.float32, device=device).to(dtype), format, nested=nested)
 
 
 def input_sets(moved: int, device: torch.device) -> int:

@@ -33,6 +33,8 @@ CPU_SHAPES = ((4096, 4096), (14336, 4096))
 GPU_ROWS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 CPU_ROWS = (1, 4, 16, 64)
 
+REPACKED = "bitsandbytes repacked"  # its module in eval mode on a CPU with AVX512-BF16
+
 # The largest ‖y - y64‖ / ‖y64‖ that passes: twice the rounding of weights and results, a little more in fp32 for sums.
 BOUND = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-19}
 
@@ -49,13 +51,13 @@ def linear_cases(
     rows = rows or (GPU_ROWS if device.type == "cuda" else CPU_ROWS)
     for shape in shapes:
         n, k = shape
-        packed = _quantized(torch.zeros(shape, dtype=dtype), format, nested).nbytes
+        packed = _quantized(torch.zeros(shape, dtype=dtype, device="cpu"), format, nested).nbytes
         sets = input_sets(packed, device)
-        dense = [torch.randn(shape, device=device).to(dtype) for _ in range(sets)]
+        dense = [torch.randn(shape, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
         weights = [_quantized(weight, format, nested) for weight in dense]
-        products, exact = _products(dense, weights, device)
+        products, exact, left_out = _products(dense, weights, device)
         for m in rows:
-            x = [torch.randn(m, k, device=device).to(dtype) for _ in range(sets)]
+            x = [torch.randn(m, k, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
             exactly = {weight: _exact_products(x, weight) for weight in exact.values()}
             right = {name: exactly[exact[name]] for name in products}
             ends = (m * k + m * n) * dtype.itemsize
@@ -73,6 +75,7 @@ def linear_cases(
                     "format": format, "block_size": weights[0].block_size, "nested": nested, "inputs": sets,
                 },
                 lambda result, right: {"relative_error": float(f"{relative_error(result, right):.4g}")},
+                left_out,
             )  # fmt: skip
 
 
@@ -93,14 +96,16 @@ Product = Callable[[Tensor, int], Tensor]
 
 def _products(
     dense: list[Tensor], weights: list[QuantizedWeight], device: torch.device
-) -> tuple[dict[str, Product], dict[str, Callable[[int], Tensor]]]:
-    """What multiplies x with weight number i, by provider; and the exact dense weight that each of them has."""
+) -> tuple[dict[str, Product], dict[str, Callable[[int], Tensor]], dict[str, str]]:
+    """What multiplies x with weight number i, by provider; the exact dense weight that each of them has; and peers
+    that are left out, with the reason."""
     functional, dtype = torch.nn.functional, dense[0].dtype
     products: dict[str, Product] = {
         "halfbyte": lambda x, i: ops.linear(x, weights[i]),
         _name_of(dtype): lambda x, i: functional.linear(x, dense[i]),
         "dequantize + linear": lambda x, i: functional.linear(x, ops.dequantize(weights[i], dtype)),
     }
+    left_out: dict[str, str] = {}
     decoded = _decoded(weights)
     exact: dict[str, Callable[[int], Tensor]] = dict.fromkeys(products, decoded)
     exact[_name_of(dtype)] = lambda i: dense[i]
@@ -109,12 +114,15 @@ def _products(
         states = [to_bitsandbytes(q) for q in weights]
         products["bitsandbytes"] = lambda x, i: bitsandbytes.linear(x, *states[i])
         exact["bitsandbytes"] = decoded
-        if device.type == "cpu" and bitsandbytes.repacks(dtype):
-            modules = [bitsandbytes.repacked(q) for q in weights]
-            products["bitsandbytes repacked"] = lambda x, i: modules[i](x)
-            exact["bitsandbytes repacked"] = decoded
+        if device.type == "cpu":
+            if reason := bitsandbytes.why_not_repacked(weights[0], dtype):
+                left_out[REPACKED] = reason
+            else:
+                modules = [bitsandbytes.repacked(q) for q in weights]
+                products[REPACKED] = lambda x, i: modules[i](x)
+                exact[REPACKED] = decoded
     if dense[0].shape[1] % 128:
-        return products, exact
+        return products, exact, left_out
     integers = weights if weights[0].format == grouped.NAME else [ops.quantize(w, grouped.NAME) for w in dense]
     if integers is not weights:
         products["halfbyte int4"] = lambda x, i: ops.linear(x, integers[i])
@@ -128,7 +136,7 @@ def _products(
         marlin = [packed, *(deepcopy(packed) for _ in integers[1:])]
         products["marlin"] = lambda x, i: marlin[i](x)
         exact["marlin"] = _decoded(integers[:1] * len(integers))
-    return products, exact
+    return products, exact, left_out
 
 
 def _bound(name: str, product: Product, x: list[Tensor]) -> Callable[[int], Tensor]:

@@ -58,10 +58,15 @@ class Bitsandbytes:
         )
         return module
 
-    def repacks(self, dtype: torch.dtype) -> bool:
-        """True if its module, in eval mode on this CPU, packs weights anew for AVX512-BF16."""
+    def why_not_repacked(self, q: QuantizedWeight, dtype: torch.dtype) -> str | None:
+        """Why its module, in eval mode on this CPU, does not pack a weight anew for AVX512-BF16; None where it does."""
         has = getattr(import_module("bitsandbytes.functional"), "has_avx512bf16", lambda: False)
-        return dtype == torch.bfloat16 and bool(has())
+        if not has():
+            return "this CPU has no AVX512-BF16, without which bitsandbytes repacks nothing"
+        if dtype != torch.bfloat16:
+            return "it computes in bf16 whatever the dtype of x"
+        (n, k), size = q.shape, q.block_size
+        return f"it fails with N = {n}, K = {k} and blocks of {size}" if n % 32 or k % size else None
 
     def repacked(self, q: QuantizedWeight) -> torch.nn.Module:
         """Its module in eval mode, which packs a copy of `q` anew when it is first called."""

@@ -124,13 +124,14 @@ def _plain(
 ) -> dict[str, Any]:
     """Seconds a prompt, from the median call at some positions of the first prompt, straight lines between them."""
     prompt, wanted = prompts[0], states[0]
-    places = sorted({round(x) for x in torch.linspace(0, len(prompt) - 1, PLACES).tolist()})
+    spread = torch.linspace(0, len(prompt) - 1, PLACES, dtype=torch.float32, device="cpu")
+    places = sorted({round(x) for x in spread.tolist()})
     medians = []
     for place in places:
         generator = torch.Generator().manual_seed(place)
         calls = []
         for number in range(SAMPLES + 1):
-            candidates = torch.randint(model.config.vocab_size, (together,), generator=generator).to(device)
+            candidates = _random(model.config.vocab_size, (together,), generator).to(device)
             elapsed = clock(partial(_plain_call, model, prompt[:place], candidates, wanted[place]), device)
             calls += [elapsed / 1e3] if number else []  # the first one warms up
         medians.append(median(calls))
@@ -184,14 +185,18 @@ def _model(case: Case, device: torch.device) -> tuple[Any, list[Tensor]]:
         return model.eval(), _random_prompts(model, case, device)
     text = _own_text(config.vocab_size).to(device)
     _train(model, text, case.steps)
-    starts = torch.linspace(0, len(text) - case.tokens, case.prompts).long().tolist()
+    starts = torch.linspace(0, len(text) - case.tokens, case.prompts, dtype=torch.float32, device="cpu").long().tolist()
     return model.eval(), [text[start : start + case.tokens] for start in starts]
 
 
 def _random_prompts(model: Any, case: Case, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     shape = (case.prompts, case.tokens)
-    return list(torch.randint(model.config.vocab_size, shape, generator=generator).to(device))
+    return list(_random(model.config.vocab_size, shape, generator).to(device))
+
+
+def _random(end: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randint(end, shape, generator=generator, dtype=torch.int64, device="cpu")
 
 
 def _own_text(vocabulary: int) -> Tensor:
@@ -199,11 +204,12 @@ def _own_text(vocabulary: int) -> Tensor:
     folder = Path(models.__file__).parents[1]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
     pieces = re.findall(r"\w+|\s+|[^\w\s]", text)
-    numbers = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(2)).tolist()
+    generator = torch.Generator().manual_seed(2)
+    numbers = torch.randperm(vocabulary, generator=generator, dtype=torch.int64, device="cpu").tolist()
     names: dict[str, int] = {}
     for piece in pieces:
         names.setdefault(piece, numbers[len(names) % vocabulary])
-    return torch.tensor([names[piece] for piece in pieces])
+    return torch.tensor([names[piece] for piece in pieces], dtype=torch.int64, device="cpu")
 
 
 def _train(model: Any, text: Tensor, steps: int, length: int = 128, texts: int = 16) -> None:
@@ -212,8 +218,8 @@ def _train(model: Any, text: Tensor, steps: int, length: int = 128, texts: int =
     generator = torch.Generator().manual_seed(3)
     model.train()
     for _ in range(steps):
-        starts = torch.randint(len(text) - length, (texts, 1), generator=generator).to(text.device)
-        batch = text[starts + torch.arange(length, device=text.device)]
+        starts = _random(len(text) - length, (texts, 1), generator).to(text.device)
+        batch = text[starts + torch.arange(length, dtype=torch.int64, device=text.device)]
         model(batch, labels=batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

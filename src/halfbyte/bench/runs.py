@@ -20,10 +20,14 @@ from halfbyte.terminal import console as terminal
 def run_cases(bench: str, cases: Iterable[Any], device: torch.device, rounds: int, out: Path | None) -> None:
     """Cases, beside the copy ceiling. Raises ValueError for wrong results, once everything is printed and kept."""
     rows = []
+    told: set[tuple[str, str]] = set()
     torch.manual_seed(0)
     say("measuring the copy ceiling")
     copy, _ = ceiling.copy_bandwidth(device)
     for case in cases:
+        for name, reason in case.left_out.items() - told:
+            say(f"without {name}: {reason}")
+        told |= case.left_out.items()
         say(f"{bench} {case.name}")
         rows += run(case, rounds)
         del case  # its inputs make room for those of the next

@@ -43,8 +43,8 @@ def search_cases(device: torch.device, shapes: Sequence[tuple[int, int, torch.dt
         moved = v * d * dtype.itemsize
         # Searches come in a row: of few calls a pass, too many would find that their code has left the caches.
         sets = max(input_sets(moved, device), CALLS[device.type])
-        candidates = [torch.randn(v, d, device=device).to(dtype) for _ in range(sets)]
-        query = torch.randn(QUERIES[device.type], d, device=device).to(dtype)
+        candidates = [torch.randn(v, d, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
+        query = torch.randn(QUERIES[device.type], d, dtype=torch.float32, device=device).to(dtype)
         facts = {"v": v, "d": d, "dtype": str(dtype).removeprefix("torch."), "inputs": sets}
         yield _one_query(candidates, query[0], moved, device, facts)
         yield _many_queries(candidates, query, moved, device, facts)
@@ -102,8 +102,8 @@ def _packed_candidates(candidates: list[Tensor], q: Tensor, device: torch.device
 
 def _ranks(heads: list[Tensor], tokens: int, device: torch.device, facts: Mapping[str, Any]) -> Case:
     (v, d), dtype = heads[0].shape, heads[0].dtype
-    hidden = torch.randn(tokens, d, device=device).to(dtype)
-    index = torch.randint(v, (tokens,), device=device)
+    hidden = torch.randn(tokens, d, dtype=torch.float32, device=device).to(dtype)
+    index = torch.randint(v, (tokens,), dtype=torch.int64, device=device)
 
     def logits_and_topk(i: int) -> Tensor:
         """What is written today: all logits, the first five for the share of hits, a comparison for the rank."""
@@ -150,7 +150,7 @@ def _exact_ranks(hidden: Tensor, head: Tensor, index: Tensor) -> Tensor:
     wide = hidden.double()
     logits = _by_parts(lambda rows: wide @ rows.double().T, head)
     own = logits.gather(1, index[:, None])
-    earlier = torch.arange(len(head), device=head.device) < index[:, None]
+    earlier = torch.arange(len(head), dtype=torch.int64, device=head.device) < index[:, None]
     return ((logits > own) | ((logits == own) & earlier)).sum(dim=1)
 
 

@@ -49,7 +49,8 @@ def train_rows(name: str, device: torch.device, settings: Settings, say: Callabl
         steps["bitsandbytes"] = Step(contest.theirs)
     for tokens in settings.tokens:
         say(f"{name}: {tokens} tokens")
-        ids = torch.randint(3, 1000, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, 1000, (1, tokens), generator=generator, dtype=torch.int64, device="cpu").to(device)
         apart = _apart(contest, steps, ids)
         peaks: dict[str, float | None] = {}
         samples: dict[str, list[float]] = {provider: [] for provider in steps}
@@ -100,7 +101,8 @@ def _adapted(model: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:  # zeros at first; then adapters A would have no gradient to compare
-            parameter.data.copy_(1e-2 * torch.randn(parameter.shape, generator=generator))
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+            parameter.data.copy_(1e-2 * noise)
     adapted.train()
     adapted.enable_input_require_grads()
     adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

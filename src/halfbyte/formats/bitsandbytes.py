@@ -160,12 +160,9 @@ def from_tensors(name: str, tensors: Tensors) -> QuantizedWeight:
     if state.has("nested_offset") or find(tensors, f"{name}.nested_absmax") is not None:
         if state.get("nested_dtype", str) != "float32":
             raise ValueError(f"{key!r} holds nested_dtype {state.get('nested_dtype', str)!r}; float32 is accepted")
-        nested = NestedScale(
-            need(f"{name}.nested_quant_map"),
-            need(f"{name}.nested_absmax"),
-            torch.tensor(state.get("nested_offset", float), device=need(f"{name}.nested_absmax").device),
-            state.get("nested_blocksize", int),
-        )
+        absmax2 = need(f"{name}.nested_absmax")
+        offset = torch.tensor(state.get("nested_offset", float), dtype=torch.float32, device=absmax2.device)
+        nested = NestedScale(need(f"{name}.nested_quant_map"), absmax2, offset, state.get("nested_blocksize", int))
     dtype = _DTYPES.get(state.get("dtype", str))
     if dtype is None:
         raise ValueError(f"{key!r} holds dtype {state.get('dtype', str)!r}; one of {', '.join(_DTYPES)} is accepted")
@@ -245,7 +242,7 @@ def _quant_map(format: str, device: torch.device) -> torch.Tensor:
 
 def _check_quant_map(key: str, quant_map: torch.Tensor, format: str) -> None:
     """bitsandbytes saves the codebook but decodes with its own; one that differs would be read wrongly, in silence."""
-    expected = torch.tensor(blockwise.FORMATS[format].codebook, device="cpu")
+    expected = torch.tensor(blockwise.FORMATS[format].codebook, dtype=torch.float32, device="cpu")
     if quant_map.numel() != 16 or not torch.allclose(quant_map.cpu().float().view(-1), expected, atol=1e-3):
         raise ValueError(f"{key!r} is not the codebook of {format!r}; weights of another codebook are not accepted")
 
@@ -257,17 +254,26 @@ def _require_blockwise(q: QuantizedWeight) -> None:
 
 def _no_state(packed: object) -> Exception:
     if not isinstance(packed, torch.Tensor):
-        return TypeError(f"packed is a {type(packed).__name__}; a torch.Tensor or a Params4bit is accepted")
+        return _no_tensor(packed)
     return ValueError(
         "quant_state is None and packed carries none; pass weight.quant_state. A Params4bit gets its state when its "
         "module is first moved to a device, as in module.to('cuda')"
     )
 
 
+def _no_tensor(packed: object) -> TypeError:
+    kind = type(packed).__name__
+    if not isinstance(packed, torch.nn.Module):
+        return TypeError(f"packed is a {kind}; a torch.Tensor or a Params4bit is accepted")
+    if isinstance(getattr(packed, "weight", None), QuantizedWeight):
+        return TypeError(f"packed is a {kind}, a module whose weight is a QuantizedWeight already: take layer.weight")
+    return TypeError(f"packed is a {kind}, a module; pass its weight: from_bitsandbytes(layer.weight)")
+
+
 def _misfit(packed: object, state: Any, error: Exception) -> Exception:
     """What is wrong with a state that made no QuantizedWeight, in words of bitsandbytes' names."""
     if not isinstance(packed, torch.Tensor):
-        return TypeError(f"packed is a {type(packed).__name__}; a torch.Tensor is accepted")
+        return _no_tensor(packed)
     absmax = getattr(state, "absmax", None)
     if getattr(state, "packing_format_for_cpu", False):
         return ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -89,13 +89,50 @@ class QuantizedWeight:
         """Bytes of all its tensors, scales included."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> QuantizedWeight:
-        """The same weight on another device; itself if it is there already."""
+    def to(
+        self, device: torch.device | str | int, non_blocking: bool = False, *, dtype: torch.dtype | None = None
+    ) -> QuantizedWeight:
+        """The same weight on another device; itself if it is there already. Raises TypeError for a dtype."""
+        if dtype is not None or any(isinstance(given, torch.dtype) for given in (device, non_blocking)):
+            raise _no_cast("to")
+        if not isinstance(device, (torch.device, str, int)):
+            raise TypeError(f"device is a {type(device).__name__}; q.to takes a torch.device, or its name")
         packed, scale, *rest = (tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors)
         if packed is self.packed:
             return self
         nested = NestedScale(rest[0], rest[1], rest[2], self.nested.block_size) if self.nested else None
         return replace(self, packed=packed, scale=scale, nested=nested)
+
+    def cpu(self) -> QuantizedWeight:
+        """The same weight on the CPU; itself if it is there already."""
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> QuantizedWeight:
+        """The same weight on a CUDA device, by default the current one; itself if it is there already."""
+        return self.to("cuda" if device is None else device, non_blocking)
+
+    def half(self) -> NoReturn:
+        """Raises TypeError, as do the others: 4-bit weights have no other dtype."""
+        raise _no_cast("half")
+
+    def bfloat16(self) -> NoReturn:
+        raise _no_cast("bfloat16")
+
+    def float(self) -> NoReturn:
+        raise _no_cast("float")
+
+    def double(self) -> NoReturn:
+        raise _no_cast("double")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as a call of the class, so that what comes out of a file is checked like everything else."""
+        fields = self.format, self.packed, self.scale, tuple(self.shape), self.dtype, self.block_size, self.nested
+        return type(self), fields
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For pickles of halfbyte 0.1.0, which hold the fields by name."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     def __repr__(self) -> str:
         kind = "group_size" if self.format == grouped.NAME else "block_size"
@@ -105,6 +142,17 @@ class QuantizedWeight:
             f"QuantizedWeight({self.format}, {list(self.shape)}, {kind}={self.block_size}{nested}, {self.dtype}, "
             f"{self.device}, {bits:.3f} bits a weight)"
         )
+
+
+# What torch.load may make of a file with weights_only=True, its default: both do no more than hold what they are given.
+torch.serialization.add_safe_globals([QuantizedWeight, NestedScale])
+
+
+def _no_cast(method: str) -> TypeError:
+    return TypeError(
+        f"q.{method} was asked for another dtype, and 4-bit weights have none: q.to moves between devices. Pass the "
+        "dtype to dequantize(q, dtype); dataclasses.replace(q, dtype=...) changes the one that it returns by default"
+    )
 
 
 _UINT8, _INT32, _FLOAT32 = (torch.uint8,), (torch.int32,), (torch.float32,)

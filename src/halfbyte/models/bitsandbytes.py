@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.formats import blockwise
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
 from halfbyte.models.patch import give, give_back, has_forward_of_class, replaced_by
+from halfbyte.models.repacked import FASTER, Facts, is_faster
 from halfbyte.models.siblings import Operands, parameter, shared, version_of
 from halfbyte.ops import linear
 
@@ -56,10 +58,14 @@ def takes(module: nn.Module) -> bool:
 
 def apply(module: nn.Module) -> str | None:
     """Let halfbyte compute a Linear4bit; returns None, or why it was left alone."""
-    if is_applied(module):
-        return None
-    if not has_forward_of_class(module):
+    applied = is_applied(module)
+    if not applied and not has_forward_of_class(module):
         return "its forward is not that of its class: other code has replaced it"
+    if (facts := _facts(module)) is not None and is_faster(facts):
+        undo(module)  # of an earlier call, in training; what is kept of the weight would outlive its repacking
+        return FASTER
+    if applied:
+        return None
     found = _look(module)  # now, for a traced call could not
     if isinstance(found, str):
         return found
@@ -99,6 +105,16 @@ def forward(module: Any, x: Tensor) -> Tensor:
     if dtype == given:
         return linear(x, q, bias)
     return linear(x.to(dtype), q, bias).to(given)
+
+
+def stored(module: Any) -> tuple[Tensor, ...]:
+    """The tensors of a module's 4-bit weight; none of one that is not quantized."""
+    state = _state_of(module)
+    if state is None:
+        return ()
+    nested = getattr(state, "state2", None)
+    scales = (state.absmax,) if nested is None else (state.absmax, nested.absmax, nested.code, state.offset)
+    return module.weight, *scales
 
 
 def operands(module: Any, x: Tensor) -> Operands | None:
@@ -148,6 +164,22 @@ def _look(module: Any) -> QuantizedWeight | str:
         weight.quant_state = state
     keep(q, weight, state)
     return q
+
+
+def _facts(module: Any) -> Facts | None:
+    """What tells whether bitsandbytes is the faster one for a module; None where it has no 4-bit weight yet."""
+    state = _state_of(module)
+    if state is None or state.quant_type not in blockwise.FORMATS:
+        return None
+    # Of a weight that it has repacked, bitsandbytes keeps what it was.
+    dtype = module.compute_dtype or getattr(state, "original_dtype", state.dtype)
+    if dtype not in FLOAT_DTYPES:
+        return None
+    return Facts(
+        module.weight.device.type, bool(getattr(module, "support_avx512bf16_for_cpu", False)), module.training,
+        module.out_features, module.in_features, state.quant_type, state.blocksize,
+        bool(getattr(state, "original_nested", state.nested)), dtype,
+    )  # fmt: skip
 
 
 def _state_of(module: Any) -> Any:

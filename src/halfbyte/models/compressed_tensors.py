@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.autocast import autocast_dtype, cast
 from halfbyte.formats.compressed_tensors import from_compressed_tensors
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.models.patch import forward_name, give, give_back, replaced_by
@@ -133,11 +134,7 @@ def forward(module: Any, x: Tensor) -> Tensor:
         before = module.__dict__[ATTRIBUTE].forward or type(module).forward
         result: Tensor = before(module, x)
         return result
-    bias = module.bias
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    x, bias = cast(x, module.bias)
     return linear(x, q, bias)
 
 
@@ -147,13 +144,19 @@ def operands(module: Any, x: Tensor) -> Operands | None:
     if q is None:
         return None
     packed, scale = module.__dict__[ATTRIBUTE].tensors
-    bias, dtype, device = parameter(module, "bias"), x.dtype, x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    elif bias is not None and bias.dtype is not dtype:
-        return None
+    bias, dtype = parameter(module, "bias"), autocast_dtype(x)
     version = version_of(packed, scale, bias)
-    return None if version is None else Operands(q, bias, dtype, dtype, version)
+    if version is None or (dtype is None and bias is not None and bias.dtype is not x.dtype):
+        return None
+    dtype = dtype or x.dtype
+    return Operands(q, bias, dtype, dtype, version)
+
+
+def stored(module: Any) -> tuple[Tensor, ...]:
+    """The tensors of a module's packed weight; none of one that was made dense."""
+    names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
+    tensors = (getattr(module, name, None) for name in names if _is_packed(module))
+    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def weight_of(module: Any) -> QuantizedWeight | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from halfbyte.autocast import autocast_dtype
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.models.patch import give, give_back, has_forward_of_class, replaced_by
 from halfbyte.models.siblings import Operands, parameter, shared, version_of
@@ -42,9 +43,16 @@ def weight_of(module: Any) -> QuantizedWeight:
     return q
 
 
+def stored(module: Any) -> tuple[Tensor, ...]:
+    """The tensors of a module's weight."""
+    return weight_of(module).tensors
+
+
 def operands(module: Any, x: Tensor) -> Operands | None:
     q, bias = weight_of(module), parameter(module, "bias")
     version = version_of(q.packed, q.scale, bias)
-    if version is None or (bias is not None and bias.dtype is not x.dtype):
+    dtype = autocast_dtype(x)
+    if version is None or (dtype is None and bias is not None and bias.dtype is not x.dtype):
         return None
-    return Operands(q, bias, x.dtype, x.dtype, version)
+    dtype = dtype or x.dtype
+    return Operands(q, bias, dtype, dtype, version)

@@ -31,7 +31,7 @@ class Prefix:
     def __init__(self, length: int, device: torch.device) -> None:
         self.length = length
         self.count = 0
-        self.places = torch.arange(length, device=device)
+        self.places = torch.arange(length, dtype=torch.int64, device=device)
         self.back = torch.zeros((1, 1, 1, length), dtype=torch.int64, device=device)
         self.position = torch.zeros((1, 1), dtype=torch.int64, device=device)
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}

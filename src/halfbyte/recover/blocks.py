@@ -181,5 +181,5 @@ def _table_of(embedding: nn.Module) -> Tensor:
     if count is None:
         raise ValueError(f"the input embedding is a {type(embedding).__name__}; recovery needs one with a row a token")
     device = next(embedding.parameters()).device
-    table: Tensor = embedding(torch.arange(count, device=device)).detach()  # scaled, as Gemma's are
+    table: Tensor = embedding(torch.arange(count, dtype=torch.int64, device=device)).detach()  # scaled, as Gemma's are
     return table

@@ -37,12 +37,12 @@ def calibrate(blocks: Blocks, length: int, batch: int, dtype: torch.dtype, gener
     to compute a state do not agree at all, and warns where noise and separation are not far apart.
     """
     count = min(length, POSITIONS)
-    tokens = torch.randint(blocks.vocabulary, (count,), generator=generator).to(blocks.device)
+    tokens = _random_tokens(blocks, count, generator)
     whole = blocks.whole(tokens)
     noise, separation = 0.0, float("inf")
     blocks.reset()
     for position, wanted in enumerate(whole):
-        others = torch.randint(blocks.vocabulary, (batch,), generator=generator).to(blocks.device)
+        others = _random_tokens(blocks, batch, generator)
         others[0] = tokens[position]
         apart = relative(blocks.states(others), wanted)
         noise = max(noise, float(apart[0]))
@@ -65,3 +65,9 @@ def calibrate(blocks: Blocks, length: int, batch: int, dtype: torch.dtype, gener
             stacklevel=4,
         )
     return Calibration(epsilon, False, noise, separation if separation < float("inf") else None)
+
+
+def _random_tokens(blocks: Blocks, count: int, generator: torch.Generator) -> Tensor:
+    """Drawn on the CPU, so that they are the same on every device."""
+    tokens = torch.randint(blocks.vocabulary, (count,), generator=generator, dtype=torch.int64, device="cpu")
+    return tokens.to(blocks.device)

@@ -139,7 +139,7 @@ def _device(name: str | None) -> torch.device:
 
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.empty(0, device=name).device
+        device = torch.empty(0, dtype=torch.float32, device=name).device
     except Exception as error:  # RuntimeError for a wrong name, AssertionError where torch has no such backend
         reason = str(error).strip().partition("\n")[0]
         raise typer.BadParameter(f"device {name!r} cannot be used here ({reason}); cpu always can") from error

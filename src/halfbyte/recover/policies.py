@@ -56,7 +56,7 @@ class Spread(NamedTuple):
 
 def exhaustive(wanted: Wanted) -> Iterator[Tensor]:
     """Every token, in the vocabulary's order."""
-    yield torch.arange(wanted.blocks.vocabulary, device=wanted.blocks.device)
+    yield torch.arange(wanted.blocks.vocabulary, dtype=torch.int64, device=wanted.blocks.device)
 
 
 def gradient(wanted: Wanted) -> Iterator[Tensor]:
@@ -69,7 +69,7 @@ def gradient(wanted: Wanted) -> Iterator[Tensor]:
     blocks, tally, spread = wanted.blocks, wanted.tally, wanted.spread
     rows = _starts(wanted)
     yield tally.fresh(_neighbours(rows[:2], wanted))[: wanted.batch]
-    lengths = torch.tensor(LENGTHS, device=blocks.device)[:, None]
+    lengths = torch.tensor(LENGTHS, dtype=torch.float32, device=blocks.device)[:, None]
     used: set[int] = set()
     length, distance = spread.radius, float("inf")
     here = slope = direction = rows[0]
@@ -130,5 +130,7 @@ def _restarts(used: set[int], wanted: Wanted) -> Tensor:
 
 
 def _any_tokens(count: int, wanted: Wanted) -> Tensor:
-    tokens = torch.randint(wanted.blocks.vocabulary, (count,), generator=wanted.generator)
+    tokens = torch.randint(
+        wanted.blocks.vocabulary, (count,), generator=wanted.generator, dtype=torch.int64, device="cpu"
+    )
     return tokens.to(wanted.blocks.device)

@@ -158,7 +158,7 @@ def _calibration(walk: Walk, states: Tensor, epsilon: float | None) -> Calibrati
 
 
 def _check_fit(states: Tensor, blocks: Blocks) -> None:
-    width = blocks.whole(torch.zeros(1, dtype=torch.int64)).shape[-1]
+    width = blocks.whole(torch.zeros(1, dtype=torch.int64, device="cpu")).shape[-1]
     if states.shape[1] != width:
         raise ValueError(
             f"hidden_states has {states.shape[1]} numbers a position; this model's states have {width}: pass them "

@@ -10,7 +10,7 @@ class Tally:
     """distances: fp32 [V], relative to the norm of the state wanted, infinite where a token was not tried."""
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
-        self.distances = torch.full((vocabulary,), torch.inf, device=device)
+        self.distances = torch.full((vocabulary,), torch.inf, dtype=torch.float32, device=device)
         self.tried = torch.zeros(vocabulary, dtype=torch.bool, device=device)
 
     def __len__(self) -> int:
@@ -18,7 +18,7 @@ class Tally:
 
     def fresh(self, tokens: Tensor) -> Tensor:
         """Those of `tokens` that were not tried, each once, in their order."""
-        places = torch.arange(len(tokens), device=tokens.device)
+        places = torch.arange(len(tokens), dtype=torch.int64, device=tokens.device)
         first = tokens.new_full(self.tried.shape, len(tokens)).scatter_reduce_(0, tokens, places, "amin")
         return tokens[(first[tokens] == places) & ~self.tried[tokens]]
 
@@ -40,7 +40,8 @@ class Tally:
         for _ in range(count):
             token = int(distances.argmin())
             found.append((token, float(distances[token])))
-            distances = distances.index_fill(0, torch.tensor([token], device=distances.device), torch.inf)
+            taken = torch.tensor([token], dtype=torch.int64, device=distances.device)
+            distances = distances.index_fill(0, taken, torch.inf)
         return found
 
     def within(self, epsilon: float) -> list[int]:

@@ -40,7 +40,7 @@ class Walk:
         """Stand behind tokens that were found before."""
         self.blocks.reset()
         for token in tokens:
-            self._append(token, torch.empty(0))
+            self._append(token, torch.empty(0, dtype=torch.float32, device="cpu"))
 
     def find(self, wanted: Tensor, number: int, epsilon: float) -> Position:
         """Search position `number` for the state [D], and step over its token if there is one."""
@@ -48,7 +48,7 @@ class Walk:
         blocks, tally = self.blocks, Tally(self.blocks.vocabulary, self.blocks.device)
         generator = torch.Generator().manual_seed(self.seed + SEEDS * (number + 1))
         policy = POLICIES[self.policy](Wanted(wanted, blocks, tally, self._spread, generator, self.batch))
-        last = torch.empty(0)
+        last = torch.empty(0, dtype=torch.int64, device="cpu")
         for last in self._batches(policy, tally):
             tally.add(last, relative(self._states(last), wanted))
             if not self.whole and (fitting := tally.within(epsilon)):
@@ -91,7 +91,7 @@ class Walk:
         """Step over a token, which the last batch may have had."""
         places = (last == token).nonzero().view(-1)
         if not len(places):
-            self._states(torch.tensor([token], device=self.blocks.device))
+            self._states(torch.tensor([token], dtype=torch.int64, device=self.blocks.device))
         self.blocks.append(int(places[0]) if len(places) else 0)
 
     def _twins(self, token: int) -> Tensor:

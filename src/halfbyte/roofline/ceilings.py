@@ -142,7 +142,7 @@ def triton_way(kind: str, source: torch.Tensor, target: torch.Tensor, passes: in
 def _matrix(dtype: str, device: torch.device, rounds: int) -> Speed:
     side = SIDE[device.type]
     kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
-    a, b = (torch.randn(side, side, device=device).to(kind) for _ in range(2))
+    a, b = (torch.randn(side, side, dtype=torch.float32, device=device).to(kind) for _ in range(2))
     out = torch.empty_like(a)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
@@ -153,7 +153,7 @@ def _matrix(dtype: str, device: torch.device, rounds: int) -> Speed:
 
 
 def _launch(device: torch.device, rounds: int, calls: int = 200) -> dict[str, float]:
-    number = torch.zeros(1, device=device)
+    number = torch.zeros(1, dtype=torch.float32, device=device)
     times = time_all({"op": lambda _: [number.add_(1) for _ in range(calls)]}, 1, device, rounds)
     if device.type == "cpu":
         return {"host": round(times["op"].median / calls, 3)}

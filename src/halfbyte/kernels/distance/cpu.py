@@ -43,8 +43,8 @@ def by_lists(kernel: Any, query: Tensor, rows: int, k: int, *arguments: Any) -> 
     """The first k of what `kernel(first list, last list, *arguments, rows of a list, distances, rows)` finds."""
     block = max(k, -(-rows // LISTS))
     lists = -(-rows // block)
-    least = torch.full((len(query), lists, k), float("nan"))
-    found = torch.full((len(query), lists, k), rows)
+    least = torch.full((len(query), lists, k), float("nan"), dtype=torch.float32, device="cpu")
+    found = torch.full((len(query), lists, k), rows, dtype=torch.int64, device="cpu")
     parallel(kernel, lists, max(1, grain(query) // block), *arguments, block, least.numpy(), found.numpy())
     # Places that a list had no rows for are NaN too, and come after those of real rows.
     least, found = first_of(least.flatten(1), found.flatten(1), lists * k)

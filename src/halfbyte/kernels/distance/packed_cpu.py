@@ -47,7 +47,7 @@ def _rows(q: QuantizedWeight) -> tuple[Any, ...]:
     is_int4 = q.format == grouped.NAME
     codebook = grouped.codebook_tensor(q.device) if is_int4 else blockwise.codebook_tensor(q.format, q.device)
     packed = q.packed.view(-1).view(torch.uint8).numpy()
-    like = np.empty(0, torch.empty(0, dtype=BITS[q.dtype]).numpy().dtype)
+    like = np.empty(0, torch.empty(0, dtype=BITS[q.dtype], device="cpu").numpy().dtype)
     return packed, scale_arguments(q.scale, q.nested), codebook.numpy(), q.block_size, is_int4, like
 
 

@@ -122,8 +122,8 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
     device, facts = x.device, facts_of(x.get_device())
     if min(m, n, k) == 0:
         return None
-    if (reason := reach.without_kernels(facts)) is not None:
-        slow.warn("CUDA kernels", reason)
+    if (lack := reach.without_kernels(facts)) is not None:
+        slow.warn("CUDA kernels", str(lack))
         return None
     if x.data_ptr() % ALIGNED:
         x = x.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -12,18 +13,29 @@ from halfbyte.kernels.common.driver import driver
 from halfbyte.kernels.linear import hopper, tensor
 from halfbyte.kernels.linear.operands import Operands
 
-DENSE = "so linear writes a dense copy of the weight and multiplies that, several times slower"
+
+class Lack(NamedTuple):
+    """what: is missing, in a few words. mend: how to get it."""
+
+    what: str
+    mend: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}, so linear writes a dense copy of the weight and multiplies that, several times slower; "
+            f"{self.mend}"
+        )
 
 
 @cache
-def without_kernels(facts: DeviceFacts) -> str | None:
+def without_kernels(facts: DeviceFacts) -> Lack | None:
     """Why no CUDA kernel of this folder can run on a GPU; None where they can."""
     if facts.kind != "cuda":
-        return f"linear has no kernel for AMD GPUs yet, {DENSE}"
+        return Lack("linear has no kernel for AMD GPUs yet", "an NVIDIA GPU or a CPU has them")
     if driver() is None:
-        return f"the CUDA driver's library cannot be loaded by its name, {DENSE}; make sure that the loader finds it"
+        return Lack("the CUDA driver's library cannot be loaded", "make sure that the system's loader finds it")
     if compiler.find() is None:
-        return f"linear cannot compile its CUDA kernels, because NVRTC is missing, {DENSE}; {compiler.install()}"
+        return Lack("NVRTC, which compiles linear's kernels, is missing", compiler.install())
     return None
 
 

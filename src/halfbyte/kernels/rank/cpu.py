@@ -31,7 +31,8 @@ def own_logits(hidden: Tensor, rows: Tensor, index: Tensor) -> Tensor:
     """
     index = index.clamp(0, len(rows) - 1)
     lengths = [torch.linalg.vector_norm(lines, dim=1, dtype=torch.float64) for lines in (hidden, rows[index])]
-    return torch.stack((_exact(hidden, rows, torch.arange(len(hidden)), index), lengths[0] * lengths[1]))
+    lines = torch.arange(len(hidden), dtype=torch.int64, device="cpu")
+    return torch.stack((_exact(hidden, rows, lines, index), lengths[0] * lengths[1]))
 
 
 def count_above(hidden: Tensor, lm_head: Tensor, own: Tensor, tokens: Tensor, first: int, above: Tensor) -> None:
@@ -60,7 +61,7 @@ def count_above(hidden: Tensor, lm_head: Tensor, own: Tensor, tokens: Tensor, fi
 
 def _exact(hidden: Tensor, rows: Tensor, line: Tensor, row: Tensor) -> Tensor:
     """fp64 [n]: the product of hidden[line[i]] and rows[row[i]]."""
-    out = torch.empty(len(line), dtype=torch.float64)
+    out = torch.empty(len(line), dtype=torch.float64, device="cpu")
     bits = [tensor.view(BITS[tensor.dtype]).numpy() for tensor in (hidden, rows)]
     parallel(_products, len(line), 256, *bits, line.numpy(), row.numpy(), out.numpy())
     return out

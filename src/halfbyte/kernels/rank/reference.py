@@ -30,6 +30,6 @@ def count_above(hidden: Tensor, lm_head: Tensor, own: Tensor, tokens: Tensor, fi
     logit, length = own[:, :, None]
     for start in range(0, len(lm_head), ROWS):
         lead = hidden.double() @ lm_head[start : start + ROWS].double().T - logit
-        index = torch.arange(first + start, first + start + lead.shape[1], device=lead.device)
+        index = torch.arange(first + start, first + start + lead.shape[1], dtype=torch.int64, device=lead.device)
         tie = lead.abs() <= TIE * length
         above += torch.where(tie, index < tokens[:, None], lead > 0).sum(dim=1)

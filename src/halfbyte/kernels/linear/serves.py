@@ -1,0 +1,47 @@
+"""Which kernel multiplies one row of x with a weight, in a few words for people."""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common.device import DeviceFacts, cpu_capability, facts_of
+from halfbyte.kernels.common.slow import has_numba, has_triton
+from halfbyte.kernels.linear import reach
+from halfbyte.kernels.linear.operands import Operands, operands_of
+from halfbyte.kernels.linear.plan import plan
+
+
+def serves(q: QuantizedWeight, dtype: torch.dtype) -> str:
+    """What `halfbyte.linear` computes x [1, K] @ W.T with, x being of `dtype` and on the device of `q` [N, K].
+
+    "numba", or "CUDA C++ decode (sm_90)" by the name of the kernel; where the fast path is out of reach, what computes
+    instead and what is missing. No GPU is asked for more than its properties.
+    """
+    device, (n, k) = q.device, q.shape
+    if device.type == "cpu":
+        return _on_cpu(n, k, dtype)
+    if device.type != "cuda":
+        return "torch reference"
+    facts = facts_of(device.index)
+    operands = operands_of(torch.empty(0, dtype=dtype, device=device), q, None)
+    return _on_cuda(operands, facts, reach.without_kernels(facts))
+
+
+def _on_cpu(n: int, k: int, dtype: torch.dtype) -> str:
+    if not has_numba():
+        return "torch: numba is missing"
+    if plan(1, n, k, dtype, "cpu", False, cpu_capability()).kernel == "fused":
+        return "numba"
+    return f"numba dequantize, then torch.matmul: K = {k} is no multiple of 32"
+
+
+def _on_cuda(operands: Operands, facts: DeviceFacts, lack: reach.Lack | None) -> str:
+    if lack is None:
+        from halfbyte.kernels.linear.cuda import choose
+
+        choice = choose(1, operands, facts, False) if operands.n and operands.k else None
+        if choice is not None:
+            return f"CUDA C++ {choice.kernel.__name__.rpartition('.')[2]} (sm_{facts.capability})"
+    reason = "no kernel is for such a weight" if lack is None else lack.what
+    return f"{'Triton' if has_triton() else 'torch'} dequantize, then torch.matmul: {reason}"

@@ -1,0 +1,47 @@
+"""What halfbyte does inside torch.func's transforms (vmap, grad, vjp, jvp, jacrev, ...), forward-mode AD and torch.jit.
+
+`linear` takes part in all transforms and in forward-mode AD, through autograd.py; `dequantize` gives a constant there.
+Nothing else has a derivative or a batching rule, and torch.jit.trace cannot record any of it: both are said at once,
+where a kernel would find a tensor without memory.
+
+Inside torch.compile, vmap works; torch itself refuses torch.func's gradients of custom operators there.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def is_active() -> bool:
+    """True inside a transform of torch.func or a level of forward-mode AD."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def outside() -> AbstractContextManager[object]:
+    """Within, no transform is active: for work on plain tensors, whose results are constants to all of them."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def refuse_script(function: str) -> None:
+    """Raise RuntimeError under torch.jit.trace."""
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            f"halfbyte.{function} cannot be recorded by torch.jit.trace; use torch.compile or torch.export instead"
+        )
+
+
+def refuse(function: str, what: str, *tensors: Tensor | None) -> None:
+    """Raise RuntimeError where one of the tensors is one that a transform of torch.func is at work on."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if any(isinstance(tensor, Tensor) and wrapped(tensor) for tensor in tensors):
+        raise RuntimeError(
+            f"{what} of halfbyte.{function} cannot be transformed by torch.func (vmap, grad, jvp, ...): it has neither "
+            "derivatives nor a batching rule. Call it outside of the transform; inside, x and bias of halfbyte.linear "
+            "can be transformed"
+        )
