@@ -55,20 +55,21 @@ __all__ = [
 ]
 
 # HalfbyteConfig is not in __all__: it needs transformers, which `from halfbyte import *` must not.
-__getattr__, __dir__ = names_of(
-    __name__,
-    {
-        "halfbyte.formats.bitsandbytes": ("from_bitsandbytes", "to_bitsandbytes"),
-        "halfbyte.formats.compressed_tensors": ("from_compressed_tensors",),
-        "halfbyte.formats.weight": ("NestedScale", "QuantizedWeight"),
-        "halfbyte.models.accelerate": ("accelerate", "restore"),
-        "halfbyte.models.quantizer": ("HalfbyteConfig",),
-        "halfbyte.nn": ("nn",),
-        "halfbyte.ops": ("dequantize", "linear", "quantize"),
-        "halfbyte.recover.search": ("recover_tokens",),
-        "halfbyte.search": ("Fidelity", "distances", "fidelity", "nearest", "token_ranks"),
-    },
-)
+if not TYPE_CHECKING:  # so that a checker still knows which names there are not
+    __getattr__, __dir__ = names_of(
+        __name__,
+        {
+            "halfbyte.formats.bitsandbytes": ("from_bitsandbytes", "to_bitsandbytes"),
+            "halfbyte.formats.compressed_tensors": ("from_compressed_tensors",),
+            "halfbyte.formats.weight": ("NestedScale", "QuantizedWeight"),
+            "halfbyte.models.accelerate": ("accelerate", "restore"),
+            "halfbyte.models.quantizer": ("HalfbyteConfig",),
+            "halfbyte.nn": ("nn",),
+            "halfbyte.ops": ("dequantize", "linear", "quantize"),
+            "halfbyte.recover.search": ("recover_tokens",),
+            "halfbyte.search": ("Fidelity", "distances", "fidelity", "nearest", "token_ranks"),
+        },
+    )
 
 if "torch" in sys.modules:
     from halfbyte import autograd as autograd

@@ -70,7 +70,8 @@ def test_wrong_usage_is_2() -> None:
     for shapes in ("", "64", "64x", "64x64x64", "axb", "-64x64", "64x64,", "0x64", "1e3x64"):
         assert "is not a shape; write 4096x4096" in fails(2, "dequantize", "--device", "cpu", "--shapes", shapes)
     assert "odd number of weights" in fails(2, "dequantize", "--device", "cpu", "--shapes", "3x3")
-    assert "dtype 'int8' is not float16, bfloat16 or float32" in fails(2, "dequantize", "--dtype", "int8")
+    for name in ("dequantize", "search"):
+        assert "dtype 'int8' is not float16, bfloat16 or float32" in fails(2, name, "--dtype", "int8")
     assert "format 'int4' is not nf4 or fp4" in fails(2, "quantize", "--format", "int4")
     assert "the bench runs on cpu and cuda, not on meta" in fails(2, "dequantize", "--device", "meta")
     assert "device 'toaster' is none; write cpu, cuda or cuda:1" in fails(2, "dequantize", "--device", "toaster")

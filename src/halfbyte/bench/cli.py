@@ -94,6 +94,7 @@ def search(
     from halfbyte.bench import runs
     from halfbyte.bench import search as searches
 
+    _check_dtype(dtype)
     where = _device(device)
     given = [(v, d, getattr(torch, dtype)) for v, d in _shapes(shapes)]
     runs.run_cases("search", searches.search_cases(where, given), where, rounds, out)
@@ -211,13 +212,17 @@ def _run(
     from halfbyte.bench import runs
     from halfbyte.bench.dequantize import CPU_SHAPES, GPU_SHAPES
 
-    if dtype not in ("float16", "bfloat16", "float32"):
-        raise typer.BadParameter(f"dtype {dtype!r} is not float16, bfloat16 or float32")
+    _check_dtype(dtype)
     if format not in formats:
         raise typer.BadParameter(f"format {format!r} is not {' or '.join(formats)}, the formats that the peers have")
     device = _device(device_name)
     sizes = _shapes(shapes) or (defaults or {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES})[device.type]
     runs.run_cases(bench, make_cases(device, sizes, getattr(torch, dtype), format, nested), device, rounds, out)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in ("float16", "bfloat16", "float32"):
+        raise typer.BadParameter(f"dtype {dtype!r} is not float16, bfloat16 or float32")
 
 
 def _models(text: str) -> list[str]:

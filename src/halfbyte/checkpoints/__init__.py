@@ -27,12 +27,13 @@ __all__ = [
     "quantize_checkpoint",
 ]
 
-__getattr__, __dir__ = names_of(
-    __name__,
-    {
-        "halfbyte.checkpoints.convert": ("dequantize_checkpoint", "quantize_checkpoint"),
-        "halfbyte.checkpoints.reader": ("Checkpoint", "Entry", "open_checkpoint"),
-        "halfbyte.checkpoints.stream": ("Layer", "Summary"),
-        "halfbyte.checkpoints.writer": ("SafetensorsWriter", "Spec"),
-    },
-)
+if not TYPE_CHECKING:  # so that a checker still knows which names there are not
+    __getattr__, __dir__ = names_of(
+        __name__,
+        {
+            "halfbyte.checkpoints.convert": ("dequantize_checkpoint", "quantize_checkpoint"),
+            "halfbyte.checkpoints.reader": ("Checkpoint", "Entry", "open_checkpoint"),
+            "halfbyte.checkpoints.stream": ("Layer", "Summary"),
+            "halfbyte.checkpoints.writer": ("SafetensorsWriter", "Spec"),
+        },
+    )

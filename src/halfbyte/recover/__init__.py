@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Calibration", "Position", "Recovery", "recover_tokens"]
 
-__getattr__, __dir__ = names_of(
-    __name__,
-    {
-        "halfbyte.recover.result": ("Calibration", "Position", "Recovery"),
-        "halfbyte.recover.search": ("recover_tokens",),
-    },
-)
+if not TYPE_CHECKING:  # so that a checker still knows which names there are not
+    __getattr__, __dir__ = names_of(
+        __name__,
+        {
+            "halfbyte.recover.result": ("Calibration", "Position", "Recovery"),
+            "halfbyte.recover.search": ("recover_tokens",),
+        },
+    )

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfbyte.options import Device, device_of
+
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from halfbyte.recover.result import Recovery
@@ -28,7 +29,7 @@ def recover(
     policy: Annotated[str, typer.Option(help="gradient or exhaustive.")] = "gradient",
     whole: Annotated[bool, typer.Option("--whole", help="Try the whole vocabulary at each position.")] = False,
     epsilon: Annotated[float | None, typer.Option(help="Largest relative distance; measured by default.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; by default the first GPU.")] = None,
+    device: Device = None,
     dtype: Annotated[str, typer.Option(help="Of the model: auto, float16, bfloat16 or float32.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of what is drawn at random.")] = 0,
     save_states: Annotated[Path | None, typer.Option(help="Keep the states of --text as .safetensors.")] = None,
@@ -119,7 +120,7 @@ def _load(name: str, device: str | None, dtype: str, needs_tokenizer: bool) -> t
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ImportError("recover needs transformers; pip install 'halfbyte[transformers]'") from error
-    where = _device(device)
+    where = device_of(device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
@@ -132,18 +133,6 @@ def _load(name: str, device: str | None, dtype: str, needs_tokenizer: bool) -> t
     if getattr(model, "is_quantized", False):
         accelerate(model)
     return model, tokenizer
-
-
-def _device(name: str | None) -> torch.device:
-    import torch
-
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.empty(0, dtype=torch.float32, device=name).device
-    except Exception as error:  # RuntimeError for a wrong name, AssertionError where torch has no such backend
-        reason = str(error).strip().partition("\n")[0]
-        raise typer.BadParameter(f"device {name!r} cannot be used here ({reason}); cpu always can") from error
-    return device
 
 
 def _save(path: Path, states: Tensor, layer: int) -> None:
