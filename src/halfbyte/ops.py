@@ -120,7 +120,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None = None, batch_inva
         if transforms.is_active():
             _check_linear(x, q, bias)
             transforms.refuse("linear", "the weight", *q.tensors)
-            return _autograd().linear(x, q, bias, batch_invariant)  # type: ignore[no-any-return]
+            return _autograd().transformed(x, q, bias, batch_invariant)  # type: ignore[no-any-return]
     if not tracing and _is_plain(x) and x.is_cuda and (bias is None or _is_plain(bias)) and type(q) is QuantizedWeight:
         found: Tensor | None = _cuda_linear().again(x, q, bias, batch_invariant)
         if found is not None:
