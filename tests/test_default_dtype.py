@@ -17,7 +17,7 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte.explain import explain
 from halfbyte.formats import bitsandbytes, compressed_tensors, grouped
-from halfbyte.formats.weight import FORMAT_NAMES
+from halfbyte.formats.settings import FORMAT_NAMES
 
 SOURCES = Path(hb.__file__).parent
 NESTED = {name: (False,) if name == grouped.NAME else (True, False) for name in FORMAT_NAMES}
@@ -32,12 +32,7 @@ FACTORIES = frozenset(
 )  # fmt: skip
 # Calls without a dtype or a device that mean what they do: the file, and how the call begins.
 EXCEPTIONS = (
-    ("cli.py", "torch.empty(1, device=name)"),  # asks whether there is such a device; nothing is computed
-    ("search.py", "torch.arange(len(index), device=index.device)"),  # and so is a range of them
-    ("search.py", "torch.tensor([rows], device=device)"),  # a Python integer is int64 by whatever default
-    ("search.py", "torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)"),  # only CPU memory can be pinned
-    ("checkpoints/reader.py", "torch.empty(self.shape, dtype=DTYPES[self.dtype])"),
-    ("checkpoints/reader.py", "torch.empty(self.nbytes, dtype=torch.uint8)"),
+    ("options.py", "torch.empty(1, device=name)"),  # asks whether there is such a device; nothing is computed
 )
 
 

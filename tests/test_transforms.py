@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import halfbyte as hb
-from halfbyte.formats.weight import FORMAT_NAMES
+from halfbyte.formats.settings import FORMAT_NAMES
 
 formats = pytest.mark.parametrize("format", FORMAT_NAMES)
 Function = Callable[[Tensor], Tensor]
@@ -173,3 +173,26 @@ def test_jit_trace_is_refused(name: str) -> None:
     q = weight("nf4")
     with pytest.raises(RuntimeError, match=rf"halfbyte\.{name} cannot be recorded by torch\.jit\.trace; use torch\.co"):
         torch.jit.trace(lambda x: TRACED[name](x, q), (torch.randn(3, 32),))
+
+
+SEARCHES: dict[str, Callable[[Tensor], Any]] = {
+    "distances": lambda query: hb.distances(query, torch.ones(9, 32)),
+    "nearest": lambda query: hb.nearest(query, torch.ones(9, 32), 2),
+    "token_ranks": lambda query: hb.token_ranks(query, torch.ones(9, 32), torch.zeros(len(query), dtype=torch.int64)),
+    "token_ranks, through fidelity": lambda query: hb.fidelity(
+        query, torch.ones(9, 32), torch.zeros(len(query), dtype=torch.int64)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_search_says_that_it_is_not_for_transforms(name: str) -> None:
+    search, queries = SEARCHES[name], torch.randn(4, 3, 32)
+    words = f"halfbyte.{name.partition(',')[0]} cannot be transformed by torch.func"
+    with pytest.raises(RuntimeError, match=words):
+        vmap(search)(queries)
+    with pytest.raises(RuntimeError, match=words):
+        jvp(search, (queries[0],), (queries[1],))
+    with pytest.raises(RuntimeError, match=r"cannot be recorded by torch\.jit\.trace"):
+        torch.jit.trace(search, (queries[0],), check_trace=False)
+    vmap(lambda x: search(queries[0])[0] * x if name == "distances" else x)(torch.ones(2))  # of what is not transformed

@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -55,7 +56,7 @@ _PACKAGES = (
     ("numba", "CPU kernels", "pip install numba", True),
     ("safetensors", "checkpoints", "pip install safetensors", True),
     ("triton", "GPU kernels", "pip install triton", False),
-    ("cuda-core", "CUDA C++ kernels", "pip install 'halfbyte[cuda]'", False),
+    ("NVRTC", "CUDA C++ kernels", "pip install nvidia-cuda-nvrtc", False),
     ("bitsandbytes", "to_bitsandbytes, benchmarks", _TRANSFORMERS, False),
     ("transformers", "loading models", _TRANSFORMERS, False),
     ("peft", "LoRA, benchmarks", "pip install 'halfbyte[bench]'", False),
@@ -66,8 +67,9 @@ _TRITON_NAMES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-r
 
 def collect() -> Info:
     """Look around. Works whatever is missing, torch included."""
+    versions_of = {"triton": lambda: _version(*_TRITON_NAMES), "NVRTC": _nvrtc}
     packages = tuple(
-        Package(name, _version(*_TRITON_NAMES) if name == "triton" else _version(name), purpose, install, required)
+        Package(name, versions_of.get(name, partial(_version, name))(), purpose, install, required)
         for name, purpose, install, required in _PACKAGES
     )
     versions = {package.name: package.version for package in packages}
@@ -89,6 +91,18 @@ def _version(*names: str) -> str | None:
     return None
 
 
+def _nvrtc() -> str | None:
+    """The version of the NVRTC that compiles the CUDA kernels; None without one, or without a torch to fit it to."""
+    try:
+        import torch  # noqa: F401
+
+        from halfbyte.kernels.common import compiler
+
+        return compiler.version()
+    except Exception:  # a broken torch or NVRTC is missing as well
+        return None
+
+
 def _cpu(versions: dict[str, str | None]) -> Device:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -107,7 +121,10 @@ def _accelerators(versions: dict[str, str | None]) -> list[Device]:
         return [Device("torch", f"cannot be imported: {error}", "none", "install torch again: pip install torch")]
     devices = []
     if torch.cuda.is_available():
-        backend, note = ("triton", "") if versions["triton"] else ("torch (slow)", "install triton for the GPU kernels")
+        from halfbyte.kernels.common import slow
+        from halfbyte.kernels.common.device import facts_of
+        from halfbyte.kernels.linear import reach
+
         runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
@@ -118,7 +135,13 @@ def _accelerators(versions: dict[str, str | None]) -> list[Device]:
                 else f"sm_{properties.major}{properties.minor}"
             )
             description = f"{properties.name}, {arch}, {memory}, {properties.multi_processor_count} SMs, {runtime}"
-            devices.append(Device(f"cuda:{index}", description, backend, note))
+            lack, no_triton = reach.without_kernels(facts_of(index)), slow.no_kernels("cuda")
+            linear = "torch (slow)" if lack else "CUDA C++"
+            backend = f"linear: {linear}, all else: {'torch (slow)' if no_triton else 'Triton'}"
+            notes = [f"{lack.what}; {lack.mend}"] if lack else []
+            devices.append(
+                Device(f"cuda:{index}", description, backend, ". ".join([*notes, *filter(None, [no_triton])]))
+            )
     elif Path("/proc/driver/nvidia/version").exists():
         note = "this torch sees no GPU: " + (
             f"it is built for CUDA {torch.version.cuda}, which the driver may be too old for"

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from halfbyte import transforms
 from halfbyte.formats.rows import row_chunks
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
 from halfbyte.kernels.common.slow import no_kernels
@@ -43,6 +44,7 @@ def distances(query: Tensor, candidates: Matrix) -> Tensor:
     cancel, (c - q)^2 is summed after all, so the relative error stays below 2^-16. Raises TypeError or ValueError.
     """
     _check_search(query, candidates)
+    _check_transforms("distances", query, candidates)
     if _is_tracing():
         return torch.ops.halfbyte.distances(query, *_matrix_parts(candidates))  # type: ignore[no-any-return]
     return _distances(query, candidates)
@@ -59,6 +61,7 @@ def nearest(query: Tensor, candidates: Matrix, k: int = 1, *, group: Any = None)
     for one query; for several, two numbers for every 16 rows. Raises TypeError or ValueError.
     """
     _check_search(query, candidates)
+    _check_transforms("nearest", query, candidates)
     rows = candidates.shape[0]
     if not isinstance(k, int) or isinstance(k, bool):
         raise TypeError(f"k is a {type(k).__name__}; nearest takes an int from 1 to {MOST_NEAREST}")
@@ -83,6 +86,7 @@ def token_ranks(hidden: Tensor, lm_head: Matrix, tokens: Tensor, *, group: Any =
     [T, V] logits are written. Raises TypeError or ValueError for what does not fit.
     """
     _check_ranks(hidden, lm_head, tokens)
+    _check_transforms("token_ranks", hidden, lm_head, tokens)
     if group is not None:
         return _ranks_of_all(hidden, lm_head, tokens, group)
     if _is_tracing():
@@ -239,7 +243,7 @@ def _rows_of(matrix: Matrix, index: Tensor) -> tuple[Tensor, Tensor]:
     for first, dense in _dense(matrix):
         inside = (index >= first) & (index < first + len(dense))
         rows = torch.where(inside[:, None], dense[(index - first).clamp(0, len(dense) - 1)], rows)
-    return rows, torch.arange(len(index), device=index.device)
+    return rows, torch.arange(len(index), dtype=torch.int64, device=index.device)
 
 
 @_on_its_device
@@ -316,6 +320,15 @@ def _matrix_parts(matrix: Matrix) -> tuple[Any, ...]:
     return (matrix, matrix, [], "dense", matrix.shape, 0, 0, matrix.dtype)
 
 
+def _check_transforms(function: str, *arguments: Matrix) -> None:
+    """Raise RuntimeError under torch.jit.trace, and inside torch.func where an argument is what it transforms."""
+    transforms.refuse_script(function)
+    if transforms.is_active():
+        for argument in arguments:
+            tensors = argument.tensors if isinstance(argument, QuantizedWeight) else (argument,)
+            transforms.refuse(function, "an argument", *tensors)
+
+
 def _check_search(query: Tensor, candidates: Matrix) -> None:
     _check_pair("query", query, "candidates", candidates)
     if query.dim() not in (1, 2) or query.shape[-1] != candidates.shape[1]:
@@ -357,7 +370,7 @@ class _Tokens:
             if torch.cuda.is_current_stream_capturing():
                 self.tokens = tokens[:0]
                 return
-            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=True)
             self.tokens.copy_(tokens, non_blocking=True)
             self.fetched = torch.cuda.Event()
             self.fetched.record()

@@ -59,8 +59,8 @@ class Entry:
         if self.dtype not in DTYPES:
             raise ValueError(f"{self.name!r} has dtype {self.dtype}, which is not one of {', '.join(DTYPES)}")
         if not self.nbytes:
-            return torch.empty(self.shape, dtype=DTYPES[self.dtype])
-        raw = torch.empty(self.nbytes, dtype=torch.uint8)
+            return torch.empty(self.shape, dtype=DTYPES[self.dtype], device="cpu")
+        raw = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
         left = raw.numpy().data
         with self._open() as file:
             while left:

@@ -45,7 +45,7 @@ def _end(pool: tuple[int, int]) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda.synchronize()
-            nothing = torch.empty(1, device="cuda")
+            nothing = torch.empty(1, dtype=torch.uint8, device="cuda")
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 nothing.zero_()
