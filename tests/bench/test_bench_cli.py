@@ -58,6 +58,15 @@ def test_whole(name: str, tmp_path: Path) -> None:
     assert name == "quantize" or record["rows"][0]["bytes"] == numel // 2 + numel // 64 + 4 * 4 + 2 * numel
 
 
+def test_nearest_over_two_processes(tmp_path: Path) -> None:
+    stdout, _ = bench(0, "nearest", "--device", "cpu", "--shape", "3000x64", "--k", 3, "--rounds", 3, "--out", tmp_path)
+    assert all(words in stdout for words in ("3000×64 bfloat16, k = 3", "1 process", "2 processes"))
+    [path] = tmp_path.glob("cpu*/nearest.json")
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert [row["samples"] for row in record["rows"]] == [3, 3]
+    assert "is not one shape" in fails(2, "nearest", "--device", "cpu", "--shape", "64x64,64x64")
+
+
 @pytest.mark.usefixtures("_quick")
 def test_a_wrong_result_is_not_timed_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfbyte.ops.dequantize", lambda q: torch.zeros(q.shape, dtype=q.dtype))

@@ -173,6 +173,16 @@ def test_linear_of_every_format(dtype: torch.dtype, shape: tuple[int, int]) -> N
             assert float((y.double() - right).norm() / right.norm()) < 5e-3
 
 
+@pytest.mark.parametrize("k", [3840, 4864])
+def test_linear_of_a_row_among_others(k: int) -> None:
+    """Eight and ten CTAs share a tile: they add up in one order, at once where x is narrow and in groups elsewhere."""
+    q = hb.quantize(torch.randn((2049, k), device="cuda").half() / k**0.5, block_size=128, nested=False)
+    x = torch.randn((70, k), device="cuda").half()
+    whole = hb.linear(x, q, batch_invariant=True)
+    for m in (1, 9, 17, 33):
+        assert torch.equal(hb.linear(x[:m], q, batch_invariant=True), whole[:m])
+
+
 @pytest.mark.parametrize(("v", "d"), [(1, 1), (3, 64), (17, 127), (129, 33), (257, 192), (1000, 65)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_search(v: int, d: int, dtype: torch.dtype) -> None:

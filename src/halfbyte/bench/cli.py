@@ -101,6 +101,25 @@ def search(
 
 
 @app.command()
+def nearest(
+    device: Device = None,
+    processes: Annotated[int, typer.Option(min=2, help="GPUs, or processes on a CPU.")] = 2,
+    shape: Annotated[str, typer.Option(help="Of the candidates.")] = "256000x4096",
+    k: Annotated[int, typer.Option(min=1, max=128, help="Rows that are asked for.")] = 5,
+    rounds: Rounds = 50,
+    out: Out = None,
+) -> None:
+    """The nearest of rows that several GPUs hold between them, beside one GPU that holds all."""
+    from halfbyte.bench import runs
+    from halfbyte.bench.nearest import Settings
+
+    shapes = _shapes(shape)
+    if len(shapes) != 1:
+        raise typer.BadParameter(f"shape {shape!r} is not one shape; write 256000x4096")
+    runs.run_nearest(Settings(shapes[0], k=k, processes=processes, rounds=rounds), _device(device), out)
+
+
+@app.command()
 def decode(
     model: Annotated[
         str, typer.Option(help="Folders of checkpoints, hub ids, or named shapes with random weights, comma-separated.")

@@ -65,6 +65,16 @@ def run_recovery(cases: Sequence[Any], device: torch.device, out: Path | None) -
     _check_right(record)
 
 
+def run_nearest(settings: Any, device: torch.device, out: Path | None) -> None:
+    """Nearest rows over several processes, beside one."""
+    from halfbyte.bench import nearest
+
+    say(f"nearest rows, {settings.processes} processes")
+    record = _empty_record("nearest", nearest.METHOD, device) | {"rows": nearest.nearest_rows(device, settings)}
+    terminal().print(nearest.terminal_table(record))
+    _keep(record, out, device)
+
+
 def _run_each(
     record: dict[str, Any],
     key: str,
@@ -132,7 +142,7 @@ def write_figures(results: Path, root: Path, check: bool) -> str:
 
 def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
     """The Markdown of every record, by device and bench; plots go to `figures`."""
-    from halfbyte.bench import recover, search, sweep, wholes
+    from halfbyte.bench import nearest, recover, search, sweep, wholes
     from halfbyte.roofline import markdown as roofline
     from halfbyte.roofline import plot as roofline_plot
 
@@ -140,6 +150,7 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
         "puzzle": (reports.puzzle_markdown, None),
         "linear": (sweep.markdown, sweep.plot),
         "search": (search.markdown, None),
+        "nearest": (nearest.markdown, None),
         "decode": (wholes.markdown, wholes.plot),
         "train": (partial(wholes.markdown, key="tokens"), None),
         "recover": (recover.markdown, None),
