@@ -75,7 +75,7 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
     for batch in settings.batches:
         say(f"{name}: batch {batch}")
         for row in _batch_rows(contest, batch, settings, device):
-            yield facts | {"batch": batch} | row | {"relative_error": errors[row["provider"], _checked(row)]}
+            yield facts | {"batch": batch} | row | {"relative_error": errors[row["provider"], _checked(row, device)]}
     need = 2 * sum(module.out_features * module.in_features for _, module in models.four_bit(model))
     if device.type == "cuda" and need < 0.9 * torch.cuda.mem_get_info(device)[0]:
         say(f"{name}: dense")
@@ -85,10 +85,10 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
                 yield facts | {"batch": batch} | row
 
 
-def _checked(row: Mapping[str, Any]) -> str:
+def _checked(row: Mapping[str, Any], device: torch.device) -> str:
     """The mode of which the logits were held against fp32 for a row."""
     mode: str = row["mode"]
-    if mode == "generate" and row["provider"] == "halfbyte" and torch.cuda.is_available():
+    if mode == "generate" and row["provider"] == "halfbyte" and device.type == "cuda":
         return MODES[-1]
     return mode if mode in MODES else MODES[0]
 

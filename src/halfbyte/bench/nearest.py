@@ -44,7 +44,7 @@ def nearest_rows(device: torch.device, settings: Settings) -> list[dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.pt"
         arguments = (device.type, settings, Path(folder) / "meet", found)
-        spawn(_process, arguments, nprocs=settings.processes)  # type: ignore[no-untyped-call]
+        spawn(_process, arguments, nprocs=settings.processes)
         samples: dict[str, list[float]] = torch.load(found)
     (v, d), what = settings.candidates, ("GPU", "GPUs") if device.type == "cuda" else ("process", "processes")
     case = f"{v}×{d} {str(settings.dtype).removeprefix('torch.')}, k = {settings.k}"
@@ -66,7 +66,11 @@ def _process(rank: int, kind: str, settings: Settings, meet: Path, found: Path) 
     if kind == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", init_method=f"file://{meet}", rank=rank, world_size=settings.processes
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{meet}",
+        rank=rank,
+        world_size=settings.processes,
+        device_id=device if kind == "cuda" else None,
     )
     (v, d), generator = settings.candidates, torch.Generator(device).manual_seed(0)
     everything = torch.randn(v, d, generator=generator, dtype=settings.dtype, device=device)
