@@ -250,29 +250,28 @@ def _rows_of(matrix: Matrix, index: Tensor) -> tuple[Tensor, Tensor]:
 def _nearest_of_all(query: Tensor, candidates: Matrix, k: int, group: Any) -> tuple[Tensor, Tensor]:
     """One small gather, and no process waits for its GPU: how many rows each has travels with what it found.
 
-    A process sends its number of rows and, for each query, k numbers: the distance's bits above the row. Those that it
-    has no rows for come last, behind NaN. Only a process with fewer rows than k looks at the sum of all, to see whether
-    there are so many; where there are not, every process has fewer.
+    Only a process with fewer rows than k looks at the sum of all, to see whether there are so many; where there are
+    not, every process has fewer, so all of them raise.
     """
     if not 1 <= k <= MOST_NEAREST:
         raise ValueError(f"k is {k}; nearest takes 1 to {MOST_NEAREST}, and no more than there are candidates")
     queries, rows = _lines(query), candidates.shape[0]
-    sent = torch.full((1 + len(queries) * k,), torch.iinfo(torch.int64).max, dtype=torch.int64, device=queries.device)
-    sent[:1].fill_(rows)
-    if mine := min(k, rows):
-        least, found = _nearest(queries, candidates, mine)
-        bits = (least.view(torch.int32) & 0x7FFFFFFF).long()  # NaN has no sign to be sorted by
-        sent[1:].view(len(queries), k)[:, :mine] = bits << 32 | found
-    everyone = _gathered(sent, group)
-    counts, keys = everyone[:, 0], everyone[:, 1:].view(len(everyone), len(queries), k)
-    if k > rows and (total := int(counts.sum())) < k:
+    shards = _shards(queries.device.type)
+    if rows:
+        least, found = _nearest(queries, candidates, min(k, rows))
+    else:
+        least, found = (queries.new_empty((len(queries), 0), dtype=kind) for kind in (torch.float32, torch.int64))
+    everyone = _gathered(shards.pack(least, found, rows, k), group)
+    if k > rows and (total := int(everyone[:, 0].sum())) < k:
         raise ValueError(f"k is {k}; nearest takes 1 to {MOST_NEAREST}, and no more than the {total} candidates")
-    first = counts.cumsum(0) - counts
-    numbers = ((keys & 0xFFFFFFFF) + first[:, None, None]).transpose(0, 1).reshape(len(queries), -1)
-    order, columns = torch.sort((keys >> 32).transpose(0, 1).reshape(len(queries), -1), dim=1, stable=True)
-    least = order[:, :k].int().view(torch.float32)
-    numbers = numbers.gather(1, columns[:, :k])
-    return (least[0], numbers[0]) if query.dim() == 1 else (least, numbers)
+    least, found = shards.merge(everyone, len(queries), k)
+    return (least[0], found[0]) if query.dim() == 1 else (least, found)
+
+
+@cache
+def _shards(device_type: str) -> Any:
+    in_triton = device_type == "cuda" and no_kernels(device_type) is None
+    return import_module(f"halfbyte.kernels.distance.shards{'_triton' if in_triton else ''}")
 
 
 @_on_its_device

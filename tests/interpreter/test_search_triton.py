@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from halfbyte.formats.weight import FLOAT_DTYPES
-from halfbyte.kernels.distance import products, reference, select
+from halfbyte.kernels.distance import products, reference, select, shards, shards_triton
 from halfbyte.kernels.distance import triton as distance
 from halfbyte.kernels.rank import reference as rank_reference
 from halfbyte.kernels.rank import triton as rank
@@ -139,3 +139,27 @@ def test_equal_logits_rank_by_index(room: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(rank, "PAIRS", room)
     tokens = torch.tensor([0, 4, 17])
     assert ranks(torch.randn(3, 8), torch.ones(70, 8), tokens).tolist() == [0, 4, 17]
+
+
+@pytest.mark.parametrize(("p", "k"), [(1, 1), (1, 5), (3, 17), (2, 128)])
+@pytest.mark.parametrize("counts", [(9, 30), (40, 0, 200, 3), (128,)], ids=str)
+def test_shards(p: int, k: int, counts: tuple[int, ...]) -> None:
+    """What processes send and make of it: NaN last, equal distances in the order of rows, nothing of missing rows."""
+    everyone, right = [], []
+    for count in counts:
+        away = torch.randint(0, 6, (p, count)).float()
+        away[torch.rand(p, count) < 0.1] = float("nan")
+        away[torch.rand(p, count) < 0.1] = float("inf")
+        right.append(away)
+        least, rows = reference.first_of(away, None, min(k, count))
+        sent = shards.pack(least, rows, count, k)
+        assert torch.equal(shards_triton.pack(least, rows, count, k), sent)
+        everyone.append(sent)
+    if k > sum(counts):
+        return
+    least, rows = shards_triton.merge(torch.stack(everyone), p, k)
+    for found, expected in zip((least, rows), shards.merge(torch.stack(everyone), p, k), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    wanted, columns = reference.first_of(torch.cat(right, dim=1), None, k)
+    torch.testing.assert_close(least, wanted, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(rows, columns)

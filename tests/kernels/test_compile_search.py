@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from halfbyte.kernels.distance import products, select  # noqa: E402
+from halfbyte.kernels.distance import products, select, shards_triton  # noqa: E402
 from halfbyte.kernels.distance import triton as distance  # noqa: E402
 from halfbyte.kernels.rank import triton as rank  # noqa: E402
 
@@ -49,6 +49,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "bounds bf16": lambda: products._bounds(*pair(64, BF16)),
     "examine 10": lambda: examine(10),
     "examine 128": lambda: examine(128),
+    "pack 5": lambda: shards_triton.pack(empty(1, 5), empty(1, 5, dtype=torch.int64), 32000, 5),
+    "merge 5 of 2": lambda: shards_triton.merge(empty(2, 6, dtype=torch.int64), 1, 5),
+    "merge 128 of 8": lambda: shards_triton.merge(empty(8, 1 + 64 * 128, dtype=torch.int64), 64, 128),
     "own": lambda: rank.own_logits(*pair(64, BF16), empty(64, dtype=torch.int64)),
     "pairs": lambda: count_above(BF16),
     "ranks fp16": lambda: count_above(F16),
@@ -73,7 +76,7 @@ def signature_of(value: object) -> str:
 def test_compiles(name: str, target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = facts_for(f"sm_{target}") if isinstance(target, int) else DeviceFacts("hip", 0, 304)
     kept: list[tuple[Any, ...]] = []
-    for module in (distance, products, select, rank):
+    for module in (distance, products, select, shards_triton, rank):
         monkeypatch.setattr(module, "launch", lambda *launch: kept.append(launch))
         if hasattr(module, "facts_of"):
             monkeypatch.setattr(module, "facts_of", lambda index: facts)
