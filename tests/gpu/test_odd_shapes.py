@@ -12,6 +12,7 @@ import torch
 import halfbyte as hb
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.common.device import facts_of
+from halfbyte.kernels.distance import shards
 from halfbyte.kernels.linear import cuda, decode, hopper
 from halfbyte.kernels.linear.decode_shape import DecodePlan, Scales, is_valid
 from halfbyte.kernels.linear.hopper import HopperPlan
@@ -212,6 +213,20 @@ def test_search_among_packed_rows(format: str, v: int, d: int) -> None:
         torch.testing.assert_close(hb.distances(query, q), hb.distances(query, dense), rtol=2e-5, atol=0)
         least, _ = hb.nearest(query, q, min(v, 10))
         torch.testing.assert_close(least, hb.nearest(query, dense, min(v, 10))[0], rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize(("p", "k", "counts"), [(1, 5, (7, 3)), (3, 33, (40, 0, 9)), (2, 128, (130, 1, 64, 200))])
+def test_shards_of_a_matrix(p: int, k: int, counts: tuple[int, ...]) -> None:
+    in_triton = pytest.importorskip("halfbyte.kernels.distance.shards_triton")
+    everyone = []
+    for count in counts:
+        least = torch.rand(p, min(k, count), device="cuda").sort(dim=1).values
+        rows = torch.randint(count + 1, least.shape, device="cuda")
+        sent = shards.pack(least, rows, count, k)
+        assert torch.equal(in_triton.pack(least, rows, count, k), sent)
+        everyone.append(sent)
+    found, right = (module.merge(torch.stack(everyone), p, k) for module in (in_triton, shards))
+    assert all(map(torch.equal, found, right))
 
 
 @pytest.mark.parametrize(
