@@ -66,7 +66,10 @@ def quantize(
 
 
 def dequantize(q: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-    """The dense weight that `q` stands for, [*q.shape], on q's device; bit for bit what bitsandbytes returns.
+    """The dense weight that `q` stands for, [*q.shape], on q's device.
+
+    On a GPU it has the bits that bitsandbytes' CUDA kernels give; on a CPU those of the format's definition, from which
+    bitsandbytes' CPU paths deviate in four documented cases (docs/kernels/dequantize.md).
 
     dtype: torch.float16, torch.bfloat16 or torch.float32; by default that of `out`, and without `out` q.dtype.
     out: a contiguous tensor of q's shape and device to write into; it is returned.
