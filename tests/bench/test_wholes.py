@@ -60,6 +60,17 @@ def test_errors_are_of_the_steps_that_graphs_make(monkeypatch: pytest.MonkeyPatc
     assert (entered.count(False), entered.count(True)) == (steps, steps)
 
 
+def test_the_short_form_of_decoding(tmp_path: Path) -> None:
+    record = run(tmp_path, "decode", "--batch", "1", "--context", "16", "--new-tokens", "4")
+    speeds = {row["provider"]: row["tokens_per_s"] for row in record["rows"] if row["mode"] == "generate"}  # type: ignore[attr-defined]
+    told = wholes.summary(record)
+    assert f"`generate` with tiny makes {speeds['halfbyte']:.1f} tokens a second with halfbyte" in told
+    on_a_gpu = {key: value for key, value in record["environment"].items() if key != "threads"}  # type: ignore[attr-defined]
+    table = wholes.summary(record | {"environment": on_a_gpu | {"driver": "1"}}).splitlines()
+    assert table[0] == "| model | texts at once | bitsandbytes, tokens/s | halfbyte, tokens/s | speed-up |"
+    assert table[2].startswith("| tiny | 1 |")
+
+
 def test_train(tmp_path: Path) -> None:
     record = run(tmp_path, "train", "--tokens", "16")
     rows = record["rows"]
@@ -67,6 +78,11 @@ def test_train(tmp_path: Path) -> None:
     assert [row["provider"] for row in rows] == ["bitsandbytes", "halfbyte"]
     assert rows[1]["gradients_apart"] < train.MOST_APART
     assert wholes.markdown(record, "tokens").count("| tiny |") == 1
+    rows = [row | {"peak_gb": 1.5} for row in rows]
+    short = wholes.training_summary(record | {"rows": rows}).splitlines()
+    assert short[0].startswith("| model | tokens a step | bitsandbytes, ms a step | halfbyte, ms a step | speed-up")
+    assert short[2].startswith("| tiny | 16 |")
+    assert short[2].endswith("×** | 1.5 | 1.5 |")
 
 
 @pytest.mark.parametrize(("bench", "module"), [("decode", decode), ("train", train)])

@@ -156,15 +156,16 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
         "recover": (recover.markdown, None),
         "profile": (roofline.markdown, roofline_plot.roofline),
     }
+    shorter = {"linear": sweep.summary, "decode": wholes.summary, "train": wholes.training_summary}
     blocks: dict[str, str] = {}
     for path in sorted(results.glob("*/*.json")):
         record = records.read(path)
         name = f"{path.parent.name}/{path.stem}"
         text, plot = kinds.get(record["bench"], (reports.markdown_table, reports.plot))
         blocks[name] = text(record)
-        if (short := {"decode": wholes.summary, "linear": sweep.summary}.get(record["bench"])) is not None:
+        if (short := shorter.get(record["bench"])) is not None:
             blocks[f"{name}-summary"] = short(record)
-        if plot and figures is not None:
+        if plot and figures is not None and (plot is not wholes.plot or not wholes.is_of_cpu(record)):
             plot(record, figures / f"{path.parent.name}-{path.stem}.png")
     return blocks
 

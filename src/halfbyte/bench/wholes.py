@@ -59,21 +59,45 @@ def markdown(record: Mapping[str, Any], key: str = "batch") -> str:
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """One line a model and batch: tokens a second of a plain `generate` and of the fused graph, theirs and ours."""
-    header = ["model", "batch"]
-    for mode in SUMMARY:
-        header += [f"{mode}: {BASELINE}", OURS, "times"]
-    lines = [line(header), line(["---", *["---:"] * (len(header) - 1)])]
+    """Tokens a second of a plain `generate`, theirs and ours: one line a model and batch, of a CPU one sentence."""
+    if is_of_cpu(record):
+        return _sentence(record)
+    heads = ["model", "texts at once", f"{BASELINE}, tokens/s", f"{OURS}, tokens/s", "speed-up"]
+    lines = [line(heads), line(["---", *["---:"] * (len(heads) - 1)])]
     for (model, batch), modes in by_case(record, "batch"):
-        cells = [model, str(batch)]
-        for mode in SUMMARY:
-            theirs, ours = (modes[mode][name]["tokens_per_s"] for name in (BASELINE, OURS))
-            cells += [f"{theirs:,.0f}", f"{ours:,.0f}", f"**{ours / theirs:.2f}**"]
-        lines.append(line(cells))
+        theirs, ours = (modes["generate"][name]["tokens_per_s"] for name in (BASELINE, OURS))
+        lines.append(line([model, str(batch), f"{theirs:,.0f}", f"{ours:,.0f}", f"**{ours / theirs:.1f}×**"]))
     return "\n".join([*lines, "", provenance(record)])
 
 
-SUMMARY = ("generate", "fused graph")
+def is_of_cpu(record: Mapping[str, Any]) -> bool:
+    """A CPU decodes in one mode, and one text at a time: too little for a table or a plot."""
+    return "threads" in record["environment"]
+
+
+def _sentence(record: Mapping[str, Any]) -> str:
+    facts = record["environment"]
+    told = []
+    for (model, batch), modes in by_case(record, "batch"):
+        theirs, ours = (modes["generate"][name]["tokens_per_s"] for name in (BASELINE, OURS))
+        if batch == 1:
+            told.append(f"`generate` with {model} makes {ours:.1f} tokens a second with {OURS}, {theirs:.1f} without")
+    return f"On an {facts['device']} with {facts['threads']} threads, {' and '.join(told)}. {provenance(record)}"
+
+
+def training_summary(record: Mapping[str, Any]) -> str:
+    """One line a model and number of tokens: milliseconds of a step by each provider, and the peaks of memory."""
+    providers = sorted(dict.fromkeys(row["provider"] for row in record["rows"]), key=lambda name: name == OURS)
+    heads = ["model", "tokens a step", *(f"{name}, ms a step" for name in providers), f"speed-up over {BASELINE}"]
+    heads += [f"peak memory, {name}, GB" for name in (BASELINE, OURS)]
+    lines = [line(heads), line(["---", *["---:"] * (len(heads) - 1)])]
+    for (model, tokens), modes in by_case(record, "tokens"):
+        rows = modes["step"]
+        times = [_time(rows.get(name)) for name in providers]
+        peaks = [f"{rows[name]['peak_gb']:.1f}" for name in (BASELINE, OURS)]
+        lines.append(line([model, f"{tokens:,}", *times, f"**{_ratio(rows)}×**", *peaks]))
+    return "\n".join([*lines, "", provenance(record)])
+
 
 BARS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # provider, mode, and how it is drawn
     (BASELINE, "generate", {"color": COLORS[BASELINE], "alpha": 0.45}),
