@@ -22,7 +22,7 @@ import torch
 import halfbyte as hb
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.kernels.common import driver, nvrtc, tensor_map
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceFacts, facts_for
 from halfbyte.kernels.linear import cuda, decode, exact, hopper, reach, rooms, tensor
 from halfbyte.kernels.linear.reference import linear_exact
 
@@ -134,6 +134,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     yield from _gpu(monkeypatch, A100)
+
+
+@pytest.fixture
+def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    yield from _gpu(monkeypatch, facts_for("sm_100"))
 
 
 def _gpu(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts) -> Iterator[Driver]:
@@ -347,6 +352,15 @@ def test_many_rows_go_256_at_a_time_where_the_batch_must_not_matter(gpu: Driver)
         assert [m for _, m in gpu.seen] == [256, 256, 88]
         assert cuda.again(x, q, None, True) is None
     assert cuda.linear(x, q, None, False) is None  # the dense weight is ahead
+
+
+def test_the_address_of_a_bias_picks_no_kernel_where_the_batch_must_not_matter(blackwell: Driver) -> None:
+    q = blackwell.like = make(64, 1024)
+    x, bias = torch.randn(3, 1024).bfloat16(), torch.randn(64).bfloat16()
+    for invariant in (True, False):
+        for given in (bias, shifted(bias)):
+            assert torch.equal(cuda.linear(x, q, given, invariant), right(x, q, bias))
+    assert [kernel for kernel, _ in blackwell.seen] == [decode, decode, decode, tensor]
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:

@@ -127,6 +127,8 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
         return None
     if x.data_ptr() % ALIGNED:
         x = x.clone()
+    if batch_invariant and bias is not None and bias.data_ptr() % ALIGNED:
+        bias = bias.clone()  # else another kernel, which adds up in another order, may be for it
     if (found := again(x, q, bias, batch_invariant)) is not None:
         return found
     operands, weight = operands_of(x, q, bias), addresses(q)
