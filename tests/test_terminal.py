@@ -160,10 +160,12 @@ def micro_bench(maker: str, *, wrong: bool) -> Callable[[Patch], Case]:
         rows = [row | {"provider": "halfbyte"}, row | {"provider": f"other{LABEL}"}]
         if wrong:
             rows.append({"case": row["case"], "provider": "third", "error": f"1 of 9 values {EXTRA} differ"})
-        patch.setattr(maker, lambda *_, **__: [SimpleNamespace(name=LABEL)])
+        left_out = {f"peer{LABEL}": f"it needs {EXTRA}"}
+        patch.setattr(maker, lambda *_, **__: [SimpleNamespace(name=LABEL, left_out=left_out)])
         patch.setattr("halfbyte.bench.runs.run", lambda case, rounds: rows)
         patch.setattr("halfbyte.bench.records.make_record", record_of)
-        shown = (*BENCH_SHOWN, row["case"], f"other{LABEL}", *((f"values {EXTRA} differ",) if wrong else ()))
+        told = f"without peer{LABEL}: it needs {EXTRA}"
+        shown = (*BENCH_SHOWN, row["case"], f"other{LABEL}", told, *((f"values {EXTRA} differ",) if wrong else ()))
         return Case(BENCH_OPTIONS, shown, 1 if wrong else 0)
 
     return make
@@ -173,6 +175,15 @@ case("bench dequantize")(micro_bench("halfbyte.bench.dequantize.dequantize_cases
 case("bench quantize")(micro_bench("halfbyte.bench.dequantize.quantize_cases", wrong=False))
 case("bench linear")(micro_bench("halfbyte.bench.linear.linear_cases", wrong=False))
 case("bench search")(micro_bench("halfbyte.bench.search.search_cases", wrong=False))
+
+
+@case("bench nearest")
+def _bench_nearest(patch: Patch) -> Case:
+    benches(patch)
+    row = {"case": f"9x9 {LABEL}", "median_us": 150.0, "p20_us": 140.0, "p80_us": 160.0}
+    rows = [row | {"provider": provider} for provider in ("1 GPU", f"2{LABEL}")]
+    patch.setattr("halfbyte.bench.nearest.nearest_rows", lambda *_: rows)
+    return Case(BENCH_OPTIONS, (f"kept in {OUT}/{LABEL}/", row["case"], f"2{LABEL}"))
 
 
 def model_bench(maker: str, key: str) -> Callable[[Patch], Case]:

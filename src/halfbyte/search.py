@@ -321,6 +321,8 @@ def _matrix_parts(matrix: Matrix) -> tuple[Any, ...]:
 
 def _check_transforms(function: str, *arguments: Matrix) -> None:
     """Raise RuntimeError under torch.jit.trace, and inside torch.func where an argument is what it transforms."""
+    if torch.compiler.is_compiling():
+        return
     transforms.refuse_script(function)
     if transforms.is_active():
         for argument in arguments:
