@@ -40,6 +40,16 @@ def test_decode(tmp_path: Path) -> None:
     }
     assert all(row["median_ms"] > 0 and 0 < row["relative_error"] < 0.05 for row in rows)
     assert wholes.markdown(record).count("| tiny |") == 6
+    speeds = {row["provider"]: row["tokens_per_s"] for row in rows if (row["batch"], row["mode"]) == (1, "generate")}
+    assert f"`generate` with tiny makes {speeds['halfbyte']:.1f} tokens a second with halfbyte" in wholes.summary(
+        record
+    )
+    facts = record["environment"]
+    assert isinstance(facts, dict)
+    on_a_gpu = {key: value for key, value in facts.items() if key != "threads"} | {"driver": "1"}
+    table = wholes.summary(record | {"environment": on_a_gpu}).splitlines()
+    assert table[0] == "| model | texts at once | bitsandbytes, tokens/s | halfbyte, tokens/s | speed-up |"
+    assert [line[:12] for line in table[2:4]] == ["| tiny | 1 |", "| tiny | 2 |"]
 
 
 def test_errors_are_of_the_steps_that_graphs_make(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,17 +68,6 @@ def test_errors_are_of_the_steps_that_graphs_make(monkeypatch: pytest.MonkeyPatc
         assert errors[name, "graph"] == errors[name, "fused graph"] > 0
     steps = 2 * 2 * 16  # modes, texts of 4 and of 1, tokens
     assert (entered.count(False), entered.count(True)) == (steps, steps)
-
-
-def test_the_short_form_of_decoding(tmp_path: Path) -> None:
-    record = run(tmp_path, "decode", "--batch", "1", "--context", "16", "--new-tokens", "4")
-    speeds = {row["provider"]: row["tokens_per_s"] for row in record["rows"] if row["mode"] == "generate"}  # type: ignore[attr-defined]
-    told = wholes.summary(record)
-    assert f"`generate` with tiny makes {speeds['halfbyte']:.1f} tokens a second with halfbyte" in told
-    on_a_gpu = {key: value for key, value in record["environment"].items() if key != "threads"}  # type: ignore[attr-defined]
-    table = wholes.summary(record | {"environment": on_a_gpu | {"driver": "1"}}).splitlines()
-    assert table[0] == "| model | texts at once | bitsandbytes, tokens/s | halfbyte, tokens/s | speed-up |"
-    assert table[2].startswith("| tiny | 1 |")
 
 
 def test_train(tmp_path: Path) -> None:
