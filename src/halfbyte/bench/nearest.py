@@ -8,7 +8,6 @@ waits for who asks for rows. The rows found are compared with those of one GPU b
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,12 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from halfbyte import search
+from halfbyte.bench.contest import clock
 from halfbyte.bench.report import line, provenance
 from halfbyte.bench.timing import summarize
 from halfbyte.terminal import Table
 
+WARMUPS = 3  # calls that are not counted
 METHOD = "wall clock of a call, the slowest process, one after the other"
 
 
@@ -104,20 +105,10 @@ def _samples(function: Callable[[], Any], device: torch.device, rounds: int) -> 
     import torch.distributed as dist
 
     measured = []
-    for turn in range(rounds + 3):
+    for _ in range(WARMUPS + rounds):
         dist.barrier()
-        _wait(device)
-        start = time.perf_counter()
-        function()
-        _wait(device)
-        if turn >= 3:
-            measured.append(1e6 * (time.perf_counter() - start))
-    return measured
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        measured.append(1e3 * clock(function, device))
+    return measured[WARMUPS:]
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:

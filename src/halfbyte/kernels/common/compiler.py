@@ -11,7 +11,7 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,7 +48,8 @@ def find() -> Path | None:
     import torch
 
     wanted = int((torch.version.cuda or "0").partition(".")[0])
-    found = [(path, major) for path in _candidates() if (major := _major(path))]
+    candidates = (path for folder in _folders() for path in sorted(folder.glob(_NAMES)))
+    found = [(path, major) for path in candidates if (major := _major(path))]
     return max(found, key=lambda one: (one[1] == wanted, one[1]), default=(None, 0))[0]
 
 
@@ -72,12 +73,7 @@ def version() -> str:
     return f"{major.value}.{minor.value}"
 
 
-def _candidates() -> Iterator[Path]:
-    for folder in _folders():
-        yield from (path for path in sorted(folder.glob(_NAMES)) if "builtins" not in path.name)
-
-
-def _folders() -> Iterable[Path]:
+def _folders() -> Iterator[Path]:
     """Where NVRTC may be: in NVIDIA's packages, beside torch's own libraries, in a CUDA toolkit, conda's included."""
     for root in _roots("nvidia"):
         for package in (root / "cuda_nvrtc", *sorted(root.glob("cu[0-9]*"))):
