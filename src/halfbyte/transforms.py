@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+# Every call of `linear` asks these two, and finding them takes longer than asking.
+_peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+_get_tracing_state = torch._C._get_tracing_state
+
 
 def is_active() -> bool:
     """True inside a transform of torch.func or a level of forward-mode AD."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return _peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def outside() -> AbstractContextManager[object]:
@@ -30,7 +34,7 @@ def outside() -> AbstractContextManager[object]:
 
 def refuse_script(function: str) -> None:
     """Raise RuntimeError under torch.jit.trace."""
-    if torch._C._get_tracing_state() is not None:
+    if _get_tracing_state() is not None:
         raise RuntimeError(
             f"halfbyte.{function} cannot be recorded by torch.jit.trace; use torch.compile or torch.export instead"
         )
