@@ -1,5 +1,6 @@
 """A capture that fails leaves nothing behind: stream, generator, allocator and the next model are as before."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -38,6 +39,28 @@ def draws_and_asks(x: Tensor) -> object:
 
 
 FAILURES: tuple[Failure, ...] = (asks_for_a_number, raises, leaves_work_on_another_stream, draws_and_asks)
+
+
+class Circle:
+    """Only the garbage collector finds what refers to itself, and it looks when it likes."""
+
+    def __init__(self, kept: object = None) -> None:
+        self.me, self.kept = self, kept
+
+
+def test_an_old_graph_is_not_collected_during_a_capture() -> None:
+    old, _ = captured(lambda: torch.ones(10, device=DEVICE).mul_(2))
+    Circle(old)
+    del old
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        result = torch.ones(10, device=DEVICE)
+        for _ in range(200_000):  # each generation's threshold is passed many times
+            Circle()
+        result.mul_(3)
+    assert gc.isenabled()
+    graph.replay()
+    assert result.eq(3).all()
 
 
 def fail(failure: Failure) -> None:

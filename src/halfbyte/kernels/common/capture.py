@@ -4,14 +4,44 @@ Where a capture fails, `torch.cuda.graph` raises while it ends the capture and g
 stays the thread's current one, so the next kernels race with all that others launch on the default stream. The
 allocator goes on asking whether memory belongs to the capture. The default generator believes that it is being
 captured, and refuses the next random number.
+
+Python's garbage collector rests meanwhile. It may find an old CUDA graph in a circle of references, and to destroy a
+graph in the thread that captures another one ends that capture with an error.
 """
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
+
+
+class _GarbageCollectorRests:
+    """While any thread is inside, Python collects no circles; afterwards it does if it did before."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.was_enabled = False
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.was_enabled = gc.isenabled()
+                gc.disable()
+            self.inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside and self.was_enabled:
+                gc.enable()
+
+
+_resting = _GarbageCollectorRests()
 
 
 @contextmanager
@@ -22,7 +52,7 @@ def capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """
     stream, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with _resting, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             yield
     except BaseException:
         if torch.cuda.current_stream() != stream:
