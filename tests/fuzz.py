@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import halfbyte as hb
-from halfbyte.formats import blockwise
+from halfbyte.formats.int4 import INT4
+from halfbyte.formats.spec import codebook_tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.dequantize import reference
 
@@ -97,7 +98,7 @@ def _check_bits(dense: Tensor, q: QuantizedWeight, p: Problem) -> Iterator[str]:
         yield "dequantize wrote beyond its result"
     right = torch.empty_like(out)
     if p.format == "int4":
-        reference.dequantize_grouped(q.packed, q.scale, q.block_size, right)
+        reference.dequantize(q.packed, q.scale, None, INT4, q.block_size, right)
     elif dense.is_cuda:
         from bitsandbytes import functional as theirs
 
@@ -110,8 +111,8 @@ def _check_bits(dense: Tensor, q: QuantizedWeight, p: Problem) -> Iterator[str]:
         if not torch.equal(wanted_state.absmax, q.scale):
             yield "quantize gives other scales than bitsandbytes"
     else:
-        codebook = blockwise.codebook_tensor(q.format, q.device)
-        reference.dequantize_blockwise(q.packed, q.scale, q.nested, codebook, q.block_size, right)
+        codebook = codebook_tensor(q.spec, q.device)
+        reference.dequantize(q.packed, q.scale, q.nested, codebook, q.block_size, right)
     if not torch.equal(out, right):
         yield f"dequantize differs in {int((out != right).sum())} of {q.numel} numbers"
 

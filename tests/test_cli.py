@@ -111,7 +111,7 @@ def test_wrong_usage_is_2(model: Path, tmp_path: Path) -> None:
     assert "No such command 'quantise'" in fails(2, "quantise")
     assert "Missing argument" in fails(2, "quantize")
     assert "No such option" in fails(2, "quantize", model, target, "--frmat", "nf4")
-    assert "'nf5' is not one of" in fails(2, "quantize", model, target, "--format", "nf5")
+    assert "format is 'nf5'; known formats are" in fails(2, "quantize", model, target, "--format", "nf5")
     assert "block_size is 65" in fails(2, "quantize", model, target, "--block-size", "65")
     assert "give one of them" in fails(2, "quantize", model, target, "--only", "*", "--include", "*")
     assert "group_size is for int4" in fails(2, "quantize", model, target, "--group-size", "64")

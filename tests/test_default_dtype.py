@@ -16,12 +16,12 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.explain import explain
-from halfbyte.formats import bitsandbytes, compressed_tensors, grouped
-from halfbyte.formats.settings import FORMAT_NAMES
+from halfbyte.formats.layouts import layout_of
+from halfbyte.formats.spec import FORMATS
 
 SOURCES = Path(hb.__file__).parent
-NESTED = {name: (False,) if name == grouped.NAME else (True, False) for name in FORMAT_NAMES}
-CASES = [(name, nested) for name in FORMAT_NAMES for nested in NESTED[name]]
+NESTED = {name: (True, False) if format.nests else (False,) for name, format in FORMATS.items()}
+CASES = [(name, nested) for name in FORMATS for nested in NESTED[name]]
 
 # Functions of torch that make a tensor from numbers or from nothing; `*_like` and `new_*` take theirs from a tensor.
 FACTORIES = frozenset(
@@ -57,15 +57,15 @@ def weight() -> Iterator[Tensor]:
 
 def everything(weight: Tensor, format: str, nested: bool) -> list[Any]:
     """What the public functions give for one weight: tensors and numbers."""
-    q = hb.quantize(weight, format, **({"group_size": 32} if format == grouped.NAME else {"nested": nested}))
+    q = hb.quantize(weight, format, **{FORMATS[format].size_name: 32, "nested": nested})
     x = weight[:5].clone().requires_grad_()
     y = hb.linear(x, q)
     y.sum().backward()
     results = [*q.tensors, hb.dequantize(q), hb.dequantize(q, torch.float16), y, x.grad]
-    library = compressed_tensors if format == grouped.NAME else bitsandbytes
+    library = layout_of(format)
     saved = library.to_tensors("w", q)
     results += [*saved.values(), *library.from_tensors("w", saved).tensors]
-    if format == grouped.NAME:
+    if format == "int4":
         results += hb.from_compressed_tensors(q.packed, q.scale, q.shape).tensors
     else:
         packed, state = hb.to_bitsandbytes(q)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from halfbyte import ops
 from halfbyte.explain import explain
-from halfbyte.formats import blockwise
+from halfbyte.formats.bitsandbytes import FORMATS
 
 VALUES = [0.0347, -0.0347, 1.0, -1.0, 0.0, 0.5, -0.3, 0.85, 1e-3, -0.9999]
 
@@ -67,7 +67,7 @@ def test_nested_scale_takes_the_same_way() -> None:
 )
 def test_the_nearest_value_is_chosen(value: float, absmax: float, format: str) -> None:
     e = explain(value * absmax, absmax, format)
-    codebook = blockwise.FORMATS[format].codebook
+    codebook = FORMATS[format].codebook
     nearest = min(abs(e.scaled - c) for c in codebook)
     assert abs(e.scaled - e.code_value) == pytest.approx(nearest, abs=1e-7)
     assert codebook[e.nibble] == pytest.approx(e.code_value)

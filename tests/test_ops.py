@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfbyte as hb
-from halfbyte.formats.blockwise import BLOCK_SIZES
-from halfbyte.formats.grouped import GROUP_SIZES
-from halfbyte.formats.settings import FORMAT_NAMES
+from halfbyte.formats.int4 import INT4
+from halfbyte.formats.spec import BLOCK_SIZES
+from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES
 
 # Format, block or group size, nested.
@@ -156,14 +156,27 @@ def test_quantize_refuses() -> None:
     for size in (0, -64, 16, 63, 96, 8192, 64.0, "64", True):
         words = f"block_size is {size!r}; nf4 takes one of {BLOCK_SIZES}"
         refused(ValueError, words, hb.quantize, weight, block_size=size)
-        words = f"group_size is {size!r}; int4 takes one of {GROUP_SIZES}"
+        words = f"group_size is {size!r}; int4 takes one of {INT4.block_sizes}"
         refused(ValueError, words, hb.quantize, weight, "int4", group_size=size) if size != 64 else None
     refused(ValueError, "group_size is for int4; fp4 takes block_size", hb.quantize, weight, "fp4", group_size=64)
-    words = "block_size and nested are for nf4 and fp4; int4 takes group_size"
+    words = "block_size is for nf4 and fp4; int4 takes group_size"
     refused(ValueError, words, hb.quantize, weight, "int4", block_size=64)
+    words = "nested is for nf4 and fp4; int4 has scales of its own dtype"
     refused(ValueError, words, hb.quantize, weight, "int4", nested=True)
     refused(ValueError, "K is 250, not a multiple of group_size 128", hb.quantize, weight[:, :250], "int4")
-    refused(ValueError, "shape is [2, 4, 256]; int4 takes a weight of two", hb.quantize, weight.view(2, 4, 256), "int4")
+    refused(ValueError, "shape is [1, 2, 4, 256]; int4 takes a weight", hb.quantize, weight.view(1, 2, 4, 256), "int4")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_stack_is_its_weights_one_after_another(format: str) -> None:
+    """[E, N, K], the scales of nf4 and fp4 plain: nested ones share numbers beyond a weight."""
+    stack = torch.randn(3, 8, 256)
+    q = hb.quantize(stack, format, nested=False)
+    ones = [hb.quantize(weight, format, nested=False) for weight in stack]
+    assert torch.equal(q.packed.view(3, -1), torch.stack([one.packed.view(-1) for one in ones]))
+    assert torch.equal(q.scale.view(3, -1), torch.stack([one.scale.view(-1) for one in ones]))
+    assert torch.equal(hb.dequantize(q), torch.stack([hb.dequantize(one) for one in ones]))
+    refused(ValueError, "linear takes one of two dimensions", hb.linear, stack[0], q)
 
 
 @weights
@@ -232,7 +245,7 @@ def test_a_weight_refuses_facts_that_do_not_fit() -> None:
     refused(ValueError, words, replace, q, shape=(8, 257))
     refused(ValueError, "nf4 of shape [8, 256] with a scale for every 128 weights needs 16", replace, q, block_size=128)
     refused(ValueError, "K is 250, not a multiple of group_size 32", replace, int4, shape=(8, 250))
-    refused(ValueError, "int4 takes a weight of two dimensions", replace, int4, shape=(2, 4, 256))
+    refused(ValueError, "needs shape [2, 4, 32]", replace, int4, shape=(2, 4, 256))
     refused(TypeError, "scale has dtype torch.float32; it must be torch.uint8", replace, flat, nested=q.nested)
     refused(TypeError, "scale has dtype torch.uint8; it must be torch.float32", replace, q, nested=None)
     for size in (0, 8, 100):
@@ -369,7 +382,7 @@ def test_works_without_triton() -> None:
 
 
 @pytest.mark.parametrize("nested", ["yes", 1, 0, "", torch.tensor(True)], ids=repr)
-@pytest.mark.parametrize("format", FORMAT_NAMES)
+@pytest.mark.parametrize("format", FORMATS)
 def test_nested_is_a_bool_or_none(format: str, nested: object) -> None:
     with pytest.raises(TypeError, match="nested takes True, False or None"):
         hb.quantize(torch.ones(2, 128), format, nested=nested)  # type: ignore[arg-type]

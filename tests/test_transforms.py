@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import halfbyte as hb
-from halfbyte.formats.settings import FORMAT_NAMES
+from halfbyte.formats.spec import FORMATS as FORMAT_NAMES
 
 formats = pytest.mark.parametrize("format", FORMAT_NAMES)
 Function = Callable[[Tensor], Tensor]

@@ -10,7 +10,8 @@ import typer
 from halfbyte.bench.cli import app as bench_app
 from halfbyte.checkpoints.cli import dequantize, quantize
 from halfbyte.command_group import Group
-from halfbyte.options import BlockSize, Dtype, Format, GroupSize, Nested, progress, usage
+from halfbyte.formats.settings import DEFAULT, check_settings
+from halfbyte.options import NAMES, BlockSize, Dtype, GroupSize, Nested, progress, usage
 from halfbyte.recover.cli import recover
 from halfbyte.roofline.cli import profile
 
@@ -56,7 +57,7 @@ def info() -> None:
 def explain(
     value: float = typer.Argument(help="The weight; no larger than --absmax."),
     absmax: float = typer.Option(1.0, help="The largest magnitude in the weight's block."),
-    format: Format = typer.Option(Format.nf4, help="How to store it."),
+    format: str = typer.Option(DEFAULT, metavar=NAMES, help="How to store it."),
     offset: float | None = typer.Option(None, help="Nested scales: the mean of all scales of the tensor."),
     absmax2: float | None = typer.Option(None, help="Nested scales: the largest distance of a scale from the offset."),
 ) -> None:
@@ -70,7 +71,7 @@ def explain(
     from halfbyte.explain import explain as follow
 
     with usage():
-        explanation = follow(value, absmax, format.value, offset=offset, absmax2=absmax2)
+        explanation = follow(value, absmax, format, offset=offset, absmax2=absmax2)
     render.explanation(terminal.console(), explanation, assumed=offset is None or absmax2 is None)
 
 
@@ -78,7 +79,7 @@ def explain(
 def warm(
     checkpoint: Path | None = typer.Argument(None, help="A .safetensors file, or a directory with a model."),
     shape: list[str] = typer.Option([], metavar="NxK", help="A weight, such as 4096x14336. Can be given again."),
-    format: Format = typer.Option(Format.nf4, help="Of --shape, and of what a checkpoint has in 16 or 32 bits."),
+    format: str = typer.Option(DEFAULT, metavar=NAMES, help="Of --shape, and of dense weights in a checkpoint."),
     block_size: BlockSize = None,
     group_size: GroupSize = None,
     nested: Nested = None,
@@ -98,11 +99,10 @@ def warm(
     import torch
 
     from halfbyte import warm as ahead
-    from halfbyte.formats.settings import check_settings
 
     with usage():
-        size, is_nested = check_settings(format.value, block_size, group_size, nested)
-        settings = ahead.Settings(format.value, size, is_nested)
+        size, is_nested = check_settings(format, block_size, group_size, nested)
+        settings = ahead.Settings(format, size, is_nested)
         dtypes = [getattr(torch, name.value) for name in dict.fromkeys(dtype)]
         groups = ahead.of_shapes([ahead.parse_shape(text) for text in shape], dtypes, settings, bias)
         counts, facts = ahead.parse_rows(rows), ahead.facts_of_target(target, sms)

@@ -1,6 +1,6 @@
 """One number's way into 4 bits and back, step by step, as plain data: what `halfbyte explain` and docs/nf4.md show.
 
-The steps are those of formats/blockwise.py and formats/grouped.py, done on one number instead of a tensor, in the same
+The steps are those of formats/, done on one number instead of a tensor, in the same
 fp32 arithmetic: every rounding that the kernels do is done here.
 """
 
@@ -12,9 +12,9 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 
-from halfbyte.formats import blockwise, grouped
-from halfbyte.formats.blockwise import fp32
-from halfbyte.formats.settings import check_format
+from halfbyte.formats.nested import dynamic_values
+from halfbyte.formats.settings import DEFAULT, check_format
+from halfbyte.formats.spec import Format, fp32
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Explanation:
 
 
 def explain(
-    value: float, absmax: float, format: str = "nf4", *, offset: float | None = None, absmax2: float | None = None
+    value: float, absmax: float, format: str = DEFAULT, *, offset: float | None = None, absmax2: float | None = None
 ) -> Explanation:
     """Follow `value` through `format`, in a block whose largest magnitude is `absmax`.
 
@@ -86,7 +86,7 @@ def explain(
 
     Raises ValueError for numbers that cannot be: not finite, or a value larger than its block's absmax.
     """
-    check_format(format)
+    spec = check_format(format)
     for name, number in (("value", value), ("absmax", absmax), ("offset", offset or 0.0), ("absmax2", absmax2 or 0.0)):
         if not math.isfinite(number) or abs(number) > 3.4e38:
             raise ValueError(f"{name} is {number}; a finite fp32 number is expected")
@@ -97,32 +97,29 @@ def explain(
             f"value {value} is larger than absmax {absmax}, the largest magnitude in its block; raise absmax"
         )
     value, absmax = fp32(value), fp32(absmax)
-    if format == grouped.NAME:
-        return _explain_int4(value, absmax)
-    scaled = fp32(value / absmax)
-    candidates = _candidates(blockwise.FORMATS[format])
+    scale = fp32(absmax / spec.largest)
+    if spec.integers:
+        return _explain_integers(spec, value, absmax, scale)
+    scaled = fp32(value / scale)
+    candidates = _candidates(spec)
     midpoints = [candidate.high for candidate in candidates[:-1]]
-    # On a midpoint the lower value wins. FP4 has two zeros; bitsandbytes on a CPU writes nibble 0 from 0 up.
-    chosen = candidates[bisect_left(midpoints, scaled)]
-    if format == "fp4" and scaled == 0:
-        chosen = next(candidate for candidate in candidates if candidate.nibble == 0)
-    result = fp32(chosen.value * absmax)
-    nested = _explain_nested(value, absmax, chosen.value, offset, absmax2)
+    chosen = candidates[bisect_left(midpoints, scaled)]  # on a midpoint the lower value wins
+    result = fp32(chosen.value * scale)
+    nested = _explain_nested(value, absmax, chosen.value, offset, absmax2) if spec.nests else None
     return Explanation(
-        format, value, absmax, absmax, scaled, candidates, chosen.nibble, chosen.value, result, result - value, nested
+        format, value, absmax, scale, scaled, candidates, chosen.nibble, chosen.value, result, result - value, nested
     )
 
 
-def _explain_int4(value: float, absmax: float) -> Explanation:
-    scale = fp32(absmax / grouped.LARGEST)
+def _explain_integers(format: Format, value: float, absmax: float, scale: float) -> Explanation:
     scaled = fp32(value / scale)
-    integers = range(-grouped.LARGEST, grouped.LARGEST + 1)
-    candidates = tuple(Candidate(i + grouped.BIAS, float(i), i - 0.5, i + 0.5) for i in integers)
-    integer = max(-grouped.LARGEST, min(grouped.LARGEST, round(scaled)))  # round(): ties to even, as the kernels
+    largest, bias = int(format.largest), -int(format.codebook[0])
+    candidates = tuple(Candidate(i + bias, float(i), i - 0.5, i + 0.5) for i in range(-largest, largest + 1))
+    integer = max(-largest, min(largest, round(scaled)))  # round(): ties to even, as the kernels
     result = fp32(integer * scale)
     return Explanation(
-        grouped.NAME, value, absmax, scale, scaled, candidates, integer + grouped.BIAS, float(integer), result,
-        result - value, None,
+        format.name, value, absmax, scale, scaled, candidates, integer + bias, float(integer), result, result - value,
+        None,
     )  # fmt: skip
 
 
@@ -138,14 +135,14 @@ def _explain_nested(
             "largest such distance in the group, so raise it"
         )
     scaled = fp32(centred / absmax2) if absmax2 else 0.0
-    code = blockwise.dynamic_values()
+    code = dynamic_values()
     byte = min(range(256), key=lambda i: abs(code[i] - scaled))
     absmax_back = fp32(fp32(code[byte] * absmax2) + offset)
     result = fp32(code_value * absmax_back)
     return NestedExplanation(offset, absmax2, centred, scaled, byte, code[byte], absmax_back, result, result - value)
 
 
-def _candidates(format: blockwise.BlockwiseFormat) -> tuple[Candidate, ...]:
+def _candidates(format: Format) -> tuple[Candidate, ...]:
     values = [fp32(format.codebook[nibble]) for nibble in format.ascending]
     midpoints = [-math.inf, *(fp32(fp32(a + b) / 2) for a, b in pairwise(values)), math.inf]
     return tuple(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.formats import blockwise
+from halfbyte.formats.nested import NESTED_BLOCK_SIZE
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.ops import _dequantize, _empty_quantized, _linear, _linear_group, _quantize
 from halfbyte.search import Matrix, _distances, _nearest, _token_ranks
@@ -37,7 +37,7 @@ def _quantize_fake(weight: Tensor, format: str, block_size: int, nested: bool) -
     packed, scale = _empty_quantized(weight, format, block_size)
     if not nested:
         return [packed, scale]
-    absmax = scale.new_empty((-(-scale.numel() // blockwise.NESTED_BLOCK_SIZE),))
+    absmax = scale.new_empty((-(-scale.numel() // NESTED_BLOCK_SIZE),))
     return [
         packed,
         scale.new_empty(scale.shape, dtype=torch.uint8),

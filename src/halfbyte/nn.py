@@ -16,7 +16,8 @@ from torch import Tensor
 
 from halfbyte import autograd as autograd  # torch.compile takes a layer's product as an operator
 from halfbyte.autocast import cast
-from halfbyte.formats import bitsandbytes, compressed_tensors, grouped
+from halfbyte.formats.layouts import layout_of
+from halfbyte.formats.settings import DEFAULT
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.ops import linear, quantize
 
@@ -41,7 +42,7 @@ class Linear4bit(torch.nn.Module):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        format: str = "nf4",
+        format: str = DEFAULT,
         *,
         block_size: int | None = None,
         group_size: int | None = None,
@@ -58,7 +59,7 @@ class Linear4bit(torch.nn.Module):
     def from_linear(
         cls,
         linear: torch.nn.Linear,
-        format: str = "nf4",
+        format: str = DEFAULT,
         *,
         block_size: int | None = None,
         group_size: int | None = None,
@@ -112,10 +113,9 @@ class Linear4bit(torch.nn.Module):
 
     def extra_repr(self) -> str:
         q = self._weight
-        size = "group_size" if q.format == grouped.NAME else "block_size"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={q.format}, {size}={q.block_size}{', nested' if q.nested else ''}"
+            f"format={q.format}, {q.spec.size_name}={q.block_size}{', nested' if q.nested else ''}"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear4bit:
@@ -132,8 +132,7 @@ class Linear4bit(torch.nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        library = compressed_tensors if self._weight.format == grouped.NAME else bitsandbytes
-        destination.update(library.to_tensors(f"{prefix}weight", self.weight))
+        destination.update(layout_of(self._weight.format).to_tensors(f"{prefix}weight", self.weight))
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -147,7 +146,7 @@ class Linear4bit(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         name, here = f"{prefix}weight", self.weight
-        library = compressed_tensors if here.format == grouped.NAME else bitsandbytes
+        library = layout_of(here.format)
         keys = library.keys(name, here)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

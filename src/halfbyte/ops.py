@@ -19,8 +19,9 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from halfbyte import transforms
-from halfbyte.formats import blockwise, grouped
-from halfbyte.formats.settings import check_settings
+from halfbyte.formats.nested import dynamic_code
+from halfbyte.formats.settings import DEFAULT, check_settings
+from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability
@@ -30,7 +31,7 @@ from halfbyte.kernels.linear.plan import plan as plan_linear
 
 def quantize(
     weight: Tensor,
-    format: str = "nf4",
+    format: str = DEFAULT,
     *,
     block_size: int | None = None,
     group_size: int | None = None,
@@ -38,8 +39,8 @@ def quantize(
 ) -> QuantizedWeight:
     """Round a dense weight to 4 bits.
 
-    weight: fp16, bf16 or fp32, on any device; any shape for "nf4" and "fp4", [N, K] for "int4". A weight that is not
-        contiguous is read through a contiguous copy.
+    weight: fp16, bf16 or fp32, on any device; [N, K] or a stack [E, N, K], for "nf4" and "fp4" of any shape. A weight
+        that is not contiguous is read through a contiguous copy.
     format: "nf4" or "fp4", whose bytes and scales are those that bitsandbytes 0.50 makes on the same device, or "int4",
         symmetric groups as compressed-tensors stores them.
     block_size: for nf4 and fp4, how many weights share a scale: 32, 64 (the default), 128, ..., 4096.
@@ -54,8 +55,7 @@ def quantize(
         transforms.refuse("quantize", "the weight", weight)
     _check_dense(weight)
     block_size, nested = check_settings(format, block_size, group_size, nested)
-    if format == grouped.NAME:
-        grouped.check_shape(weight.shape, block_size)
+    FORMATS[format].check_shape(weight.shape, block_size)
     if tracing:
         parts = torch.ops.halfbyte.quantize(weight, format, block_size, nested)
     else:
@@ -206,11 +206,7 @@ def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant:
     if kernel == "fused":
         out = rows.new_empty((len(rows), n))
         kernels = _backend("linear", device.type)
-        if q.format == grouped.NAME:
-            kernels.linear_grouped(rows, q.packed, q.scale, q.block_size, bias, out)
-        else:
-            codebook = blockwise.codebook_tensor(q.format, device)
-            kernels.linear_blockwise(rows, q.packed, q.scale, q.nested, codebook, q.block_size, bias, out)
+        kernels.linear(rows, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out)
     else:
         weight = rows.new_empty((n, k))
         _dequantize(q, weight)
@@ -239,11 +235,7 @@ def _dequantize(q: QuantizedWeight, out: Tensor) -> None:
             _dequantize(q, out)
             return
     kernels = _backend("dequantize", device.type)
-    if q.format == grouped.NAME:
-        kernels.dequantize_grouped(q.packed, q.scale, q.block_size, out)
-    else:
-        codebook = blockwise.codebook_tensor(q.format, device)
-        kernels.dequantize_blockwise(q.packed, q.scale, q.nested, codebook, q.block_size, out)
+    kernels.dequantize(q.packed, q.scale, q.nested, q.spec, q.block_size, out)
 
 
 def _quantize(weight: Tensor, format: str, block_size: int, nested: bool) -> list[Tensor]:
@@ -255,26 +247,20 @@ def _quantize(weight: Tensor, format: str, block_size: int, nested: bool) -> lis
     weight = weight.detach().contiguous().resolve_neg()
     kernels = _backend("quantize", device.type)
     packed, scale = _empty_quantized(weight, format, block_size)
-    if format == grouped.NAME:
-        kernels.quantize_grouped(weight, block_size, packed, scale)
-        return [packed, scale]
-    kernels.quantize_blockwise(weight, blockwise.FORMATS[format], block_size, packed, scale)
+    kernels.quantize(weight, FORMATS[format], block_size, packed, scale)
     if not nested:
         return [packed, scale]
     # The offset must be known before the first scale can be written, and must be torch's own sum to the last bit.
     offset = scale.mean()
     codes, absmax = kernels.quantize_scales(scale, offset)
-    return [packed, codes, blockwise.dynamic_code(device), absmax, offset]
+    return [packed, codes, dynamic_code(device), absmax, offset]
 
 
 def _empty_quantized(weight: Tensor, format: str, block_size: int) -> tuple[Tensor, Tensor]:
-    if format == grouped.NAME:
-        n, k = weight.shape
-        packed = weight.new_empty((n, k // grouped.PER_WORD), dtype=torch.int32)
-        return packed, weight.new_empty((n, k // block_size))
-    numel = weight.numel()
-    packed = weight.new_empty(((numel + 1) // 2, 1), dtype=torch.uint8)
-    return packed, weight.new_empty((-(-numel // block_size),), dtype=torch.float32)
+    spec, shape = FORMATS[format], tuple(weight.shape)
+    packed = weight.new_empty(spec.packed_shape(shape), dtype=getattr(torch, spec.packed_dtype))
+    scale_dtype = weight.dtype if spec.scale_dtype is None else getattr(torch, spec.scale_dtype)
+    return packed, weight.new_empty(spec.scale_shape(shape, block_size), dtype=scale_dtype)
 
 
 @cache

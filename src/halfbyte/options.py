@@ -11,14 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halfbyte.formats.spec import FORMATS
+
 if TYPE_CHECKING:
     from halfbyte.checkpoints.stream import Progress
-
-
-class Format(str, Enum):
-    nf4 = "nf4"
-    fp4 = "fp4"
-    int4 = "int4"
 
 
 class Dtype(str, Enum):
@@ -28,6 +24,7 @@ class Dtype(str, Enum):
 
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. By default the first GPU, or the CPU.")]
+NAMES = "|".join(FORMATS)  # of formats, as help shows them
 BlockSize = Annotated[int | None, typer.Option(help="nf4, fp4: weights that share a scale, 32, [64], ... 4096.")]
 GroupSize = Annotated[int | None, typer.Option(help="int4: weights that share a scale, 32, 64 or [128].")]
 Nested = Annotated[bool | None, typer.Option("--nested/--flat", help="nf4, fp4: scales in one byte [default] or four.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from halfbyte.formats.spec import FORMATS
 from halfbyte.terminal import Table, styled
 
 if TYPE_CHECKING:
@@ -37,17 +38,17 @@ def info(console: Console, info: Info) -> None:
 
 def explanation(console: Console, e: Explanation, *, assumed: bool) -> None:
     """The steps of one number. assumed: nested scale's tensor-wide numbers were made up, and that is said."""
-    int4 = e.format == "int4"
+    spec = FORMATS[e.format]
     line = console.print
-    where = "group" if int4 else "block"
+    where = spec.size_name.partition("_")[0]
     line(
         styled(
             (f"{e.value:.7g}", "bold"), " as ", (e.format, "bold"),
             f", in a {where} whose largest magnitude is {e.absmax:.7g}\n",
         )
     )  # fmt: skip
-    if int4:
-        line(f"1  scale      {e.absmax:.7g} / 7 = {e.scale:.7g}")
+    if spec.largest != 1:
+        line(f"1  scale      {e.absmax:.7g} / {spec.largest:g} = {e.scale:.7g}")
     else:
         line(f"1  scale      absmax = {e.scale:.7g}, fp32, bytes {e.scale_bytes.hex(' ')}")
     line(_result(f"2  divide     {e.value:.7g} / {e.scale:.7g} = ", e.scaled))
@@ -87,8 +88,10 @@ def _result(way: str, number: float, then: str = "") -> Text:
 
 
 def _placement(e: Explanation) -> str:
-    if e.format == "int4":
-        return f"{e.nibble} - 8 = {e.nibble - 8}; eight share an int32, low bits first"
+    spec = FORMATS[e.format]
+    if spec.words:
+        bias = -int(spec.codebook[0])
+        return f"{e.nibble} - {bias} = {e.nibble - bias}; eight share an int32, low bits first"
     return f"in byte 0x{e.nibble:x}? if first of a pair, 0x?{e.nibble:x} if second"
 
 

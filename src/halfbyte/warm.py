@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from halfbyte.formats import blockwise, grouped
+from halfbyte.formats.nested import NESTED_BLOCK_SIZE
+from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts, facts_for, facts_of
 from halfbyte.kernels.common.nvrtc import Variant
@@ -58,8 +59,7 @@ def of_shapes(
     """
     found: set[Group] = set()
     for n, k in shapes:
-        if settings.format == grouped.NAME:
-            grouped.check_shape((n, k), settings.block_size)
+        FORMATS[settings.format].check_shape((n, k), settings.block_size)
         for dtype in dtypes:
             for added in {False, bias}:
                 found.add((_to_be_quantized(n, k, dtype, dtype, settings, added),))
@@ -91,7 +91,7 @@ def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings)
     for name in () if names else select(checkpoint.entries):
         entry = checkpoint.entries[name]
         n, k = entry.shape
-        if settings.format == grouped.NAME and k % settings.block_size:
+        if FORMATS[settings.format].along_k and k % settings.block_size:
             continue  # such a weight is left as it is
         weights[name] = _to_be_quantized(n, k, x.dtype, DTYPES[entry.dtype], settings, has_bias(name))
     if not weights:
@@ -118,10 +118,9 @@ def _to_be_quantized(
     n: int, k: int, dtype: torch.dtype, weight_dtype: torch.dtype, settings: Settings, bias: bool
 ) -> Operands:
     format, block_size, nested = settings
-    scale = weight_dtype if format == grouped.NAME else torch.uint8 if nested else torch.float32
-    return Operands(
-        dtype, n, k, format, block_size, scale, nested=blockwise.NESTED_BLOCK_SIZE if nested else 0, bias=bias
-    )
+    plain = FORMATS[format].scale_dtype
+    scale = torch.uint8 if nested else weight_dtype if plain is None else getattr(torch, plain)
+    return Operands(dtype, n, k, format, block_size, scale, nested=NESTED_BLOCK_SIZE if nested else 0, bias=bias)
 
 
 def variants(groups: Iterable[Group], rows: Iterable[int], facts: DeviceFacts) -> list[Variant]:

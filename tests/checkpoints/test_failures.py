@@ -45,7 +45,7 @@ def test_sources_that_are_quantized_already(source: Path, tmp_path: Path) -> Non
     ],
 )  # fmt: skip
 def test_settings_that_clash(source: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"format|block_size|group_size"):
+    with pytest.raises(ValueError, match=r"format|block_size|group_size|nested"):
         quantize_checkpoint(source, tmp_path / "x", **options)
     with pytest.raises(TypeError, match="dtype is"):
         dequantize_checkpoint(source, tmp_path / "x", torch.int8)

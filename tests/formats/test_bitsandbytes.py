@@ -14,13 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte import ops
-from halfbyte.formats import blockwise
-from halfbyte.formats.bitsandbytes import STATE_KEY, from_bitsandbytes, from_tensors, to_bitsandbytes, to_tensors
+from halfbyte.formats.bitsandbytes import (
+    FORMATS,
+    STATE_KEY,
+    from_bitsandbytes,
+    from_tensors,
+    to_bitsandbytes,
+    to_tensors,
+)
+from halfbyte.formats.nf4 import NF4
+from halfbyte.formats.spec import BLOCK_SIZES
 
 bnb = pytest.importorskip("bitsandbytes")
 F = bnb.functional
 
-FORMATS = tuple(blockwise.FORMATS)
+FORMATS = tuple(FORMATS)
 STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -62,7 +70,7 @@ def test_view_shares_memory_and_reads_the_same(format: str, nested: bool, storag
     assert same_bits(ops.dequantize(q), dequantize(packed, state))
 
 
-@pytest.mark.parametrize("block_size", blockwise.BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("shape", [(64, 128), (3, 5, 7), (1, 1), (8192,), (2, 16, 33)])
 def test_every_block_size_and_any_shape(block_size: int, shape: tuple[int, ...]) -> None:
     packed, state = make(shape, blocksize=block_size)
@@ -283,7 +291,7 @@ def test_rows_that_are_no_multiple_of_the_block() -> None:
     weight = torch.randn(48, 160)
     packed, state = F.quantize_4bit(weight, quant_type="nf4")
     nibbles = torch.stack([packed.view(-1) >> 4, packed.view(-1) & 15], dim=1).view(-1)
-    values = torch.tensor(blockwise.NF4.codebook)[nibbles.long()] * state.absmax.repeat_interleave(64)
+    values = torch.tensor(NF4.codebook)[nibbles.long()] * state.absmax.repeat_interleave(64)
     assert same_bits(ops.dequantize(from_bitsandbytes(packed, state)), values.view(48, 160))
     assert same_bits(dequantize(packed, state), values.view(48, 160))
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.formats.settings import FORMAT_NAMES
+from halfbyte.formats.spec import FORMATS as FORMAT_NAMES
 
 KINDS = [(name, options) for name in FORMAT_NAMES for options in (
     [{"group_size": 32}, {"group_size": 128}] if name == "int4" else [{}, {"nested": False}, {"block_size": 256}]

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.formats import blockwise
+from halfbyte.formats.int4 import INT4
+from halfbyte.formats.nested import dynamic_code
+from halfbyte.formats.nf4 import NF4
+from halfbyte.formats.spec import BLOCK_SIZES
 from halfbyte.kernels.dequantize import reference
-from halfbyte.kernels.dequantize.triton import dequantize_blockwise
+from halfbyte.kernels.dequantize.triton import dequantize
 
 from .conftest import DEVICE, POISON, captured, needs_two_gpus, poisoned, sixteen_bits
 
@@ -39,7 +42,7 @@ def random_weight(
         return hb.QuantizedWeight(format, packed, scale, shape, dtype, block_size)
     scale = torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=DEVICE)
     absmax = torch.rand(-(-blocks // 256), device=DEVICE)
-    nested_scale = hb.NestedScale(blockwise.dynamic_code(DEVICE), absmax, torch.rand((), device=DEVICE))
+    nested_scale = hb.NestedScale(dynamic_code(DEVICE), absmax, torch.rand((), device=DEVICE))
     return hb.QuantizedWeight(format, packed, scale, shape, dtype, block_size, nested_scale)
 
 
@@ -54,13 +57,13 @@ def test_every_byte_with_every_scale_code(format: str, dtype: torch.dtype) -> No
     packed = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(8, 32).repeat(256, 1)
     scale = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat_interleave(8)
     absmax = torch.rand(8, device=DEVICE) + 0.1
-    nested = hb.NestedScale(blockwise.dynamic_code(DEVICE), absmax, torch.rand((), device=DEVICE))
+    nested = hb.NestedScale(dynamic_code(DEVICE), absmax, torch.rand((), device=DEVICE))
     q = hb.QuantizedWeight(format, packed, scale, (2048, 64), dtype, 64, nested)
     assert_same_bits(hb.dequantize(q), by_bitsandbytes(q))
 
 
 @pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("block_size", blockwise.BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize(("format", "dtype"), list(itertools.product(FORMATS, DTYPES)))
 def test_block_sizes_and_shapes(format: str, dtype: torch.dtype, block_size: int, nested: bool) -> None:
     for shape in ((3, 4096), (1, 1), (7, 33), (64, 64), (1001,), (257, 4099), (2, 96, 100), (8192, 512)):
@@ -81,7 +84,7 @@ def test_unusual_scales(format: str, dtype: torch.dtype, value: float) -> None:
     assert_same_bits(hb.dequantize(q), by_bitsandbytes(q))
     for absmax, offset in ((value, 0.5), (1.0, value), (1e-38, 1e-38)):
         nested = hb.NestedScale(
-            blockwise.dynamic_code(DEVICE), torch.full((1,), absmax, device=DEVICE), torch.tensor(offset, device=DEVICE)
+            dynamic_code(DEVICE), torch.full((1,), absmax, device=DEVICE), torch.tensor(offset, device=DEVICE)
         )
         codes = torch.arange(0, 256, 4, dtype=torch.uint8, device=DEVICE)
         q = hb.QuantizedWeight(format, packed, codes, (64, 64), dtype, 64, nested)
@@ -112,7 +115,7 @@ def test_int4(dtype: torch.dtype, scale_dtype: torch.dtype, group_size: int) -> 
         with poisoned((n, k), dtype, before=0) as out:
             hb.dequantize(q, out=out)
         expected = torch.empty((n, k), dtype=dtype, device=DEVICE)
-        reference.dequantize_grouped(packed, scale, group_size, expected)
+        reference.dequantize(packed, scale, None, INT4, group_size, expected)
         assert_same_bits(out, expected)
 
 
@@ -192,11 +195,10 @@ def test_more_than_two_to_the_31(dtype: torch.dtype) -> None:
     assert q.numel > 2**31
     out = hb.dequantize(q)
     piece = 2**14
-    codebook = blockwise.codebook_tensor("nf4", DEVICE)
     scales = reference.dequantize_scales(q.scale, q.nested)
     for start in (0, 2**17, 2**18 - piece, 2**19 - piece, rows - piece):
         part = slice(start * k // 2, (start + piece) * k // 2)
         expected = torch.empty((piece, k), dtype=dtype, device=DEVICE)
         scale = scales[start * k // 64 : (start + piece) * k // 64].contiguous()
-        dequantize_blockwise(q.packed[part].contiguous(), scale, None, codebook, 64, expected)
+        dequantize(q.packed[part].contiguous(), scale, None, NF4, 64, expected)
         assert_same_bits(out[start : start + piece], expected)

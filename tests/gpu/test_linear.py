@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.formats.blockwise import codebook_tensor
+from halfbyte.formats.nf4 import NF4
+from halfbyte.formats.spec import codebook_tensor
 from halfbyte.kernels.common.device import facts_of
 from halfbyte.kernels.linear import cuda, decode
-from halfbyte.kernels.linear.codebook import FACTORS
+from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.operands import operands_of
 from halfbyte.warm import warm
 
@@ -140,8 +141,8 @@ def test_identity_gives_the_decoded_weights(nested: bool, dtype: torch.dtype) ->
     nibbles = torch.stack((q.packed.view(-1) >> 4, q.packed.view(-1) & 15), 1).view(n, k).long()
     ones = hb.QuantizedWeight("nf4", torch.full_like(q.packed, 0xFF), q.scale, q.shape, torch.float32, 64, q.nested)
     scale = hb.dequantize(ones)
-    factor = FACTORS["nf4", dtype]
-    table = (codebook_tensor("nf4", DEVICE) * factor).to(dtype).float()
+    factor = factor_of("nf4", dtype)
+    table = (codebook_tensor(NF4, DEVICE) * factor).to(dtype).float()
     values = table[nibbles] * scale * torch.tensor(1 / factor, device=DEVICE)
     eye = torch.eye(k, dtype=dtype, device=DEVICE)
     for first in range(0, k, 8):

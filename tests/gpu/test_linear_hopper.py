@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.formats import blockwise
+from halfbyte.formats.bitsandbytes import FORMATS
+from halfbyte.formats.spec import codebook_tensor
 from halfbyte.kernels.common.device import facts_of
 from halfbyte.kernels.linear import cuda, hopper
-from halfbyte.kernels.linear.codebook import FACTORS
+from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.hopper import DEPTH, HopperPlan, is_valid, kind_of
 from halfbyte.kernels.linear.operands import INVARIANT_ROWS, operands_of
 
@@ -181,7 +182,7 @@ def test_identity_gives_the_decoded_weights(
         values = hb.dequantize(q, dtype)
     else:
         nibbles = torch.stack((bytes_of >> 4, bytes_of & 15), 1).view(n, k).long()
-        codebook, factor = blockwise.codebook_tensor(format, DEVICE), FACTORS[format, dtype]
+        codebook, factor = codebook_tensor(FORMATS[format], DEVICE), factor_of(format, dtype)
         scale = hb.QuantizedWeight(
             format, torch.full_like(q.packed, 17 * codebook.tolist().index(1.0)), q.scale, q.shape, F32, q.block_size,
             q.nested,

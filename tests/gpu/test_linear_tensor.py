@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.formats import blockwise
+from halfbyte.formats.nf4 import NF4
+from halfbyte.formats.spec import codebook_tensor
 from halfbyte.kernels.common.device import facts_of
 from halfbyte.kernels.linear import tensor
-from halfbyte.kernels.linear.codebook import FACTORS
+from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.tensor import MOST_SPLITS, MOST_WARPS, TensorPlan, is_valid
 
 from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, sixteen_bits, weight
@@ -119,8 +120,8 @@ def test_identity_gives_the_decoded_weights(dtype: torch.dtype, nested: bool, bl
     q = weight(n, k, dtype=dtype, nested=nested, block_size=block_size)
     nibbles = torch.stack((q.packed.view(-1) >> 4, q.packed.view(-1) & 15), 1).view(n, k).long()
     ones = replace(q, packed=torch.full_like(q.packed, 0xFF), dtype=F32)
-    factor = FACTORS["nf4", dtype]
-    table = (blockwise.codebook_tensor("nf4", DEVICE) * factor).to(dtype).float()
+    factor = factor_of("nf4", dtype)
+    table = (codebook_tensor(NF4, DEVICE) * factor).to(dtype).float()
     values = table[nibbles] * (hb.dequantize(ones) * torch.tensor(1 / factor, device=DEVICE))
     eye = torch.eye(k, dtype=dtype, device=DEVICE)
     for first in range(0, k, 64):

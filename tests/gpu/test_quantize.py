@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.formats.blockwise import BLOCK_SIZES, FORMATS
+from halfbyte.formats.bitsandbytes import FORMATS
+from halfbyte.formats.int4 import INT4
+from halfbyte.formats.spec import BLOCK_SIZES
 from halfbyte.kernels.quantize import reference
 
 from .conftest import DEVICE
@@ -76,7 +78,7 @@ def test_int4_like_the_reference() -> None:
         weight[0], weight[1, 5], weight[2, 7] = 0, float("nan"), float("inf")
         q = hb.quantize(weight, "int4", group_size=group_size)
         packed, scale = torch.empty_like(q.packed), torch.empty_like(q.scale)
-        reference.quantize_grouped(weight, group_size, packed, scale)
+        reference.quantize(weight, INT4, group_size, packed, scale)
         assert torch.equal(q.packed, packed)
         assert torch.equal(q.scale.isnan(), scale.isnan())
         assert torch.equal(q.scale.nan_to_num(), scale.nan_to_num())

@@ -13,8 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfbyte.formats.blockwise import BLOCK_SIZES, FORMATS, codebook_tensor, dynamic_code
-from halfbyte.formats.grouped import GROUP_SIZES
+from halfbyte.formats.bitsandbytes import FORMATS
+from halfbyte.formats.int4 import INT4
+from halfbyte.formats.nested import dynamic_code
+from halfbyte.formats.spec import BLOCK_SIZES
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale
 from halfbyte.kernels.common.device import HOST
 from halfbyte.kernels.dequantize import reference, triton
@@ -63,10 +65,10 @@ def check(
     plan: DequantizePlan | None = None,
 ) -> None:
     packed = torch.randint(0, 256, ((numel + 1) // 2,), dtype=torch.uint8)
-    codebook = codebook_tensor(format, CPU)
+    spec = FORMATS[format]
     buffer, exact = torch.full((numel + MARGIN,), POISON, dtype=dtype), torch.full((numel,), POISON)
-    triton.dequantize_blockwise(packed, scale, nested, codebook, block_size, buffer[:numel], plan)
-    reference.dequantize_blockwise(packed, scale, nested, codebook, block_size, exact)
+    triton.dequantize(packed, scale, nested, spec, block_size, buffer[:numel], plan)
+    reference.dequantize(packed, scale, nested, spec, block_size, exact)
     assert_written(buffer, exact)
 
 
@@ -116,7 +118,7 @@ def test_any_valid_plan(
 
 
 @pytest.mark.parametrize("scale_dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("group_size", INT4.block_sizes)
 @dtypes
 def test_int4(group_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
     """Every word, so every nibble, -8 among them."""
@@ -125,12 +127,10 @@ def test_int4(group_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> 
         scale = torch.randn(n, k // group_size).to(scale_dtype)
         scale.view(-1)[:1] = torch.nan
         buffer, exact = torch.full((n * k + MARGIN,), POISON, dtype=dtype), torch.full((n, k), POISON)
-        triton.dequantize_grouped(packed, scale, group_size, buffer[: n * k].view(n, k))
-        reference.dequantize_grouped(packed, scale, group_size, exact)
+        triton.dequantize(packed, scale, None, INT4, group_size, buffer[: n * k].view(n, k))
+        reference.dequantize(packed, scale, None, INT4, group_size, exact)
         assert_written(buffer, exact.view(-1))
 
 
 def test_no_weights() -> None:
-    triton.dequantize_blockwise(
-        torch.empty(0, dtype=torch.uint8), torch.empty(0), None, codebook_tensor("nf4", CPU), 64, torch.empty(0, 64)
-    )
+    triton.dequantize(torch.empty(0, dtype=torch.uint8), torch.empty(0), None, FORMATS["nf4"], 64, torch.empty(0, 64))

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfbyte.formats.blockwise import BLOCK_SIZES, FORMATS, dynamic_code
-from halfbyte.formats.grouped import GROUP_SIZES
+from halfbyte.formats.bitsandbytes import FORMATS
+from halfbyte.formats.int4 import INT4
+from halfbyte.formats.nested import dynamic_code
+from halfbyte.formats.spec import BLOCK_SIZES
 from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.quantize import reference, triton
 
@@ -40,8 +42,8 @@ def check(weight: Tensor, format: str, block_size: int) -> None:
     n_bytes, blocks = (weight.numel() + 1) // 2, -(-weight.numel() // block_size)
     ours = poisoned(n_bytes, torch.uint8), poisoned(blocks, torch.float32)
     expected = torch.empty(n_bytes, dtype=torch.uint8), torch.empty(blocks)
-    triton.quantize_blockwise(weight, FORMATS[format], block_size, ours[0][:n_bytes], ours[1][:blocks])
-    reference.quantize_blockwise(weight, FORMATS[format], block_size, *expected, like="cuda")
+    triton.quantize(weight, FORMATS[format], block_size, ours[0][:n_bytes], ours[1][:blocks])
+    reference.quantize(weight, FORMATS[format], block_size, *expected, like="cuda")
     for buffer, right in zip(ours, expected, strict=True):
         assert_written(buffer, right)
 
@@ -113,7 +115,7 @@ def test_scales(count: int) -> None:
             torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("group_size", INT4.block_sizes)
 @dtypes
 def test_int4(group_size: int, dtype: torch.dtype) -> None:
     """Scales in fp32 for bf16 weights: the interpreter leaves bits out where a GPU rounds to bf16."""
@@ -131,15 +133,15 @@ def test_int4(group_size: int, dtype: torch.dtype) -> None:
             words, groups = n * k // 8, n * k // group_size
             packed, scale = poisoned(words, torch.int32), poisoned(groups, scale_dtype)
             expected = torch.empty(n, k // 8, dtype=torch.int32), torch.empty(n, k // group_size, dtype=scale_dtype)
-            triton.quantize_grouped(
-                weight, group_size, packed[:words].view(n, -1), scale[:groups].view(n, k // group_size)
+            triton.quantize(
+                weight, INT4, group_size, packed[:words].view(n, -1), scale[:groups].view(n, k // group_size)
             )
-            reference.quantize_grouped(weight, group_size, *expected)
+            reference.quantize(weight, INT4, group_size, *expected)
             assert_written(packed, expected[0])
             assert_written(scale, expected[1])
 
 
 def test_no_weights() -> None:
-    triton.quantize_blockwise(torch.empty(0), FORMATS["nf4"], 64, torch.empty(0, dtype=torch.uint8), torch.empty(0))
+    triton.quantize(torch.empty(0), FORMATS["nf4"], 64, torch.empty(0, dtype=torch.uint8), torch.empty(0))
     codes, absmax = triton.quantize_scales(torch.empty(0), torch.tensor(0.0))
     assert codes.numel() == absmax.numel() == 0

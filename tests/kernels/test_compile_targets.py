@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.formats import blockwise
+from halfbyte.formats.int4 import INT4
+from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS, compile_for, pointer
@@ -50,20 +51,19 @@ def dequantize_blockwise(
     blocks = -(-numel // block_size)
     scale = empty(blocks, dtype=torch.uint8 if nested else F32)
     nested_scale = NestedScale(empty(256), empty(-(-blocks // 256)), empty(1)) if nested else None
-    codebook = blockwise.codebook_tensor(format, META)
     out = torch.empty(numel + 1, dtype=dtype)[1:] if unaligned else empty(numel, dtype=dtype)
     packed = empty((numel + 1) // 2, dtype=torch.uint8)
-    dequantize.dequantize_blockwise(packed, scale, nested_scale, codebook, block_size, out)
+    dequantize.dequantize(packed, scale, nested_scale, FORMATS[format], block_size, out)
 
 
 def dequantize_grouped(dtype: torch.dtype, scale_dtype: torch.dtype, group_size: int) -> None:
     packed, scale = empty(512, 128, dtype=torch.int32), empty(512, 1024 // group_size, dtype=scale_dtype)
-    dequantize.dequantize_grouped(packed, scale, group_size, empty(512, 1024, dtype=dtype))
+    dequantize.dequantize(packed, scale, None, INT4, group_size, empty(512, 1024, dtype=dtype))
 
 
 def quantize_blockwise(format: str, dtype: torch.dtype, numel: int = 2**16, block_size: int = 64) -> None:
     packed, absmax = empty((numel + 1) // 2, dtype=torch.uint8), empty(-(-numel // block_size))
-    quantize.quantize_blockwise(empty(numel, dtype=dtype), blockwise.FORMATS[format], block_size, packed, absmax)
+    quantize.quantize(empty(numel, dtype=dtype), FORMATS[format], block_size, packed, absmax)
 
 
 def quantize_scales() -> None:
@@ -72,7 +72,7 @@ def quantize_scales() -> None:
 
 def quantize_grouped(dtype: torch.dtype, group_size: int) -> None:
     packed, scale = empty(512, 128, dtype=torch.int32), empty(512, 1024 // group_size, dtype=dtype)
-    quantize.quantize_grouped(empty(512, 1024, dtype=dtype), group_size, packed, scale)
+    quantize.quantize(empty(512, 1024, dtype=dtype), INT4, group_size, packed, scale)
 
 
 LARGE, ODD = 2**24, 2**16 + 1

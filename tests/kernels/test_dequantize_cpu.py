@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfbyte.formats.blockwise import BLOCK_SIZES, FORMATS, codebook_tensor, dynamic_code
-from halfbyte.formats.grouped import GROUP_SIZES
+from halfbyte.formats.bitsandbytes import FORMATS
+from halfbyte.formats.int4 import INT4
+from halfbyte.formats.nested import dynamic_code
+from halfbyte.formats.spec import BLOCK_SIZES, Format, codebook_tensor
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale
 from halfbyte.kernels.dequantize import cpu, reference
 
@@ -65,7 +67,7 @@ def dequantize_bitsandbytes(
     state = bitsandbytes.functional.QuantState(
         absmax=scale,
         shape=like.shape,
-        code=codebook_tensor(format, CPU),
+        code=codebook_tensor(FORMATS[format], CPU),
         blocksize=block_size,
         quant_type=format,
         dtype=like.dtype,
@@ -85,15 +87,15 @@ def check(
     shape: tuple[int, ...],
 ) -> Tensor:
     """Compare kernel, reference and bitsandbytes; return the kernel's output."""
-    codebook = codebook_tensor(format, CPU)
+    spec = FORMATS[format]
     ours, slow = (torch.full(shape, POISON, dtype=dtype) for _ in range(2))
-    cpu.dequantize_blockwise(packed, scale, nested, codebook, block_size, ours)
-    reference.dequantize_blockwise(packed, scale, nested, codebook, block_size, slow)
+    cpu.dequantize(packed, scale, nested, spec, block_size, ours)
+    reference.dequantize(packed, scale, nested, spec, block_size, slow)
     assert_same_bits(ours, slow)
     if ours.numel():
         theirs = dequantize_bitsandbytes(packed, scale, nested, format, block_size, ours)
         exact = torch.full(shape, POISON)
-        reference.dequantize_blockwise(packed, scale, nested, codebook, block_size, exact)
+        reference.dequantize(packed, scale, nested, spec, block_size, exact)
         nibbles = torch.stack((packed >> 4, packed & 15), dim=1).view(-1)[: ours.numel()].view(shape)
         assert_same_bits(ours, as_we_do(theirs, ours, exact, (nibbles == 8) & (format == "fp4")))
     return ours
@@ -164,12 +166,12 @@ def test_nested_scale_is_multiplied_then_added() -> None:
     """With one rounding for both, some of these would come out otherwise."""
     packed, codes, nested = random_weight(4_000_000, 32, nested=True)
     out = torch.full((4_000_000,), POISON)
-    cpu.dequantize_blockwise(packed, codes, nested, codebook_tensor("nf4", CPU), 32, out)
+    cpu.dequantize(packed, codes, nested, FORMATS["nf4"], 32, out)
     fused = (
         nested.code[codes.long()].double() * nested.absmax.repeat_interleave(256)[: len(codes)] + nested.offset
     ).float()
     other = torch.empty_like(out)
-    cpu.dequantize_blockwise(packed, fused, None, codebook_tensor("nf4", CPU), 32, other)
+    cpu.dequantize(packed, fused, None, FORMATS["nf4"], 32, other)
     assert not torch.equal(out, other)
     check(packed, codes, nested, "nf4", 32, torch.float32, (4_000_000,))
 
@@ -190,7 +192,7 @@ def test_any_shape(shape: list[int], format: str, dtype: torch.dtype, block_size
     shaped = torch.full(shape, POISON, dtype=dtype)
     torch.manual_seed(seed)
     weight = random_weight(numel, block_size, nested)
-    cpu.dequantize_blockwise(*weight, codebook_tensor(format, CPU), block_size, shaped)
+    cpu.dequantize(*weight, FORMATS[format], block_size, shaped)
     assert_same_bits(shaped.view(-1), out)
 
 
@@ -198,17 +200,17 @@ def test_writes_nothing_past_its_end() -> None:
     for numel in (1, 2, 31, 33, 63, 100, 4097):
         packed, scale, _ = random_weight(numel, 64, nested=False)
         around = torch.full((numel + 256,), POISON, dtype=torch.bfloat16)
-        cpu.dequantize_blockwise(packed, scale, None, codebook_tensor("nf4", CPU), 64, around[128 : 128 + numel])
+        cpu.dequantize(packed, scale, None, FORMATS["nf4"], 64, around[128 : 128 + numel])
         assert (around[:128] == around[0]).all()
         assert (around[128 + numel :] == around[0]).all()
 
 
 def test_any_codebook_and_packed_shape() -> None:
     packed, scale, _ = random_weight(999, 32, nested=False)
-    codebook = torch.randn(16)
+    spec = Format("any", tuple(torch.randn(16).tolist()), (32,), 32)
     outs = [torch.full((999,), POISON, dtype=torch.float16) for _ in range(2)]
-    cpu.dequantize_blockwise(packed.view(-1, 1), scale, None, codebook, 32, outs[0])
-    reference.dequantize_blockwise(packed, scale, None, codebook, 32, outs[1])
+    cpu.dequantize(packed.view(-1, 1), scale, None, spec, 32, outs[0])
+    reference.dequantize(packed, scale, None, spec, 32, outs[1])
     assert_same_bits(*outs)
 
 
@@ -222,11 +224,11 @@ def test_more_weights_than_one_thread_takes() -> None:
         for count in (1, 2, 7):
             torch.set_num_threads(count)
             outs.append(torch.empty(numel, dtype=torch.bfloat16))
-            cpu.dequantize_blockwise(packed, codes, nested, codebook_tensor("nf4", CPU), 64, outs[-1])
+            cpu.dequantize(packed, codes, nested, FORMATS["nf4"], 64, outs[-1])
     finally:
         torch.set_num_threads(threads)
     expected = torch.empty(numel, dtype=torch.bfloat16)
-    reference.dequantize_blockwise(packed, codes, nested, codebook_tensor("nf4", CPU), 64, expected)
+    reference.dequantize(packed, codes, nested, FORMATS["nf4"], 64, expected)
     for out in outs:
         assert torch.equal(out, expected)
 
@@ -234,14 +236,14 @@ def test_more_weights_than_one_thread_takes() -> None:
 def check_grouped(packed: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
     n, words = packed.shape
     outs = [torch.full((n, words * 8), POISON, dtype=dtype) for _ in range(2)]
-    cpu.dequantize_grouped(packed, scale, group_size, outs[0])
-    reference.dequantize_grouped(packed, scale, group_size, outs[1])
+    cpu.dequantize(packed, scale, None, INT4, group_size, outs[0])
+    reference.dequantize(packed, scale, None, INT4, group_size, outs[1])
     assert_same_bits(*outs)
     return outs[0]
 
 
 @pytest.mark.parametrize("scale_dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("group_size", INT4.block_sizes)
 @dtypes
 def test_grouped(group_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
     """Every word, so every nibble, -8 among them, and every kind of scale; the value spelled out for each weight."""

@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfbyte.formats.blockwise import BLOCK_SIZES, FORMATS, codebook_tensor, dynamic_code
-from halfbyte.formats.grouped import GROUP_SIZES
+from halfbyte.formats.bitsandbytes import FORMATS
+from halfbyte.formats.int4 import INT4
+from halfbyte.formats.nested import dynamic_code
+from halfbyte.formats.spec import BLOCK_SIZES
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale
 from halfbyte.kernels.dequantize import reference as dequantize
 from halfbyte.kernels.linear import cpu
@@ -49,19 +51,19 @@ class Weight:
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         out = torch.full((len(x), self.shape[0]), POISON, dtype=x.dtype)
         if self.format == "int4":
-            cpu.linear_grouped(x, self.packed, self.scale, self.size, bias, out)
+            cpu.linear(x, self.packed, self.scale, None, INT4, self.size, bias, out)
         else:
-            codebook = codebook_tensor(self.format, CPU)
-            cpu.linear_blockwise(x, self.packed, self.scale, self.nested, codebook, self.size, bias, out)
+            spec = FORMATS[self.format]
+            cpu.linear(x, self.packed, self.scale, self.nested, spec, self.size, bias, out)
         return out
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         out = torch.full(self.shape, POISON, dtype=dtype)
         if self.format == "int4":
-            dequantize.dequantize_grouped(self.packed, self.scale, self.size, out)
+            dequantize.dequantize(self.packed, self.scale, None, INT4, self.size, out)
         else:
-            codebook = codebook_tensor(self.format, CPU)
-            dequantize.dequantize_blockwise(self.packed, self.scale, self.nested, codebook, self.size, out)
+            spec = FORMATS[self.format]
+            dequantize.dequantize(self.packed, self.scale, self.nested, spec, self.size, out)
         return out
 
 
@@ -108,7 +110,7 @@ def test_block_sizes(format: str, size: int, nested: bool) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("size", GROUP_SIZES)
+@pytest.mark.parametrize("size", INT4.block_sizes)
 def test_group_sizes(size: int, dtype: torch.dtype) -> None:
     for k in (size, 3 * size, 32 * size):
         weight = Weight("int4", 9, k, size)
@@ -168,7 +170,7 @@ def test_writes_nothing_past_its_end(k: int) -> None:
         around = torch.full((m * 7 + 128,), POISON, dtype=torch.float16)
         out = around[64 : 64 + m * 7].view(m, 7)
         x = torch.randn(m, k).half()
-        cpu.linear_blockwise(x, weight.packed, weight.scale, None, codebook_tensor("fp4", CPU), 32, None, out)
+        cpu.linear(x, weight.packed, weight.scale, None, FORMATS["fp4"], 32, None, out)
         assert torch.equal(out, weight.linear(x))
         assert (around[:64] == POISON).all()
         assert (around[64 + m * 7 :] == POISON).all()

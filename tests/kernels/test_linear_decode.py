@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfbyte as hb
-from halfbyte.formats.blockwise import FORMATS
+from halfbyte.formats.bitsandbytes import FORMATS
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.common.tensor_map import SWIZZLES
 from halfbyte.kernels.linear import decode
-from halfbyte.kernels.linear.codebook import FACTORS
+from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.decode import macros, source, target
 from halfbyte.kernels.linear.decode_shape import (
     MOST_ROWS,
@@ -97,7 +97,7 @@ def _stack_bytes(path: Path) -> int:
 @pytest.mark.parametrize("format", FORMATS)
 def test_factors_make_rounding_the_codebook_better_than_rounding_weights(format: str, dtype: torch.dtype) -> None:
     values = torch.tensor(FORMATS[format].codebook, dtype=torch.float64)
-    factor = FACTORS[format, dtype]
+    factor = factor_of(format, dtype)
     error = ((values * factor).to(dtype).double() / factor - values).square().mean().sqrt()
     scales = torch.linspace(0.5, 1, 1001, dtype=torch.float64).unsqueeze(1)
     rounded = ((values * scales).to(dtype).double() / scales - values).square().mean().sqrt()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.formats.blockwise import BLOCK_SIZES
+from halfbyte.formats.spec import BLOCK_SIZES
 from halfbyte.kernels.common.device import HOST, DeviceFacts
 from halfbyte.kernels.common.targets import CUDA_TARGETS
 from halfbyte.kernels.dequantize.plan import DequantizePlan, is_valid, plan

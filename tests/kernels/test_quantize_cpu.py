@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfbyte.formats.blockwise import BLOCK_SIZES, FORMATS, NF4, dynamic_code, midpoints_tensor
-from halfbyte.formats.grouped import GROUP_SIZES
+from halfbyte.formats.bitsandbytes import FORMATS
+from halfbyte.formats.int4 import INT4
+from halfbyte.formats.nested import dynamic_code
+from halfbyte.formats.nf4 import NF4
+from halfbyte.formats.spec import BLOCK_SIZES, midpoints_tensor
 from halfbyte.formats.weight import FLOAT_DTYPES
-from halfbyte.kernels.dequantize.reference import dequantize_grouped
+from halfbyte.kernels.dequantize.reference import dequantize
 from halfbyte.kernels.quantize import cpu, reference
 
 bitsandbytes = pytest.importorskip("bitsandbytes", minversion="0.48")
@@ -42,7 +45,7 @@ def quantize(module: ModuleType, weight: Tensor, format: str, block_size: int) -
     """Packed and absmax of `weight`, from a kernel that finds rubbish in both."""
     packed = torch.randint(0, 256, ((weight.numel() + 1) // 2, 1), dtype=torch.uint8)
     absmax = torch.full((-(-weight.numel() // block_size),), -12345.0)
-    module.quantize_blockwise(weight, FORMATS[format], block_size, packed, absmax)
+    module.quantize(weight, FORMATS[format], block_size, packed, absmax)
     return packed, absmax
 
 
@@ -121,7 +124,7 @@ def test_special_weights(format: str, dtype: torch.dtype, numel: int) -> None:
 @formats
 def test_ties_and_their_neighbours(format: str) -> None:
     """Midpoints times absmax, exact and one float to either side; also where the product is rounded."""
-    midpoints = midpoints_tensor(format, CPU)
+    midpoints = midpoints_tensor(FORMATS[format], CPU)
     near = torch.stack((midpoints.nextafter(torch.tensor(-2.0)), midpoints, midpoints.nextafter(torch.tensor(2.0))))
     for absmax in (1.0, 0.5, 2.0**-120, 2.0**100, 0.3, 1.7, 1e-38, 3.1e-39):
         weight = torch.cat((near.view(-1) * absmax, torch.full((19,), absmax)))
@@ -243,14 +246,14 @@ def check_grouped(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     for module in (cpu, reference):
         packed = torch.full((n, k // 8), 12345, dtype=torch.int32)
         scale = torch.full((n, k // group_size), 12345, dtype=torch.float32).to(weight.dtype)
-        module.quantize_grouped(weight, group_size, packed, scale)
+        module.quantize(weight, INT4, group_size, packed, scale)
         results.append((packed, scale))
     assert same(results[0][0], results[1][0])
     assert same(results[0][1], results[1][1])
     return results[0]
 
 
-@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("group_size", INT4.block_sizes)
 @dtypes
 def test_grouped(group_size: int, dtype: torch.dtype) -> None:
     """Random, halves (every tie), zeros, NaN, infinity, subnormals and what has a scale that rounds to zero."""
@@ -266,7 +269,7 @@ def test_grouped(group_size: int, dtype: torch.dtype) -> None:
     special[8] = 0
     packed, scale = check_grouped(special.to(dtype), group_size)
     out = torch.empty(9, group_size, dtype=dtype)
-    dequantize_grouped(packed, scale, group_size, out)
+    dequantize(packed, scale, None, INT4, group_size, out)
     assert out[0].isnan().all()
     assert (packed[8] == torch.tensor(0x88888888 - 2**32, dtype=torch.int32)).all()
     assert scale[8] == 0
@@ -278,7 +281,7 @@ def test_grouped_is_the_nearest_integer(dtype: torch.dtype) -> None:
     weight = torch.randn(64, 1024).to(dtype)
     packed, scale = check_grouped(weight, 128)
     out = torch.empty(64, 1024)
-    dequantize_grouped(packed, scale, 128, out)
+    dequantize(packed, scale, None, INT4, 128, out)
     steps = scale.float().repeat_interleave(128, dim=1)
     assert ((out - weight.float()).abs() <= 0.5001 * steps + 7 * steps * torch.finfo(dtype).eps).all()
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfbyte.formats.blockwise import FORMATS, dynamic_code
+from halfbyte.formats.bitsandbytes import FORMATS
+from halfbyte.formats.nested import dynamic_code
 from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.quantize import reference
 from halfbyte.kernels.quantize.reference import Like
@@ -21,7 +22,7 @@ def quantize(weight: Tensor, format: str, like: Like) -> tuple[Tensor, Tensor]:
     """Nibbles [numel] and absmax of `weight` in blocks of 64, from outputs full of rubbish."""
     packed = torch.randint(0, 256, ((weight.numel() + 1) // 2, 1), dtype=torch.uint8)
     absmax = torch.full((-(-weight.numel() // 64),), -12345.0)
-    reference.quantize_blockwise(weight, FORMATS[format], 64, packed, absmax, like=like)
+    reference.quantize(weight, FORMATS[format], 64, packed, absmax, like=like)
     return torch.cat((packed >> 4, packed & 15), dim=1).view(-1), absmax
 
 

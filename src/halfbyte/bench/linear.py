@@ -16,8 +16,10 @@ from halfbyte import ops
 from halfbyte.bench import peers
 from halfbyte.bench.case import Case
 from halfbyte.bench.dequantize import input_sets
-from halfbyte.formats import grouped
+from halfbyte.formats import bitsandbytes as layout
 from halfbyte.formats.bitsandbytes import to_bitsandbytes
+from halfbyte.formats.int4 import INT4
+from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.linear.reference import linear_exact
 
@@ -109,7 +111,7 @@ def _products(
     decoded = _decoded(weights)
     exact: dict[str, Callable[[int], Tensor]] = dict.fromkeys(products, decoded)
     exact[_name_of(dtype)] = lambda i: dense[i]
-    if weights[0].format != grouped.NAME:
+    if weights[0].format in layout.FORMATS:
         bitsandbytes = peers.Bitsandbytes()
         states = [to_bitsandbytes(q) for q in weights]
         products["bitsandbytes"] = lambda x, i: bitsandbytes.linear(x, *states[i])
@@ -123,7 +125,7 @@ def _products(
                 exact[REPACKED] = decoded
     if dense[0].shape[1] % 128:
         return products, exact, left_out
-    integers = weights if weights[0].format == grouped.NAME else [ops.quantize(w, grouped.NAME) for w in dense]
+    integers = weights if weights[0].spec is INT4 else [ops.quantize(w, INT4.name) for w in dense]
     if integers is not weights:
         products["halfbyte int4"] = lambda x, i: ops.linear(x, integers[i])
         exact["halfbyte int4"] = _decoded(integers)
@@ -153,9 +155,7 @@ def _exact_products(x: list[Tensor], weight: Callable[[int], Tensor]) -> Callabl
 
 
 def _quantized(weight: Tensor, format: str, nested: bool) -> QuantizedWeight:
-    if format == grouped.NAME:
-        return ops.quantize(weight, format)
-    return ops.quantize(weight, format, nested=nested)
+    return ops.quantize(weight, format, nested=nested and FORMATS[format].nests)
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.options import BlockSize, Device, Dtype, Format, GroupSize, Nested, device_of, progress, size_of, usage
+from halfbyte.formats.settings import DEFAULT, check_settings
+from halfbyte.options import NAMES, BlockSize, Device, Dtype, GroupSize, Nested, device_of, progress, size_of, usage
 
 if TYPE_CHECKING:
     from halfbyte.checkpoints.stream import Progress, Summary
@@ -35,8 +36,9 @@ def quantize(
     source: Source,
     destination: Destination,
     format: Annotated[
-        Format, typer.Option(help="nf4 and fp4 as bitsandbytes has them, int4 as compressed-tensors.")
-    ] = Format.nf4,
+        str,
+        typer.Option(metavar=NAMES, help="nf4 and fp4 as bitsandbytes has them, int4 as compressed-tensors."),
+    ] = DEFAULT,
     block_size: BlockSize = None,
     group_size: GroupSize = None,
     nested: Nested = None,
@@ -69,17 +71,16 @@ def quantize(
     """
     from halfbyte import checkpoints
     from halfbyte.checkpoints.select import check_globs
-    from halfbyte.formats.settings import check_settings
 
     with usage():
-        check_settings(format.value, block_size, group_size, nested)
+        check_settings(format, block_size, group_size, nested)
         check_globs(include or (), only or ())
 
     def convert(report: Progress) -> Summary:
         return checkpoints.quantize_checkpoint(
             source,
             destination,
-            format.value,
+            format,
             block_size=block_size,
             group_size=group_size,
             nested=nested,

@@ -16,15 +16,16 @@ from halfbyte.checkpoints.atomic import check_destination
 from halfbyte.checkpoints.plan import Weight, plan_dequantized, plan_quantized, quantized_names, read_quantized
 from halfbyte.checkpoints.reader import DTYPES, Checkpoint, open_checkpoint, read_json
 from halfbyte.checkpoints.stream import Converted, Left, Output, Progress, Summary, stream
-from halfbyte.formats import bitsandbytes, compressed_tensors, grouped
-from halfbyte.formats.settings import check_settings
+from halfbyte.formats.layouts import layout_of
+from halfbyte.formats.settings import DEFAULT, check_settings
+from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES
 
 
 def quantize_checkpoint(
     source: str | Path,
     destination: str | Path,
-    format: str = "nf4",
+    format: str = DEFAULT,
     *,
     block_size: int | None = None,
     group_size: int | None = None,
@@ -57,7 +58,7 @@ def quantize_checkpoint(
     nothing loads; FileNotFoundError, FileExistsError, PermissionError; OSError when the disk is full.
     """
     size, nested = check_settings(format, block_size, group_size, nested)
-    int4 = format == grouped.NAME
+    spec, layout = FORMATS[format], layout_of(format)
     checkpoint, config = _open(source, destination, overwrite)
     _refuse_quantized(checkpoint, config)
     if checkpoint.is_directory and config is None:
@@ -67,22 +68,20 @@ def quantize_checkpoint(
         )
     tied = bool(config and config.get("tie_word_embeddings"))
     chosen = select.select(checkpoint.entries, include, exclude, only, tied)
-    skipped = [name for name in chosen if int4 and checkpoint.entries[name].shape[1] % size]
+    skipped = [name for name in chosen if spec.along_k and checkpoint.entries[name].shape[1] % size]
     chosen = [name for name in chosen if name not in set(skipped)]
     if not chosen:
         raise ValueError(
             f"{checkpoint.path} has nothing to quantize among its {len(checkpoint.entries)} tensors"
-            + (f" ({len(skipped)} have a K that group_size {size} does not divide)" if skipped else "")
+            + (f" ({len(skipped)} have a K that {spec.size_name} {size} does not divide)" if skipped else "")
             + "; weights of linear layers are chosen by their names: add others with include"
         )
     weights = [plan_quantized(checkpoint, name, format, size, nested) for name in chosen]
 
     def convert(weight: Weight) -> Converted:
         dense = checkpoint.read(weight.name).to(device)
-        sizes = {"group_size": size} if int4 else {"block_size": size}
-        q = ops.quantize(dense, format, nested=nested, **sizes)
-        to_tensors = compressed_tensors.to_tensors if int4 else bitsandbytes.to_tensors
-        return Converted(to_tensors(weight.name, q), *_errors(dense, ops.dequantize(q)))
+        q = ops.quantize(dense, format, nested=nested, **{spec.size_name: size})
+        return Converted(layout.to_tensors(weight.name, q), *_errors(dense, ops.dequantize(q)))
 
     if config is not None:
         dtypes = Counter(checkpoint.entries[name].dtype for name in chosen)

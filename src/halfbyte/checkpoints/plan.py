@@ -8,7 +8,10 @@ import torch
 
 from halfbyte.checkpoints.reader import DTYPES, Checkpoint
 from halfbyte.checkpoints.writer import Spec
-from halfbyte.formats import bitsandbytes, blockwise, compressed_tensors, grouped
+from halfbyte.formats import bitsandbytes, compressed_tensors
+from halfbyte.formats.layouts import layout_of
+from halfbyte.formats.nested import NESTED_BLOCK_SIZE
+from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
 
 
@@ -25,27 +28,27 @@ class Weight:
 def plan_quantized(checkpoint: Checkpoint, name: str, format: str, size: int, nested: bool) -> Weight:
     """A weight to quantize; its specs are of the tensors that the format's `to_tensors` will make of it.
 
-    size: int4's group size, the others' block size.
+    size: weights that share a scale.
     """
     entry = checkpoint.entries[name]
-    n, k = entry.shape
-    if format == grouped.NAME:
+    spec, shape = FORMATS[format], tuple(entry.shape)
+    packed, scales = spec.packed_shape(shape), spec.scale_shape(shape, size)
+    if layout_of(format) is compressed_tensors:
         specs = [
-            Spec.of(f"{name}_packed", torch.int32, (n, k // grouped.PER_WORD)),
-            Spec.of(f"{name}_scale", DTYPES[entry.dtype], (n, k // size)),
+            Spec.of(f"{name}_packed", torch.int32, packed),
+            Spec.of(f"{name}_scale", DTYPES[entry.dtype], scales),
             Spec.of(f"{name}_shape", torch.int64, (2,)),
         ]
     else:
-        blocks = -(-n * k // size)
         specs = [
-            Spec.of(name, torch.uint8, ((n * k + 1) // 2, 1)),
-            Spec.of(f"{name}.absmax", torch.uint8 if nested else torch.float32, (blocks,)),
+            Spec.of(name, torch.uint8, packed),
+            Spec.of(f"{name}.absmax", torch.uint8 if nested else torch.float32, scales),
             Spec.of(f"{name}.quant_map", torch.float32, (16,)),
             Spec.blob(name + bitsandbytes.STATE_KEY + format),
         ]
         if nested:
             specs += [
-                Spec.of(f"{name}.nested_absmax", torch.float32, (-(-blocks // blockwise.NESTED_BLOCK_SIZE),)),
+                Spec.of(f"{name}.nested_absmax", torch.float32, (-(-scales[0] // NESTED_BLOCK_SIZE),)),
                 Spec.of(f"{name}.nested_quant_map", torch.float32, (256,)),
             ]
     return Weight(name, entry.shape, (name,), tuple(specs))
@@ -87,6 +90,6 @@ def read_quantized(checkpoint: Checkpoint, name: str, *, planning: bool = False)
 def plan_dequantized(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> Weight:
     """A weight to dequantize. Raises ValueError where its parts are missing or do not fit together."""
     q = read_quantized(checkpoint, name, planning=True)
-    family = compressed_tensors if q.format == grouped.NAME else bitsandbytes
+    family = layout_of(q.format)
     keys = tuple(key for key in (name, *(name + s for s in family.SUFFIXES)) if key in checkpoint.entries)
     return Weight(name, q.shape, keys, (Spec.of(name, dtype or q.dtype, q.shape),))

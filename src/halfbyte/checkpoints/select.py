@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from halfbyte.checkpoints.reader import Entry
-from halfbyte.formats import blockwise
+from halfbyte.formats import bitsandbytes
+from halfbyte.formats.layouts import layout_of
 
 # Output layers, by the names that models give them. Where embeddings are tied they are not in the checkpoint at all,
 # yet transformers must be told to leave them dense.
@@ -145,7 +146,7 @@ def quantization_config(format: str, block_size: int, nested: bool, dtype: str, 
 
     block_size is int4's group size; bitsandbytes finds its own beside each weight. dtype is the weights' ("bfloat16").
     """
-    if format in blockwise.FORMATS:
+    if layout_of(format) is bitsandbytes:
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,

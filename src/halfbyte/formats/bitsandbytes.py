@@ -19,12 +19,16 @@ from typing import Any
 
 import torch
 
-from halfbyte.formats import blockwise
+from halfbyte.formats.fp4 import FP4
 from halfbyte.formats.lookup import Tensors, find
+from halfbyte.formats.nf4 import NF4
+from halfbyte.formats.spec import codebook_tensor
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight
 
+FORMATS = {format.name: format for format in (NF4, FP4)}
+UNSAID = FP4.name  # what its configuration means where it names no format
 STATE_KEY = ".quant_state.bitsandbytes__"
-SUFFIXES = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *(STATE_KEY + f for f in blockwise.FORMATS))
+SUFFIXES = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *(STATE_KEY + f for f in FORMATS))
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
 _NO_TORCH_FUNCTION = torch._C.DisableTorchFunctionSubclass
@@ -145,11 +149,11 @@ def from_tensors(name: str, tensors: Tensors) -> QuantizedWeight:
             )
         return tensor
 
-    formats = [format for format in blockwise.FORMATS if find(tensors, name + STATE_KEY + format) is not None]
+    formats = [format for format in FORMATS if find(tensors, name + STATE_KEY + format) is not None]
     if len(formats) != 1:
         raise ValueError(
             f"{name!r} has {'no' if not formats else 'more than one'} quant_state key; exactly one of "
-            f"{', '.join(name + STATE_KEY + format for format in blockwise.FORMATS)} is expected"
+            f"{', '.join(name + STATE_KEY + format for format in FORMATS)} is expected"
         )
     key = name + STATE_KEY + formats[0]
     state = _State(key, need(key))
@@ -237,18 +241,18 @@ class _State:
 
 def _quant_map(format: str, device: torch.device) -> torch.Tensor:
     """A fresh codebook as bitsandbytes keeps it; adding 0.0 makes both of FP4's zeros positive, as in its tables."""
-    return blockwise.codebook_tensor(format, device) + 0.0
+    return codebook_tensor(FORMATS[format], device) + 0.0
 
 
 def _check_quant_map(key: str, quant_map: torch.Tensor, format: str) -> None:
     """bitsandbytes saves the codebook but decodes with its own; one that differs would be read wrongly, in silence."""
-    expected = torch.tensor(blockwise.FORMATS[format].codebook, dtype=torch.float32, device="cpu")
+    expected = torch.tensor(FORMATS[format].codebook, dtype=torch.float32, device="cpu")
     if quant_map.numel() != 16 or not torch.allclose(quant_map.cpu().float().view(-1), expected, atol=1e-3):
         raise ValueError(f"{key!r} is not the codebook of {format!r}; weights of another codebook are not accepted")
 
 
 def _require_blockwise(q: QuantizedWeight) -> None:
-    if q.format not in blockwise.FORMATS:
+    if q.format not in FORMATS:
         raise ValueError(f"format is {q.format!r}; bitsandbytes has 'nf4' and 'fp4': dequantize, then quantize")
 
 

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 
 import torch
 
-from halfbyte.formats import grouped
+from halfbyte.formats.int4 import INT4
 from halfbyte.formats.lookup import Tensors, find
 from halfbyte.formats.weight import QuantizedWeight
 
+FORMATS = {INT4.name: INT4}
 SUFFIXES = ("_packed", "_scale", "_shape")
 
 
@@ -40,14 +41,12 @@ def from_compressed_tensors(
     if len(sizes) != 2:
         raise ValueError(f"shape is {sizes}; a weight of two dimensions [N, K] is expected")
     k, groups = sizes[1], weight_scale.shape[1]
-    if groups == 0 or k % groups or k // groups not in grouped.GROUP_SIZES:
+    if groups == 0 or k % groups or k // groups not in INT4.block_sizes:
         raise ValueError(
-            f"weight_scale has {groups} columns for K = {k}; int4 takes groups of {grouped.GROUP_SIZES} along K. "
+            f"weight_scale has {groups} columns for K = {k}; int4 takes groups of {INT4.block_sizes} along K. "
             "One scale a row (strategy 'channel') is not accepted: quantize the dense weight anew"
         )
-    return QuantizedWeight(
-        grouped.NAME, weight_packed, weight_scale, (sizes[0], k), weight_scale.dtype, k // groups, None
-    )
+    return QuantizedWeight(INT4.name, weight_packed, weight_scale, (sizes[0], k), weight_scale.dtype, k // groups, None)
 
 
 def keys(name: str, q: QuantizedWeight) -> list[str]:
@@ -60,7 +59,7 @@ def to_tensors(name: str, q: QuantizedWeight) -> dict[str, torch.Tensor]:
 
     Raises ValueError unless `q` is int4.
     """
-    if q.format != grouped.NAME:
+    if q.format != INT4.name:
         raise ValueError(f"format is {q.format!r}; compressed-tensors has 'int4': dequantize, then quantize to it")
     return {
         f"{name}_packed": q.packed,

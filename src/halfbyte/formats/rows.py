@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from halfbyte.formats import grouped
+import torch
+
 from halfbyte.formats.weight import QuantizedWeight
 
 
 def row_chunks(q: QuantizedWeight, numel: int) -> Iterator[tuple[int, QuantizedWeight]]:
     """(first row, those rows) of q [N, K], pieces of about `numel` weights: whole scale blocks, nested ones too."""
     n, k = q.shape
-    step = 1 if q.format == grouped.NAME else _whole_rows(q, k)
+    step = 1 if q.spec.along_k else _whole_rows(q, k)
     rows = max(1, numel // max(1, step * k)) * step
     for first in range(0, n, rows):
         yield first, q if rows >= n else _rows(q, first, min(first + rows, n))
@@ -27,9 +28,11 @@ def _whole_rows(q: QuantizedWeight, k: int) -> int:
 
 def _rows(q: QuantizedWeight, first: int, last: int) -> QuantizedWeight:
     shape = (last - first, q.shape[1])
-    if q.format == grouped.NAME:
-        return replace(q, packed=q.packed[first:last], scale=q.scale[first:last], shape=shape)
     k = q.shape[1]
+    if q.spec.along_k:
+        packed = q.packed.view(torch.uint8).view(-1)[first * k // 2 : last * k // 2]
+        packed = packed.view(q.packed.dtype).view(q.spec.packed_shape(shape))
+        return replace(q, packed=packed, scale=q.scale[first:last], shape=shape)
     begin, end = first * k, last * k
     blocks = slice(begin // q.block_size, -(-end // q.block_size))
     nested = q.nested

@@ -1,16 +1,19 @@
-"""The formats' names, and the settings that `quantize` takes for each. Nothing here needs torch."""
+"""The settings that `quantize` takes for each format. Nothing here needs torch."""
 
 from __future__ import annotations
 
-from halfbyte.formats import blockwise, grouped
+from halfbyte.formats.nf4 import NF4
+from halfbyte.formats.spec import FORMATS, Format
 
-FORMAT_NAMES = (*blockwise.FORMATS, grouped.NAME)
+DEFAULT = NF4.name  # what `quantize` makes unless one says otherwise
 
 
-def check_format(format: str) -> None:
-    """Raise ValueError unless `format` is one that we know."""
-    if not isinstance(format, str) or format not in FORMAT_NAMES:
-        raise ValueError(f"format is {format!r}; known formats are {', '.join(map(repr, FORMAT_NAMES))}")
+def check_format(format: str) -> Format:
+    """The description of a format. Raises ValueError unless it is one that we know."""
+    known = FORMATS.get(format) if isinstance(format, str) else None
+    if known is None:
+        raise ValueError(f"format is {format!r}; known formats are {', '.join(map(repr, FORMATS))}")
+    return known
 
 
 def check_settings(
@@ -20,17 +23,22 @@ def check_settings(
 
     Raises ValueError if they clash, and TypeError for a `nested` that is none of True, False and None.
     """
-    check_format(format)
+    known = check_format(format)
     if nested is not None and not isinstance(nested, bool):
         raise TypeError(f"nested is {nested!r}; nested takes True, False or None, the format's default")
-    if format == grouped.NAME:
-        if block_size is not None or nested:
-            raise ValueError("block_size and nested are for nf4 and fp4; int4 takes group_size")
-        size = 128 if group_size is None else group_size
-        grouped.check_group_size(size)
-        return size, False
-    if group_size is not None:
-        raise ValueError(f"group_size is for int4; {format} takes block_size")
-    size = 64 if block_size is None else block_size
-    blockwise.check_block_size(format, size)
-    return size, True if nested is None else nested
+    given = {"block_size": block_size, "group_size": group_size}
+    size = given.pop(known.size_name)
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} is for {_those(size_name=name)}; {format} takes {known.size_name}")
+    if nested and not known.nests:
+        raise ValueError(f"nested is for {_those(nests=True)}; {format} has scales of its own dtype")
+    size = known.block_size if size is None else size
+    known.check_block_size(size)
+    return size, known.nests if nested is None else nested
+
+
+def _those(**asked: object) -> str:
+    """The names of all formats that are as asked."""
+    names = [f.name for f in FORMATS.values() if all(getattr(f, key) == value for key, value in asked.items())]
+    return " and ".join(names)

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from halfbyte.formats import blockwise, grouped
+from halfbyte.formats.nested import NESTED_BLOCK_SIZE
 from halfbyte.formats.settings import check_format
+from halfbyte.formats.spec import FORMATS, PER_WORD, Format
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class NestedScale(NamedTuple):
-    """What turns the one-byte scales of a "double quantized" weight into fp32 (formats/blockwise.py).
+    """What turns the one-byte scales of a "double quantized" weight into fp32 (formats/nested.py).
 
     code: fp32 [256], the value of each byte. absmax: fp32 [ceil(blocks / block_size)]. offset: fp32, one element, added
     last. block_size: how many scales share one entry of `absmax`; bitsandbytes uses 256.
@@ -24,17 +25,17 @@ class NestedScale(NamedTuple):
     code: torch.Tensor
     absmax: torch.Tensor
     offset: torch.Tensor
-    block_size: int = blockwise.NESTED_BLOCK_SIZE
+    block_size: int = NESTED_BLOCK_SIZE
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedWeight:
     """A 4-bit weight: packed nibbles and their scales, checked to fit together when the object is made.
 
-    format: "nf4", "fp4" or "int4".
-    packed: uint8 [(numel + 1) // 2], two weights a byte, or for "int4" int32 [N, K / 8], eight a word; contiguous.
-    scale: for "nf4" and "fp4" fp32 [blocks], or uint8 [blocks] with `nested`; for "int4" a float dtype, [N, K / group].
-    shape: the dense weight's shape; [N, K] for "int4", any for the others.
+    format: its name; `spec` is what it means.
+    packed: uint8 [(numel + 1) // 2], two weights a byte, or for "int4" int32 [..., K / 8], eight a word; contiguous.
+    scale: for "nf4" and "fp4" fp32 [blocks], or uint8 [blocks] with `nested`; for "int4" floats, [..., K / group].
+    shape: the dense weight's shape, [N, K] or a stack [E, N, K]; "nf4" and "fp4" take any other too.
     dtype: the dense weight's dtype, which `dequantize` returns unless told otherwise.
     block_size: how many weights share a scale (for "int4", the group size along K).
     nested: how one-byte scales become fp32, or None where the scales are plain.
@@ -55,12 +56,12 @@ class QuantizedWeight:
             raise TypeError(f"dtype is {self.dtype}; a dense weight is torch.float16, torch.bfloat16 or torch.float32")
         if any(side < 0 for side in self.shape):
             raise ValueError(f"shape is {list(self.shape)}; no side of a weight is negative")
-        if self.format in blockwise.FORMATS:
-            _check_blockwise(self)
-        elif self.format == grouped.NAME:
-            _check_grouped(self)
-        else:
-            check_format(self.format)
+        _check(self, check_format(self.format))
+
+    @property
+    def spec(self) -> Format:
+        """What the format means (formats/spec.py)."""
+        return FORMATS[self.format]
 
     @property
     def device(self) -> torch.device:
@@ -135,12 +136,11 @@ class QuantizedWeight:
         self.__post_init__()
 
     def __repr__(self) -> str:
-        kind = "group_size" if self.format == grouped.NAME else "block_size"
         nested = ", nested" if self.nested else ""
         bits = 8 * self.nbytes / max(self.numel, 1)
         return (
-            f"QuantizedWeight({self.format}, {list(self.shape)}, {kind}={self.block_size}{nested}, {self.dtype}, "
-            f"{self.device}, {bits:.3f} bits a weight)"
+            f"QuantizedWeight({self.format}, {list(self.shape)}, {self.spec.size_name}={self.block_size}{nested}, "
+            f"{self.dtype}, {self.device}, {bits:.3f} bits a weight)"
         )
 
 
@@ -158,26 +158,27 @@ def _no_cast(method: str) -> TypeError:
 _UINT8, _INT32, _FLOAT32 = (torch.uint8,), (torch.int32,), (torch.float32,)
 
 
-def _check_blockwise(q: QuantizedWeight) -> None:
-    blockwise.check_block_size(q.format, q.block_size)
-    numel = q.numel
+def _check(q: QuantizedWeight, spec: Format) -> None:
+    """Raise ValueError or TypeError unless the tensors are what the format says."""
+    spec.check_shape(q.shape, q.block_size)
+    numel, nested = q.numel, q.nested
     blocks = -(-numel // q.block_size)
-    _check_tensor(q, "packed", q.packed, _UINT8, (numel + 1) // 2)
-    _check_tensor(q, "scale", q.scale, _UINT8 if q.nested else _FLOAT32, blocks)
-    if q.nested:
-        size = q.nested.block_size
+    if spec.words:
+        _check_tensor(q, "packed", q.packed, _INT32, numel // PER_WORD, spec.packed_shape(q.shape))
+    else:
+        _check_tensor(q, "packed", q.packed, _UINT8, (numel + 1) // 2)
+    dtypes = _UINT8 if nested else FLOAT_DTYPES if spec.scale_dtype is None else (getattr(torch, spec.scale_dtype),)
+    shape = spec.scale_shape(q.shape, q.block_size) if spec.along_k else None
+    _check_tensor(q, "scale", q.scale, dtypes, blocks, shape)
+    if nested:
+        if not spec.nests:
+            raise ValueError(f"nested is given, and {q.format} has scales of its own dtype")
+        size = nested.block_size
         if size < 16 or size & (size - 1):
             raise ValueError(f"nested.block_size is {size}; it must be a power of two of at least 16 (usually 256)")
-        _check_tensor(q, "nested.code", q.nested.code, _FLOAT32, 256)
-        _check_tensor(q, "nested.absmax", q.nested.absmax, _FLOAT32, -(-blocks // size))
-        _check_tensor(q, "nested.offset", q.nested.offset, _FLOAT32, 1)
-
-
-def _check_grouped(q: QuantizedWeight) -> None:
-    grouped.check_shape(q.shape, q.block_size)
-    n, k = q.shape
-    _check_tensor(q, "packed", q.packed, _INT32, n * k // grouped.PER_WORD, (n, k // grouped.PER_WORD))
-    _check_tensor(q, "scale", q.scale, FLOAT_DTYPES, n * k // q.block_size, (n, k // q.block_size))
+        _check_tensor(q, "nested.code", nested.code, _FLOAT32, 256)
+        _check_tensor(q, "nested.absmax", nested.absmax, _FLOAT32, -(-blocks // size))
+        _check_tensor(q, "nested.offset", nested.offset, _FLOAT32, 1)
 
 
 def _check_tensor(
@@ -186,7 +187,7 @@ def _check_tensor(
     tensor: torch.Tensor,
     dtypes: tuple[torch.dtype, ...],
     numel: int,
-    shape: tuple[int, int] | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> None:
     """Raise unless `tensor` is contiguous, of a known dtype and size, and where the packed weight is.
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.formats import blockwise
-from halfbyte.formats.bitsandbytes import from_bitsandbytes
+from halfbyte.formats.bitsandbytes import FORMATS, from_bitsandbytes
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
 from halfbyte.models.patch import give, give_back, has_forward_of_class, replaced_by
 from halfbyte.models.repacked import FASTER, Facts, is_faster
@@ -169,7 +168,7 @@ def _look(module: Any) -> QuantizedWeight | str:
 def _facts(module: Any) -> Facts | None:
     """What tells whether bitsandbytes is the faster one for a module; None where it has no 4-bit weight yet."""
     state = _state_of(module)
-    if state is None or state.quant_type not in blockwise.FORMATS:
+    if state is None or state.quant_type not in FORMATS:
         return None
     # Of a weight that it has repacked, bitsandbytes keeps what it was.
     dtype = module.compute_dtype or getattr(state, "original_dtype", state.dtype)

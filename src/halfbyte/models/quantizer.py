@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.formats import bitsandbytes, compressed_tensors, grouped
-from halfbyte.formats.settings import check_settings
+from halfbyte.formats import bitsandbytes, compressed_tensors
+from halfbyte.formats.settings import DEFAULT, check_settings
+from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
 from halfbyte.nn import NAMES, Linear4bit
 from halfbyte.ops import dequantize, quantize
@@ -61,7 +62,7 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(
         self,
-        format: str = "nf4",
+        format: str = DEFAULT,
         *,
         block_size: int | None = None,
         group_size: int | None = None,
@@ -76,8 +77,9 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise TypeError(f"modules_to_not_convert is {names!r}; a list of names is accepted")
         self.quant_method = METHOD
         self.format = format
-        self.block_size = None if format == grouped.NAME else size
-        self.group_size = size if format == grouped.NAME else None
+        self.block_size: int | None = None
+        self.group_size: int | None = None
+        setattr(self, FORMATS[format].size_name, size)
         self.nested = nested
         self.modules_to_not_convert = None if names is None else list(names)
 
@@ -117,7 +119,7 @@ def config_from_bitsandbytes(path: Any, **options: Any) -> Any:
             "cast; transformers >= 5.21 reads it: pip install -U transformers"
         )
     ours = HalfbyteConfig(
-        theirs.get("bnb_4bit_quant_type") or "fp4",
+        theirs.get("bnb_4bit_quant_type") or bitsandbytes.UNSAID,
         nested=bool(theirs.get("bnb_4bit_use_double_quant")),
         modules_to_not_convert=theirs.get("llm_int8_skip_modules"),
     )

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.formats import blockwise
+from halfbyte.formats.nested import NESTED_BLOCK_SIZE, dynamic_code
+from halfbyte.formats.spec import codebook_tensor
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.ops import linear
 
@@ -98,9 +99,9 @@ def _weight(facts: Facts) -> QuantizedWeight:
     blocks, nested = n * k // facts.block_size, None
     scale = torch.ones(blocks, dtype=torch.float32, device=cpu)
     if facts.nested:
-        absmax = torch.ones(-(-blocks // blockwise.NESTED_BLOCK_SIZE), dtype=torch.float32, device=cpu)
+        absmax = torch.ones(-(-blocks // NESTED_BLOCK_SIZE), dtype=torch.float32, device=cpu)
         offset = torch.zeros((), dtype=torch.float32, device=cpu)
-        nested = NestedScale(blockwise.dynamic_code(cpu), absmax, offset)
+        nested = NestedScale(dynamic_code(cpu), absmax, offset)
         scale = torch.full((blocks,), 200, dtype=torch.uint8, device=cpu)
     return QuantizedWeight(facts.format, packed, scale, (n, k), torch.bfloat16, facts.block_size, nested)
 
@@ -108,7 +109,7 @@ def _weight(facts: Facts) -> QuantizedWeight:
 def _product_of_bitsandbytes(q: QuantizedWeight, x: Tensor) -> Callable[[], Any]:
     """What its module calls once its weight is repacked. The bytes mean other numbers to it, which costs no time."""
     n, k = q.shape
-    packed, code = q.packed.view(n, k // 2), blockwise.codebook_tensor(q.format, q.device) + 0.0
+    packed, code = q.packed.view(n, k // 2), codebook_tensor(q.spec, q.device) + 0.0
     absmax = torch.ones((k // q.block_size, n), dtype=torch.bfloat16, device=q.device)
     product = torch.ops.bitsandbytes.gemv_4bit.default
     return lambda: product(x, packed, (n, k), absmax, code, q.block_size)

@@ -1,9 +1,7 @@
 """Dequantize on the CPU, through numba.
 
-Blockwise ("nf4", "fp4"): packed uint8 [(numel + 1) // 2], two weights a byte, the first in the high nibble; one scale
-for each `block_size` weights, fp32 or nested.        value = codebook[nibble] * scale
-Grouped ("int4"): packed int32 [N, K / 8], which little-endian is two weights a byte, the first in the *low* nibble.
-value = (nibble - 8) * scale: the same again, with the integers -8 to 7 for a codebook.
+packed and scale as formats/spec.py describes them, scale float or nested.        value = codebook[nibble] * scale
+An int32 word is, little-endian, four bytes whose first weight is in the low half.
 
 Within a block there are but sixteen values: they are multiplied and rounded once, and looked up (common/decode.py).
 
@@ -18,14 +16,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
-from halfbyte.formats import grouped
+from halfbyte.formats.spec import Format, codebook_tensor
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common.decode import BYTES, WEIGHTS, decode
 from halfbyte.kernels.common.floats import BITS
@@ -36,28 +33,17 @@ from halfbyte.kernels.common.threads import parallel
 GRAIN = 2**20
 
 
-def dequantize_blockwise(
-    packed: Tensor, scale: Tensor, nested: NestedScale | None, codebook: Tensor, block_size: int, out: Tensor
+def dequantize(
+    packed: Tensor, scale: Tensor, nested: NestedScale | None, format: Format, block_size: int, out: Tensor
 ) -> None:
-    """Write the weights of `packed` into `out`: contiguous, fp16, bf16 or fp32, any shape, any number of elements."""
-    _dequantize(packed.reshape(-1), scale_arguments(scale, nested), codebook, block_size, False, out)
-
-
-def dequantize_grouped(packed: Tensor, scale: Tensor, group_size: int, out: Tensor) -> None:
-    """Write the weights of int32 `packed` [N, K / 8] and `scale` [N, K / group_size] into `out` [N, K]."""
-    codebook = grouped.codebook_tensor(out.device)
-    _dequantize(packed.view(torch.uint8).view(-1), scale_arguments(scale, None), codebook, group_size, True, out)
-
-
-def _dequantize(
-    packed: Tensor, scales: tuple[Any, ...], codebook: Tensor, block_size: int, low_first: bool, out: Tensor
-) -> None:
+    """Write the weights of `packed` into `out`: contiguous, fp16, bf16 or fp32, the shape of the dense weight."""
     if out.numel() == 0:
         return
     advise_huge_pages(out)
+    octets, codebook = packed.view(torch.uint8).reshape(-1).numpy(), codebook_tensor(format, out.device).numpy()
     bits = out.view(-1).view(BITS[out.dtype]).numpy()
     blocks = -(-out.numel() // block_size)
-    arguments = packed.numpy(), *scales, codebook.numpy(), block_size, low_first, bits
+    arguments = octets, *scale_arguments(scale, nested), codebook, block_size, format.low_first, bits
     parallel(_dequantize_blocks, blocks, GRAIN // block_size, *arguments)
 
 

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.formats import grouped
+from halfbyte.formats.spec import Format, codebook_tensor
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common.arithmetic import add, multiply
 from halfbyte.kernels.common.device import DeviceFacts
@@ -117,45 +117,19 @@ def dequantize_kernel(
         tl.store(out + 2 * first_byte + element, values, mask=element < left)
 
 
-def dequantize_blockwise(
+def dequantize(
     packed: torch.Tensor,
     scale: torch.Tensor,
     nested: NestedScale | None,
-    codebook: torch.Tensor,
+    format: Format,
     block_size: int,
     out: torch.Tensor,
     plan: DequantizePlan | None = None,
 ) -> None:
-    """Write the numbers of an nf4 or fp4 weight into `out`.
+    """Write the numbers of a weight into `out`: fp16, bf16 or fp32, the shape of the dense weight, contiguous.
 
-    packed: uint8 [(numel + 1) // 2]. scale: fp32 [blocks], or uint8 [blocks] with `nested`. codebook: fp32 [16].
-    out: fp16, bf16 or fp32, any shape of numel elements, contiguous. All on the current device.
+    packed, scale: as formats/spec.py describes them, or scale uint8 [blocks] with `nested`. All on the current device.
     """
-    _launch(packed, scale, nested, codebook, block_size, out, plan, is_int4=False)
-
-
-def dequantize_grouped(
-    packed: torch.Tensor, scale: torch.Tensor, group_size: int, out: torch.Tensor, plan: DequantizePlan | None = None
-) -> None:
-    """Write the numbers of an int4 weight into `out`.
-
-    packed: int32 [N, K / 8]. scale: a float dtype, [N, K / group_size]. out: fp16, bf16 or fp32 [N, K]. All contiguous,
-    on the current device.
-    """
-    codebook = grouped.codebook_tensor(out.device)
-    _launch(packed.view(torch.uint8), scale, None, codebook, group_size, out, plan, is_int4=True)
-
-
-def _launch(
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    nested: NestedScale | None,
-    codebook: torch.Tensor,
-    block_size: int,
-    out: torch.Tensor,
-    plan: DequantizePlan | None,
-    is_int4: bool,
-) -> None:
     numel = out.numel()
     if numel == 0:
         return
@@ -166,13 +140,24 @@ def _launch(
     def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
         tile = plan or make_plan(numel, block_size, nested_size or None, facts)
         constants = {
-            "BLOCK_BYTES": block_size // 2, "BLOCKS": tile.blocks, "NESTED": nested_size, "LOW_FIRST": is_int4,
-            "FLUSH": facts.ptx > 0 and not is_int4, "WORDS": words and facts.ptx >= PACKING, "ODD": numel % 2 == 1,
+            "BLOCK_BYTES": block_size // 2, "BLOCKS": tile.blocks, "NESTED": nested_size, "LOW_FIRST": format.low_first,
+            "FLUSH": facts.ptx > 0 and format.flushes, "WORDS": words and facts.ptx >= PACKING, "ODD": numel % 2 == 1,
             "AHEAD": tile.ahead if fetch else 0, "CHUNK": tile.chunk, "PTX": facts.ptx,
         }  # fmt: skip
         grid = triton.cdiv(numel, block_size * tile.blocks)
         return grid, constants | {"num_warps": tile.warps, "enable_fp_fusion": False}
 
-    arguments = (packed, scale, code, absmax, offset, codebook, out, numel, (numel + 1) // 2)
-    key = (numel, out.dtype, scale.dtype, block_size, nested_size, is_int4, words, fetch, plan)
+    codebook = codebook_tensor(format, out.device)
+    arguments = (
+        packed.view(torch.uint8) if format.words else packed,
+        scale,
+        code,
+        absmax,
+        offset,
+        codebook,
+        out,
+        numel,
+        (numel + 1) // 2,
+    )
+    key = (numel, out.dtype, scale.dtype, block_size, nested_size, format, words, fetch, plan)
     launch(dequantize_kernel, out.get_device(), arguments, key, configure)

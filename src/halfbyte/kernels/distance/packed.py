@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.formats import blockwise, grouped
+from halfbyte.formats.spec import codebook_tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.arithmetic import add, multiply
 from halfbyte.kernels.common.device import DeviceFacts
@@ -225,8 +225,7 @@ def nearest(query: Tensor, q: QuantizedWeight, k: int, plan: PackedPlan | None =
 
 def _arguments(query: Tensor, q: QuantizedWeight, tile: PackedPlan, out: Tensor) -> tuple[Tensor | int, ...]:
     """What both kernels begin with."""
-    is_int4 = q.format == grouped.NAME
-    codebook = grouped.codebook_tensor(q.device) if is_int4 else blockwise.codebook_tensor(q.format, q.device)
+    codebook = codebook_tensor(q.spec, q.device)
     code, absmax, offset = q.nested[:3] if q.nested else (codebook, codebook, codebook)  # not read
     lines = _laid_out(query, tile)
     sizes = (len(query), q.shape[0], q.shape[1] // (plans.LOAD * tile.loads), lines.stride(0))
@@ -246,13 +245,12 @@ def _laid_out(query: Tensor, tile: PackedPlan) -> Tensor:
 
 
 def _constants(q: QuantizedWeight, tile: PackedPlan, facts: DeviceFacts) -> dict[str, Any]:
-    is_int4 = q.format == grouped.NAME
     part = plans.LOAD * tile.loads
     return {
         "ROWS": tile.rows, "PARTS": tile.parts, "LOADS": tile.loads, "EVEN": q.shape[1] // part % tile.parts == 0,
         "BLOCK": (q.block_size // part).bit_length() - 1, "NESTED": q.nested is not None,
-        "SHIFT": q.nested.block_size.bit_length() - 1 if q.nested else 0, "LOW_FIRST": is_int4,
-        "FLUSH": facts.ptx > 0 and not is_int4, "DTYPE": TYPES[q.dtype], "PTX": facts.ptx,
+        "SHIFT": q.nested.block_size.bit_length() - 1 if q.nested else 0, "LOW_FIRST": q.spec.low_first,
+        "FLUSH": facts.ptx > 0 and q.spec.flushes, "DTYPE": TYPES[q.dtype], "PTX": facts.ptx,
         "PACKS": facts.ptx >= PACKING, "FOLLOWED": facts.ptx >= SINCE, "num_warps": tile.warps,
         "enable_fp_fusion": False,
     }  # fmt: skip

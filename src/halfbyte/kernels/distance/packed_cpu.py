@@ -17,7 +17,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from halfbyte.formats import blockwise, grouped
+from halfbyte.formats.spec import codebook_tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.decode import WEIGHTS, decode
 from halfbyte.kernels.common.floats import BITS
@@ -44,11 +44,10 @@ def nearest(query: Tensor, q: QuantizedWeight, k: int) -> tuple[Tensor, Tensor]:
 
 def _rows(q: QuantizedWeight) -> tuple[Any, ...]:
     """What `_decode_row` takes after the row: the packed bytes, five to say what scales are, ..."""
-    is_int4 = q.format == grouped.NAME
-    codebook = grouped.codebook_tensor(q.device) if is_int4 else blockwise.codebook_tensor(q.format, q.device)
+    codebook = codebook_tensor(q.spec, q.device)
     packed = q.packed.view(-1).view(torch.uint8).numpy()
     like = np.empty(0, torch.empty(0, dtype=BITS[q.dtype], device="cpu").numpy().dtype)
-    return packed, scale_arguments(q.scale, q.nested), codebook.numpy(), q.block_size, is_int4, like
+    return packed, scale_arguments(q.scale, q.nested), codebook.numpy(), q.block_size, q.spec.low_first, like
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # a function inherits what it does not say

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import struct
+from functools import cache
 
 import torch
 
-from halfbyte.formats import blockwise, grouped
+from halfbyte.formats.spec import FORMATS, Format
 
-# What a codebook is multiplied by before it is rounded, so that all sixteen values fall close to numbers that exist in
-# 16 bits. FP4's become exact and int4's are; NF4's error is 2.5 times (fp16) and 1.7 times (bf16) below that of
-# rounding it as it is, and 3.4 and 2.7 times below that of rounding dense weights.
-FACTORS = {
-    ("nf4", torch.float16): 1.677689552307129,
-    ("nf4", torch.bfloat16): 1.4370059967041016,
-    ("fp4", torch.float16): 12.0,
-    ("fp4", torch.bfloat16): 12.0,
-    (grouped.NAME, torch.float16): 1.0,
-    (grouped.NAME, torch.bfloat16): 1.0,
-}
+STEPS = 4096  # factors that are tried between 1 and 2
 
 
-def _scaled(format: str, factor: float) -> bytes:
-    values = range(-grouped.BIAS, grouped.BIAS) if format == grouped.NAME else blockwise.FORMATS[format].codebook
-    return struct.pack("16f", *(value * factor for value in values))
+@cache
+def unit_and_codebook(format: str, dtype: torch.dtype) -> tuple[float, bytes]:
+    """What kernels take: what a product must be multiplied by in the end, and the codebook times its factor, fp32."""
+    scaled = factor_of(format, dtype)
+    return 1.0 / scaled, struct.pack("16f", *(value * scaled for value in FORMATS[format].codebook))
 
 
-# What kernels take: what a product must be multiplied by in the end, and the codebook times its factor as fp32 bytes.
-UNIT_AND_CODEBOOK = {key: (1.0 / factor, _scaled(key[0], factor)) for key, factor in FACTORS.items()}
+@cache
+def factor_of(format: str, dtype: torch.dtype) -> float:
+    """What a codebook is multiplied by before it is rounded to `dtype`, fp16 or bf16."""
+    spec = FORMATS[format]
+    return spec.factors.get(str(dtype).removeprefix("torch.")) or best_factor(spec, dtype)
+
+
+def best_factor(format: Format, dtype: torch.dtype) -> float:
+    """The factor from 1 to 2 with the least sum of squared rounding errors of all sixteen values; 1 where it is exact.
+
+    A power of two more changes no error, since no value is so small that it would become subnormal.
+    """
+    values = torch.tensor(format.codebook, dtype=torch.float64, device="cpu")
+    factors = 1 + torch.arange(STEPS, dtype=torch.float64, device="cpu") / STEPS
+    scaled = factors.unsqueeze(1) * values
+    errors = ((scaled.to(dtype).double() - scaled) / factors.unsqueeze(1)).square().sum(1)
+    return float(factors[errors.argmin()])

@@ -19,8 +19,6 @@ Bytes moved: the packed weights and their scales, once, while the rows of x fit 
 
 from __future__ import annotations
 
-from typing import Any
-
 import llvmlite.ir as ir
 import numpy as np
 import torch
@@ -29,7 +27,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from halfbyte.formats import grouped
+from halfbyte.formats.spec import Format, codebook_tensor
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common.floats import BITS, from_bits, to_bits
 from halfbyte.kernels.common.llvm import F32, I8, I64, LOOK_UP_ORDER, add_up, call, load, look_up, prefetch, splat
@@ -54,49 +52,31 @@ HIGH_FIRST = np.array([2 * byte + low for low in (0, 1) for byte in LOOK_UP_ORDE
 LOW_FIRST = HIGH_FIRST ^ 1
 
 
-def linear_blockwise(
+def linear(
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
     nested: NestedScale | None,
-    codebook: Tensor,
+    format: Format,
     block_size: int,
     bias: Tensor | None,
     out: Tensor,
 ) -> None:
     """Write x [M, K] @ W.T + bias into `out` [M, N]; blocks run over the flattened W, so rows may start anywhere."""
-    _linear(x, packed.reshape(-1), scale_arguments(scale, nested), codebook, block_size, False, bias, out)
-
-
-def linear_grouped(x: Tensor, packed: Tensor, scale: Tensor, group_size: int, bias: Tensor | None, out: Tensor) -> None:
-    """Write x [M, K] @ W.T + bias into `out` [M, N], of int32 `packed` [N, K / 8] and `scale` [N, K / group_size]."""
-    codebook = grouped.codebook_tensor(x.device)
-    _linear(x, packed.view(torch.uint8).view(-1), scale_arguments(scale, None), codebook, group_size, True, bias, out)
-
-
-def _linear(
-    x: Tensor,
-    packed: Tensor,
-    scale: tuple[Any, ...],
-    codebook: Tensor,
-    block_size: int,
-    low_first: bool,
-    bias: Tensor | None,
-    out: Tensor,
-) -> None:
     (m, k), n = x.shape, out.shape[1]
     if out.numel() == 0:
         return
     steps = -(-k // WEIGHTS)
     whole = k == steps * WEIGHTS
-    order = (LOW_FIRST if low_first else HIGH_FIRST) if whole else np.arange(WEIGHTS)
+    order = (LOW_FIRST if format.low_first else HIGH_FIRST) if whole else np.arange(WEIGHTS)
     # One scale for two steps where that is so everywhere, else one a step.
     unit = 2 * WEIGHTS if k % (2 * WEIGHTS) == 0 and block_size >= 2 * WEIGHTS else WEIGHTS
     wide, y = np.empty((m, steps * WEIGHTS), np.float32), np.empty((m, n), np.float32)
     bits = BITS[x.dtype]
     added = x.new_empty(0) if bias is None else bias
-    *scales, nested_size = scale
-    numbers = packed.numpy(), *scales, _log2(nested_size), _log2(block_size), unit, codebook.numpy(), wide, k, y
+    *scales, nested_size = scale_arguments(scale, nested)
+    octets, codebook = packed.view(torch.uint8).reshape(-1).numpy(), codebook_tensor(format, x.device).numpy()
+    numbers = octets, *scales, _log2(nested_size), _log2(block_size), unit, codebook, wide, k, y
     parallel(_widen, m, max(1, GRAIN // max(k, 1)), x.view(bits).numpy(), order, wide)
     parallel(_linear_tiles if whole else _linear_rows, n, max(ROWS, GRAIN // (m * max(k, 1))), *numbers)
     parallel(_finish, m, max(1, GRAIN // n), y, added.view(bits).numpy(), out.view(bits).numpy())

@@ -18,7 +18,7 @@ from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
 from halfbyte.kernels.common.nvrtc import Variant, read_sources
 from halfbyte.kernels.common.tensor_map import tensor_map
-from halfbyte.kernels.linear.codebook import FACTORS, UNIT_AND_CODEBOOK
+from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.decode_shape import (
     BLOCK,
     ROWS,
@@ -60,7 +60,7 @@ def find_group_plan(m: int, group: Sequence[Operands], facts: DeviceFacts) -> De
 
 
 def _takes(o: Operands) -> bool:
-    if (o.format, o.dtype) not in FACTORS or o.block_size % BLOCK or not o.has_usual_nesting:
+    if o.dtype not in (torch.float16, torch.bfloat16) or o.block_size % BLOCK or not o.has_usual_nesting:
         return False
     return min(o.align_packed, o.align_scale, o.align_x, o.align_bias) >= 16
 
@@ -127,7 +127,7 @@ def _prepare(
     firsts = [sum(tiles[:part]) for part in range(parts)]
     sizes = (*(o.n for o in group), *firsts, sum(tiles), o.k)
     described = chain.from_iterable(map(partial(_described, plan), group, weights))
-    return launch, Arguments(layout(parts), tuple(described), (*sizes, *UNIT_AND_CODEBOOK[o.format, o.dtype]))
+    return launch, Arguments(layout(parts), tuple(described), (*sizes, *unit_and_codebook(o.format, o.dtype)))
 
 
 def _described(plan: DecodePlan, o: Operands, weight: Addresses) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.formats import blockwise, grouped
+from halfbyte.formats.spec import FORMATS, codebook_tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
@@ -93,7 +93,7 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
     o, index = operands, device.index
     compiled = variant(o, plan, facts_of(index))
     launch = prepared(("exact", index, compiled), lambda: _launch(index, compiled))
-    codebook = grouped.codebook_tensor(device) if o.low_first else blockwise.codebook_tensor(o.format, device)
+    codebook = codebook_tensor(FORMATS[o.format], device)
     shifts = o.block_size.bit_length() - 1, max(o.nested, 1).bit_length() - 1
     arguments = Arguments(LAYOUT, (*weight, codebook.data_ptr()), (o.n, o.k, *shifts))
     across = -(-o.n // (WARPS * plan.columns))

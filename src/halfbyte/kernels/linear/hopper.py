@@ -17,7 +17,7 @@ from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
 from halfbyte.kernels.common.nvrtc import Variant, read_sources
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.linear import rooms
-from halfbyte.kernels.linear.codebook import UNIT_AND_CODEBOOK
+from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import GroupProduct, Product, run
 
@@ -324,7 +324,7 @@ def _prepare(index: int, m: int, operands: Operands, weight: Addresses, plan: Ho
     meets = plan.cluster == 1 and plan.ctas != row_tiles * column_tiles
     partial = plan.ctas * plan.rows * plan.width if meets else 0
     packed, *scales = weight
-    constants = UNIT_AND_CODEBOOK[o.format, o.dtype]
+    constants = unit_and_codebook(o.format, o.dtype)
     sizes = (o.n, o.k, row_tiles, column_tiles, units, plan.ctas)
     weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), (DEPTH // 2, plan.rows))
     arguments = Arguments(LAYOUT, (weights, *scales), (*sizes, *constants))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.formats import blockwise, grouped
+from halfbyte.formats.nested import NESTED_BLOCK_SIZE
+from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
 
 Addresses = tuple[int, int, int, int, int]
@@ -40,12 +41,12 @@ class Operands:
     @property
     def low_first(self) -> bool:
         """True if the first weight of a byte is in its low half."""
-        return self.format == grouped.NAME
+        return FORMATS[self.format].low_first
 
     @property
     def has_usual_nesting(self) -> bool:
         """True if nested scales, where there are any, are nested as bitsandbytes does it."""
-        return self.nested in (0, blockwise.NESTED_BLOCK_SIZE)
+        return self.nested in (0, NESTED_BLOCK_SIZE)
 
 
 def operands_of(x: Tensor, q: QuantizedWeight, bias: Tensor | None) -> Operands:

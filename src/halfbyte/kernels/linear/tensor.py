@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.formats import grouped
+from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
 from halfbyte.kernels.common.nvrtc import Variant
-from halfbyte.kernels.linear.codebook import UNIT_AND_CODEBOOK
+from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import Product, run
 
@@ -162,7 +162,7 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
     key = ("tensor", index, columns, o.n, plan, compiled)
     launch, combine = prepared(key, lambda: _launches(index, columns, o.n, plan, compiled))
     shift = (o.block_size // plan.span).bit_length() - 1
-    constants = UNIT_AND_CODEBOOK[o.format, o.dtype]
+    constants = unit_and_codebook(o.format, o.dtype)
     arguments = Arguments(LAYOUT, weight, (o.n, o.k, plan.splits, shift, *constants))
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
@@ -199,7 +199,7 @@ def macros(format: str, scale_dtype: torch.dtype, dtype: torch.dtype, plan: Tens
     return {
         "COLUMNS": plan.columns, "ROW_WARPS": plan.row_warps, "K_WARPS": plan.k_warps, "AHEAD": AHEAD,
         "RESIDENT": plan.resident, "SPAN": plan.span, "STEP": plan.step, "SCALE": SCALES[scale_dtype],
-        "LOW_FIRST": int(format == grouped.NAME), "FP16": int(dtype == torch.float16),
+        "LOW_FIRST": int(FORMATS[format].low_first), "FP16": int(dtype == torch.float16),
     }  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """Quantize on the CPU, through numba, to the very bits of bitsandbytes' CPU code.
 
-Blockwise ("nf4", "fp4"): weight fp16, bf16 or fp32 of any shape -> packed uint8 [(numel + 1) // 2], the first weight of
-a pair in the high nibble, and absmax fp32 [blocks]. Nested scales: absmax -> codes uint8 [blocks], absmax2 fp32.
-Grouped ("int4"): weight [N, K] -> packed int32 [N, K / 8] and scale [N, K / G].
+weight fp16, bf16 or fp32 [...] -> packed and scale as formats/spec.py describes them. Nested scales: absmax fp32
+[blocks] -> codes uint8 [blocks], absmax2 fp32.
 
 A block is read twice, the second time from the cache: once for its largest magnitude, once to compare every weight with
 the fifteen midpoints. Loops are plain and branch-free, so that LLVM turns them into vector code for the CPU at hand.
@@ -24,8 +23,8 @@ from numba import njit, types
 from numba.extending import overload
 from torch import Tensor
 
-from halfbyte.formats.blockwise import NESTED_BLOCK_SIZE, BlockwiseFormat, midpoints_tensor
-from halfbyte.formats.grouped import BIAS, LARGEST
+from halfbyte.formats.nested import NESTED_BLOCK_SIZE
+from halfbyte.formats.spec import Format, midpoints_tensor
 from halfbyte.kernels.common.threads import parallel
 from halfbyte.kernels.quantize.reference import DYNAMIC_STEPS, SMALLEST_DIVISOR, dynamic_table
 
@@ -44,14 +43,18 @@ SMALLEST = np.float32(SMALLEST_DIVISOR)
 options = {"nogil": True, "cache": True, "fastmath": False, "error_model": "numpy"}
 
 
-def quantize_blockwise(
-    weight: Tensor, format: BlockwiseFormat, block_size: int, packed: Tensor, absmax: Tensor
-) -> None:
-    """Quantize a contiguous fp16, bf16 or fp32 weight of any shape into `packed` and `absmax`."""
-    midpoints = tuple(midpoints_tensor(format.name, weight.device).numpy())
+def quantize(weight: Tensor, format: Format, block_size: int, packed: Tensor, scale: Tensor) -> None:
+    """Quantize a contiguous fp16, bf16 or fp32 weight into `packed` and `scale`, of the format's shapes and dtypes."""
+    octets, largest = packed.view(torch.uint8).view(-1).numpy(), np.float32(format.largest)
+    if format.integers:
+        bias = -int(format.codebook[0])
+        blocks = _bits(weight), block_size, largest, bias, format.low_first, octets, _bits(scale)
+        parallel(_quantize_integers, scale.numel(), GRAIN // block_size, *blocks)
+        return
+    midpoints = tuple(midpoints_tensor(format, weight.device).numpy())
     halves = format.ascending[:8], format.ascending[8:]
     ascending = tuple(np.uint32(sum(nibble << 4 * i for i, nibble in enumerate(half))) for half in halves)
-    arguments = _bits(weight), block_size, midpoints, ascending, packed.view(-1).numpy(), absmax.numpy()
+    arguments = _bits(weight), block_size, largest, midpoints, ascending, format.low_first, octets, _bits(scale)
     parallel(_quantize_tiles, -(-weight.numel() // TILE), GRAIN // TILE, *arguments)
 
 
@@ -65,18 +68,12 @@ def quantize_scales(absmax: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
     return codes, absmax2
 
 
-def quantize_grouped(weight: Tensor, group_size: int, packed: Tensor, scale: Tensor) -> None:
-    """Quantize a contiguous weight [N, K] into int32 `packed` [N, K / 8] and `scale` [N, K / group_size]."""
-    arguments = _bits(weight), group_size, packed.view(-1).view(torch.uint8).numpy(), _bits(scale)
-    parallel(_quantize_groups, scale.numel(), GRAIN // group_size, *arguments)
-
-
 def _bits(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.detach().view(-1).view(BITS[tensor.dtype]).numpy()
 
 
 @njit(**options)
-def _quantize_tiles(begin, end, weight, block_size, midpoints, ascending, packed, absmax):
+def _quantize_tiles(begin, end, weight, block_size, most, midpoints, ascending, low_first, packed, scales):
     """Tiles `begin` to `end`: blocks until TILE weights are scaled, then all their nibbles."""
     scaled = np.empty(TILE, np.float32)
     nibbles = np.empty(TILE, np.uint8)
@@ -88,14 +85,16 @@ def _quantize_tiles(begin, end, weight, block_size, midpoints, ascending, packed
             block = weight[first : first + min(block_size, size - start)]
             into = scaled[start : start + block.size]
             largest = _largest(block)
-            divisor = SMALLEST if largest < SMALLEST else largest  # and NaN where it is NaN
+            if block.size < block_size and largest < SMALLEST:
+                largest = SMALLEST
+            scales[first // block_size] = _round(largest / most, scales)
+            scale = _float(scales[first // block_size])
+            divisor = SMALLEST if scale < SMALLEST else scale  # and NaN where it is NaN
             if block.size == block_size:
-                absmax[first // block_size] = largest
                 factor = np.float32(1) / divisor
                 for i in range(block.size):
                     into[i] = _float(block[i]) * factor
             else:
-                absmax[first // block_size] = divisor
                 for i in range(block.size):
                     into[i] = _float(block[i]) / divisor
         if size % 2:
@@ -104,7 +103,8 @@ def _quantize_tiles(begin, end, weight, block_size, midpoints, ascending, packed
         _nearest(scaled[:size], midpoints, ascending, nibbles)
         octets = packed[tile * (TILE // 2) :]
         for pair in range(size // 2):
-            octets[pair] = nibbles[2 * pair] << 4 | nibbles[2 * pair + 1]
+            first, second = nibbles[2 * pair], nibbles[2 * pair + 1]
+            octets[pair] = second << 4 | first if low_first else first << 4 | second
 
 
 @njit(**options)
@@ -160,22 +160,23 @@ def _quantize_scales(begin, end, scales, offset, table, codes, absmax):
 
 
 @njit(**options)
-def _quantize_groups(begin, end, weight, group_size, packed, scales):
-    """Groups `begin` to `end`. Little-endian, the first of two weights is in the low nibble of a byte."""
-    nibbles = np.empty(group_size, np.uint8)
+def _quantize_integers(begin, end, weight, block_size, most, bias, low_first, packed, scales):
+    """Blocks `begin` to `end`."""
+    nibbles = np.empty(block_size, np.uint8)
     for index in range(begin, end):
-        group = weight[index * group_size : (index + 1) * group_size]
-        octets = packed[index * group_size // 2 : (index + 1) * group_size // 2]
-        scales[index] = _round(_largest(group) / np.float32(LARGEST), scales)
+        block = weight[index * block_size : (index + 1) * block_size]
+        octets = packed[index * block_size // 2 : (index + 1) * block_size // 2]
+        scales[index] = _round(_largest(block) / most, scales)
         scale = _float(scales[index])
-        for i in range(group.size):
-            scaled = _float(group[i]) / scale
+        for i in range(block.size):
+            scaled = _float(block[i]) / scale
             scaled = np.float32(0) if scaled != scaled else scaled
-            clamped = max(np.float32(-LARGEST), min(np.float32(LARGEST), scaled))
+            clamped = max(-most, min(most, scaled))
             # From 2**23 to 2**24 the last place of an fp32 is 1: the addition rounds, ties to even.
-            nibbles[i] = np.int32((clamped + ROUNDER) - ROUNDER) + BIAS
+            nibbles[i] = np.int32((clamped + ROUNDER) - ROUNDER) + bias
         for pair in range(octets.size):
-            octets[pair] = nibbles[2 * pair] | nibbles[2 * pair + 1] << 4
+            first, second = nibbles[2 * pair], nibbles[2 * pair + 1]
+            octets[pair] = second << 4 | first if low_first else first << 4 | second
 
 
 def _float(bits):

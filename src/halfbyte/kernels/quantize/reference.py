@@ -1,13 +1,12 @@
 """Quantize in plain torch, on any device: the definition, the fallback where there is no kernel, and what tests use.
 
-Blockwise ("nf4", "fp4"): a block's scale is its largest magnitude, a weight's nibble that of the codebook value nearest
-to weight / scale; packed uint8 [(numel + 1) // 2], the first weight of a pair in the high nibble, absmax fp32 [blocks].
+A block's scale is its largest magnitude over the format's, a weight's nibble that of the codebook value nearest to
+weight / scale. weight fp16, bf16 or fp32 [...] -> packed and scale as formats/spec.py describes them.
 Nested scales: the same idea again, on absmax - offset in blocks of 256, with the 256 values of the dynamic code.
-Grouped ("int4"): packed int32 [N, K / 8], scale [N, K / G] (formats/grouped.py).
 
 What "nearest" does on ties, zeros and NaN is bitsandbytes' choice, and its CPU and CUDA code choose differently. The
 functions take `like`, "cpu" or "cuda"; where it is None, they follow the weight's own device. Source:
-formats/blockwise.py and the behaviour of bitsandbytes 0.50.
+formats/ and the behaviour of bitsandbytes 0.50.
 """
 
 from __future__ import annotations
@@ -19,13 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from halfbyte.formats import grouped
-from halfbyte.formats.blockwise import (
-    NESTED_BLOCK_SIZE,
-    BlockwiseFormat,
-    dynamic_code,
-    midpoints_tensor,
-)
+from halfbyte.formats.nested import NESTED_BLOCK_SIZE, dynamic_code
+from halfbyte.formats.spec import Format, midpoints_tensor
 
 Like = Literal["cpu", "cuda"]
 
@@ -35,67 +29,80 @@ SMALLEST_DIVISOR = 1e-38
 DYNAMIC_STEPS = 65536
 
 
-def quantize_blockwise(
-    weight: Tensor,
-    format: BlockwiseFormat,
-    block_size: int,
-    packed: Tensor,
-    absmax: Tensor,
-    *,
-    like: Like | None = None,
+def quantize(
+    weight: Tensor, format: Format, block_size: int, packed: Tensor, scale: Tensor, *, like: Like | None = None
 ) -> None:
-    """Quantize a contiguous fp16, bf16 or fp32 weight of any shape into `packed` and `absmax`."""
+    """Quantize a contiguous fp16, bf16 or fp32 weight into `packed` and `scale`, of the format's shapes and dtypes."""
     if weight.numel() == 0:
         return
     flat = weight.reshape(-1).float()
-    quantize = _quantize_like_cuda if _rule(weight, like) == "cuda" else _quantize_like_cpu
-    nibbles, scales = quantize(flat, format, block_size)
-    absmax.copy_(scales)
-    packed.view(-1).copy_((nibbles[::2] << 4) | nibbles[1::2])
+    if format.integers:
+        nibbles, scales = _quantize_integers(flat, format, block_size, scale.dtype)
+    else:
+        by_rule = _quantize_like_cuda if _rule(weight, like) == "cuda" else _quantize_like_cpu
+        nibbles, scales = by_rule(flat, format, block_size, scale.dtype)
+    scale.copy_(scales.view(scale.shape))
+    first, second = nibbles[::2], nibbles[1::2]
+    packed.view(torch.uint8).view(-1).copy_(second << 4 | first if format.low_first else first << 4 | second)
 
 
 def _rule(tensor: Tensor, like: Like | None) -> Like:
     return like or ("cuda" if tensor.device.type == "cuda" else "cpu")
 
 
-def _quantize_like_cpu(flat: Tensor, format: BlockwiseFormat, block_size: int) -> tuple[Tensor, Tensor]:
-    """Nibbles (an even number of them) and absmax.
+def _quantize_like_cpu(flat: Tensor, format: Format, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Nibbles (an even number of them) and scales, rounded to `dtype`.
 
     Full blocks are multiplied by a reciprocal; a partial last block is divided, and its absmax is never below 1e-38.
     NaN is above every midpoint, and a NaN makes its whole block NaN. The odd nibble at the end is that of zero.
     """
     full = flat.numel() // block_size * block_size
     blocks = flat[:full].view(-1, block_size)
-    absmax = blocks.abs().amax(1)
+    absmax = _rounded(blocks.abs().amax(1), format, dtype)
     scaled = (blocks * (1.0 / absmax.clamp(min=SMALLEST_DIVISOR)).unsqueeze(1)).view(-1)
     if full < flat.numel():
-        last = flat[full:].abs().amax().clamp(min=SMALLEST_DIVISOR)
+        last = _rounded(flat[full:].abs().amax().clamp(min=SMALLEST_DIVISOR), format, dtype)
         absmax = torch.cat((absmax, last.unsqueeze(0)))
-        scaled = torch.cat((scaled, flat[full:] / last))
+        scaled = torch.cat((scaled, flat[full:] / last.clamp(min=SMALLEST_DIVISOR)))
     scaled = pad(scaled, (0, scaled.numel() % 2))
     rank = torch.zeros_like(scaled, dtype=torch.long)
-    for midpoint in midpoints_tensor(format.name, flat.device):
+    for midpoint in midpoints_tensor(format, flat.device):
         rank += ~(midpoint >= scaled)
     return torch.tensor(format.ascending, dtype=torch.uint8, device=flat.device)[rank], absmax
 
 
-def _quantize_like_cuda(flat: Tensor, format: BlockwiseFormat, block_size: int) -> tuple[Tensor, Tensor]:
-    """Nibbles (an even number of them) and absmax.
+def _quantize_like_cuda(flat: Tensor, format: Format, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Nibbles (an even number of them) and scales, rounded to `dtype`.
 
     Every block is multiplied by its reciprocal, so a block of zeros becomes 0 * inf = NaN, which is above no threshold
     and has no sign. The last block is filled up with zeros.
     """
     blocks, absmax = _blocks_like_cuda(flat, block_size)
+    absmax = _rounded(absmax, format, dtype)
     scaled = (blocks * (1.0 / absmax).unsqueeze(1)).view(-1)[: flat.numel() + flat.numel() % 2]
     compared = scaled.abs() if format.signed_magnitude else scaled
     rank = torch.zeros_like(scaled, dtype=torch.long)
-    for threshold in torch.tensor(format.cuda_thresholds, dtype=torch.float32, device=flat.device):
+    for threshold in torch.tensor(format.thresholds, dtype=torch.float32, device=flat.device):
         rank += compared > threshold
-    if not format.signed_magnitude:
-        return rank.to(torch.uint8), absmax
-    magnitudes = [nibble for nibble in format.ascending if nibble < 8]
-    signs = 8 * (scaled < 0).to(torch.uint8)
-    return torch.tensor(magnitudes, dtype=torch.uint8, device=flat.device)[rank] + signs, absmax
+    nibbles = torch.tensor(format.compared, dtype=torch.uint8, device=flat.device)[rank]
+    return nibbles | 8 * (scaled < 0).to(torch.uint8) if format.signed_magnitude else nibbles, absmax
+
+
+def _rounded(largest: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
+    """The scales of blocks with such largest magnitudes, fp32 numbers that `dtype` has."""
+    # Divided by a tensor: torch turns a division by a Python number into a product on CUDA.
+    return (largest / torch.full_like(largest, format.largest)).to(dtype).float()
+
+
+def _quantize_integers(flat: Tensor, format: Format, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Nibbles and scales, rounded to `dtype`.
+
+    NaN becomes integer 0: the scale of its block is NaN, so nothing is lost.
+    """
+    blocks = flat.view(-1, block_size)
+    scale = _rounded(blocks.abs().amax(1), format, dtype)
+    integers = torch.round(blocks / scale.unsqueeze(1)).nan_to_num(0.0).clamp(-format.largest, format.largest)
+    return (integers.to(torch.int32) - int(format.codebook[0])).to(torch.uint8).view(-1), scale
 
 
 def _blocks_like_cuda(flat: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -152,21 +159,3 @@ def _search_like_cuda(scaled: Tensor, code: Tensor) -> Tensor:
     to_above = (scaled > value) & (scaled > (code[above] + value) * 0.5)
     to_below = ~(scaled > value) & (scaled < (code[below] + value) * 0.5)
     return torch.where(to_above, above, torch.where(to_below, below, pivot))
-
-
-def quantize_grouped(weight: Tensor, group_size: int, packed: Tensor, scale: Tensor) -> None:
-    """Quantize a contiguous weight [N, K] into int32 `packed` [N, K / 8] and `scale` [N, K / group_size].
-
-    NaN becomes integer 0: the scale of its group is NaN, so nothing is lost.
-    """
-    if weight.numel() == 0:
-        return
-    groups = weight.float().view(*scale.shape, group_size)
-    # Divided by a tensor: torch turns a division by a Python number into a product on CUDA.
-    largest = groups.abs().amax(2)
-    scale.copy_(largest / torch.full_like(largest, grouped.LARGEST))
-    integers = torch.round(groups / scale.float().unsqueeze(2)).nan_to_num(0.0)
-    nibbles = integers.clamp(-grouped.LARGEST, grouped.LARGEST).to(torch.int32) + grouped.BIAS
-    shifts = torch.arange(0, 4 * grouped.PER_WORD, 4, dtype=torch.int32, device=weight.device)
-    words = (nibbles.view(*packed.shape, grouped.PER_WORD) << shifts).sum(2)
-    packed.copy_(words.to(torch.int32))

@@ -1,13 +1,13 @@
 """Quantize on a GPU: a dense weight in, packed nibbles and scales out, each weight read once.
 
-Blockwise (nf4, fp4): a program owns a tile of [blocks, block_size]. It reduces each row to its largest magnitude,
+A program owns a tile of [blocks, block_size]. It reduces each row to its largest magnitude,
 scales by the reciprocal and rounds. Rounding is one table look-up and one comparison instead of fifteen comparisons:
 cells around the multiples of 1/16 are narrower than the gap between any two thresholds, so a cell holds one at the
 most, and the table gives that threshold and how many lie below the cell. The cell's number is in the low bits of
 x * 16 + 1.5 * 2^23.
 
 Nested scales: absmax - offset in blocks of 256, rounded to the dynamic code by bitsandbytes' own search, whose ties and
-order it is that count. Grouped (int4): rows of one group each.
+order it is that count. Formats of integers round their quotients instead, in tiles of blocks.
 
 Bytes a weight, 16-bit: 2 in + 1/2 packed + 4/block_size of scales. bitsandbytes' CUDA library is built with fast-math,
 so on NVIDIA the reciprocal is `rcp.approx.ftz` and products are `mul.ftz` here too.
@@ -22,7 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.formats.blockwise import FORMATS, NESTED_BLOCK_SIZE, BlockwiseFormat, dynamic_code
+from halfbyte.formats.nested import NESTED_BLOCK_SIZE, dynamic_code
+from halfbyte.formats.spec import Format
 from halfbyte.kernels.common.arithmetic import multiply
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.launch import launch
@@ -56,12 +57,16 @@ def _reciprocal(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def blockwise_kernel(
-    weight, thresholds, below, packed, absmax, numel, n_bytes,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SIGNED_MAGNITUDE: tl.constexpr, PTX: tl.constexpr,
+def nearest_kernel(
+    weight, thresholds, below, packed, scale, numel, n_bytes,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SIGNED_MAGNITUDE: tl.constexpr, LOWER: tl.constexpr,
+    UPPER: tl.constexpr, IN_ORDER: tl.constexpr, IN_CELLS: tl.constexpr, THRESHOLDS: tl.constexpr,
+    LARGEST: tl.constexpr, LOW_FIRST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """thresholds, below: fp32 and int32 [CELLS], the threshold in each cell and the count of those below the cell.
-    SIGNED_MAGNITUDE: thresholds are of magnitudes and the sign is a nibble's high bit (fp4)."""
+    """thresholds, below: fp32 and int32 [CELLS], the threshold in each cell and the count of those below the cell; or,
+    without IN_CELLS, that many THRESHOLDS. SIGNED_MAGNITUDE: thresholds are of magnitudes and the sign is a nibble's
+    high bit. LOWER, UPPER: nibbles of the values in ascending order, eight a word; IN_ORDER: they are 0, 1, 2, ...
+    LARGEST: of the codebook's magnitudes. LOW_FIRST: the first weight of a byte is in its low half."""
     TILE: tl.constexpr = BLOCKS * BLOCK
     first_block = tl.program_id(0).to(tl.int64) * BLOCKS
     first = first_block * BLOCK
@@ -73,27 +78,42 @@ def blockwise_kernel(
     values = values.to(tl.float32)
 
     largest = _largest(values, PTX > 0)
-    tl.store(absmax + first_block + block, largest, mask=block * BLOCK < left)
-    reciprocal = tl.broadcast_to(_reciprocal(largest, PTX)[:, None], (BLOCKS, BLOCK))
+    if LARGEST != 1.0:
+        largest = tl.div_rn(largest, tl.full((BLOCKS,), LARGEST, tl.float32))
+    stored = largest.to(scale.dtype.element_ty)
+    tl.store(scale + first_block + block, stored, mask=block * BLOCK < left)
+    reciprocal = tl.broadcast_to(_reciprocal(stored.to(tl.float32), PTX)[:, None], (BLOCKS, BLOCK))
     x = multiply(values, reciprocal, PTX > 0)
 
     magnitude = tl.abs(x) if SIGNED_MAGNITUDE else x
-    near = magnitude
-    if PTX == 0:  # without flush-to-zero, the reciprocal of a subnormal scale may be infinite
-        near = tl.minimum(tl.maximum(magnitude, -1.0), 1.0)
-    cell = tl.fma(near, CELL, MAGIC).to(tl.int32, bitcast=True) & 63
-    if PTX == 0:
-        cell = tl.where(magnitude == magnitude, cell, 63)
-    cell = cell.reshape(TILE)
-    table = tl.arange(0, 64)
-    threshold = tl.gather(tl.load(thresholds + table), cell, 0).reshape(BLOCKS, BLOCK)
-    nibble = tl.gather(tl.load(below + table), cell, 0).reshape(BLOCKS, BLOCK)
-    nibble += (magnitude > threshold).to(tl.int32)
+    if IN_CELLS:
+        near = magnitude
+        if PTX == 0:  # without flush-to-zero, the reciprocal of a subnormal scale may be infinite
+            near = tl.minimum(tl.maximum(magnitude, -1.0), 1.0)
+        cell = tl.fma(near, CELL, MAGIC).to(tl.int32, bitcast=True) & 63
+        if PTX == 0:
+            cell = tl.where(magnitude == magnitude, cell, 63)
+        cell = cell.reshape(TILE)
+        table = tl.arange(0, 64)
+        threshold = tl.gather(tl.load(thresholds + table), cell, 0).reshape(BLOCKS, BLOCK)
+        rank = tl.gather(tl.load(below + table), cell, 0).reshape(BLOCKS, BLOCK)
+        rank += (magnitude > threshold).to(tl.int32)
+    else:
+        rank = tl.zeros((BLOCKS, BLOCK), tl.int32)
+        for i in tl.static_range(THRESHOLDS):
+            rank += (magnitude > tl.load(thresholds + i)).to(tl.int32)
+    nibble = rank
+    if not IN_ORDER:
+        nibble = tl.full((BLOCKS, BLOCK), LOWER, tl.int32) >> ((rank & 7) * 4)
+        if not SIGNED_MAGNITUDE:
+            nibble = tl.where(rank < 8, nibble, tl.full((BLOCKS, BLOCK), UPPER, tl.int32) >> ((rank & 7) * 4))
+        nibble = nibble & 15
     if SIGNED_MAGNITUDE:
-        # fp4 counts its magnitudes 0 1 6 7 4 5 2 3
-        nibble = nibble ^ ((nibble & 2) << 1) | (x < 0).to(tl.int32) << 3
+        nibble = nibble | (x < 0).to(tl.int32) << 3
 
-    high, low = tl.split(nibble.reshape(BLOCKS, BLOCK // 2, 2))
+    first_nibble, second_nibble = tl.split(nibble.reshape(BLOCKS, BLOCK // 2, 2))
+    high = second_nibble if LOW_FIRST else first_nibble
+    low = first_nibble if LOW_FIRST else second_nibble
     byte = tl.max_contiguous(block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :], (1, 4))
     left = tl.minimum(n_bytes - first // 2, TILE // 2).to(tl.int32)
     tl.store(packed + first // 2 + byte, ((high << 4) | low).to(tl.uint8), mask=byte < left)
@@ -135,65 +155,89 @@ def scales_kernel(
 
 
 @triton.jit
-def grouped_kernel(weight, packed, scale, n_groups, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """A tile of [groups, weights of a group]; a word is eight neighbours of a row."""
-    first = tl.program_id(0).to(tl.int64) * GROUPS
-    group = tl.arange(0, GROUPS)
-    in_range = group < tl.minimum(n_groups - first, GROUPS).to(tl.int32)
-    element = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    values = tl.load(weight + first * GROUP + element, mask=in_range[:, None], other=0).to(tl.float32)
+def integers_kernel(weight, packed, scale, n_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LARGEST: tl.constexpr):
+    """A tile of [blocks, weights of a block]; a word is eight neighbours of a row, the first in its low bits."""
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block = tl.arange(0, BLOCKS)
+    in_range = block < tl.minimum(n_blocks - first, BLOCKS).to(tl.int32)
+    element = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values = tl.load(weight + first * BLOCK + element, mask=in_range[:, None], other=0).to(tl.float32)
     has_nan = tl.max((values != values).to(tl.int32), axis=1) > 0
     largest = tl.where(has_nan, float("nan"), tl.max(tl.abs(values), axis=1))
-    step = tl.div_rn(largest, tl.full((GROUPS,), 7.0, tl.float32)).to(scale.dtype.element_ty)
-    tl.store(scale + first + group, step, mask=in_range)
+    step = tl.div_rn(largest, tl.full((BLOCKS,), LARGEST, tl.float32)).to(scale.dtype.element_ty)
+    tl.store(scale + first + block, step, mask=in_range)
 
-    x = tl.div_rn(values, tl.broadcast_to(step.to(tl.float32)[:, None], (GROUPS, GROUP)))
+    x = tl.div_rn(values, tl.broadcast_to(step.to(tl.float32)[:, None], (BLOCKS, BLOCK)))
     x = tl.where(x == x, x, 0.0)
-    x = tl.minimum(tl.maximum(x, -7.0), 7.0)
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     nibble = (x + 12582912.0).to(tl.int32, bitcast=True) + 8 & 15  # round to even, as torch.round does
     shift = 4 * tl.arange(0, 8)
-    words = tl.sum(nibble.reshape(GROUPS, GROUP // 8, 8) << shift[None, None, :], axis=2)
-    word = group[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
-    tl.store(packed + first * (GROUP // 8) + word, words, mask=in_range[:, None])
+    words = tl.sum(nibble.reshape(BLOCKS, BLOCK // 8, 8) << shift[None, None, :], axis=2)
+    word = block[:, None] * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
+    tl.store(packed + first * (BLOCK // 8) + word, words, mask=in_range[:, None])
 
 
 @cache
-def cells(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each cell of a format: the threshold in it (+inf if none), and how many thresholds lie below it."""
-    thresholds = FORMATS[name].cuda_thresholds
-    numbers = [round(16 * threshold) + 16 for threshold in thresholds]
-    assert len(set(numbers)) == len(numbers), "two thresholds in one cell"
-    inside = [float("inf")] * CELLS
-    for number, threshold in zip(numbers, thresholds, strict=True):
-        inside[number] = threshold
+def cells(format: Format, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """For each cell of a format: the threshold in it (+inf if none), and how many thresholds lie below it; and True.
+    Where two thresholds share a cell, or one lies beyond them: all thresholds, the counts, and False."""
+    numbers = [round(16 * threshold) + 16 for threshold in format.thresholds]
     below = [sum(number < cell for number in numbers) for cell in range(CELLS - 1)] + [0]
-    return (
-        torch.tensor(inside, dtype=torch.float32, device=device),
-        torch.tensor(below, dtype=torch.int32, device=device),
-    )
+    counts = torch.tensor(below, dtype=torch.int32, device=device)
+    inside = [float("inf")] * CELLS
+    fits = len(set(numbers)) == len(numbers) and min(numbers) >= 0 and max(numbers) <= 32
+    for number, threshold in zip(numbers if fits else range(CELLS), format.thresholds, strict=False):
+        inside[number] = threshold
+    return torch.tensor(inside, dtype=torch.float32, device=device), counts, fits
 
 
-def quantize_blockwise(
-    weight: torch.Tensor, format: BlockwiseFormat, block_size: int, packed: torch.Tensor, absmax: torch.Tensor
-) -> None:
-    """Quantize a contiguous fp16, bf16 or fp32 weight of any shape into `packed` uint8 [(numel + 1) // 2] and `absmax`
-    fp32 [blocks]. All on the current device."""
-    numel = weight.numel()
-    if numel == 0:
+def quantize(weight: torch.Tensor, format: Format, block_size: int, packed: torch.Tensor, scale: torch.Tensor) -> None:
+    """Quantize a contiguous fp16, bf16 or fp32 weight into `packed` and `scale`, of the format's shapes and dtypes. All
+    on the current device."""
+    if weight.numel() == 0:
         return
+    launched = _integers if format.integers else _nearest
+    launched(weight, format, block_size, packed.view(torch.uint8) if format.words else packed, scale)
+
+
+def _nearest(weight: torch.Tensor, format: Format, block_size: int, packed: torch.Tensor, scale: torch.Tensor) -> None:
+    numel = weight.numel()
+    thresholds, below, in_cells = cells(format, weight.device)
 
     def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
         blocks = max(1, TILE_WEIGHTS // block_size)
+        lower, upper = _words(format.compared[:8]), _words(format.compared[8:])
         constants = {
-            "BLOCK": block_size, "BLOCKS": blocks, "SIGNED_MAGNITUDE": format.signed_magnitude, "PTX": facts.ptx,
+            "BLOCK": block_size, "BLOCKS": blocks, "SIGNED_MAGNITUDE": format.signed_magnitude, "LOWER": lower,
+            "UPPER": upper, "IN_ORDER": format.compared == tuple(range(len(format.compared))), "IN_CELLS": in_cells,
+            "THRESHOLDS": len(format.thresholds), "LARGEST": format.largest, "LOW_FIRST": format.low_first,
+            "PTX": facts.ptx,
         }  # fmt: skip
         warps = 2 if block_size <= TILE_WEIGHTS else block_size // 512
         return triton.cdiv(numel, block_size * blocks), constants | {"num_warps": warps, "enable_fp_fusion": False}
 
-    thresholds, below = cells(format.name, weight.device)
-    arguments = (weight, thresholds, below, packed, absmax, numel, (numel + 1) // 2)
-    key = (numel, weight.dtype, block_size, format.name)
-    launch(blockwise_kernel, weight.get_device(), arguments, key, configure)
+    arguments = (weight, thresholds, below, packed, scale, numel, (numel + 1) // 2)
+    key = (numel, weight.dtype, scale.dtype, block_size, format)
+    launch(nearest_kernel, weight.get_device(), arguments, key, configure)
+
+
+def _integers(weight: torch.Tensor, format: Format, block_size: int, packed: torch.Tensor, scale: torch.Tensor) -> None:
+    blocks = scale.numel()
+
+    def configure(_: DeviceFacts) -> tuple[int, dict[str, Any]]:
+        at_once = 2 * TILE_WEIGHTS // block_size
+        constants = {"BLOCK": block_size, "BLOCKS": at_once, "LARGEST": format.largest}
+        return triton.cdiv(blocks, at_once), constants | {"num_warps": 4, "enable_fp_fusion": False}
+
+    key = (blocks, weight.dtype, scale.dtype, block_size, format)
+    words = packed.view(torch.int32)  # blocks are whole words
+    launch(integers_kernel, weight.get_device(), (weight, words, scale, blocks), key, configure)
+
+
+def _words(nibbles: tuple[int, ...]) -> int:
+    """Up to eight nibbles as an int32, the first in its low bits."""
+    word = sum(nibble << 4 * i for i, nibble in enumerate(nibbles))
+    return word - (1 << 32) if word >> 31 else word
 
 
 def quantize_scales(absmax: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,17 +255,3 @@ def quantize_scales(absmax: torch.Tensor, offset: torch.Tensor) -> tuple[torch.T
         arguments = (absmax, offset, dynamic_code(absmax.device), codes, absmax2, n_scales)
         launch(scales_kernel, absmax.get_device(), arguments, n_scales, configure)
     return codes, absmax2
-
-
-def quantize_grouped(weight: torch.Tensor, group_size: int, packed: torch.Tensor, scale: torch.Tensor) -> None:
-    """Quantize a contiguous weight [N, K] into int32 `packed` [N, K / 8] and `scale` [N, K / group_size]."""
-    n_groups = scale.numel()
-
-    def configure(_: DeviceFacts) -> tuple[int, dict[str, Any]]:
-        groups = 2 * TILE_WEIGHTS // group_size
-        constants = {"GROUP": group_size, "GROUPS": groups}
-        return triton.cdiv(n_groups, groups), constants | {"num_warps": 4, "enable_fp_fusion": False}
-
-    if n_groups:
-        key = (n_groups, weight.dtype, scale.dtype, group_size)
-        launch(grouped_kernel, weight.get_device(), (weight, packed, scale, n_groups), key, configure)
