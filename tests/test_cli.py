@@ -115,7 +115,7 @@ def test_wrong_usage_is_2(model: Path, tmp_path: Path) -> None:
     assert "block_size is 65" in fails(2, "quantize", model, target, "--block-size", "65")
     assert "give one of them" in fails(2, "quantize", model, target, "--only", "*", "--include", "*")
     assert "group_size is for int4" in fails(2, "quantize", model, target, "--group-size", "64")
-    assert "int4 takes group_size" in fails(2, "quantize", model, target, "--format", "int4", "--nested")
+    assert "nested is for nf4 and fp4" in fails(2, "quantize", model, target, "--format", "int4", "--nested")
     assert "5GB, 500MB" in fails(2, "quantize", model, target, "--max-shard-size", "5 apples")
     assert "5GB, 500MB" in fails(2, "quantize", model, target, "--max-shard-size", "-5GB")
     assert "device 'toaster' cannot be used here" in fails(2, "quantize", model, target, "--device", "toaster")

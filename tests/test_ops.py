@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfbyte as hb
 from halfbyte.formats.int4 import INT4
-from halfbyte.formats.spec import BLOCK_SIZES
-from halfbyte.formats.spec import FORMATS
+from halfbyte.formats.spec import BLOCK_SIZES, FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES
 
 # Format, block or group size, nested.
