@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -155,6 +156,7 @@ def _can_copy_scales(plan: DecodePlan, blocks: int, scales: Scales) -> bool:
     return of_row % 16 == of_cta % 16 == 0
 
 
+@lru_cache(maxsize=4096)  # some milliseconds of Python, and asked for whenever a product is new to its weight
 def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, parts: int = 1) -> DecodePlan | None:
     """The plan for x [m, k] and W [n, k], or None where this kernel is not for them. parts: the weights
     that W is, none of which shares a tile with another.
