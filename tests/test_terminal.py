@@ -21,9 +21,9 @@ from synthetic import record as profile_record
 from typer.testing import CliRunner, Result
 
 from halfbyte import terminal
-from halfbyte.bench import records
 from halfbyte.cli import app
 from halfbyte.info import Device, Info, Package
+from halfbyte.measure import records
 from halfbyte.recover.result import Calibration, Position, Recovery
 
 SOURCES = Path(terminal.__file__).parent
@@ -138,8 +138,8 @@ def _profile(patch: Patch) -> Case:
 def benches(patch: Patch) -> None:
     """No bench measures anything, and what it is run on has brackets in its name."""
     environment = {"device": f"A {LABEL} CPU", "commit": "abc", "date": "2026-11-22", "threads": 2}
-    patch.setattr("halfbyte.bench.records.environment", lambda device: dict(environment))
-    patch.setattr("halfbyte.bench.records.folder_of", lambda device: LABEL)
+    patch.setattr("halfbyte.measure.records.environment", lambda device: dict(environment))
+    patch.setattr("halfbyte.measure.records.folder_of", lambda device: LABEL)
     patch.setattr("halfbyte.bench.ceiling.copy_bandwidth", lambda device: (10.0, None))
 
 
@@ -163,7 +163,7 @@ def micro_bench(maker: str, *, wrong: bool) -> Callable[[Patch], Case]:
         left_out = {f"peer{LABEL}": f"it needs {EXTRA}"}
         patch.setattr(maker, lambda *_, **__: [SimpleNamespace(name=LABEL, left_out=left_out)])
         patch.setattr("halfbyte.bench.runs.run", lambda case, rounds: rows)
-        patch.setattr("halfbyte.bench.records.make_record", record_of)
+        patch.setattr("halfbyte.bench.runs.make_record", record_of)
         told = f"without peer{LABEL}: it needs {EXTRA}"
         shown = (*BENCH_SHOWN, row["case"], f"other{LABEL}", told, *((f"values {EXTRA} differ",) if wrong else ()))
         return Case(BENCH_OPTIONS, shown, 1 if wrong else 0)

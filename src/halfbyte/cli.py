@@ -10,6 +10,7 @@ import typer
 from halfbyte.bench.cli import app as bench_app
 from halfbyte.checkpoints.cli import dequantize, quantize
 from halfbyte.command_group import Group
+from halfbyte.figures import report
 from halfbyte.formats.settings import DEFAULT, check_settings
 from halfbyte.options import NAMES, BlockSize, Dtype, GroupSize, Nested, progress, usage
 from halfbyte.recover.cli import recover
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_app, name="bench")
+bench_app.command()(report)
 app.command()(quantize)
 app.command()(dequantize)
 app.command()(recover)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,7 @@ import typer
 from halfbyte.formats.spec import FORMATS
 
 if TYPE_CHECKING:
-    from halfbyte.checkpoints.stream import Progress
+    import torch
 
 
 class Dtype(str, Enum):
@@ -40,8 +40,9 @@ def usage() -> Iterator[None]:
 
 
 @contextmanager
-def progress(*, of_bytes: bool, shown: bool | None = None) -> Iterator[Progress]:
-    """A progress bar on stderr, with SIGTERM and SIGHUP made ordinary exits, so that temporary files go."""
+def progress(*, of_bytes: bool, shown: bool | None = None) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr, with SIGTERM and SIGHUP made ordinary exits, so that temporary files go. It is told
+    what is at work, how much is done, and how much there is."""
     from halfbyte.terminal import progress as bar_of
 
     for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP, and under nohup it is ignored
@@ -65,6 +66,35 @@ def device_of(name: str | None) -> str:
         reason = str(error).strip().partition("\n")[0]
         raise typer.BadParameter(f"device {name!r} cannot be used here ({reason}); cpu always can") from error
     return name
+
+
+def device_to_measure(name: str | None) -> torch.device:
+    """The CPU or a GPU, which becomes the current one. Raises BadParameter for any other."""
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise typer.BadParameter(f"device {name!r} is none; write cpu, cuda or cuda:1") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise typer.BadParameter("there is no CUDA device here; --device cpu always works")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    if device.type != "cpu":
+        raise typer.BadParameter(f"the bench runs on cpu and cuda, not on {device.type}")
+    return device
+
+
+def counts_of(text: str | None) -> Sequence[int]:
+    """[M, ...] of "M,M"."""
+    counts = () if text is None else tuple(text.split(","))
+    if not all(count.strip().isdigit() and int(count) > 0 for count in counts):
+        raise typer.BadParameter(f"rows {text!r} are not numbers; write 1,16,64")
+    return tuple(map(int, counts))
 
 
 def size_of(text: str | None) -> int | None:

@@ -6,6 +6,7 @@ string, whoever wrote it, is printed as it is; styles are put on by `styled`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,11 @@ def console(*, stderr: bool = False) -> Console:
 def styled(*parts: str | tuple[str, str]) -> Text:
     """Text put together of plain strings and (string, style) pairs."""
     return Text.assemble(*parts)
+
+
+def say(step: str) -> None:
+    """What is going on, on stderr. No spinner: its thread would compete with what is timed."""
+    print(f"{step} ...", file=sys.stderr, flush=True)
 
 
 def progress(wanted: bool | None = None, *, of_bytes: bool = False) -> Progress:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.bench.case import Case, run, same_bits
-from halfbyte.bench.records import make_record
+from halfbyte.bench.case import Case, make_record, run, same_bits
 
 CPU = torch.device("cpu")
 FACTS = {"shape": [2, 3], "dtype": "bfloat16", "format": "nf4", "block_size": 64, "nested": True, "inputs": 2}

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 import halfbyte as hb
 from halfbyte.bench import peers, sweep
 from halfbyte.bench.case import Case, run
-from halfbyte.bench.linear import BOUND, linear_cases, relative_error
+from halfbyte.bench.linear import BOUND, linear_cases
 from halfbyte.cli import app
+from halfbyte.measure.error import relative_error
 
 CPU = torch.device("cpu")
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
@@ -133,11 +134,6 @@ def test_errors_in_fp32(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for provider in ("halfbyte", "dequantize + linear")
     }
     assert 0 < errors["halfbyte"] <= errors["dequantize + linear"]
-
-
-def test_relative_error() -> None:
-    right = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    assert relative_error(torch.tensor([3.0, 4.5]), right) == pytest.approx(0.1)
 
 
 @pytest.mark.usefixtures("_quick")

@@ -7,9 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from halfbyte.bench import records, runs
 from halfbyte.bench import recover as bench
+from halfbyte.bench import runs
 from halfbyte.cli import app
+from halfbyte.measure import records
 from halfbyte.recover.policies import POLICIES
 
 pytest.importorskip("transformers")

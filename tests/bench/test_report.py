@@ -79,24 +79,6 @@ def test_puzzle_markdown() -> None:
     assert lines[-1].startswith("Points: 14 of 14. <sub>NVIDIA H200, driver 580.95, 2026-11-20, torch 2.11; commit")
 
 
-def test_fill() -> None:
-    text = "a\n<!-- figures: h200/x -->\nold\nolder\n<!-- end -->\nb <!-- figures: none\n"
-    filled = report.fill(text, {"h200/x": "new"})
-    assert filled == "a\n<!-- figures: h200/x -->\nnew\n<!-- end -->\nb <!-- figures: none\n"
-    assert report.fill(filled, {"h200/x": "new"}) == filled
-    with pytest.raises(ValueError, match="no record for the figures 'h200/x'; there are a, b"):
-        report.fill(text, {"b": "", "a": ""})
-
-
-def test_results() -> None:
-    """One text of every record, by device; summaries of a record are not repeated."""
-    text = report.results({"cpu/a": "A", "h200/b": "B", "h200/b-summary": "S", "h200/c": "C"})
-    assert text.startswith("# All results\n")
-    assert [line for line in text.splitlines() if line.startswith("#") or len(line) == 1] == [
-        "# All results", "## cpu", "### cpu: a", "A", "## h200", "### h200: b", "B", "### h200: c", "C",
-    ]  # fmt: skip
-
-
 def test_plot(fixed: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "figures" / "plot.png"

@@ -8,9 +8,10 @@ import torch
 from rich.table import Table
 from typer.testing import CliRunner
 
-from halfbyte.bench import decode, records, runs, train, wholes
-from halfbyte.bench.report import provenance
+from halfbyte.bench import decode, runs, train, wholes
 from halfbyte.cli import app
+from halfbyte.measure import decoder, records
+from halfbyte.measure.report import provenance
 from halfbyte.models import attention, caches, regions
 
 pytest.importorskip("transformers")
@@ -57,12 +58,12 @@ def test_errors_are_of_the_steps_that_graphs_make(monkeypatch: pytest.MonkeyPatc
     for module in (caches, attention):
         monkeypatch.setattr(module, "has_triton", lambda: False)
     monkeypatch.setattr(regions, "_compiled", lambda function: lambda *given, **named: function(*given, **named))
-    monkeypatch.setattr(decode, "_modes", lambda device: decode.MODES)
+    monkeypatch.setattr(decoder, "modes_of", lambda device: decoder.MODES)
     entered: list[bool] = []
-    capturable = decode.capturable
-    monkeypatch.setattr(decode, "capturable", lambda cache, ours: entered.append(ours) or capturable(cache, ours))
-    errors = decode.errors_against_fp32("tiny", torch.device("cpu"), torch.bfloat16)
-    assert set(errors) == {(name, mode) for name in ("bitsandbytes", "halfbyte") for mode in decode.MODES}
+    capturable = decoder.capturable
+    monkeypatch.setattr(decoder, "capturable", lambda cache, ours: entered.append(ours) or capturable(cache, ours))
+    errors = decoder.errors_against_fp32("tiny", torch.device("cpu"), torch.bfloat16)
+    assert set(errors) == {(name, mode) for name in ("bitsandbytes", "halfbyte") for mode in decoder.MODES}
     for name in ("bitsandbytes", "halfbyte"):
         assert errors[name, "eager"] == pytest.approx(errors[name, "graph"], rel=0.02)
         assert errors[name, "graph"] == errors[name, "fused graph"] > 0

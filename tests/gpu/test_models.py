@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.bench import models
-from halfbyte.bench.linear import relative_error
 from halfbyte.kernels.linear import cuda
+from halfbyte.measure import models
+from halfbyte.measure.error import relative_error
 from halfbyte.models import graphs, norms, siblings
 
 pytest.importorskip("transformers")

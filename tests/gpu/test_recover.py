@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.bench import models
+from halfbyte.measure import models
 from halfbyte.recover import recover_tokens
 from halfbyte.recover.blocks import Blocks
 

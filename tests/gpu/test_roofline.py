@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfbyte.bench import models
+from halfbyte.measure import models
 from halfbyte.roofline import ceilings, run
 from halfbyte.roofline.analysis import Roofs, entries, rows
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
-from halfbyte.bench.linear import relative_error
-from halfbyte.bench.models import make_dense
+from halfbyte.measure.error import relative_error
+from halfbyte.measure.models import make_dense
 from halfbyte.models import bitsandbytes as host
 
 LAYERS = 14  # Linear4bit modules of the checkpoint

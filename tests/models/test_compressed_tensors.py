@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
-from halfbyte.bench.linear import relative_error
 from halfbyte.formats.compressed_tensors import from_compressed_tensors
+from halfbyte.measure.error import relative_error
 from halfbyte.models import compressed_tensors as host
 from halfbyte.models import siblings
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
-from halfbyte.bench.linear import relative_error
+from halfbyte.measure.error import relative_error
 from halfbyte.models import norms
 from halfbyte.models.regions import compiled_regions, is_region
 

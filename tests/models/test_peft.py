@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.bench.linear import relative_error
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
+from halfbyte.measure.error import relative_error
 from halfbyte.models import bitsandbytes as host
 from halfbyte.models import peft as patch
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
-from halfbyte.bench import models
+from halfbyte.measure import models
 from halfbyte.models.report import Report, size
 from halfbyte.nn import Linear4bit
 

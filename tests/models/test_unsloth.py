@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
-from halfbyte.bench.linear import relative_error
+from halfbyte.measure.error import relative_error
 from halfbyte.models import bitsandbytes as layers
 from halfbyte.models import unsloth as host
 

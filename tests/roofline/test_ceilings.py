@@ -10,7 +10,7 @@ import pytest
 import torch
 from synthetic import limits
 
-from halfbyte.bench.timing import Timing
+from halfbyte.measure.timing import Timing
 from halfbyte.roofline import ceilings
 from halfbyte.roofline.ceilings import Ceilings, Speed
 

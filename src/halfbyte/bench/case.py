@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from halfbyte.bench.timing import Timing, time_all
+from halfbyte.measure import records
+from halfbyte.measure.timing import Timing, time_all
 
 
 @dataclass(frozen=True)
@@ -85,3 +86,30 @@ def _checked(case: Case, name: str) -> tuple[str | None, Mapping[str, Any]]:
             return error, measured
         measured = measured or case.measure(result, right)
     return None, measured
+
+
+def make_record(bench: str, device: torch.device, rows: Sequence[Row], copy: float) -> dict[str, Any]:
+    """copy: the measured ceiling in GB/s."""
+    return {
+        "bench": bench,
+        "environment": records.environment(device),
+        "copy_gb_per_s": round(copy, 1),
+        "rows": [_row(row, copy) for row in rows],
+    }
+
+
+def _row(row: Row, copy: float) -> dict[str, Any]:
+    line: dict[str, Any] = {"case": row.case, "provider": row.provider, **row.facts, "bytes": row.bytes}
+    if row.timing is None:
+        return line | {"error": row.error}
+    speed = row.gigabytes_per_second or 0.0
+    timing = row.timing
+    return line | {
+        "median_us": round(timing.median, 3),
+        "p20_us": round(timing.p20, 3),
+        "p80_us": round(timing.p80, 3),
+        "samples": timing.samples,
+        "clock": timing.clock,
+        "gb_per_s": round(speed, 1),
+        "of_copy": round(speed / copy, 4),
+    }

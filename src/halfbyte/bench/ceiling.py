@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.bench.timing import Timing, time_all
+from halfbyte.measure.timing import Timing, time_all
 
 
 def copy_bandwidth(device: torch.device, rounds: int = 9) -> tuple[float, Timing]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.options import Device, usage
+from halfbyte.options import Device, counts_of, device_to_measure, usage
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -74,7 +74,7 @@ def linear(
     """x @ W.T from 4-bit weights, beside dense weights, bitsandbytes, dequantize + linear, and tinygemm."""
     from halfbyte.bench.linear import CPU_SHAPES, GPU_SHAPES, linear_cases
 
-    cases = partial(linear_cases, rows=_counts(rows))
+    cases = partial(linear_cases, rows=counts_of(rows))
     sizes = {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES}
     nested = nested and format != "int4"
     _run("linear", cases, device, shapes, dtype, format, nested, rounds, out, sizes, ("nf4", "fp4", "int4"))
@@ -95,7 +95,7 @@ def search(
     from halfbyte.bench import search as searches
 
     _check_dtype(dtype)
-    where = _device(device)
+    where = device_to_measure(device)
     given = [(v, d, getattr(torch, dtype)) for v, d in _shapes(shapes)]
     runs.run_cases("search", searches.search_cases(where, given), where, rounds, out)
 
@@ -116,7 +116,7 @@ def nearest(
     shapes = _shapes(shape)
     if len(shapes) != 1:
         raise typer.BadParameter(f"shape {shape!r} is not one shape; write 256000x4096")
-    runs.run_nearest(Settings(shapes[0], k=k, processes=processes, rounds=rounds), _device(device), out)
+    runs.run_nearest(Settings(shapes[0], k=k, processes=processes, rounds=rounds), device_to_measure(device), out)
 
 
 @app.command()
@@ -135,14 +135,15 @@ def decode(
     """A whole model: prefill, decoding steps and plain generate, beside bitsandbytes and bf16."""
     from halfbyte.bench import runs, wholes
     from halfbyte.bench.decode import Settings, decode_rows
+    from halfbyte.terminal import say
 
-    names, where = _models(model), _device(device)
+    names, where = _models(model), device_to_measure(device)
     method = (
         f"wall clock, {context} tokens of context, static cache; generate as a user calls it, {new_tokens} new tokens, "
         "everything included"
     )
-    settings = Settings(_counts(batch), context, new_tokens, rounds, layers)
-    rows_of = partial(decode_rows, device=where, settings=settings, say=runs.say)
+    settings = Settings(counts_of(batch), context, new_tokens, rounds, layers)
+    rows_of = partial(decode_rows, device=where, settings=settings, say=say)
     runs.run_models("decode", method, names, rows_of, wholes.terminal_table, where, out)
 
 
@@ -158,11 +159,12 @@ def train(
     """A QLoRA step with PEFT: forward, backward and optimizer, beside bitsandbytes and Unsloth's way."""
     from halfbyte.bench import runs, wholes
     from halfbyte.bench.train import Settings, train_rows
+    from halfbyte.terminal import say
 
-    names, where = _models(model), _device(device)
+    names, where = _models(model), device_to_measure(device)
     method = "wall clock of a step: rank 16 on every projection, gradient checkpointing, bf16 autocast, AdamW"
-    settings = Settings(_counts(tokens), rounds, layers)
-    rows_of = partial(train_rows, device=where, settings=settings, say=runs.say)
+    settings = Settings(counts_of(tokens), rounds, layers)
+    rows_of = partial(train_rows, device=where, settings=settings, say=say)
     runs.run_models("train", method, names, rows_of, partial(wholes.terminal_table, key="tokens"), where, out)
 
 
@@ -181,7 +183,7 @@ def recover(
     from halfbyte.bench import runs
     from halfbyte.bench.recover import cases_of
 
-    where = _device(device)
+    where = device_to_measure(device)
     try:
         chosen = cases_of(cases, quick, prompts, tokens)
     except ValueError as error:
@@ -199,18 +201,6 @@ def puzzle(
     from halfbyte.bench import runs
 
     runs.run_puzzle(rounds, repeats, out)
-
-
-@app.command()
-def report(
-    results: Annotated[Path, typer.Option(help="Where the records are.")] = Path("benchmarks/results"),
-    root: Annotated[Path, typer.Option(help="The tree whose README.md and docs hold figures.")] = Path(),
-    check: Annotated[bool, typer.Option("--check", help="Only say whether the texts agree with the records.")] = False,
-) -> None:
-    """Put the recorded figures into README.md and docs, and draw their plots."""
-    from halfbyte.bench import runs
-
-    print(runs.write_figures(results, root, check))
 
 
 def _run(
@@ -234,7 +224,7 @@ def _run(
     _check_dtype(dtype)
     if format not in formats:
         raise typer.BadParameter(f"format {format!r} is not {' or '.join(formats)}, the formats that the peers have")
-    device = _device(device_name)
+    device = device_to_measure(device_name)
     sizes = _shapes(shapes) or (defaults or {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES})[device.type]
     runs.run_cases(bench, make_cases(device, sizes, getattr(torch, dtype), format, nested), device, rounds, out)
 
@@ -246,32 +236,12 @@ def _check_dtype(dtype: str) -> None:
 
 def _models(text: str) -> list[str]:
     """The names of a comma-separated list, each of a model that there is."""
-    from halfbyte.bench.models import check
+    from halfbyte.measure.models import check
 
     names = [name.strip() for name in text.split(",")]
     with usage():
         check(names)
     return names
-
-
-def _device(name: str | None) -> torch.device:
-    import torch
-
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise typer.BadParameter(f"device {name!r} is none; write cpu, cuda or cuda:1") from error
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise typer.BadParameter("there is no CUDA device here; --device cpu always works")
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-    if device.type != "cpu":
-        raise typer.BadParameter(f"the bench runs on cpu and cuda, not on {device.type}")
-    return device
 
 
 def _shapes(text: str | None) -> Sequence[tuple[int, int]]:
@@ -287,11 +257,3 @@ def _shapes(text: str | None) -> Sequence[tuple[int, int]]:
             raise typer.BadParameter(f"{part!r} has an odd number of weights, which not every peer takes")
         shapes.append((int(sides[0]), int(sides[1])))
     return shapes
-
-
-def _counts(text: str | None) -> Sequence[int]:
-    """[M, ...] of "M,M"."""
-    counts = () if text is None else tuple(text.split(","))
-    if not all(count.strip().isdigit() and int(count) > 0 for count in counts):
-        raise typer.BadParameter(f"rows {text!r} are not numbers; write 1,16,64")
-    return tuple(map(int, counts))

@@ -8,32 +8,23 @@ bitsandbytes'. A step is timed as it is, as a CUDA graph, and as a graph whose s
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte.bench import models
-from halfbyte.bench.contest import Contest, clock, empty_cache, enough, peak_gb, random_ids, times
-from halfbyte.bench.linear import relative_error
-from halfbyte.models.accelerate import accelerate, is_accelerated, restore
-from halfbyte.models.caches import COUNTER
-from halfbyte.models.graphs import Step, capturable
-from halfbyte.models.regions import compiled_regions
+from halfbyte.measure import models
+from halfbyte.measure.contest import Contest, clock, empty_cache, peak_gb, random_ids, times
+from halfbyte.measure.decoder import MODES, MOST_APART, Decoder, errors_against_fp32, modes_of
+from halfbyte.measure.error import relative_error
+from halfbyte.models.accelerate import accelerate, restore
 from halfbyte.models.repacked import FASTER
 
-CHECKED_LAYERS = 4  # that the fp32 reference has: all of a 70B model would not fit
-STEPS, LONG = 16, 200.0  # in a sample at most; ms that are enough for one of fewer
-MOST_APART = 0.1  # ‖ours - bitsandbytes'‖ / ‖bitsandbytes'‖ of a whole model's logits: bf16 noise of all its layers
 BATCHES = (1, 8, 32)
-MODES = ("eager", "graph", "fused graph")  # of a step
 
 
 @dataclass(frozen=True)
@@ -93,17 +84,13 @@ def _checked(row: Mapping[str, Any], device: torch.device) -> str:
     return mode if mode in MODES else MODES[0]
 
 
-def _modes(device: torch.device) -> Sequence[str]:
-    return MODES if device.type == "cuda" else MODES[:1]
-
-
 def _batch_rows(contest: Contest, batch: int, settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
-    modes = _modes(device)
+    modes = modes_of(device)
     decoders: dict[tuple[str, str], Decoder] = {}
     for provider, run_by in contest.providers.items():
         with run_by() as model:
             for mode in modes:
-                decoders[provider, mode] = Decoder(model, batch, settings, mode)
+                decoders[provider, mode] = Decoder(model, batch, settings.context, mode)
     _agree({key: decoder.logits for key, decoder in decoders.items()})
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in decoders}
     prefills: dict[str, list[float]] = {provider: [] for provider in contest.providers}
@@ -125,89 +112,10 @@ def _batch_rows(contest: Contest, batch: int, settings: Settings, device: torch.
 
 def _dense_rows(model: Any, batch: int, settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
     for mode in MODES:
-        decoder = Decoder(model, batch, settings, mode)
+        decoder = Decoder(model, batch, settings.context, mode)
         measured = [decoder.sample() for _ in range(settings.rounds)]
         yield {"provider": "bf16", "mode": mode, **times(measured), **_speed(batch, measured)}
     yield {"provider": "bf16", "mode": "generate", **_generate(model, batch, settings, device)}
-
-
-def step_inputs(model: Any, cache: Any, ids: Tensor, length: int) -> dict[str, Any]:
-    """What `generate` gives the model for the token [texts, 1] behind `length` others, but for the cache: with masks
-    made beforehand, which depend on numbers that Python counts."""
-    inputs: dict[str, Any] = model.prepare_inputs_for_generation(
-        ids,
-        next_sequence_length=1,
-        past_key_values=cache,
-        attention_mask=torch.ones((len(ids), length + 1), dtype=torch.long, device=ids.device),
-        position_ids=torch.full((len(ids), 1), length, dtype=torch.long, device=ids.device),
-        use_cache=True,
-    )
-    del inputs["past_key_values"]
-    return inputs
-
-
-@contextmanager
-def as_captured(model: Any, cache: Any, mode: str) -> Iterator[None]:
-    """Within, a step computes what it does in one of the modes, captured or not."""
-    if mode == "eager":
-        yield
-        return
-    regions = compiled_regions(model) if mode == "fused graph" else nullcontext()
-    with regions, capturable(cache, is_accelerated(model)):
-        yield
-
-
-class Decoder:
-    """A model with a static cache, `context` tokens in it, that decodes one token a step in one of three modes."""
-
-    def __init__(self, model: Any, batch: int, settings: Settings, mode: str) -> None:
-        from transformers import StaticCache
-
-        self.model, self.context, self.device = model, settings.context, model.device
-        self.ids = random_ids(model, batch, settings.context, seed=0)
-        self.cache = StaticCache(config=model.config, max_cache_len=settings.context + 2 * STEPS)
-        self.prefill()
-        self.inputs = step_inputs(model, self.cache, self.ids[:, :1], settings.context)
-        self.run: Callable[[], Any] = self._eager
-        if mode != "eager":
-            with torch.no_grad(), as_captured(model, self.cache, mode):
-                for _ in range(2):
-                    self._eager()
-                leaves, structure = torch.utils._pytree.tree_flatten(self.inputs)
-                self.run = Step(model, self.cache, leaves, structure, is_accelerated(model)).replay
-        self.reset()
-        self.logits: Tensor = self.run().logits
-
-    def _eager(self) -> Any:
-        with torch.no_grad():
-            return self.model(past_key_values=self.cache, **self.inputs)
-
-    def reset(self) -> None:
-        """Back to where the context ends; later entries of the cache are masked."""
-        for layer in self.cache.layers:
-            layer.cumulative_length.fill_(self.context)
-            if hasattr(layer, COUNTER):
-                setattr(layer, COUNTER, self.context)
-
-    def prefill(self) -> float:
-        """Milliseconds that the context takes."""
-        self.cache.reset()
-        with torch.no_grad():
-            return clock(
-                lambda: self.model(self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1), self.device
-            )
-
-    @cached_property
-    def steps(self) -> int:
-        """In a sample: fewer of slow ones."""
-        self.reset()
-        return enough(clock(self.run, self.device), LONG, least=4, most=STEPS)
-
-    def sample(self) -> float:
-        """Milliseconds a step."""
-        steps = self.steps
-        self.reset()
-        return clock(lambda: [self.run() for _ in range(steps)][-1], self.device) / steps
 
 
 def _generate(model: Any, batch: int, settings: Settings, device: torch.device) -> dict[str, Any]:
@@ -226,49 +134,6 @@ def _generate(model: Any, batch: int, settings: Settings, device: torch.device) 
         "median_ms": round(elapsed / settings.new_tokens, 3), "samples": 1, "new_tokens": settings.new_tokens,
         "tokens_per_s": round(speed, 1), "peak_gb": peak_gb(device),
     }  # fmt: skip
-
-
-def errors_against_fp32(
-    name: str, device: torch.device, dtype: torch.dtype, modes: Sequence[str] = ()
-) -> dict[tuple[str, str], float]:
-    """‖logits - exact‖ / ‖exact‖ by provider and mode of a step, the exact ones being of dequantized weights in fp32.
-    modes: all that the device has by default.
-
-    Over the first layers; a prompt and then single tokens, so that every kernel that decoding takes has its part.
-    """
-    model = models.load(name, device, dtype, layers=CHECKED_LAYERS)
-    ids = random_ids(model, 4, 48, seed=2)
-    results = {}
-    contest = Contest(model)
-    # On a CPU a provider may leave its weights repacked, with other scales.
-    model = model if device.type == "cuda" else copy.deepcopy(model)
-    for provider, run_by in contest.providers.items():
-        with run_by() as contestant:
-            for mode in modes or _modes(device):
-                results[provider, mode] = _logits(contestant, ids, mode)
-    models.make_dense(model, torch.float32)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    exact = _logits(model, ids, "eager").double()
-    torch.set_float32_matmul_precision(precision)
-    return {key: float(f"{relative_error(result, exact):.4g}") for key, result in results.items()}
-
-
-def _logits(model: Any, ids: Tensor, mode: str) -> Tensor:
-    """Of a prompt of 32 tokens, of each further token of four texts, and of one text alone. A graph would compute what
-    its step does while it is captured, so none is made."""
-    from transformers import StaticCache
-
-    parts = []
-    with torch.no_grad():
-        for texts in (ids, ids[:1]):
-            cache = StaticCache(config=model.config, max_cache_len=texts.shape[1])
-            parts.append(model(texts[:, :32], past_key_values=cache, use_cache=True).logits)
-            for position in range(32, texts.shape[1]):
-                inputs = step_inputs(model, cache, texts[:, position : position + 1], position)
-                with as_captured(model, cache, mode):
-                    parts.append(model(past_key_values=cache, **inputs).logits)
-    return torch.cat([part.flatten(0, 1) for part in parts])
 
 
 def _agree(logits: Mapping[tuple[str, str], Tensor]) -> None:

@@ -22,6 +22,7 @@ from halfbyte.formats.int4 import INT4
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.linear.reference import linear_exact
+from halfbyte.measure.error import relative_error
 
 # A small one; Llama-3 8B, which is Mistral 7B too; Qwen3 32B; Gemma-3 27B; Llama-3 70B.
 GPU_SHAPES = (
@@ -79,11 +80,6 @@ def linear_cases(
                 lambda result, right: {"relative_error": float(f"{relative_error(result, right):.4g}")},
                 left_out,
             )  # fmt: skip
-
-
-def relative_error(result: Tensor, right: Tensor) -> float:
-    """‖result - right‖ / ‖right‖, in fp64."""
-    return float((result.double() - right).norm() / right.norm())
 
 
 def _check(result: Tensor, right: Tensor, dtype: torch.dtype) -> str | None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from halfbyte import search
-from halfbyte.bench.contest import clock
-from halfbyte.bench.report import line, provenance
-from halfbyte.bench.timing import summarize
+from halfbyte.measure.contest import clock
+from halfbyte.measure.report import line, provenance
+from halfbyte.measure.timing import summarize
 from halfbyte.terminal import Table
 
 WARMUPS = 3  # calls that are not counted

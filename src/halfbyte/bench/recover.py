@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.bench import models
-from halfbyte.bench.contest import clock, empty_cache, peak_gb
-from halfbyte.bench.report import line, provenance, title
+from halfbyte.measure import models
+from halfbyte.measure.contest import clock, empty_cache, peak_gb
+from halfbyte.measure.report import line, provenance, title
 from halfbyte.models.accelerate import accelerate, restore
 from halfbyte.recover import Recovery, recover_tokens
 from halfbyte.terminal import Table, styled

@@ -1,17 +1,13 @@
-"""Turn records into what people read: terminal tables, Markdown tables, plots. Figures come from nowhere else."""
+"""Records of cases as people read them: terminal tables, Markdown tables, plots. Figures come from nowhere else."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from halfbyte.measure.report import BASELINE, COLORS, OURS, line, provenance, pyplot, title
 from halfbyte.terminal import Table, styled
-
-BASELINE = "bitsandbytes"
-OURS = "halfbyte"
-COLORS = {"halfbyte": "#d1495b", "bitsandbytes": "#66788a", "unsloth": "#a0aab4", "peft": "#c6cdd4"}
 
 
 def by_case(record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
@@ -85,31 +81,6 @@ def puzzle_markdown(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"{points} {provenance(record)}"])
 
 
-def provenance(record: Mapping[str, Any]) -> str:
-    """Hardware, date and versions, in one line of Markdown."""
-    facts = record["environment"]
-    on_cpu = "threads" in facts
-    packages = ["torch", "numba" if on_cpu else "triton", "bitsandbytes"]
-    if record["bench"] in ("decode", "train", "recover", "profile"):
-        packages += ["transformers", "peft"]
-    versions = [f"{name} {facts[name]}" for name in packages if facts.get(name)]
-    machine = facts["device"] + (f", {facts['threads']} threads" if on_cpu else f", driver {facts['driver']}")
-    copy = f"; copy {record['copy_gb_per_s']:,.0f} GB/s" if "copy_gb_per_s" in record else ""
-    return f"<sub>{machine}, {facts['date']}, {', '.join(versions)}{copy}; {_commits(record)}.</sub>"
-
-
-def _commits(record: Mapping[str, Any]) -> str:
-    """The commit that was run, and what rows of the record are of an earlier one."""
-    own = record["environment"]["commit"]
-    earlier: dict[str, dict[str, None]] = {}
-    for row in record.get("rows", ()):
-        if (commit := row.get("commit", own)) != own:
-            earlier.setdefault(commit, {})[row.get("case") or row["model"]] = None
-    return "; ".join(
-        [f"commit {own}", *(f"{' and '.join(names)}: commit {commit}" for commit, names in earlier.items())]
-    )
-
-
 def plot(record: Mapping[str, Any], path: Path) -> None:
     """Bandwidth of each provider, a group of bars a case, the copy ceiling as a line. Needs matplotlib."""
     plt = pyplot()
@@ -143,64 +114,6 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("plots need matplotlib; pip install 'halfbyte[plots]'") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def fill(text: str, blocks: Mapping[str, str]) -> str:
-    """`text` with each block between `<!-- figures: NAME -->` and `<!-- end -->` put in anew.
-
-    Raises ValueError where the text asks for a name that is not in `blocks`.
-    """
-
-    def block(match: re.Match[str]) -> str:
-        name = match.group(2)
-        if name not in blocks:
-            raise ValueError(f"there is no record for the figures {name!r}; there are {', '.join(sorted(blocks))}")
-        return f"{match.group(1)}\n{blocks[name]}\n{match.group(3)}"
-
-    return re.sub(r"(<!-- figures: (\S+) -->)\n.*?(<!-- end -->)", block, text, flags=re.DOTALL)
-
-
-RESULTS = "docs/results.md"
-
-
-def results(blocks: Mapping[str, str]) -> str:
-    """The whole text of docs/results.md: every record's table, by device and bench. blocks: as for `fill`."""
-    lines = [
-        "# All results",
-        "",
-        "Every record under `benchmarks/results`, written by `halfbyte bench report`; nothing here is typed. How it is",
-        "measured stands in [measuring.md](measuring.md), how to read a profile in [profiling.md](profiling.md).",
-    ]
-    device = ""
-    for name, block in blocks.items():
-        place, _, bench = name.partition("/")
-        if bench.endswith("-summary"):  # of a record that has its own
-            continue
-        if place != device:
-            lines += ["", f"## {place}"]
-            device = place
-        lines += ["", f"### {place}: {bench}", "", block]
-    return "\n".join(lines) + "\n"
-
-
-def title(record: Mapping[str, Any]) -> str:
-    row = record["rows"][0]
-    if "format" not in row:
-        return f"{record['bench']}, {record['environment']['device']}"
-    nested = " nested" if row["nested"] else ""
-    return f"{record['bench']}, {row['format']}{nested}, {row['dtype']}, {record['environment']['device']}"
-
-
 def _method(record: Mapping[str, Any]) -> str:
     clocks = {row["clock"] for row in record["rows"] if "clock" in row}
     by = "GPU time of cold calls" if clocks == {"gpu"} else "wall clock of cold calls"
@@ -211,7 +124,3 @@ def _short(microseconds: float) -> str:
     if microseconds >= 100_000:
         return f"{microseconds / 1000:,.0f}k"
     return f"{microseconds:,.0f}" if microseconds >= 1000 else f"{microseconds:.1f}"
-
-
-def line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench import ceiling, records
+from halfbyte.bench import ceiling
 from halfbyte.bench import report as reports
-from halfbyte.bench.case import run
-from halfbyte.terminal import Table
+from halfbyte.bench.case import make_record, run
+from halfbyte.measure import records
+from halfbyte.terminal import Table, say
 from halfbyte.terminal import console as terminal
 
 
@@ -31,7 +31,7 @@ def run_cases(bench: str, cases: Iterable[Any], device: torch.device, rounds: in
         say(f"{bench} {case.name}")
         rows += run(case, rounds)
         del case  # its inputs make room for those of the next
-    record = records.make_record(bench, device, rows, copy)
+    record = make_record(bench, device, rows, copy)
     terminal().print(reports.terminal_table(record))
     _keep(record, out, device)
     _check_right(record)
@@ -119,60 +119,6 @@ def run_puzzle(rounds: int, repeats: int, out: Path | None) -> None:
     points = f"{result.score} of {puzzle.TOTAL_POINTS} points: {dict(result.points)}"
     console.print(f"speed-up {result.speedup:.2f}; {points}")
     _keep(record, out, device)
-
-
-def write_figures(results: Path, root: Path, check: bool) -> str:
-    """Put the records under `results` into the texts and plots of the tree at `root`; returns in words what was done.
-
-    check: write nothing. Raises ValueError then if a text does not agree with the records.
-    """
-    blocks = _blocks(results, None if check else root / "docs" / "figures")
-    texts = {root / reports.RESULTS: reports.results(blocks)}
-    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
-        if path not in texts:
-            texts[path] = reports.fill(path.read_text(encoding="utf-8"), blocks)
-    stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    told = ", ".join(map(str, stale))
-    if check and stale:
-        raise ValueError(f"figures in {told} are not those of the records; run: halfbyte bench report")
-    for path in stale:
-        path.write_text(texts[path], encoding="utf-8")
-    return f"{len(blocks)} records; " + (f"wrote {told}" if stale else "texts agree with them")
-
-
-def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
-    """The Markdown of every record, by device and bench; plots go to `figures`."""
-    from halfbyte.bench import nearest, recover, search, sweep, wholes
-    from halfbyte.roofline import markdown as roofline
-    from halfbyte.roofline import plot as roofline_plot
-
-    kinds: dict[str, tuple[Callable[..., str], Callable[..., None] | None]] = {
-        "puzzle": (reports.puzzle_markdown, None),
-        "linear": (sweep.markdown, sweep.plot),
-        "search": (search.markdown, None),
-        "nearest": (nearest.markdown, None),
-        "decode": (wholes.markdown, wholes.plot),
-        "train": (partial(wholes.markdown, key="tokens"), None),
-        "recover": (recover.markdown, None),
-        "profile": (roofline.markdown, roofline_plot.roofline),
-    }
-    shorter = {"linear": sweep.summary, "decode": wholes.summary, "train": wholes.training_summary}
-    blocks: dict[str, str] = {}
-    for path in sorted(results.glob("*/*.json")):
-        record = records.read(path)
-        name = f"{path.parent.name}/{path.stem}"
-        text, plot = kinds.get(record["bench"], (reports.markdown_table, reports.plot))
-        blocks[name] = text(record)
-        if (short := shorter.get(record["bench"])) is not None:
-            blocks[f"{name}-summary"] = short(record)
-        if plot and figures is not None and (plot is not wholes.plot or not wholes.is_of_cpu(record)):
-            plot(record, figures / f"{path.parent.name}-{path.stem}.png")
-    return blocks
-
-
-def say(step: str) -> None:
-    """What is going on, on stderr. No spinner: its thread would compete with what is timed."""
-    print(f"{step} ...", file=sys.stderr, flush=True)
 
 
 def _empty_record(bench: str, method: str, device: torch.device) -> dict[str, Any]:

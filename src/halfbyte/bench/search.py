@@ -16,8 +16,9 @@ from torch import Tensor
 from halfbyte import ops, search
 from halfbyte.bench.case import Case
 from halfbyte.bench.dequantize import input_sets
-from halfbyte.bench.linear import relative_error
-from halfbyte.bench.report import OURS, by_case, line, provenance
+from halfbyte.bench.report import by_case
+from halfbyte.measure.error import relative_error
+from halfbyte.measure.report import OURS, line, provenance
 
 BF16, F32 = torch.bfloat16, torch.float32
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from halfbyte.bench.report import BASELINE, COLORS, OURS, line, provenance, pyplot, title
+from halfbyte.measure.report import BASELINE, COLORS, OURS, line, provenance, pyplot, title
 
 DENSE = ("bf16", "fp16", "fp32")
 STYLES = {

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.bench import models, peers
-from halfbyte.bench.contest import Contest, clock, empty_cache, peak_gb, times
-from halfbyte.bench.linear import relative_error
+from halfbyte.bench import peers
+from halfbyte.measure import models
+from halfbyte.measure.contest import Contest, clock, empty_cache, peak_gb, times
+from halfbyte.measure.error import relative_error
 
 RANK = 16
 MOST_APART = 0.05  # ‖gradient - bitsandbytes'‖ / ‖bitsandbytes'‖ of all adapters together: bf16 noise of the layers

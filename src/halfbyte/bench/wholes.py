@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from halfbyte.bench.report import BASELINE, COLORS, OURS, line, provenance, pyplot, title
+from halfbyte.measure.report import BASELINE, COLORS, OURS, line, provenance, pyplot, title
 from halfbyte.terminal import Table, styled
 
 Group = dict[str, dict[str, Mapping[str, Any]]]

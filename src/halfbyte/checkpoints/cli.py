@@ -157,6 +157,7 @@ def _run(convert: Callable[[Progress], Summary], as_json: bool, quiet: bool) -> 
     if as_json:
         print(json.dumps(asdict(summary), indent=2, default=str))
     elif not quiet:
-        from halfbyte import render, terminal
+        from halfbyte import terminal
+        from halfbyte.checkpoints import render
 
         render.summary(terminal.console(), summary)

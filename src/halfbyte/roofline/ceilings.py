@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench import records
-from halfbyte.bench.timing import Timing, time_all
 from halfbyte.kernels.common.capture import capture
 from halfbyte.kernels.common.nvrtc import cache_directory
 from halfbyte.kernels.common.slow import has_triton
+from halfbyte.measure import records
+from halfbyte.measure.timing import Timing, time_all
 
 SIZES = {"cpu": (2**18, 2**21, 2**24, 2**28), "cuda": tuple(2**power for power in (20, 22, 24, 26, 28, 30, 31))}
 DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16", "float16", "tf32", "float32")}

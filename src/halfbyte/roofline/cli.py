@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.bench.cli import _counts, _device
-from halfbyte.options import Device, usage
+from halfbyte.options import Device, counts_of, device_to_measure, usage
 
 if TYPE_CHECKING:
     import torch
@@ -56,11 +55,11 @@ def profile(
         return
     # Some builds of torch report each start and stop of the profiler on stderr; this has to be said before its import.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from halfbyte.bench.models import check as check_models
+    from halfbyte.measure.models import check as check_models
 
     with usage():
         check_models([model])
-    where = _device(device)
+    where = device_to_measure(device)
     settings = _settings(where, batch, provider, mode, context, rounds, layers)
     if out is not None:
         from halfbyte.roofline.output import check
@@ -85,7 +84,7 @@ def _settings(
 
     providers = _chosen("provider", provider, PROVIDERS)
     modes = _chosen("mode", mode, MODES[device.type]) if mode else MODES[device.type]
-    return Settings(_counts(batch), context, rounds, layers, providers, modes)
+    return Settings(counts_of(batch), context, rounds, layers, providers, modes)
 
 
 def _chosen(what: str, text: str, accepted: Sequence[str]) -> tuple[str, ...]:
@@ -102,16 +101,16 @@ def _profile(
 ) -> tuple[dict[str, Any], Any]:
     import torch
 
-    from halfbyte.bench import runs
     from halfbyte.roofline.ceilings import ceilings
     from halfbyte.roofline.counters import counted
     from halfbyte.roofline.record import make_record
     from halfbyte.roofline.run import facts_of
+    from halfbyte.terminal import say
 
     torch.manual_seed(0)
-    limits = ceilings(device, anew=measure, say=runs.say)
-    facts = facts_of(name, device, settings, runs.say)
+    limits = ceilings(device, anew=measure, say=say)
+    facts = facts_of(name, device, settings, say)
     record = make_record(facts, limits, device)
     if counters is not False:
-        record = counted(record, device, required=bool(counters), say=runs.say)
+        record = counted(record, device, required=bool(counters), say=say)
     return record, facts["runs"]

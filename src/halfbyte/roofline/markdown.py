@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from halfbyte.bench.report import line, provenance
+from halfbyte.measure.report import line, provenance
 from halfbyte.roofline.analysis import Roofs, rows
 from halfbyte.roofline.counters import beside
 from halfbyte.roofline.names import GROUPS

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfbyte.bench.report import pyplot
+from halfbyte.measure.report import pyplot
 from halfbyte.roofline.analysis import Roofs, Row, rows
 from halfbyte.roofline.names import GROUPS
 from halfbyte.roofline.render import best_mode

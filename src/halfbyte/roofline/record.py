@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench import records
+from halfbyte.measure import records
 from halfbyte.roofline.analysis import Roofs, entries, floor, rows
 from halfbyte.roofline.ceilings import Ceilings
 from halfbyte.roofline.counters import beside

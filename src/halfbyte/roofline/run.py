@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from halfbyte.bench import models
-from halfbyte.bench.contest import Contest, clock, empty_cache, enough, times
-from halfbyte.bench.decode import MODES as STEP_MODES
-from halfbyte.bench.decode import MOST_APART, STEPS, Decoder, errors_against_fp32
-from halfbyte.bench.decode import Settings as DecoderSettings
-from halfbyte.bench.linear import relative_error
+from halfbyte.measure import models
+from halfbyte.measure.contest import Contest, clock, empty_cache, enough, times
+from halfbyte.measure.decoder import MODES as STEP_MODES
+from halfbyte.measure.decoder import MOST_APART, STEPS, Decoder, errors_against_fp32
+from halfbyte.measure.error import relative_error
 from halfbyte.models.accelerate import accelerate, restore
 from halfbyte.models.repacked import FASTER
 from halfbyte.roofline import events
@@ -118,7 +117,7 @@ def _runs(name: str, model: Any, device: torch.device, settings: Settings, say: 
     right: dict[int, dict[str, Tensor]] = {}
     for batch in settings.batches:
         with contest.providers["bitsandbytes"]() as theirs:
-            right[batch] = _logits(Decoder(theirs, batch, decoder_settings(settings), "eager"))
+            right[batch] = _logits(Decoder(theirs, batch, settings.context, "eager"))
         for provider in ("bitsandbytes", "halfbyte"):
             if provider in settings.providers:
                 say(f"{name}: batch {batch}, {provider}")
@@ -134,11 +133,11 @@ def _runs(name: str, model: Any, device: torch.device, settings: Settings, say: 
 
 
 def _batch(model: Any, provider: str, batch: int, settings: Settings, right: dict[str, Tensor]) -> Iterator[Run]:
-    eager = Decoder(model, batch, decoder_settings(settings), "eager")
+    eager = Decoder(model, batch, settings.context, "eager")
     known: dict[bool, tuple[list[tuple[str, Label]], list[Call]]] = {}
     for mode in settings.modes or MODES[model.device.type]:
         prefill = mode == "prefill"
-        decoder = eager if mode in ("eager", "prefill") else Decoder(model, batch, decoder_settings(settings), mode)
+        decoder = eager if mode in ("eager", "prefill") else Decoder(model, batch, settings.context, mode)
         apart = _checked(decoder, provider, mode, right)
         work = work_step(decoder, prefill)
         samples = _unprofiled(work, settings.rounds, model.device)
@@ -259,7 +258,3 @@ def start_profiler(device: torch.device) -> None:
         with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):
             torch.ones(1, dtype=torch.float32, device=device).sum()
             torch.cuda.synchronize(device)
-
-
-def decoder_settings(settings: Settings) -> DecoderSettings:
-    return DecoderSettings(settings.batches, settings.context, rounds=settings.rounds, layers=settings.layers)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench import models
-from halfbyte.bench.contest import Contest
-from halfbyte.bench.decode import Decoder
+from halfbyte.measure import models
+from halfbyte.measure.contest import Contest
+from halfbyte.measure.decoder import Decoder
 from halfbyte.roofline import run
 from halfbyte.roofline.ceilings import triton_way
 
@@ -61,7 +61,6 @@ def steps(plan: Plan) -> Iterator[Step]:
     device = torch.device(plan.device)
     torch.manual_seed(0)
     model = models.load(plan.model, device, torch.bfloat16, layers=1)
-    settings = run.decoder_settings(run.Settings(plan.batches, plan.context))
     contest = Contest(model)
     for provider in run.PROVIDERS:
         if provider not in plan.providers:
@@ -70,7 +69,7 @@ def steps(plan: Plan) -> Iterator[Step]:
             models.make_dense(model, torch.bfloat16)
         for batch in plan.batches:
             with contest.providers[provider]() if provider in contest.providers else _as_it_is(model) as contestant:
-                decoder = Decoder(contestant, batch, settings, "eager")
+                decoder = Decoder(contestant, batch, plan.context, "eager")
                 work = run.work_step(decoder, prefill=False)
                 work.reset()
                 work.run()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.bench.timing import summarize
+from halfbyte.measure.timing import summarize
 from halfbyte.models.accelerate import accelerate, restore
 
 

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench.case import Row
-
 SAME = ("device", "driver", "torch", "bitsandbytes", "transformers")  # where rows of two runs may stand in one record
 PACKAGES = ("torch", "triton", "numba", "bitsandbytes", "peft", "transformers")
 
@@ -75,33 +73,6 @@ def beside_earlier(
             if row[key] not in measured:
                 rows.append({"commit": kept["environment"]["commit"]} | row)
     return found
-
-
-def make_record(bench: str, device: torch.device, rows: Sequence[Row], copy: float) -> dict[str, Any]:
-    """copy: the measured ceiling in GB/s."""
-    return {
-        "bench": bench,
-        "environment": environment(device),
-        "copy_gb_per_s": round(copy, 1),
-        "rows": [_row(row, copy) for row in rows],
-    }
-
-
-def _row(row: Row, copy: float) -> dict[str, Any]:
-    line: dict[str, Any] = {"case": row.case, "provider": row.provider, **row.facts, "bytes": row.bytes}
-    if row.timing is None:
-        return line | {"error": row.error}
-    speed = row.gigabytes_per_second or 0.0
-    timing = row.timing
-    return line | {
-        "median_us": round(timing.median, 3),
-        "p20_us": round(timing.p20, 3),
-        "p80_us": round(timing.p80, 3),
-        "samples": timing.samples,
-        "clock": timing.clock,
-        "gb_per_s": round(speed, 1),
-        "of_copy": round(speed / copy, 4),
-    }
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:

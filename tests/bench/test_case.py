@@ -1,4 +1,4 @@
-"""Summaries of samples, the order in which providers take turns, and that nothing wrong is ever timed."""
+"""That nothing wrong is ever timed, what a record of cases holds, and the copy ceiling."""
 
 from __future__ import annotations
 
@@ -8,39 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from halfbyte.bench import timing
 from halfbyte.bench.case import Case, run, same_bits
 from halfbyte.bench.ceiling import copy_bandwidth
+from halfbyte.measure import timing
 
 CPU = torch.device("cpu")
-
-
-def test_summary_of_known_samples() -> None:
-    summary = timing.summarize([float(value) for value in (5, 3, 1, 2, 4, 0, 10, 9, 8, 7, 6)], "wall")
-    assert summary == timing.Timing(median=5, p20=2, p80=8, samples=11, clock="wall")
-    assert timing.summarize([3.0], "gpu") == timing.Timing(3, 3, 3, 1, "gpu")
-
-
-@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=50))
-def test_summary_is_ordered(samples: list[float]) -> None:
-    summary = timing.summarize(samples, "wall")
-    assert min(samples) <= summary.p20 <= summary.median <= summary.p80 <= max(samples)
-    assert summary.samples == len(samples)
-
-
-def test_providers_take_turns() -> None:
-    """Each is called once to warm up; then the order rotates, and so do the inputs."""
-    calls: list[tuple[str, int]] = []
-    providers = {name: lambda index, name=name: calls.append((name, index)) for name in "abc"}
-    timings = timing.time_all(providers, 2, CPU, rounds=3)
-    assert calls[:3] == [("a", 0), ("b", 0), ("c", 0)]
-    assert "".join(name for name, _ in calls[3:]) == "abcbcacab"
-    assert [index for _, index in calls[3:]] == [1, 0, 1, 0, 1, 0, 1, 0, 1]
-    assert {name: result.samples for name, result in timings.items()} == {"a": 3, "b": 3, "c": 3}
-    assert all(result.clock == "wall" and result.median > 0 for result in timings.values())
 
 
 @pytest.mark.parametrize(
@@ -86,6 +59,21 @@ def test_what_is_wrong_is_never_timed(case: Callable[..., Case]) -> None:
         assert row.timing is not None
         assert row.timing.samples == 5
         assert row.gigabytes_per_second == pytest.approx(6000 / row.timing.median / 1e3)
+
+
+def test_what_a_record_holds(record: dict[str, Any]) -> None:
+    assert (record["bench"], record["copy_gb_per_s"], len(record["rows"])) == ("dequantize", 10.0, 6)
+    row = record["rows"][0]
+    assert (row["case"], row["provider"], row["shape"], row["bytes"]) == ("2×3", "halfbyte", [2, 3], 6000)
+    assert row["p20_us"] <= row["median_us"] <= row["p80_us"]
+    assert row["of_copy"] == pytest.approx(row["gb_per_s"] / 10, abs=0.01)
+    assert (row["samples"], row["clock"]) == (3, "wall")
+
+
+def test_a_wrong_result_has_an_error_and_no_time(record: dict[str, Any]) -> None:
+    wrong = [row for row in record["rows"] if "error" in row]
+    assert [(row["case"], row["provider"], row["error"]) for row in wrong] == [("4×6", "peft", "6 of 6 values differ")]
+    assert not any(name.endswith("_us") or name in ("gb_per_s", "of_copy") for name in wrong[0])
 
 
 def test_the_copy_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:

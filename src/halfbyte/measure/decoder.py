@@ -1,0 +1,152 @@
+"""A model that decodes one token a step: as it is, as a CUDA graph, or as a graph whose small kernels torch.compile has
+fused. And how far its logits are from those of the same weights in fp32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.measure import models
+from halfbyte.measure.contest import Contest, clock, enough, random_ids
+from halfbyte.measure.error import relative_error
+from halfbyte.models.accelerate import is_accelerated
+from halfbyte.models.caches import COUNTER
+from halfbyte.models.graphs import Step, capturable
+from halfbyte.models.regions import compiled_regions
+
+CHECKED_LAYERS = 4  # that the fp32 reference has: all of a 70B model would not fit
+STEPS, LONG = 16, 200.0  # in a sample at most; ms that are enough for one of fewer
+MOST_APART = 0.1  # ‖ours - bitsandbytes'‖ / ‖bitsandbytes'‖ of a whole model's logits: bf16 noise of all its layers
+MODES = ("eager", "graph", "fused graph")  # of a step
+
+
+def modes_of(device: torch.device) -> Sequence[str]:
+    return MODES if device.type == "cuda" else MODES[:1]
+
+
+def step_inputs(model: Any, cache: Any, ids: Tensor, length: int) -> dict[str, Any]:
+    """What `generate` gives the model for the token [texts, 1] behind `length` others, but for the cache: with masks
+    made beforehand, which depend on numbers that Python counts."""
+    inputs: dict[str, Any] = model.prepare_inputs_for_generation(
+        ids,
+        next_sequence_length=1,
+        past_key_values=cache,
+        attention_mask=torch.ones((len(ids), length + 1), dtype=torch.long, device=ids.device),
+        position_ids=torch.full((len(ids), 1), length, dtype=torch.long, device=ids.device),
+        use_cache=True,
+    )
+    del inputs["past_key_values"]
+    return inputs
+
+
+@contextmanager
+def as_captured(model: Any, cache: Any, mode: str) -> Iterator[None]:
+    """Within, a step computes what it does in one of the modes, captured or not."""
+    if mode == "eager":
+        yield
+        return
+    regions = compiled_regions(model) if mode == "fused graph" else nullcontext()
+    with regions, capturable(cache, is_accelerated(model)):
+        yield
+
+
+class Decoder:
+    """A model with a static cache, `context` tokens in it, that decodes one token a step in one of three modes."""
+
+    def __init__(self, model: Any, batch: int, context: int, mode: str) -> None:
+        from transformers import StaticCache
+
+        self.model, self.context, self.device = model, context, model.device
+        self.ids = random_ids(model, batch, context, seed=0)
+        self.cache = StaticCache(config=model.config, max_cache_len=context + 2 * STEPS)
+        self.prefill()
+        self.inputs = step_inputs(model, self.cache, self.ids[:, :1], context)
+        self.run: Callable[[], Any] = self._eager
+        if mode != "eager":
+            with torch.no_grad(), as_captured(model, self.cache, mode):
+                for _ in range(2):
+                    self._eager()
+                leaves, structure = torch.utils._pytree.tree_flatten(self.inputs)
+                self.run = Step(model, self.cache, leaves, structure, is_accelerated(model)).replay
+        self.reset()
+        self.logits: Tensor = self.run().logits
+
+    def _eager(self) -> Any:
+        with torch.no_grad():
+            return self.model(past_key_values=self.cache, **self.inputs)
+
+    def reset(self) -> None:
+        """Back to where the context ends; later entries of the cache are masked."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.context)
+            if hasattr(layer, COUNTER):
+                setattr(layer, COUNTER, self.context)
+
+    def prefill(self) -> float:
+        """Milliseconds that the context takes."""
+        self.cache.reset()
+        with torch.no_grad():
+            return clock(
+                lambda: self.model(self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1), self.device
+            )
+
+    @cached_property
+    def steps(self) -> int:
+        """In a sample: fewer of slow ones."""
+        self.reset()
+        return enough(clock(self.run, self.device), LONG, least=4, most=STEPS)
+
+    def sample(self) -> float:
+        """Milliseconds a step."""
+        steps = self.steps
+        self.reset()
+        return clock(lambda: [self.run() for _ in range(steps)][-1], self.device) / steps
+
+
+def errors_against_fp32(
+    name: str, device: torch.device, dtype: torch.dtype, modes: Sequence[str] = ()
+) -> dict[tuple[str, str], float]:
+    """‖logits - exact‖ / ‖exact‖ by provider and mode of a step, the exact ones being of dequantized weights in fp32.
+    modes: all that the device has by default.
+
+    Over the first layers; a prompt and then single tokens, so that every kernel that decoding takes has its part.
+    """
+    model = models.load(name, device, dtype, layers=CHECKED_LAYERS)
+    ids = random_ids(model, 4, 48, seed=2)
+    results = {}
+    contest = Contest(model)
+    # On a CPU a provider may leave its weights repacked, with other scales.
+    model = model if device.type == "cuda" else copy.deepcopy(model)
+    for provider, run_by in contest.providers.items():
+        with run_by() as contestant:
+            for mode in modes or modes_of(device):
+                results[provider, mode] = _logits(contestant, ids, mode)
+    models.make_dense(model, torch.float32)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    exact = _logits(model, ids, "eager").double()
+    torch.set_float32_matmul_precision(precision)
+    return {key: float(f"{relative_error(result, exact):.4g}") for key, result in results.items()}
+
+
+def _logits(model: Any, ids: Tensor, mode: str) -> Tensor:
+    """Of a prompt of 32 tokens, of each further token of four texts, and of one text alone. A graph would compute what
+    its step does while it is captured, so none is made."""
+    from transformers import StaticCache
+
+    parts = []
+    with torch.no_grad():
+        for texts in (ids, ids[:1]):
+            cache = StaticCache(config=model.config, max_cache_len=texts.shape[1])
+            parts.append(model(texts[:, :32], past_key_values=cache, use_cache=True).logits)
+            for position in range(32, texts.shape[1]):
+                inputs = step_inputs(model, cache, texts[:, position : position + 1], position)
+                with as_captured(model, cache, mode):
+                    parts.append(model(past_key_values=cache, **inputs).logits)
+    return torch.cat([part.flatten(0, 1) for part in parts])
