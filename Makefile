@@ -14,10 +14,10 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-dev.txt)
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format gpu fuzz sanitize bench figures wheel clean
+.PHONY: help demo test lint format gpu fuzz sanitize bench bench-check figures wheel clean
 
 help:  ## say what there is
-	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
 
 demo: $(READY)  ## a trained model into 4 bits and back, compared with bitsandbytes bit by bit, and timed
 	$(PY) examples/demo.py
@@ -54,6 +54,9 @@ bench: $(READY)  ## measure this machine; records go to benchmarks/results
 	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		$(PY) -m halfbyte bench puzzle --out $(RESULTS); \
 	fi
+
+bench-check: $(READY)  ## two minutes on a GPU: no kernel is slower, or less exact, than its record of this device
+	$(PY) -m halfbyte bench check --results $(RESULTS)
 
 figures: $(READY)  ## put the recorded figures into README.md and docs, and draw the plots
 	$(PY) -m halfbyte bench report --results $(RESULTS)

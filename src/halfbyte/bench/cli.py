@@ -192,6 +192,17 @@ def recover(
 
 
 @app.command()
+def check(
+    device: Device = None,
+    results: Annotated[Path, typer.Option(help="Where records are.")] = Path("benchmarks/results"),
+) -> None:
+    """Two minutes on a GPU: exit code 1 where a kernel is over 5 % slower, or less exact, than its record here."""
+    from halfbyte.bench import runs
+
+    runs.run_check(device_to_measure(device), results)
+
+
+@app.command()
 def puzzle(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of three dequantizations.")] = 1000,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of that many rounds; medians are reported.")] = 3,

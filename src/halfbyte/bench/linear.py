@@ -49,8 +49,12 @@ def linear_cases(
     format: str,
     nested: bool,
     rows: Sequence[int] = (),
+    alone: bool = False,
 ) -> Iterator[Case]:
-    """One case a shape and number of rows: halfbyte, torch on dense weights, dequantize and torch, the 4-bit peers."""
+    """One case a shape and number of rows: halfbyte, torch on dense weights, dequantize and torch, the 4-bit peers.
+
+    alone: without peers, some of which take seconds to pack a weight.
+    """
     rows = rows or (GPU_ROWS if device.type == "cuda" else CPU_ROWS)
     for shape in shapes:
         n, k = shape
@@ -58,7 +62,7 @@ def linear_cases(
         sets = input_sets(packed, device)
         dense = [torch.randn(shape, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
         weights = [_quantized(weight, format, nested) for weight in dense]
-        products, exact, left_out = _products(dense, weights, device)
+        products, exact, left_out = _products(dense, weights, device, alone)
         for m in rows:
             x = [torch.randn(m, k, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
             exactly = {weight: _exact_products(x, weight) for weight in exact.values()}
@@ -93,7 +97,7 @@ Product = Callable[[Tensor, int], Tensor]
 
 
 def _products(
-    dense: list[Tensor], weights: list[QuantizedWeight], device: torch.device
+    dense: list[Tensor], weights: list[QuantizedWeight], device: torch.device, alone: bool = False
 ) -> tuple[dict[str, Product], dict[str, Callable[[int], Tensor]], dict[str, str]]:
     """What multiplies x with weight number i, by provider; the exact dense weight that each of them has; and peers
     that are left out, with the reason."""
@@ -107,7 +111,7 @@ def _products(
     decoded = _decoded(weights)
     exact: dict[str, Callable[[int], Tensor]] = dict.fromkeys(products, decoded)
     exact[_name_of(dtype)] = lambda i: dense[i]
-    if weights[0].format in layout.FORMATS:
+    if weights[0].format in layout.FORMATS and not alone:
         bitsandbytes = peers.Bitsandbytes()
         states = [to_bitsandbytes(q) for q in weights]
         products["bitsandbytes"] = lambda x, i: bitsandbytes.linear(x, *states[i])
@@ -125,6 +129,8 @@ def _products(
     if integers is not weights:
         products["halfbyte int4"] = lambda x, i: ops.linear(x, integers[i])
         exact["halfbyte int4"] = _decoded(integers)
+    if alone:
+        return products, exact, left_out
     if dtype == torch.bfloat16 and peers.Tinygemm.fits(dense[0].shape):
         tinygemm = [peers.Tinygemm(q) for q in integers]
         products["tinygemm"] = lambda x, i: tinygemm[i](x)

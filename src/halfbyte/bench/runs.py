@@ -92,6 +92,16 @@ def _run_each(
         _keep(record, out, device)
 
 
+def run_check(device: torch.device, results: Path) -> None:
+    """A part of the benches, beside the records. Raises ValueError for what became worse, once all is printed."""
+    from halfbyte.bench import check
+
+    cells = check.check_cells(device, results, say)
+    terminal().print(check.table(cells))
+    if worse := [cell for cell in cells if cell.is_slower or cell.is_less_exact]:
+        raise ValueError(f"{len(worse)} of {len(cells)} cells became slower or less exact than their records")
+
+
 def run_puzzle(rounds: int, repeats: int, out: Path | None) -> None:
     """The puzzle on the current GPU. Raises ValueError where a check fails."""
     from halfbyte.bench import puzzle

@@ -37,7 +37,9 @@ BOUND = {F32: 2.0**-16, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 Provider = Callable[[int], Any]
 
 
-def search_cases(device: torch.device, shapes: Sequence[tuple[int, int, torch.dtype]] = ()) -> Iterator[Case]:
+def search_cases(
+    device: torch.device, shapes: Sequence[tuple[int, int, torch.dtype]] = (), ranks: bool = True
+) -> Iterator[Case]:
     """For each shape one query, several queries, and candidates in 4 bits; ranks for the last of the shapes."""
     shapes = shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
     for v, d, dtype in shapes:
@@ -51,7 +53,8 @@ def search_cases(device: torch.device, shapes: Sequence[tuple[int, int, torch.dt
         yield _many_queries(candidates, query, moved, device, facts)
         if dtype != F32:
             yield _packed_candidates(candidates, query[0], device, facts)
-    yield _ranks(candidates, TOKENS[device.type], device, facts)
+    if ranks:
+        yield _ranks(candidates, TOKENS[device.type], device, facts)
 
 
 def _one_query(candidates: list[Tensor], q: Tensor, moved: int, device: torch.device, facts: Mapping[str, Any]) -> Case:

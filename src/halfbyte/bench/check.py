@@ -1,0 +1,140 @@
+"""`halfbyte bench check`: nothing became slower, or less exact, than the committed records of this device say.
+
+A fixed part of the benches runs in two minutes, without the peers. Compared is what depends on the GPU and not on its
+host: kernels, and a model's step as a CUDA graph. What the wall clock of a host times (`generate`, training, recovery)
+differs from machine to machine by more than a regression would, and stays with the benches themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from halfbyte.bench.case import Case, run
+from halfbyte.bench.dequantize import dequantize_cases, quantize_cases
+from halfbyte.bench.linear import linear_cases
+from halfbyte.bench.search import search_cases
+from halfbyte.measure import models, records
+from halfbyte.measure.contest import Contest
+from halfbyte.measure.decoder import Decoder, errors_against_fp32
+from halfbyte.terminal import Table
+
+MOST = 1.05  # times the recorded median
+MOST_ERROR = 1.02  # times the recorded error: inputs are random
+TRIES = 3  # the least counts: whatever disturbs a GPU makes it slower
+ROUNDS = 15
+MODEL, CONTEXT, BATCHES, MODE = "llama-3-8b", 256, (1, 8), "graph"
+
+OURS = ("halfbyte", "halfbyte int4", "nearest 1", "nearest 10", "nearest 128")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A case and provider of a bench: medians in µs and relative errors, as recorded and as measured now."""
+
+    bench: str
+    case: str
+    provider: str
+    recorded: float
+    measured: float
+    recorded_error: float | None = None
+    error: float | None = None
+
+    @property
+    def is_slower(self) -> bool:
+        return self.measured > MOST * self.recorded
+
+    @property
+    def is_less_exact(self) -> bool:
+        return None not in (self.error, self.recorded_error) and self.error > MOST_ERROR * self.recorded_error  # type: ignore[operator]
+
+
+def check_cells(device: torch.device, results: Path, say: Callable[[str], None]) -> list[Cell]:
+    """Measure, and compare with the records of this device under `results`.
+
+    Raises FileNotFoundError where there are none, and ValueError for a result that is wrong or a cell that the records
+    lack.
+    """
+    folder = results / records.folder_of(device)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} holds no records of this device; make them with halfbyte bench ... --out")
+    torch.manual_seed(0)
+    cells = []
+    for bench, cases in _cases(device).items():
+        recorded = {(row["case"], row["provider"]): row for row in records.read(folder / f"{bench}.json")["rows"]}
+        for case in cases:
+            say(f"{bench} {case.name}")
+            cells += _checked(bench, case, recorded)
+    rows = records.read(folder / "decode.json")["rows"]
+    return cells + list(_steps(device, rows, say))
+
+
+def _cases(device: torch.device) -> dict[str, Iterator[Case]]:
+    bf16, shapes = torch.bfloat16, ((4096, 4096), (28672, 8192))
+    return {
+        "dequantize": dequantize_cases(device, shapes, bf16, "nf4", True),
+        "quantize": quantize_cases(device, shapes[1:], bf16, "nf4", True),
+        "linear": linear_cases(device, (*shapes, (4096, 14336)), bf16, "nf4", True, (1, 8, 64, 256, 1024), alone=True),
+        "search": search_cases(device, ((32000, 4096, bf16),), ranks=False),
+    }
+
+
+def _checked(bench: str, case: Case, recorded: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Cell]:
+    # The clock of a record is the wall's where a peer waits for the GPU; so it must be here.
+    alone = {name: provider for name, provider in case.providers.items() if name in OURS}
+    wall = any(recorded[case.name, name]["clock"] == "wall" for name in alone)
+    tried = case if wall else replace(case, providers=alone)
+    best: dict[str, Cell] = {}
+    for _ in range(TRIES):
+        for row in run(tried, ROUNDS):
+            if row.provider not in alone:
+                continue
+            if row.timing is None:
+                raise ValueError(f"{bench} {case.name}, {row.provider}, is wrong: {row.error}")
+            kept = recorded[case.name, row.provider]
+            if row.timing.clock != kept["clock"]:
+                raise ValueError(f"{bench} {case.name} is timed by the {row.timing.clock} clock, its record by another")
+            cell = Cell(
+                bench, case.name, row.provider, kept["median_us"], row.timing.median, kept.get("relative_error"),
+                row.facts.get("relative_error"),
+            )  # fmt: skip
+            best[row.provider] = min(best.get(row.provider, cell), cell, key=lambda one: one.measured)
+        if not any(cell.is_slower for cell in best.values()):
+            break
+    yield from best.values()
+
+
+def _steps(device: torch.device, rows: list[dict[str, Any]], say: Callable[[str], None]) -> Iterator[Cell]:
+    """A decoding step as a CUDA graph."""
+    wanted = {"model": MODEL, "provider": "halfbyte", "mode": MODE, "context": CONTEXT}
+    say(f"decode {MODEL}: logits against fp32")
+    error = errors_against_fp32(MODEL, device, torch.bfloat16)["halfbyte", MODE]
+    say(f"decode {MODEL}: loading")
+    contest = Contest(models.load(MODEL, device, torch.bfloat16))
+    for batch in BATCHES:
+        kept = next(row for row in rows if (wanted | {"batch": batch}).items() <= row.items())
+        with contest.providers["halfbyte"]() as model:
+            decoder = Decoder(model, batch, CONTEXT, MODE)
+            least = min(median(decoder.sample() for _ in range(5)) for _ in range(TRIES))
+        name = f"{MODEL}, {MODE}, batch {batch}"
+        yield Cell("decode", name, "halfbyte", 1e3 * kept["median_ms"], 1e3 * least, kept["relative_error"], error)
+
+
+def table(cells: list[Cell]) -> Table:
+    """What was recorded and what is now, the worst first."""
+    found = Table("bench", "case", "provider", "recorded µs", "now µs", "now / recorded", "error now / recorded", "")
+    for column in found.columns[3:]:
+        column.justify = "right"
+    for cell in sorted(cells, key=lambda cell: cell.recorded / cell.measured):
+        exact = f"{cell.error / cell.recorded_error:.3f}" if cell.error and cell.recorded_error else ""
+        wrong = "slower" if cell.is_slower else "less exact" if cell.is_less_exact else ""
+        found.add_row(
+            cell.bench, cell.case, cell.provider, f"{cell.recorded:.2f}", f"{cell.measured:.2f}",
+            f"{cell.measured / cell.recorded:.3f}", exact, wrong, style="red" if wrong else "",
+        )  # fmt: skip
+    return found
