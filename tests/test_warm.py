@@ -21,8 +21,10 @@ from halfbyte.cli import app
 from halfbyte.kernels.common import compiler, driver, nvrtc
 from halfbyte.kernels.common.device import DeviceFacts, facts_for
 from halfbyte.kernels.common.targets import CUDA_TARGETS
-from halfbyte.kernels.linear import cuda, decode, hopper, reach
+from halfbyte.kernels.linear import cuda, reach
 from halfbyte.kernels.linear.operands import Operands, operands_of
+from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.models import own, siblings
 from halfbyte.nn import Linear4bit
 

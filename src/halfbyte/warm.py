@@ -23,9 +23,9 @@ from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts, facts_for, facts_of
 from halfbyte.kernels.common.nvrtc import Variant
-from halfbyte.kernels.linear import decode
 from halfbyte.kernels.linear.cuda import choose, choose_group
 from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Operands, operands_of
+from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
 from halfbyte.models.siblings import NAMES
 
 # The products of one launch: one, or those of siblings.
@@ -143,9 +143,9 @@ def _variant(m: int, group: Group, facts: DeviceFacts, batch_invariant: bool) ->
         choice = choose(m, group[0], facts, batch_invariant)
         return choice.variant(group[0], facts) if choice else None
     choice = None if batch_invariant else choose_group(m, group, facts)
-    if choice is None or choice.kernel is not decode:  # the others compile for each what it takes alone
+    if choice is None or choice.kernel is not sm90_decode:  # the others compile for each what it takes alone
         return None
-    return decode.variant(decode.operands_of_group(group), choice.plan, facts)
+    return sm90_decode.variant(sm90_decode.operands_of_group(group), choice.plan, facts)
 
 
 def warm(variants: Sequence[Variant], progress: Callable[[str, int, int], None] | None = None) -> Report:

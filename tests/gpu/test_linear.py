@@ -13,9 +13,10 @@ import halfbyte as hb
 from halfbyte.formats.nf4 import NF4
 from halfbyte.formats.spec import codebook_tensor
 from halfbyte.kernels.common.device import facts_of
-from halfbyte.kernels.linear import cuda, decode
+from halfbyte.kernels.linear import cuda
 from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.operands import operands_of
+from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.warm import warm
 
 from .conftest import DEVICE, POISON, captured, error, every_dtype, needs_two_gpus, poisoned, sixteen_bits, weight
@@ -87,7 +88,7 @@ def test_several_weights_in_one_launch(dtype: torch.dtype, nested: bool, format:
     """As accurate as one after the other, the same bits every time; weights differ in code, offset and bias."""
     options: dict[str, Any] = {} if format == "int4" else {"nested": nested}
     if facts_of(0).ptx < 90:
-        pytest.skip("decode.cu is for sm_90 and later")
+        pytest.skip("sm90_decode/kernel.cu is for sm_90 and later")
     for k, sizes in (
         (4096, (4096, 1024, 1024)),
         (5376, (4096, 2048, 2048)),

@@ -7,8 +7,8 @@ import torch
 
 import halfbyte as hb
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale
-from halfbyte.kernels.linear import exact
-from halfbyte.kernels.linear.exact import ExactPlan
+from halfbyte.kernels.linear.simt import launch as exact
+from halfbyte.kernels.linear.simt.plan import ExactPlan, is_valid
 
 from .conftest import DEVICE, POISON, captured, error, every_dtype, poisoned, weight
 
@@ -117,7 +117,7 @@ def test_a_row_gives_the_same_bits_always(
         assert torch.equal(multiplied(x[m : m + 1].clone(), q, bias), right[m : m + 1])
     for rows, columns, whole in product((1, 2, 4, 8), (1, 2, 4), (False, True)):
         plan = ExactPlan(rows, columns, whole)
-        if exact.is_valid(plan, shape[1], aligned=True):
+        if is_valid(plan, shape[1], aligned=True):
             assert torch.equal(multiplied(x, q, bias, plan), right)
     for by in (1, 2, 3):
         parts = (moved(q.packed, by), moved(q.scale, by))

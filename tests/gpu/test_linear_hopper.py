@@ -15,10 +15,12 @@ import halfbyte as hb
 from halfbyte.formats.bitsandbytes import FORMATS
 from halfbyte.formats.spec import codebook_tensor
 from halfbyte.kernels.common.device import facts_of
-from halfbyte.kernels.linear import cuda, hopper
+from halfbyte.kernels.linear import cuda
 from halfbyte.kernels.linear.codebook import factor_of
-from halfbyte.kernels.linear.hopper import DEPTH, HopperPlan, is_valid, kind_of
 from halfbyte.kernels.linear.operands import INVARIANT_ROWS, operands_of
+from halfbyte.kernels.linear.sm90_streamk import launch as hopper
+from halfbyte.kernels.linear.sm90_streamk.launch import kind_of
+from halfbyte.kernels.linear.sm90_streamk.plan import DEPTH, HopperPlan, hopper_plan, is_valid
 
 from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, sixteen_bits, weight
 
@@ -129,7 +131,7 @@ def test_a_row_alone_has_the_bits_it_has_among_others(dtype: torch.dtype, parts:
 
 def cuts(n: int, k: int) -> int:
     """Into how many parts a tile of W [n, k] is cut where sums must not depend on the rows of x."""
-    plan = hopper.hopper_plan(1, n, k, 64, facts_of(0), True)
+    plan = hopper_plan(1, n, k, 64, facts_of(0), True)
     return plan.ctas // -(-n // plan.rows) if plan else 0
 
 

@@ -9,9 +9,9 @@ import halfbyte as hb
 from halfbyte.formats.nf4 import NF4
 from halfbyte.formats.spec import codebook_tensor
 from halfbyte.kernels.common.device import facts_of
-from halfbyte.kernels.linear import tensor
 from halfbyte.kernels.linear.codebook import factor_of
-from halfbyte.kernels.linear.tensor import MOST_SPLITS, MOST_WARPS, TensorPlan, is_valid
+from halfbyte.kernels.linear.sm80 import launch as tensor
+from halfbyte.kernels.linear.sm80.plan import MOST_SPLITS, MOST_WARPS, TensorPlan, is_valid
 
 from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, sixteen_bits, weight
 

@@ -13,9 +13,12 @@ import halfbyte as hb
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.common.device import facts_of
 from halfbyte.kernels.distance import shards
-from halfbyte.kernels.linear import cuda, decode, hopper
-from halfbyte.kernels.linear.decode_shape import DecodePlan, Scales, is_valid
-from halfbyte.kernels.linear.hopper import HopperPlan
+from halfbyte.kernels.linear import cuda
+from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_decode.plan import DecodePlan, Scales, is_valid
+from halfbyte.kernels.linear.sm90_streamk import launch as hopper
+from halfbyte.kernels.linear.sm90_streamk.plan import HopperPlan
+from halfbyte.kernels.linear.sm90_streamk.plan import is_valid as plan_fits
 
 SHAPES = ((1, 1), (1, 63), (3, 21), (5, 65), (2, 1024), (1, 2049), (17, 127), (33, 4099), (129, 1000))
 
@@ -136,7 +139,7 @@ def test_linear_of_several_weights(k: int) -> None:
 def test_linear_of_a_cluster(width: int, groups: int, cluster: int, held: int) -> None:
     """CTAs hold x and add up a tile among themselves: whole tiles or not, less of x than there is room for."""
     if facts_of(0).ptx != 90:
-        pytest.skip("hopper.cu is for sm_90")
+        pytest.skip("sm90_streamk/kernel.cu is for sm_90")
     n, k = 131, 256 * cluster * held - 192
     for format, options in (("nf4", {}), ("nf4", {"nested": False}), ("int4", {"group_size": 64})):
         q = hb.quantize(torch.randn((n, k), device="cuda").bfloat16() / k**0.5, format, **options)
@@ -144,7 +147,7 @@ def test_linear_of_a_cluster(width: int, groups: int, cluster: int, held: int) -
         for m in (1, width - 5, width + 3):
             tiles = -(-n // (64 * groups)) * -(-m // width)
             plan = HopperPlan(width, groups, 2, tiles * cluster, held, cluster)
-            if not hopper.is_valid(plan, m, n, k, 64, facts_of(0)):
+            if not plan_fits(plan, m, n, k, 64, facts_of(0)):
                 # The sums of 64 rows need more room than two stages.
                 assert (width, cluster, held) in ((64, 3, 1), (64, 5, 1))
                 plan = replace(plan, stages=3)

@@ -18,10 +18,11 @@ from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.common.tensor_map import SWIZZLES
-from halfbyte.kernels.linear import decode
 from halfbyte.kernels.linear.codebook import factor_of
-from halfbyte.kernels.linear.decode import macros, source, target
-from halfbyte.kernels.linear.decode_shape import (
+from halfbyte.kernels.linear.operands import Operands
+from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_decode.launch import macros, source, target
+from halfbyte.kernels.linear.sm90_decode.plan import (
     MOST_ROWS,
     ROWS,
     DecodePlan,
@@ -30,7 +31,6 @@ from halfbyte.kernels.linear.decode_shape import (
     is_valid,
     weight_chunk,
 )
-from halfbyte.kernels.linear.operands import Operands
 
 H200 = DeviceFacts("cuda", 90, 132, 232448)
 NESTED, FLAT, GROUPS = Scales(torch.uint8), Scales(torch.float32), Scales(torch.bfloat16, 128)
@@ -176,8 +176,8 @@ def test_chunks_of_a_row(k: int) -> None:
     scales=st.sampled_from(SCALES),
 )
 def test_a_copy_brings_what_a_stage_has_room_for(m: int, n: int, k: int, scales: Scales) -> None:
-    """Boxes of the tensor maps: within what the hardware takes, W's end where W ends, and as many bytes as decode.cu
-    waits for."""
+    """Boxes of the tensor maps: within what the hardware takes, W's end where W ends, and as many bytes as
+    sm90_decode/kernel.cu waits for."""
     plan = decode_plan(m, n, k, scales, H200)
     if plan is None:
         return

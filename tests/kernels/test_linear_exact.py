@@ -14,8 +14,9 @@ from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.targets import CUDA_TARGETS
-from halfbyte.kernels.linear import exact
-from halfbyte.kernels.linear.exact import ExactPlan, exact_plan, is_valid, macros, source
+from halfbyte.kernels.linear.simt import launch as exact
+from halfbyte.kernels.linear.simt.launch import macros, source
+from halfbyte.kernels.linear.simt.plan import ExactPlan, exact_plan, is_valid
 
 SCALES = ((torch.uint8, False), (torch.float32, False), *((dtype, True) for dtype in FLOAT_DTYPES))
 PLANS = [

@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts, facts_for
-from halfbyte.kernels.linear import decode, hopper, rooms
+from halfbyte.kernels.linear import rooms
 from halfbyte.kernels.linear.cuda import choose, choose_group
-from halfbyte.kernels.linear.hopper import DEPTH, HopperPlan, Kind, hopper_plan, is_valid, kind_of, macros, source
 from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Operands
+from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_streamk import launch as hopper
+from halfbyte.kernels.linear.sm90_streamk.launch import kind_of, macros, source
+from halfbyte.kernels.linear.sm90_streamk.plan import DEPTH, FEW_WEIGHTS, HopperPlan, Kind, hopper_plan, is_valid
 
 H200 = DeviceFacts("cuda", 90, 132, 232448)
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -38,7 +41,7 @@ def tiles(plan: HopperPlan, m: int, n: int) -> int:
 
 
 def cuts(plan: HopperPlan, m: int, n: int, k: int) -> set[tuple[int, ...]]:
-    """Where CTAs begin within tiles, as hopper.cu shares the units: one tuple if all tiles are cut alike."""
+    """Where CTAs begin within tiles, as sm90_streamk/kernel.cu shares units: one tuple if all tiles are cut alike."""
     depth, found = -(-k // DEPTH), {}
     for cta in range(plan.ctas):
         tile, at = divmod(cta * tiles(plan, m, n) * depth // plan.ctas, depth)
@@ -68,10 +71,10 @@ def test_every_plan_is_valid(
     assert is_valid(plan, m, n, k, span, facts)
     # The narrowest tile that holds every row of x, or the widest there is; for few weights half of it.
     narrowest = next((width for width in WIDTHS if width >= m), WIDTHS[-1])
-    assert plan.width == (32 if 32 < m <= 64 and n * k <= hopper.FEW_WEIGHTS else narrowest)
+    assert plan.width == (32 if 32 < m <= 64 and n * k <= FEW_WEIGHTS else narrowest)
     work = tiles(plan, m, n) * -(-k // DEPTH)
     assert 1 <= plan.ctas <= work
-    assert (work + 1) * plan.ctas <= 1 << 32  # hopper.cu multiplies them in 32 bits
+    assert (work + 1) * plan.ctas <= 1 << 32  # sm90_streamk/kernel.cu multiplies them in 32 bits
     assert plan.shared_bytes(span) <= 232448
     if plan.held:
         assert not batch_invariant

@@ -23,8 +23,12 @@ import halfbyte as hb
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.kernels.common import driver, nvrtc, tensor_map
 from halfbyte.kernels.common.device import DeviceFacts, facts_for
-from halfbyte.kernels.linear import cuda, decode, exact, hopper, reach, rooms, tensor
+from halfbyte.kernels.linear import cuda, reach, rooms
 from halfbyte.kernels.linear.reference import linear_exact
+from halfbyte.kernels.linear.simt import launch as exact
+from halfbyte.kernels.linear.sm80 import launch as tensor
+from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 H200, A100 = DeviceFacts("cuda", 90, 132, 232448), DeviceFacts("cuda", 80, 108, 166912)

@@ -39,14 +39,14 @@ def test_on_cuda_it_is_the_kernel_that_is_chosen(target: str, dtype: torch.dtype
     facts = facts_for(target)
     choice = cuda.choose(1, operands(dtype), facts, False)
     assert choice is not None
-    name = choice.kernel.__name__.rpartition(".")[2]
+    name = choice.kernel.__name__.split(".")[-2]
     assert module._on_cuda(operands(dtype), facts, None) == f"CUDA C++ {name} ({target})"
 
 
 def test_the_kernels_by_name() -> None:
-    assert module._on_cuda(operands(HALF), facts_for("sm_90"), None) == "CUDA C++ decode (sm_90)"
-    assert module._on_cuda(operands(HALF), facts_for("sm_80"), None) == "CUDA C++ tensor (sm_80)"
-    assert module._on_cuda(operands(FULL), facts_for("sm_90"), None) == "CUDA C++ exact (sm_90)"
+    assert module._on_cuda(operands(HALF), facts_for("sm_90"), None) == "CUDA C++ sm90_decode (sm_90)"
+    assert module._on_cuda(operands(HALF), facts_for("sm_80"), None) == "CUDA C++ sm80 (sm_80)"
+    assert module._on_cuda(operands(FULL), facts_for("sm_90"), None) == "CUDA C++ simt (sm_90)"
 
 
 def test_what_is_missing_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
-from halfbyte.kernels.linear import tensor
-from halfbyte.kernels.linear.tensor import MOST_WARPS, SCALES, TensorPlan, grid, is_valid, macros, source, tensor_plan
+from halfbyte.kernels.linear.sm80 import launch as tensor
+from halfbyte.kernels.linear.sm80.launch import SCALES, grid, macros, source
+from halfbyte.kernels.linear.sm80.plan import MOST_WARPS, TensorPlan, is_valid, tensor_plan
 
 SHARED = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 FACTS = {capability: DeviceFacts("cuda", capability, 100, shared) for capability, shared in SHARED.items()}

@@ -64,7 +64,7 @@ def check_cells(device: torch.device, results: Path, say: Callable[[str], None])
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} holds no records of this device; make them with halfbyte bench ... --out")
     torch.manual_seed(0)
-    cells = []
+    cells: list[Cell] = []
     for bench, cases in _cases(device).items():
         recorded = {(row["case"], row["provider"]): row for row in records.read(folder / f"{bench}.json")["rows"]}
         for case in cases:

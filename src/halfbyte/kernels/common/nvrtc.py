@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,33 @@ from pathlib import Path
 from halfbyte.kernels.common import compiler
 
 _DIGEST = hashlib.sha256().digest_size
+_INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"\s*')
 
 
-def read_sources(*paths: Path) -> str:
-    """One source of several files, in order: NVRTC sees no folder to include from."""
-    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+def read_source(path: Path, root: Path) -> str:
+    """The CUDA source at `path` as one text: NVRTC sees no folder, so what the source includes is put in place here.
+
+    `#include "name"` names a file beside the one that says so, or else one under `root`. Each file comes once, where it
+    is first asked for, whatever conditions of the preprocessor stand around it. Compiler errors name the file and its
+    own line. Raises FileNotFoundError where there is no such file.
+    """
+    return "".join(_lines(path, root, set()))
+
+
+def _lines(path: Path, root: Path, seen: set[Path]) -> Iterator[str]:
+    seen.add(path.resolve())
+    name = path.relative_to(root).as_posix()
+    yield f'#line 1 "{name}"\n'
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if (match := _INCLUDE.fullmatch(line)) is None:
+            yield line + "\n"
+            continue
+        included = next((file for folder in (path.parent, root) if (file := folder / match[1]).is_file()), None)
+        if included is None:
+            raise FileNotFoundError(f"{path}:{number} includes {match[1]!r}, which is neither beside it nor in {root}")
+        if included.resolve() not in seen:
+            yield from _lines(included, root, seen)
+        yield f'#line {number + 1} "{name}"\n'
 
 
 @dataclass(frozen=True)

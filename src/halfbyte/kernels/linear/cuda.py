@@ -1,9 +1,9 @@
 """Which CUDA kernel multiplies, of those in this folder; all are compiled for the GPU at hand on first use.
 
-hopper   wgmma, any number of rows of x: sm_90
-decode   a few rows, blocks of 64 weights and more, from the lightest start: sm_90 and later
-tensor   mma.sync, every format: sm_75 and later
-exact    CUDA cores: whatever is left, fp32 x above all
+sm90_streamk  wgmma, any number of rows of x: sm_90
+sm90_decode   a few rows, blocks of 64 weights and more, from the lightest start: sm_90 and later
+sm80          mma.sync, every format: sm_75 and later
+simt          CUDA cores: whatever is left, fp32 x above all
 """
 
 from __future__ import annotations
@@ -21,18 +21,23 @@ from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import per_thread, prepared
 from halfbyte.kernels.common.nvrtc import Variant
-from halfbyte.kernels.linear import decode, decode_shape, exact, hopper, reach, tensor
+from halfbyte.kernels.linear import reach
 from halfbyte.kernels.linear.operands import ALIGNED, INVARIANT_ROWS, Operands, addresses, operands_of
 from halfbyte.kernels.linear.ready import GroupProduct, Product, ready
+from halfbyte.kernels.linear.simt import launch as simt
+from halfbyte.kernels.linear.sm80 import launch as sm80
+from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
+from halfbyte.kernels.linear.sm90_decode import plan as decode_plans
+from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
 
 # The most rows of x for which decoding W anew for each tile of them is ahead of making the dense weight once. Measured
-# on an H200; `tensor`'s is a guess from it.
-MOST_ROWS = {hopper: 384, tensor: 64, exact: 8}
+# on an H200; `sm80`'s is a guess from it.
+MOST_ROWS = {sm90_streamk: 384, sm80: 64, simt: 8}
 MOST = max(MOST_ROWS.values())
 
 
 class Choice(NamedTuple):
-    """A kernel, which is a module of this folder, and its plan; of a group with `hopper` the plans."""
+    """A kernel, which is the module `launch` of its folder, and its plan; of a group with `sm90_streamk` the plans."""
 
     kernel: ModuleType
     plan: Any
@@ -49,10 +54,10 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
 
     With batch_invariant m is up to INVARIANT_ROWS, and there always is a way, which depends on the weight alone.
     """
-    if m <= decode_shape.MOST_ROWS or (batch_invariant and facts.ptx > 90):
-        few = decode.find_plan(m, operands, facts, batch_invariant)
+    if m <= decode_plans.MOST_ROWS or (batch_invariant and facts.ptx > 90):
+        few = sm90_decode.find_plan(m, operands, facts, batch_invariant)
         if few is not None and _goes_first(m, operands, few, facts, batch_invariant):
-            return Choice(decode, few)
+            return Choice(sm90_decode, few)
     for kernel, most in MOST_ROWS.items():
         if batch_invariant or m <= most:
             plan = kernel.find_plan(m, operands, facts, batch_invariant)
@@ -62,18 +67,19 @@ def choose(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool
 
 
 def _goes_first(
-    m: int, operands: Operands, plan: decode_shape.DecodePlan, facts: DeviceFacts, batch_invariant: bool
+    m: int, operands: Operands, plan: decode_plans.DecodePlan, facts: DeviceFacts, batch_invariant: bool
 ) -> bool:
-    """True where `decode` takes what it can. With batch_invariant one kernel takes any number of rows, on Hopper
-    another one. On later GPUs more than 32 rows are `tensor`'s."""
+    """True where `sm90_decode` takes what it can. With batch_invariant one kernel takes any number of rows, on Hopper
+    another one. On later GPUs more than 32 rows are `sm80`'s."""
     if facts.ptx > 90:
         return batch_invariant or m <= 32
     return not batch_invariant and _is_lighter(m, operands, plan)
 
 
-def _is_lighter(m: int, operands: Operands, plan: decode_shape.DecodePlan) -> bool:
-    """True where `decode` is ahead of `hopper`, which starts later and then reads faster; measured on an H200. Where
-    there are many bytes of scales, `hopper` loses more by them; where many CTAs share K, `decode` does."""
+def _is_lighter(m: int, operands: Operands, plan: decode_plans.DecodePlan) -> bool:
+    """True where `sm90_decode` is ahead of `sm90_streamk`, which starts later and then reads faster; measured on an
+    H200. Where there are many bytes of scales, `sm90_streamk` loses more by them; where many CTAs share K,
+    `sm90_decode` does."""
     k, numel = operands.k, operands.n * operands.k
     many = 16 * operands.scale.itemsize >= operands.block_size
     if m <= 8:
@@ -97,16 +103,20 @@ def _is_lighter(m: int, operands: Operands, plan: decode_shape.DecodePlan) -> bo
 def choose_group(m: int, group: tuple[Operands, ...], facts: DeviceFacts) -> Choice | None:
     """How x [m, K] is multiplied with several weights at once, or None where one after the other is as fast.
 
-    `decode` has one launch for all. `hopper` has x laid out once; then each weight has a plan of its own.
+    `sm90_decode` has one launch for all. `sm90_streamk` has x laid out once; then each weight has a plan of its own.
     """
-    plan = decode.find_group_plan(m, group, facts)
+    plan = sm90_decode.find_group_plan(m, group, facts)
     numel = sum(o.n * o.k for o in group)
-    # `hopper` would have to be far ahead to make up for several launches; measured on an H200.
+    # `sm90_streamk` would have to be far ahead to make up for several launches; measured on an H200.
     if plan is not None and (facts.ptx > 90 or m <= 8 or numel < (5 << 25 if m <= 16 else 3 << 25)):
-        return Choice(decode, plan)
+        return Choice(sm90_decode, plan)
     alone = [choose(m, operands, facts, False) for operands in group]
-    plans = tuple(one.plan for one in alone if one is not None and one.kernel is hopper)
-    return Choice(hopper, plans) if len(plans) == len(group) > 1 and hopper.lays_out_alike(group, plans) else None
+    plans = tuple(one.plan for one in alone if one is not None and one.kernel is sm90_streamk)
+    return (
+        Choice(sm90_streamk, plans)
+        if len(plans) == len(group) > 1 and sm90_streamk.lays_out_alike(group, plans)
+        else None
+    )
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:

@@ -10,8 +10,9 @@ import torch
 from halfbyte.kernels.common import compiler
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.driver import driver
-from halfbyte.kernels.linear import hopper, tensor
 from halfbyte.kernels.linear.operands import Operands
+from halfbyte.kernels.linear.sm80 import launch as sm80
+from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
 
 
 class Lack(NamedTuple):
@@ -43,7 +44,9 @@ def without_kernels(facts: DeviceFacts) -> Lack | None:
 def without_tensor_cores(operands: Operands, facts: DeviceFacts) -> str | None:
     """Why no kernel on tensor cores takes x of 16 bits with a weight; None where one does, and for x in fp32."""
     o = operands
-    if o.dtype is torch.float32 or any(kernel.find_plan(1, o, facts, False) is not None for kernel in (hopper, tensor)):
+    if o.dtype is torch.float32 or any(
+        kernel.find_plan(1, o, facts, False) is not None for kernel in (sm90_streamk, sm80)
+    ):
         return None
     slow = f"so linear multiplies x [M, {o.k}] with a weight [{o.n}, {o.k}] without tensor cores, slowly"
     if o.dtype is torch.bfloat16 and facts.ptx < 80:

@@ -15,8 +15,8 @@ from halfbyte.kernels.linear.plan import plan
 def serves(q: QuantizedWeight, dtype: torch.dtype) -> str:
     """What `halfbyte.linear` computes x [1, K] @ W.T with, x being of `dtype` and on the device of `q` [N, K].
 
-    "numba", or "CUDA C++ decode (sm_90)" by the name of the kernel; where the fast path is out of reach, what computes
-    instead and what is missing. No GPU is asked for more than its properties.
+    "numba", or "CUDA C++ sm90_decode (sm_90)" by the kernel's folder; where the fast path is out of reach, what
+    computes instead and what is missing. No GPU is asked for more than its properties.
     """
     device, (n, k) = q.device, q.shape
     if device.type == "cpu":
@@ -42,6 +42,6 @@ def _on_cuda(operands: Operands, facts: DeviceFacts, lack: reach.Lack | None) ->
 
         choice = choose(1, operands, facts, False) if operands.n and operands.k else None
         if choice is not None:
-            return f"CUDA C++ {choice.kernel.__name__.rpartition('.')[2]} (sm_{facts.capability})"
+            return f"CUDA C++ {choice.kernel.__name__.split('.')[-2]} (sm_{facts.capability})"
     reason = "no kernel is for such a weight" if lack is None else lack.what
     return f"{'Triton' if has_triton() else 'torch'} dequantize, then torch.matmul: {reason}"

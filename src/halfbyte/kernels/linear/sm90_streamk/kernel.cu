@@ -19,11 +19,13 @@
 // always in the order of K; or by all of them, some columns each, where they are a cluster (CLUSTER of them, which hold x,
 // and all of that tile). The same input gives the same bits.
 //
-// Needs barriers.cuh, hopper_work.cuh and hopper_fetch.cuh ahead of it, sm_90a, units times CTAs below 2^32, K % 64 == 0
+// Needs sm_90a, units times CTAs below 2^32, K % 64 == 0
 // (spans of 64) or K % 32 == 0 (spans of 32), packed aligned to 16 bytes.
 // Macros: WIDTH, GROUPS, STAGES, HELD, CLUSTER, DIRECT (the most parts of a tile that its first CTA adds up one by one),
 // SPAN, SCALES (0 nested bytes, 1 fp32, 2 fp16, 3 bf16), LOG_BLOCK, VECTOR, HIGH_FIRST, FP16, SHARED_BYTES,
 // FETCH_REGISTERS, MULTIPLY_REGISTERS.
+
+#include "fetch.cuh"
 
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)

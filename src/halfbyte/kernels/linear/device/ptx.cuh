@@ -1,6 +1,6 @@
 // What the kernels with bulk copies share: shared memory by address, the look-up of two weights in it, barriers, copies
-// that end at a barrier, the words of programmatic launch, and 16-bit numbers. It is put ahead of their sources. Needs
-// sm_90.
+// that end at a barrier, the words of programmatic launch, and 16-bit numbers.
+// Needs sm_90.
 // Macros: FP16.
 
 typedef unsigned u32;

@@ -1,5 +1,7 @@
-// What is to be done by hopper.cu, and where: sizes, the layout of shared memory, arguments, and units of work.
-// Macros and needs are those of hopper.cu.
+// What is to be done by kernel.cu, and where: sizes, the layout of shared memory, arguments, and units of work.
+// Macros and needs are those of kernel.cu.
+
+#include "device/ptx.cuh"
 
 constexpr int WARPS = 4 * GROUPS, ROWS = 64 * GROUPS, DEPTH = 256, SPANS = DEPTH / SPAN, STEPS = SPAN / 16;
 // Spans that are summed up before they are scaled. With VECTOR no row begins within a block of weights that share a scale.
@@ -9,7 +11,7 @@ constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr u32 W_BYTES = ROWS * DEPTH / 2, X_BYTES = WIDTH * DEPTH * 2, SCALE_BYTES = SPANS * ROWS * 4;
 constexpr u32 STAGE_BYTES = W_BYTES + (HELD ? 0 : X_BYTES);  // x comes with W, or is held for all units of the CTA
 constexpr u32 BARRIERS = 256 * TABLE_ROW, TILES = BARRIERS + 1024, X_HELD = TILES + STAGES * STAGE_BYTES, SCALE = X_HELD + HELD * X_BYTES;
-static_assert(SCALE + STAGES * SCALE_BYTES == SHARED_BYTES, "hopper.py reckons with other sizes");
+static_assert(SCALE + STAGES * SCALE_BYTES == SHARED_BYTES, "plan.py reckons with other sizes");
 static_assert((WIDTH / 8 + CLUSTER - 1) / CLUSTER * CLUSTER * WARPS * 512 <= STAGES * STAGE_BYTES, "sums take the room of W");
 constexpr u32 FULL = BARRIERS, EMPTY = FULL + 64;
 extern __shared__ __align__(1024) unsigned char memory[];

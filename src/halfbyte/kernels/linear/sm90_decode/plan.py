@@ -1,4 +1,4 @@
-"""Which shape of decode.cu is for a product: its constants, what it needs, and the planner that picks among them."""
+"""Which shape of kernel.cu is for a product: its constants, what it needs, and the planner that picks among them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The constants of decode.cu. columns: groups of eight rows of x. warps: that multiply. slice: blocks of K a warp.
+    """The constants of kernel.cu. columns: groups of eight rows of x. warps: that multiply. slice: blocks of K a warp.
     stages: tiles or steps of tiles on their way. cluster: CTAs that share K. whole: scales of a tile are copied in one
     piece. offset: those of a row with what lies around them. parts: weights of one launch. steps: that a tile is
     fetched in. registers: of a multiplying thread, at the expense of others, or 0 for as many as those have. sums:
@@ -84,7 +84,7 @@ class DecodePlan:
         return 0
 
     def shared_bytes(self, scales: Scales) -> int:
-        """Dynamic shared memory. decode.cu lays it out, and does not compile where this sum is another than its own."""
+        """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         stage, tiles = ROWS * self.blocks // self.steps * 32, -(-self.stages // self.steps)
         slots = 2 if self.cluster > 4 else 4
         sums = self.sums * self.warps * 8 * self.columns * 80 + slots * (self.cluster - 1) * self.columns * 512
@@ -113,7 +113,7 @@ def weight_chunk(k: int) -> int:
 
 
 def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, facts: DeviceFacts) -> bool:
-    """True if decode.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
+    """True if kernel.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
     blocks = k // BLOCK
     return (
         facts.ptx >= 90

@@ -1,25 +1,13 @@
-"""The product on Hopper's tensor cores: which shape of hopper.cu, and how it is launched."""
+"""Which shape of kernel.cu is for a product: its constants, what it needs, and the planner that picks among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceFacts, facts_of
-from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
-from halfbyte.kernels.common.nvrtc import Variant, read_sources
-from halfbyte.kernels.common.tensor_map import tensor_map
-from halfbyte.kernels.linear import rooms
-from halfbyte.kernels.linear.codebook import unit_and_codebook
-from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Addresses, Operands, operands_of
-from halfbyte.kernels.linear.ready import GroupProduct, Product, run
+from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceFacts
+from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Operands
 
 DEPTH = 256  # of K, a unit of work
 WIDTHS = (8, 16, 32, 64)
@@ -28,7 +16,7 @@ REGISTERS = {2: (120, 192), 3: (80, 144), 4: (96, 96)}  # fetching, multiplying;
 
 @dataclass(frozen=True)
 class HopperPlan:
-    """The constants of hopper.cu. width: rows of x a tile. groups: warpgroups that multiply, 64 rows of W each.
+    """The constants of kernel.cu. width: rows of x a tile. groups: warpgroups that multiply, 64 rows of W each.
     stages: units on their way. ctas: how many share the work. held: units of x that a CTA holds all of, which are all
     that it multiplies, or 0 where x is laid out ahead and comes with W. cluster: CTAs of a tile that add up among
     themselves, which are all of that tile, or 1 where those of any tile meet in memory. invariant: the sums of a row
@@ -54,7 +42,7 @@ class HopperPlan:
         return 64 * self.groups
 
     def shared_bytes(self, span: int) -> int:
-        """Dynamic shared memory. hopper.cu lays it out, and does not compile where this sum is another than its own."""
+        """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         stage = self.rows * DEPTH // 2 + DEPTH // span * self.rows * 4
         x = (self.held or self.stages) * self.width * DEPTH * 2
         return 256 * 256 + 1024 + self.stages * stage + x
@@ -70,7 +58,7 @@ class HopperPlan:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a weight and x are, as far as hopper.cu is compiled for it. scales: "nested" or a dtype. vector: the scales
+    """What a weight and x are, as far as kernel.cu is compiled for it. scales: "nested" or a dtype. vector: the scales
     of a row can be loaded 16 bytes at a time."""
 
     dtype: torch.dtype
@@ -82,7 +70,7 @@ class Kind:
 
 
 def find_kind(operands: Operands) -> Kind | None:
-    """None where hopper.cu is not for such operands."""
+    """None where kernel.cu is not for such operands."""
     o = operands
     span = min(o.block_size, 64)
     if o.dtype not in (torch.float16, torch.bfloat16) or o.k % span or o.k == 0 or not o.has_usual_nesting:
@@ -100,13 +88,8 @@ def find_kind(operands: Operands) -> Kind | None:
     return Kind(o.dtype, scales, o.block_size.bit_length() - 1, span, vector, not o.low_first)
 
 
-def kind_of(x: Tensor, q: QuantizedWeight) -> Kind | None:
-    """What these very tensors are."""
-    return find_kind(operands_of(x, q, None))
-
-
 def is_valid(plan: HopperPlan, m: int, n: int, k: int, span: int, facts: DeviceFacts) -> bool:
-    """True if hopper.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
+    """True if kernel.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
     tiles, depth = -(-n // plan.rows) * plan.tiles(m), -(-k // DEPTH)
     units = tiles * depth
     return (
@@ -230,152 +213,3 @@ def _best_shares(tiles: int, depth: int, cost: float, cut: float, part: float, s
         return -(-tiles * shares // sms) * (-(-depth // shares) * cost + (cut + part * shares if shares > 1 else 0))
 
     return min((time(shares), shares) for shares in range(1, max(1, min(depth, sms // tiles)) + 1))
-
-
-def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool) -> HopperPlan | None:
-    """The plan for x [m, K], or None where this kernel is not for such operands: it is for every format, x of 16 bits,
-    K % 64 == 0 (K % 32 where 32 weights share a scale), on Hopper."""
-    kind = find_kind(operands)
-    return None if kind is None else hopper_plan(m, operands.n, operands.k, kind.span, facts, batch_invariant)
-
-
-def plan_for(x: Tensor, q: QuantizedWeight, batch_invariant: bool) -> tuple[HopperPlan, Kind] | None:
-    """The plan for these very tensors, and what they are."""
-    operands = operands_of(x, q, None)
-    plan, kind = find_plan(len(x), operands, facts_of(x.get_device()), batch_invariant), find_kind(operands)
-    return None if plan is None or kind is None else (plan, kind)
-
-
-def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan: HopperPlan) -> None:
-    """out = x @ W.T + bias; x [M, K] and out [M, N], contiguous, on the current device."""
-    run(product, x, q, bias, out, plan)
-
-
-def lays_out_alike(group: Sequence[Operands], plans: Sequence[HopperPlan]) -> bool:
-    """Whether x is laid out in one way for all weights, each of which this kernel is for; not so where CTAs hold it."""
-    kinds = [find_kind(o) for o in group]
-    each = zip(group, kinds, plans, strict=True)
-    ways = {(o.k, kind.dtype, kind.span, plan.width) for o, kind, plan in each if kind is not None}
-    return len(ways) == 1 and not any(plan.held for plan in plans)
-
-
-def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: HopperPlan) -> Product:
-    """The product with a weight on the current device, of as many rows as there are tiles of x for m."""
-    part = _prepare(device.index, m, operands, weight, plan)
-
-    def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
-        arranged = torch.empty(part.arranged, dtype=torch.uint8, device=device) if part.arranged else None
-        part(device, stream, x, bias, out, 0 if arranged is None else arranged.data_ptr(), m)
-
-    return multiply
-
-
-def group_product(
-    device: torch.device, m: int, group: Sequence[Operands], weights: Sequence[Addresses], plans: Sequence[HopperPlan]
-) -> GroupProduct:
-    """The products of m rows of x with several weights, one after the other; x is laid out once."""
-    parts = [_prepare(device.index, m, *each) for each in zip(group, weights, plans, strict=True)]
-    first = parts[0]
-
-    def multiply(stream: int, x: int, results: Iterable[int]) -> None:
-        arranged = torch.empty(first.arranged, dtype=torch.uint8, device=device)
-        addresses = iter(results)
-        for part in parts:
-            bias, out = next(addresses), next(addresses)
-            part(device, stream, x, bias, out, arranged.data_ptr(), m, is_arranged=part is not first)
-
-    return multiply
-
-
-class _Part(NamedTuple):
-    """The launches of a product and their arguments. arranged: bytes of x laid out, if it is. partial: sums that CTAs
-    leave for others."""
-
-    arrange: Launch
-    multiply: Launch
-    arguments: Arguments
-    arranged: int
-    partial: int
-
-    def __call__(
-        self, device: torch.device, stream: int, x: int, bias: int, out: int, arranged: int, m: int,
-        is_arranged: bool = False,
-    ) -> None:  # fmt: skip
-        partial, left, count = 0, 0, 0
-        captured = self.partial > 0 and torch.cuda.is_current_stream_capturing()
-        if captured and rooms.of_this_thread.of_graph is None:
-            # A graph may be replayed beside anything, and nobody would keep its memory. It is held until the launch.
-            room = rooms.missing((self.partial,), device)
-            partial = room.data_ptr()
-        elif self.partial:
-            partial, left, count = rooms.find(device, stream, self.partial, captured).take(self.partial)
-        self.arguments.set(x, bias, out, arranged, partial, left, count // 4, m)
-        if self.arranged and not is_arranged:
-            self.arrange(stream, self.arguments.parameters)
-        self.multiply(stream, self.arguments.parameters)
-
-
-def _prepare(index: int, m: int, operands: Operands, weight: Addresses, plan: HopperPlan) -> _Part:
-    o = operands
-    row_tiles, column_tiles, units = -(-o.n // plan.rows), plan.tiles(m), -(-o.k // DEPTH)
-    compiled = variant(o, plan, facts_of(index))
-    key = ("hopper", index, column_tiles * units, plan, compiled)
-    launches = prepared(key, lambda: _launches(index, column_tiles * units, plan, compiled))
-    meets = plan.cluster == 1 and plan.ctas != row_tiles * column_tiles
-    partial = plan.ctas * plan.rows * plan.width if meets else 0
-    packed, *scales = weight
-    constants = unit_and_codebook(o.format, o.dtype)
-    sizes = (o.n, o.k, row_tiles, column_tiles, units, plan.ctas)
-    weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), (DEPTH // 2, plan.rows))
-    arguments = Arguments(LAYOUT, (weights, *scales), (*sizes, *constants))
-    arranged = 0 if plan.held else column_tiles * units * plan.width * DEPTH * 2
-    return _Part(*launches, arguments, arranged, partial)
-
-
-# A structure aligned to 64 bytes: x, bias, out, arranged, partial, left, left_count and m change.
-LAYOUT = ("128s4Q", "6Q2I", "6If64s12x")
-
-
-def _launches(index: int, column_units: int, plan: HopperPlan, compiled: Variant) -> tuple[Launch, Launch]:
-    """What lays x out, and the product."""
-    shared = dict(compiled.macros)["SHARED_BYTES"]
-    arrange, multiply = kernels(index, compiled, (("arrange", 0), ("multiply", shared)), carveout=100)
-    pieces = column_units * plan.width * DEPTH // 8
-    return (
-        Launch(arrange, (plan.ctas + -(-pieces // 128), 1), 128, overlaps=True),
-        Launch(
-            multiply,
-            (plan.ctas // plan.cluster, plan.cluster),
-            plan.threads,
-            shared,
-            cluster=plan.cluster if plan.cluster > 1 else 0,
-            overlaps=True,
-        ),
-    )
-
-
-def variant(operands: Operands, plan: HopperPlan, facts: DeviceFacts) -> Variant:
-    """What is compiled for such operands. Raises ValueError where the kernel is not for them."""
-    kind = find_kind(operands)
-    if kind is None:
-        raise ValueError(f"hopper.cu is not for {operands}")
-    return Variant.of(source(), "90a", macros(kind, plan))
-
-
-def macros(kind: Kind, plan: HopperPlan) -> dict[str, int]:
-    """What hopper.cu is compiled with."""
-    fetching, multiplying = REGISTERS[plan.groups]
-    return {
-        "WIDTH": plan.width, "GROUPS": plan.groups, "STAGES": plan.stages, "SPAN": kind.span,
-        "SCALES": ("nested", "float32", "float16", "bfloat16").index(kind.scales), "LOG_BLOCK": kind.log_block,
-        "VECTOR": int(kind.vector), "HIGH_FIRST": int(kind.high_first), "FP16": int(kind.dtype == torch.float16),
-        "HELD": plan.held, "CLUSTER": plan.cluster, "DIRECT": plan.direct, "SHARED_BYTES": plan.shared_bytes(kind.span),
-        "FETCH_REGISTERS": fetching, "MULTIPLY_REGISTERS": multiplying,
-    }  # fmt: skip
-
-
-@cache
-def source() -> str:
-    folder = Path(__file__).parent
-    names = ("barriers.cuh", "hopper_work.cuh", "hopper_fetch.cuh", "hopper.cu")
-    return read_sources(*(folder / name for name in names))

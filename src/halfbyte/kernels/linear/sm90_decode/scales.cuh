@@ -1,5 +1,7 @@
-// How decode.cu comes by scales: a warp decodes those of its blocks of a tile once, each lane a few, and hands them round
-// through shared memory. Scales of scales come with the tile. Needs barriers.cuh and decode_work.cuh ahead of it.
+// How kernel.cu comes by scales: a warp decodes those of its blocks of a tile once, each lane a few, and hands them round
+// through shared memory. Scales of scales come with the tile.
+
+#include "work.cuh"
 
 // A scale as it lies in memory, and the number that it is where it is one.
 __device__ __forceinline__ u32 load_bits(u32 address) {

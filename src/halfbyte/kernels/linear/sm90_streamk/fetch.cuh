@@ -1,5 +1,6 @@
-// How hopper.cu comes by W and x: one warpgroup asks for bytes, stages ahead of those that multiply, and decodes scales.
-// Needs hopper_work.cuh ahead of it.
+// How kernel.cu comes by W and x: one warpgroup asks for bytes, stages ahead of those that multiply, and decodes scales.
+
+#include "work.cuh"
 
 // A thread carries the scales of its rows of W through registers, ahead of their use: it must not wait for memory.
 // With VECTOR it loads 16 bytes a row, good for LOADED units; else one scale at a time.

@@ -30,13 +30,15 @@
 // a whole tile come in one piece (WHOLE): 16 rows always are one, and so are the 4, 8 or 12 of a last tile. Where it has
 // a part of K, each row's come with what lies around them up to multiples of 16 bytes (OFFSET); all rows together are one.
 //
-// Needs barriers.cuh, decode_work.cuh and decode_scales.cuh ahead of it, sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; SHARED_BY
-// blocks of 64 weights share a scale, and the first weight of a byte is in its low half with LOW_FIRST; for K see decode_shape.py.
+// Needs sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; SHARED_BY blocks of 64 weights share a scale, and the first
+// weight of a byte is in its low half with LOW_FIRST; for K see plan.py.
 // With BATCHES, CTAs side by side take 8 * COLUMNS rows of x each, and there is a row for each of them.
 // With REGISTERS, which needs sm_90a and a multiple of four warps, that many are a multiplying thread's: the others have 32.
 // Macros: COLUMNS, WARPS, SLICE, STEPS, STAGES, FIRST, SUMS, CLUSTER, BATCHES, REDUCERS, RESIDENT, REGISTERS, CHUNK,
 // SCALE_CHUNK, WHOLE, OFFSET, PADDED, PARTS, NESTED, SCALE_BYTES, SCALE_FP16, SHARED_BY, TOGETHER, LOW_FIRST, FP16, BIAS and
 // SHARED_BYTES.
+
+#include "scales.cuh"
 
 // The first chunk along K of a step of a tile.
 __device__ __forceinline__ u32 chunk_of(u32 first_block, int step) {

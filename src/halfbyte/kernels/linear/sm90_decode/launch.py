@@ -1,4 +1,4 @@
-"""The CUDA product of a few rows of x with one weight, or several: how a shape of decode.cu is launched."""
+"""The CUDA product of a few rows of x with one weight, or several: how a shape of kernel.cu is launched."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from torch import Tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
-from halfbyte.kernels.common.nvrtc import Variant, read_sources
+from halfbyte.kernels.common.nvrtc import Variant, read_source
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.linear.codebook import unit_and_codebook
-from halfbyte.kernels.linear.decode_shape import (
+from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
+from halfbyte.kernels.linear.ready import GroupProduct, Product, run
+from halfbyte.kernels.linear.sm90_decode.plan import (
     BLOCK,
     ROWS,
     DecodePlan,
@@ -28,8 +30,6 @@ from halfbyte.kernels.linear.decode_shape import (
     scale_chunk,
     weight_chunk,
 )
-from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
-from halfbyte.kernels.linear.ready import GroupProduct, Product, run
 
 MOST_PARTS = 3  # weights of one launch: q, k and v
 
@@ -120,7 +120,7 @@ def group_product(
 def _prepare(
     index: int, group: Sequence[Operands], weights: Sequence[Addresses], plan: DecodePlan
 ) -> tuple[Launch, Arguments]:
-    """One compiled shape of decode.cu with its grid, and its arguments."""
+    """One compiled shape of kernel.cu with its grid, and its arguments."""
     o, parts, tiles = operands_of_group(group), len(group), [_tiles(o) for o in group]
     compiled = variant(o, plan, facts_of(index))
     launch = prepared(("decode", index, sum(tiles), compiled), lambda: _launch(index, o, sum(tiles), plan, compiled))
@@ -131,7 +131,7 @@ def _prepare(
 
 
 def _described(plan: DecodePlan, o: Operands, weight: Addresses) -> tuple[Any, ...]:
-    """decode.cu's Weight."""
+    """kernel.cu's Weight."""
     packed, scale, *nested = weight
     chunk, scales, blocks = weight_chunk(o.k), scales_of(o), o.k // BLOCK
     box = (chunk, ROWS, plan.blocks // plan.steps * 32 // chunk)
@@ -144,7 +144,7 @@ def _described(plan: DecodePlan, o: Operands, weight: Addresses) -> tuple[Any, .
 
 
 def layout(parts: int) -> tuple[str, str, str]:
-    """decode.cu's Arguments: x, then bias and out for each weight, and m change."""
+    """kernel.cu's Arguments: x, then bias and out for each weight, and m change."""
     before, changing, after = parts * "128s128s4Q32x", f"{1 + 2 * parts}QI", f"{2 * parts + 2}If64s"
     return before, changing, after + f"{-struct.calcsize(before + changing + after) % 64}x"
 
@@ -176,7 +176,7 @@ def target(plan: DecodePlan, facts: DeviceFacts) -> int | str:
 
 
 def macros(dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan: DecodePlan, k: int) -> dict[str, int]:
-    """What decode.cu is compiled with."""
+    """What kernel.cu is compiled with."""
     return {
         "COLUMNS": plan.columns, "WARPS": plan.warps, "SLICE": plan.slice, "STAGES": plan.stages,
         "STEPS": plan.steps, "SUMS": plan.sums, "CLUSTER": plan.cluster, "WHOLE": int(plan.whole),
@@ -193,6 +193,5 @@ def macros(dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan
 
 @cache
 def source() -> str:
-    folder = Path(__file__).parent
-    names = ("barriers.cuh", "decode_work.cuh", "decode_scales.cuh", "decode.cu")
-    return read_sources(*(folder / name for name in names))
+    path = Path(__file__).with_name("kernel.cu")
+    return read_source(path, root=path.parents[1])

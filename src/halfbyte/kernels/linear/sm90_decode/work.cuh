@@ -1,5 +1,7 @@
-// What is to be done by decode.cu, and where: sizes, the layout of shared memory, arguments, tiles and their places.
-// Macros and needs are those of decode.cu.
+// What is to be done by kernel.cu, and where: sizes, the layout of shared memory, arguments, tiles and their places.
+// Macros and needs are those of kernel.cu.
+
+#include "device/ptx.cuh"
 
 constexpr int ROWS = 16, BLOCK_BYTES = 32;
 constexpr int THREADS = (WARPS + (REGISTERS ? 4 : 1 + REDUCERS)) * 32;  // registers are handed over by four warps each
@@ -34,7 +36,7 @@ constexpr u32 SCALES = TILES + STAGES * STAGE;
 constexpr u32 ABSMAX = SCALES + SCALE_STAGES * SCALE_STAGE;
 constexpr u32 SCALED = ABSMAX + NESTED * SCALE_STAGES * 128;
 constexpr u32 SCALED_PITCH = 20 * 4, SCALED_WARP = SLICE / TOGETHER * SCALED_PITCH;  // bytes: 16 rows, padded
-static_assert(SCALED + WARPS * SCALED_WARP == SHARED_BYTES, "decode_shape.py reckons with other sizes");
+static_assert(SCALED + WARPS * SCALED_WARP == SHARED_BYTES, "plan.py reckons with other sizes");
 static_assert(SLICE <= 8 && EACH * 2 * TOGETHER == SLICE && STEP_SLICE % TOGETHER == 0, "two lanes a row, whole scales");
 static_assert(BLOCKS <= 256, "a row's part has two scales of scales at most");
 static_assert(SUMS <= 2, "each has a full and an empty barrier in 16 bytes");
