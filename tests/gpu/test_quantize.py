@@ -62,7 +62,7 @@ def test_unusual_weights(format: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_ties(format: str) -> None:
     """Weights on the very thresholds, and one step to either side."""
-    thresholds = torch.tensor(FORMATS[format].cuda_thresholds, device=DEVICE)
+    thresholds = torch.tensor(FORMATS[format].thresholds, device=DEVICE)
     thresholds = torch.cat((thresholds, -thresholds))
     down, up = (torch.nextafter(thresholds, torch.full_like(thresholds, way)) for way in (-2.0, 2.0))
     values = torch.cat((thresholds, down, up))

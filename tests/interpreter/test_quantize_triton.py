@@ -72,7 +72,7 @@ def test_special_weights(format: str, dtype: torch.dtype) -> None:
 @formats
 def test_thresholds_and_their_neighbours(format: str) -> None:
     """The one look-up and one comparison agree with all comparisons, one float to either side of each threshold."""
-    thresholds = torch.tensor(FORMATS[format].cuda_thresholds)
+    thresholds = torch.tensor(FORMATS[format].thresholds)
     thresholds = torch.cat((thresholds, -thresholds))
     down, up = (thresholds.nextafter(torch.tensor(way)) for way in (-2.0, 2.0))
     cells = torch.arange(-32, 33) / 32
