@@ -204,23 +204,23 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert valid(m=1 << 16, n=1 << 16, k=1 << 13, ctas=1)
 
 
-# scales, log_block, span, vector, high_first
+# scales, log_block, span, vector, low_first
 KINDS = (
-    ("nested", 6, 64, True, True),
-    ("nested", 6, 64, False, True),
-    ("nested", 5, 32, True, True),
-    ("nested", 5, 32, False, True),
-    ("nested", 7, 64, False, True),
-    ("nested", 12, 64, False, True),
-    ("float32", 5, 32, False, True),
-    ("float32", 6, 64, True, True),
-    ("float32", 8, 64, True, False),
-    ("float32", 12, 64, False, True),
-    ("float16", 5, 32, True, False),
-    ("float16", 7, 64, False, False),
-    ("bfloat16", 6, 64, True, False),
-    ("bfloat16", 5, 32, False, False),
-    ("bfloat16", 7, 64, True, False),
+    (torch.uint8, 6, 64, True, False),
+    (torch.uint8, 6, 64, False, False),
+    (torch.uint8, 5, 32, True, False),
+    (torch.uint8, 5, 32, False, False),
+    (torch.uint8, 7, 64, False, False),
+    (torch.uint8, 12, 64, False, False),
+    (torch.float32, 5, 32, False, False),
+    (torch.float32, 6, 64, True, False),
+    (torch.float32, 8, 64, True, True),
+    (torch.float32, 12, 64, False, False),
+    (torch.float16, 5, 32, True, True),
+    (torch.float16, 7, 64, False, True),
+    (torch.bfloat16, 6, 64, True, True),
+    (torch.bfloat16, 5, 32, False, True),
+    (torch.bfloat16, 7, 64, True, True),
 )
 
 
@@ -331,8 +331,8 @@ def test_source_refuses_sizes_that_are_not_its_own() -> None:
 def test_kinds(format: str, k: int, options: dict[str, object], vector: bool) -> None:
     q, x = hb.quantize(torch.randn((3, k)).half(), format, **options), torch.zeros((2, k), dtype=BF16)
     size = q.block_size
-    scales = "nested" if q.nested else "float16" if format == "int4" else "float32"
-    right = Kind(BF16, scales, size.bit_length() - 1, min(size, 64), vector, format != "int4")
+    scales = torch.uint8 if q.nested else torch.float16 if format == "int4" else torch.float32
+    right = Kind(BF16, scales, size.bit_length() - 1, min(size, 64), vector, format == "int4")
     assert kind_of(x, q) == right
     assert kind_of(x.half(), q) == replace(right, dtype=F16)
     assert kind_of(x, replace(q, scale=moved(q.scale))) == replace(right, vector=False)
@@ -347,7 +347,7 @@ def moved(tensor: torch.Tensor) -> torch.Tensor:
 def test_kinds_of_integers_by_their_scales(dtype: torch.dtype) -> None:
     q = hb.quantize(torch.randn((3, 512)).to(dtype), "int4", group_size=64)
     kind = kind_of(torch.zeros((2, 512), dtype=BF16), q)
-    assert kind == Kind(BF16, str(dtype).removeprefix("torch."), 6, 64, True, False)
+    assert kind == Kind(BF16, dtype, 6, 64, True, True)
 
 
 @pytest.fixture

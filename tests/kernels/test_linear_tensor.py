@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.sm80 import launch as tensor
-from halfbyte.kernels.linear.sm80.launch import SCALES, grid, macros, source
+from halfbyte.kernels.linear.sm80.launch import grid, macros, source
 from halfbyte.kernels.linear.sm80.plan import MOST_WARPS, TensorPlan, is_valid, tensor_plan
 
 SHARED = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -144,7 +145,7 @@ def test_what_the_kernel_is_for() -> None:
         *(hb.quantize(weight.to(dtype), "int4", group_size=32) for dtype in (F16, BF16, torch.float32)),
     ):
         assert tensor.plan_for(x, yes, None, False) is not None
-        assert yes.scale.dtype in SCALES
+        assert yes.scale.dtype in TYPES
     shifted = torch.empty(q.packed.numel() + 1, dtype=torch.uint8)[1:]
     for no in (
         (x[:0], q, None, False),

@@ -13,32 +13,26 @@
 // The codebook lies in the lanes of the warp: looking a nibble up is one shuffle, of which the hardware reads no more
 // than the four bits.
 //
-// Macros: X and SCALE, the types of x, bias, y and of scales: 0 fp32, 1 fp16, 2 bf16, 3 nested (a byte). LOW_FIRST: the
-// first weight of a byte is in its low nibble (int4). WHOLE: K is a multiple of 16, packed aligned to 8 bytes, x to 16.
+// Macros: X_TYPE, SCALE_TYPE. LOW_FIRST: the first weight of a byte is in its low nibble. WHOLE: K is a multiple of 16, packed aligned to 8 bytes, x to 16.
 // ROWS, COLUMNS, WARPS.
 
-typedef unsigned u32;
-typedef unsigned long long u64;
-typedef unsigned char u8;
+#include "device/scale.cuh"
 
-struct Half { unsigned short bits; };
-struct Bfloat { unsigned short bits; };
+struct Half { u16 bits; };
+struct Bfloat { u16 bits; };
 
 template <int> struct Type;
-template <> struct Type<0> { typedef float Of; };
-template <> struct Type<1> { typedef Half Of; };
-template <> struct Type<2> { typedef Bfloat Of; };
-template <> struct Type<3> { typedef u8 Of; };
-typedef Type<X>::Of Number;
-typedef Type<SCALE>::Of Stored;
+template <> struct Type<TYPE_FP32> { typedef float Of; };
+template <> struct Type<TYPE_FP16> { typedef Half Of; };
+template <> struct Type<TYPE_BF16> { typedef Bfloat Of; };
+typedef Type<X_TYPE>::Of Number;
 
-constexpr bool NESTED = SCALE == 3;
 constexpr int EIGHT = 8, PIECE = 2 * EIGHT, STEP = 32 * PIECE, SUMS = ROWS * COLUMNS;
 static_assert(SUMS <= 32 && (SUMS & (SUMS - 1)) == 0, "in the end a sum lies in 32 / SUMS lanes");
 
 struct Arguments {
   const u8* packed;
-  const Stored* scale;
+  const StoredScale* scale;
   const float *code, *absmax, *offset, *codebook;
   const Number *x, *bias;  // bias may be null
   Number* y;
@@ -47,12 +41,8 @@ struct Arguments {
 };
 
 __device__ __forceinline__ float widen(float value) { return value; }
-__device__ __forceinline__ float widen(Bfloat value) { return __uint_as_float(u32(value.bits) << 16); }
-__device__ __forceinline__ float widen(Half value) {
-  float wide;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
-  return wide;
-}
+__device__ __forceinline__ float widen(Bfloat value) { return from_bf16(value.bits); }
+__device__ __forceinline__ float widen(Half value) { return from_fp16(value.bits); }
 
 __device__ __forceinline__ void store(float* to, float value) { *to = value; }
 __device__ __forceinline__ void store(Half* to, float value) {
@@ -86,21 +76,21 @@ template <typename Short> __device__ __forceinline__ void load(float (&to)[EIGHT
   const uint4 four = __ldg(reinterpret_cast<const uint4*>(from));
   const u32 words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-  for (int i = 0; i < EIGHT; i++) to[i] = widen(Short{(unsigned short)(words[i / 2] >> 16 * (i % 2))});
+  for (int i = 0; i < EIGHT; i++) to[i] = widen(Short{(u16)(words[i / 2] >> 16 * (i % 2))});
 }
 
 struct Scale {  // of a block, as it was loaded; decoding waits for the load
-  Stored stored;
+  StoredScale stored;
   float absmax;
 };
 __device__ __forceinline__ Scale fetch_scale(const Arguments& a, u64 block) {
   return {a.scale[block], NESTED ? __ldg(a.absmax + (block >> a.nested_log2)) : 0.0f};
 }
 __device__ __forceinline__ float decode(const Arguments& a, Scale scale, float offset) {
-#if SCALE == 3
+#if SCALE_TYPE == TYPE_NESTED
   return __fadd_rn(multiply(__ldg(a.code + scale.stored), scale.absmax), offset);
 #else
-  return widen(scale.stored);
+  return decode_stored(scale.stored);
 #endif
 }
 

@@ -17,12 +17,12 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
 from halfbyte.kernels.common.nvrtc import Variant, read_source
+from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import Product, run
 from halfbyte.kernels.linear.simt.plan import WARPS, ExactPlan, exact_plan
 
 MOST_TILES = 65535  # along a grid's y; with more, a warp makes several
-TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}  # as kernel.cu numbers them
 LAYOUT = ("6Q", "4Q", "2Q2I")  # its Arguments: x, bias, out and m change
 
 
@@ -85,7 +85,7 @@ def macros(dtype: torch.dtype, scale: torch.dtype, low_first: bool, plan: ExactP
     """What kernel.cu is compiled with, for dtypes of x and of q.scale. low_first: the first weight of a byte is in its
     low half, as int4 has it."""
     return {
-        "X": TYPES[dtype], "SCALE": TYPES[scale], "LOW_FIRST": int(low_first), "WHOLE": int(plan.whole),
+        "X_TYPE": TYPES[dtype], "SCALE_TYPE": TYPES[scale], "LOW_FIRST": int(low_first), "WHOLE": int(plan.whole),
         "ROWS": plan.rows, "COLUMNS": plan.columns, "WARPS": WARPS,
     }  # fmt: skip
 

@@ -21,16 +21,11 @@
 //
 // Needs K % SPAN == 0, block_size % SPAN == 0, packed aligned to 8 bytes and x to 16; any M and N.
 // Grid: x = tiles of x * splits, y = CTAs that stride over the tiles of W.
-// Macros: COLUMNS, ROW_WARPS, K_WARPS, AHEAD, RESIDENT, SPAN, STEP (16, or 8 on sm_75), SCALE, LOW_FIRST, FP16.
+// Macros: COLUMNS, ROW_WARPS, K_WARPS, AHEAD, RESIDENT, SPAN, MMA_K (16, or 8 on sm_75), X_TYPE, SCALE_TYPE,
+// LOW_FIRST.
 
-#define FLOAT32 0   // what SCALE may be
-#define FLOAT16 1
-#define BFLOAT16 2
-#define NESTED 3
-
-typedef unsigned u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "device/mma.cuh"
+#include "device/scale.cuh"
 
 constexpr int ROWS = 16 * ROW_WARPS;          // of W, a tile
 constexpr int THREADS = 32 * ROW_WARPS * K_WARPS;
@@ -39,17 +34,9 @@ constexpr int STEPS = SPAN / 16;              // MMAs a span
 constexpr int SUM_COLUMN = 20;                // floats: 16 rows, padded against bank conflicts
 constexpr int SUM_WARP = 8 * COLUMNS * SUM_COLUMN;
 
-#if SCALE == NESTED
-typedef unsigned char Scale;
-#elif SCALE == FLOAT32
-typedef float Scale;
-#else
-typedef u16 Scale;
-#endif
-
 struct Arguments {
-  const unsigned char* packed;
-  const Scale* scale;
+  const u8* packed;
+  const StoredScale* scale;
   const float *code, *absmax, *offset;  // with NESTED
   const u16 *x, *bias;                  // bias may be null
   u16* y;
@@ -60,12 +47,12 @@ struct Arguments {
 
 struct Span {  // of rows `group` and `group + 8`, as loaded
   u32 words[2][WORDS];
-  Scale scale[2];
+  StoredScale scale[2];
   float absmax[2];
 };
 
 // What is read once does not stay in L1, but brings its neighbours to L2: the warp's next spans.
-__device__ __forceinline__ void load(u32 (&words)[WORDS], const unsigned char* from) {
+__device__ __forceinline__ void load(u32 (&words)[WORDS], const u8* from) {
 #if SPAN == 64
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];"
                : "=r"(words[0]), "=r"(words[1]) : "l"(from));
@@ -73,41 +60,6 @@ __device__ __forceinline__ void load(u32 (&words)[WORDS], const unsigned char* f
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(words[0]) : "l"(from));
 #endif
 }
-__device__ __forceinline__ float widen_half(u16 bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-__device__ __forceinline__ float widen_bfloat(u16 bits) { return __uint_as_float(u32(bits) << 16); }
-__device__ __forceinline__ float widen(u16 bits) { return FP16 ? widen_half(bits) : widen_bfloat(bits); }
-__device__ __forceinline__ u16 narrow(float value) {
-  u16 bits;
-#if FP16
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#endif
-  return bits;
-}
-
-#if FP16
-#define TYPES ".f32.f16.f16.f32 "
-#else
-#define TYPES ".f32.bf16.bf16.f32 "
-#endif
-__device__ __forceinline__ void mma(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if STEP == 16
-  asm("mma.sync.aligned.m16n8k16.row.col" TYPES "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else  // the halves of k are operands of their own
-  asm("mma.sync.aligned.m16n8k8.row.col" TYPES "{%0,%1,%2,%3}, {%4,%5}, {%8}, {%0,%1,%2,%3};\n"
-      "mma.sync.aligned.m16n8k8.row.col" TYPES "{%0,%1,%2,%3}, {%6,%7}, {%9}, {%0,%1,%2,%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#endif
-}
-
 // The two numbers that byte `i` of `word` stands for; rows of the table are 128 bytes apart.
 __device__ __forceinline__ u32 look_up(const u32* table, u32 word, int i, u32 lane) {
   const u32 row = (i == 0 ? word << 7 : word >> (8 * i - 7)) & 0x7f80;
@@ -115,7 +67,7 @@ __device__ __forceinline__ u32 look_up(const u32* table, u32 word, int i, u32 la
 }
 
 __device__ __forceinline__ u16 finish(const Arguments& a, float sum, u32 n) {
-  return narrow(a.bias ? sum + widen(a.bias[n]) : sum);
+  return narrow(a.bias ? sum + unpack(a.bias[n]) : sum);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product(const __grid_constant__ Arguments a) {
@@ -137,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product(const __
       const u32 at = row[half] + span, block = at >> a.shift;
       load(to.words[half], a.packed + u64(at) * (SPAN / 2) + member * (SPAN / 8));
       to.scale[half] = __ldg(a.scale + block);
-#if SCALE == NESTED
+#if SCALE_TYPE == TYPE_NESTED
       to.absmax[half] = __ldg(a.absmax + (block >> 8));
 #endif
     }
@@ -158,20 +110,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product(const __
     const u16 high = narrow(__shfl_sync(~0u, entry, byte >> 4)), low = narrow(__shfl_sync(~0u, entry, byte & 15));
     table[byte * 32 + lane] = LOW_FIRST ? u32(high) << 16 | low : u32(low) << 16 | high;
   }
-#if SCALE == NESTED
+#if SCALE_TYPE == TYPE_NESTED
   __shared__ float code[256];
   for (u32 i = threadIdx.x; i < 256; i += THREADS) code[i] = a.code[i];
   const float offset = *a.offset;
 #endif
   auto decode = [&](const Span& span, int half) {
-#if SCALE == NESTED
-    return __fadd_rn(__fmul_rn(code[span.scale[half]], span.absmax[half]), offset) * a.unit;
-#elif SCALE == FLOAT32
-    return span.scale[half] * a.unit;
-#elif SCALE == FLOAT16
-    return widen_half(span.scale[half]) * a.unit;
+#if SCALE_TYPE == TYPE_NESTED
+    return decode_nested(code[span.scale[half]], span.absmax[half], offset) * a.unit;
 #else
-    return widen_bfloat(span.scale[half]) * a.unit;
+    return decode_stored(span.scale[half]) * a.unit;
 #endif
   };
 
@@ -202,8 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product(const __
 #pragma unroll
           for (int i = 0; i < WORDS; i++) {
             const uint4 b = __ldg(from + i);
-            mma(sum, w[2 * i], b.x, b.y);
-            mma(sum, w[2 * i + 1], b.z, b.w);
+            mma(sum, w[2 * i][0], w[2 * i][1], w[2 * i][2], w[2 * i][3], b.x, b.y);
+            mma(sum, w[2 * i + 1][0], w[2 * i + 1][1], w[2 * i + 1][2], w[2 * i + 1][3], b.z, b.w);
           }
           total[c][0] += sum[0] * upper;
           total[c][1] += sum[1] * upper;

@@ -14,11 +14,11 @@ from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
 from halfbyte.kernels.common.nvrtc import Variant, read_source
 from halfbyte.kernels.linear.codebook import unit_and_codebook
+from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import Product, run
 from halfbyte.kernels.linear.sm80.plan import DTYPES, TensorPlan, tensor_plan
 
-SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}  # SCALE in kernel.cu, by scale's dtype
 AHEAD = 4  # spans of W on their way to a warp
 # Rows of x that a plan is for where the sums of a row must not depend on how many there are.
 INVARIANT_ROWS = 16
@@ -95,8 +95,8 @@ def macros(format: str, scale_dtype: torch.dtype, dtype: torch.dtype, plan: Tens
     """What kernel.cu is compiled with."""
     return {
         "COLUMNS": plan.columns, "ROW_WARPS": plan.row_warps, "K_WARPS": plan.k_warps, "AHEAD": AHEAD,
-        "RESIDENT": plan.resident, "SPAN": plan.span, "STEP": plan.step, "SCALE": SCALES[scale_dtype],
-        "LOW_FIRST": int(FORMATS[format].low_first), "FP16": int(dtype == torch.float16),
+        "RESIDENT": plan.resident, "SPAN": plan.span, "MMA_K": plan.step, "X_TYPE": TYPES[dtype],
+        "SCALE_TYPE": TYPES[scale_dtype], "LOW_FIRST": int(FORMATS[format].low_first),
     }  # fmt: skip
 
 

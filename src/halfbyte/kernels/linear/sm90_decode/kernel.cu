@@ -35,8 +35,7 @@
 // With BATCHES, CTAs side by side take 8 * COLUMNS rows of x each, and there is a row for each of them.
 // With REGISTERS, which needs sm_90a and a multiple of four warps, that many are a multiplying thread's: the others have 32.
 // Macros: COLUMNS, WARPS, SLICE, STEPS, STAGES, FIRST, SUMS, CLUSTER, BATCHES, REDUCERS, RESIDENT, REGISTERS, CHUNK,
-// SCALE_CHUNK, WHOLE, OFFSET, PADDED, PARTS, NESTED, SCALE_BYTES, SCALE_FP16, SHARED_BY, TOGETHER, LOW_FIRST, FP16, BIAS and
-// SHARED_BYTES.
+// SCALE_CHUNK, WHOLE, OFFSET, PADDED, PARTS, X_TYPE, SCALE_TYPE, SHARED_BY, TOGETHER, LOW_FIRST, BIAS, SHARED_BYTES and MMA_K.
 
 #include "scales.cuh"
 
@@ -79,7 +78,7 @@ __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_b
   for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
     const Weight& w = a.weight[tile.part];
-#if NESTED
+#if SCALE_TYPE == TYPE_NESTED
     const float* absmax = absmax_of(a, tile, first_block, lane);
 #endif
 #pragma unroll
@@ -93,9 +92,9 @@ __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_b
       }
       wait(shared + EMPTY + 8 * ring.at, ring.parity);
 #if OFFSET || WHOLE
-      const u32 scale_bytes = (min(BLOCKS, row_blocks - first_block) + SHARED_BY - 1) / SHARED_BY * SCALE_BYTES;
+      const u32 scale_bytes = (min(BLOCKS, row_blocks - first_block) + SHARED_BY - 1) / SHARED_BY * SCALE_SIZE;
       const u32 rows = min(ROWS, a.n[tile.part] - tile.row);
-      const u64 scale = (u64(tile.row + (OFFSET ? lane : 0)) * row_blocks + first_block) / SHARED_BY * SCALE_BYTES;
+      const u64 scale = (u64(tile.row + (OFFSET ? lane : 0)) * row_blocks + first_block) / SHARED_BY * SCALE_SIZE;
       const u64 from = OFFSET ? scale & ~15ull : scale;
       const u32 some = OFFSET ? u32((scale + scale_bytes + 15 & ~15ull) - from) : rows * scale_bytes;
       const u32 all = OFFSET ? __reduce_add_sync(~0u, lane < rows ? some : 0) : some;
@@ -107,11 +106,11 @@ __device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_b
       if (lane == 0 && step == 0)
 #pragma unroll
         for (int i = 0; i < SCALE_COPIES; i++)
-          copy_scales(to + i * ROWS * SCALE_CHUNK, w, tile.row, first_block / SHARED_BY * SCALE_BYTES + i * SCALE_CHUNK,
+          copy_scales(to + i * ROWS * SCALE_CHUNK, w, tile.row, first_block / SHARED_BY * SCALE_SIZE + i * SCALE_CHUNK,
                       full);
 #endif
       if (lane == 0) copy_weights(shared + TILES + ring.at * STAGE, w, tile.row, chunk_of(first_block, step), full);
-#if NESTED
+#if SCALE_TYPE == TYPE_NESTED
       if (step == 0) copy_absmax(shared + ABSMAX + scales.at * 128 + lane * 4, absmax);
       arrive_after_copies(full);
 #endif
@@ -173,7 +172,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
         const u32 a1 = step % 2 ? look_up<2>(under, column) : look_up<0>(under, column);
         const u32 a3 = step % 2 ? look_up<3>(under, column) : look_up<1>(under, column);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) mma(sum[c], a0, a1, a2, a3, x[c][b][step]);
+        for (int c = 0; c < COLUMNS; c++) mma(sum[c], a0, a1, a2, a3, x[c][b][step].x, x[c][b][step].y);
       }
       if (b == 0) scaled.decode(a, shared, tile, first_block, STEPS == 1 ? ring.at : scales.at, offset, lane);
       if (b % TOGETHER == TOGETHER - 1) {

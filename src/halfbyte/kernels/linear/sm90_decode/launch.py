@@ -19,6 +19,7 @@ from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
 from halfbyte.kernels.common.nvrtc import Variant, read_source
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.linear.codebook import unit_and_codebook
+from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import GroupProduct, Product, run
 from halfbyte.kernels.linear.sm90_decode.plan import (
@@ -181,9 +182,8 @@ def macros(dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan
         "COLUMNS": plan.columns, "WARPS": plan.warps, "SLICE": plan.slice, "STAGES": plan.stages,
         "STEPS": plan.steps, "SUMS": plan.sums, "CLUSTER": plan.cluster, "WHOLE": int(plan.whole),
         "OFFSET": int(plan.offset), "PADDED": int(plan.blocks * plan.cluster * BLOCK != k),
-        "PARTS": plan.parts, "NESTED": int(scales.nested),
-        "SCALE_BYTES": scales.dtype.itemsize, "SCALE_FP16": int(scales.dtype == torch.float16),
-        "SHARED_BY": scales.blocks, "LOW_FIRST": int(low_first), "FP16": int(dtype == torch.float16),
+        "PARTS": plan.parts, "X_TYPE": TYPES[dtype], "SCALE_TYPE": TYPES[scales.dtype],
+        "SHARED_BY": scales.blocks, "LOW_FIRST": int(low_first), "MMA_K": 16,
         "BIAS": int(bias), "CHUNK": weight_chunk(k), "SCALE_CHUNK": scale_chunk(plan, scales), "FIRST": plan.first,
         "TOGETHER": plan.together, "REGISTERS": plan.registers, "RESIDENT": plan.resident,
         "REDUCERS": plan.reducers, "BATCHES": plan.batches,

@@ -3,23 +3,20 @@
 
 #include "work.cuh"
 
-// A scale as it lies in memory, and the number that it is where it is one.
+// A scale as it lies in memory.
 __device__ __forceinline__ u32 load_bits(u32 address) {
   u32 value;
-#if SCALE_BYTES == 1
+#if SCALE_TYPE == TYPE_NESTED
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
-#elif SCALE_BYTES == 2
+#elif SCALE_TYPE != TYPE_FP32
   asm volatile("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(address));
 #else
   value = load_number(address);
 #endif
   return value;
 }
-__device__ __forceinline__ float number_of(u32 bits) {
-  return SCALE_BYTES == 4 ? __uint_as_float(bits) : SCALE_FP16 ? from_fp16(bits) : from_bf16(bits);
-}
 
-#if NESTED
+#if SCALE_TYPE == TYPE_NESTED
 // Scales of scales of a tile: of each row's part there are two at most, and a lane has one of them. They come from L2, which
 // takes long; a thread that multiplies would have to ask for them a tile ahead, and has no registers for that.
 __device__ __forceinline__ const float* absmax_of(const Arguments& a, const Tile& tile, u32 first_block, u32 lane) {
@@ -41,7 +38,7 @@ struct Scaled {
   u32 row, block, from, to;  // block: the first, counted as by `place`. from, to: its places in shared memory
 
   __device__ __forceinline__ Scaled(u32 shared, u32 warp, u32 lane) : row(lane / 2), block(place(warp, lane % 2 * (SLICE / 2))) {
-    const u32 byte = block / SHARED_BY * SCALE_BYTES;
+    const u32 byte = block / SHARED_BY * SCALE_SIZE;
 #if WHOLE || OFFSET
     from = byte;
 #else
@@ -58,14 +55,14 @@ struct Scaled {
     u32 at = from;
     if (FEW_REGISTERS) asm volatile("" : "+r"(at));  // so that what follows from it is worked out for every tile
     at += slot * SCALE_STAGE;
-    if (WHOLE) at += row * (row_blocks / SHARED_BY * SCALE_BYTES);
-    if (OFFSET) at += row * SCALE_ROW + (begin * SCALE_BYTES & 15);
+    if (WHOLE) at += row * (row_blocks / SHARED_BY * SCALE_SIZE);
+    if (OFFSET) at += row * SCALE_ROW + (begin * SCALE_SIZE & 15);
     const u32 four = OWN_BYTES == 4 ? load_number(at) : 0;
     u32 bits[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
-      const u32 before = e * TOGETHER / SHARED_BY * SCALE_BYTES;
-      bits[e] = OWN_BYTES == 4 ? four >> 8 * before & ~0u >> 32 - 8 * SCALE_BYTES : load_bits(at + before);
+      const u32 before = e * TOGETHER / SHARED_BY * SCALE_SIZE;
+      bits[e] = OWN_BYTES == 4 ? four >> 8 * before & ~0u >> 32 - 8 * SCALE_SIZE : load_bits(at + before);
     }
     float value[EACH], absmax[EACH];
 #pragma unroll
@@ -76,10 +73,10 @@ struct Scaled {
       }
 #pragma unroll
     for (int e = 0; e < EACH; e++)
-      value[e] = NESTED ? load_float(shared + CODE + 1024 * tile.part + 4 * bits[e]) : number_of(bits[e]);
+      value[e] = NESTED ? load_float(shared + CODE + 1024 * tile.part + 4 * bits[e]) : decode_flat(bits[e]);
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
-      if (NESTED) value[e] = __fadd_rn(__fmul_rn(value[e], absmax[ONE_ABSMAX ? 0 : e]), offset);
+      if (NESTED) value[e] = decode_nested(value[e], absmax[ONE_ABSMAX ? 0 : e], offset);
       if (PADDED && first_block + block + e * TOGETHER >= row_blocks) value[e] = 0;  // what lies beyond K is nothing
     }
     __syncwarp();

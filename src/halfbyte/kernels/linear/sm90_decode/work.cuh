@@ -1,7 +1,10 @@
 // What is to be done by kernel.cu, and where: sizes, the layout of shared memory, arguments, tiles and their places.
 // Macros and needs are those of kernel.cu.
 
-#include "device/ptx.cuh"
+#include "device/decode.cuh"
+#include "device/mma.cuh"
+#include "device/pipeline.cuh"
+#include "device/scale.cuh"
 
 constexpr int ROWS = 16, BLOCK_BYTES = 32;
 constexpr int THREADS = (WARPS + (REGISTERS ? 4 : 1 + REDUCERS)) * 32;  // registers are handed over by four warps each
@@ -10,11 +13,11 @@ static_assert(COLUMNS % REDUCERS == 0 && REDUCERS <= 2, "each adds up as many co
 constexpr int BLOCKS = WARPS * SLICE;                 // of K, a CTA
 constexpr int STEP_SLICE = SLICE / STEPS, STEP_BLOCKS = WARPS * STEP_SLICE;
 constexpr int EACH = SLICE / 2 / TOGETHER;            // scales that a lane decodes, each of TOGETHER blocks
-constexpr int OWN_BYTES = EACH * TOGETHER / SHARED_BY * SCALE_BYTES;  // that they come from
+constexpr int OWN_BYTES = EACH * TOGETHER / SHARED_BY * SCALE_SIZE;  // that they come from
 constexpr bool ONE_ABSMAX = CHUNK == 128;             // K is a multiple of 256: four blocks have the same
 constexpr bool FEW_REGISTERS = 0 < REGISTERS && REGISTERS < 128;
 constexpr u32 STAGE = ROWS * STEP_BLOCKS * BLOCK_BYTES;
-constexpr u32 SCALES_OF_ROW = (BLOCKS + SHARED_BY - 1) / SHARED_BY * SCALE_BYTES;  // of all steps
+constexpr u32 SCALES_OF_ROW = (BLOCKS + SHARED_BY - 1) / SHARED_BY * SCALE_SIZE;  // of all steps
 constexpr u32 SCALE_ROW = WHOLE ? SCALES_OF_ROW : OFFSET ? (SCALES_OF_ROW + 15) / 16 * 16 + 32 : SCALE_CHUNK;
 constexpr int SCALE_COPIES = WHOLE || OFFSET ? 1 : (SCALES_OF_ROW + SCALE_CHUNK - 1) / SCALE_CHUNK;
 constexpr u32 SCALE_STAGE = SCALE_COPIES * ROWS * SCALE_ROW;
@@ -52,44 +55,9 @@ template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 row_after(u32 at) {
   return (at ^ (CHUNK_BYTES == 128 ? 16 : 0)) + CHUNK_BYTES;
 }
 
-__device__ __forceinline__ u32 load_number(u32 address) {
-  u32 value;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
-  return value;
-}
-__device__ __forceinline__ float load_float(u32 address) {
-  float value;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
-  return value;
-}
-__device__ __forceinline__ void store_pair(u32 address, float first, float second) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
-}
-__device__ __forceinline__ void store_float(u32 address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
-__device__ __forceinline__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {
-#if FP16
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-               : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
-}
-
-struct Ring {  // a position in a ring of `size` buffers, and the parity of its barriers there
-  u32 at = 0, parity;
-  __device__ explicit Ring(u32 parity) : parity(parity) {}
-  __device__ void next(u32 size) {
-    if (++at == size) { at = 0; parity ^= 1; }
-  }
-};
-
 struct Weight {
   alignas(64) unsigned char map[128], scale_map[128];  // tensor maps of packed, and of scale but with WHOLE and OFFSET
-  const unsigned char* scale;  // u8 with NESTED, else of SCALE_BYTES, fp16 or bf16 where these are two
+  const unsigned char* scale;  // u8 with NESTED, else of SCALE_SIZE, fp16 or bf16 where these are two
   const float *code, *absmax, *offset;
 };
 struct Result {

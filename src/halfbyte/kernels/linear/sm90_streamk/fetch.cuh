@@ -4,8 +4,8 @@
 
 // A thread carries the scales of its rows of W through registers, ahead of their use: it must not wait for memory.
 // With VECTOR it loads 16 bytes a row, good for LOADED units; else one scale at a time.
-constexpr int SIZE = SCALES == 0 ? 1 : SCALES == 1 ? 4 : 2, SHARE = (ROWS + 127) / 128;
-constexpr int UNIT_BYTES = VECTOR ? (DEPTH >> LOG_BLOCK) * SIZE : SPANS * SIZE, LOADED = VECTOR ? 16 / UNIT_BYTES : 1;
+constexpr int SHARE = (ROWS + 127) / 128;
+constexpr int UNIT_BYTES = VECTOR ? (DEPTH >> LOG_BLOCK) * SCALE_SIZE : SPANS * SCALE_SIZE, LOADED = VECTOR ? 16 / UNIT_BYTES : 1;
 static_assert(!VECTOR || UNIT_BYTES == 4 || UNIT_BYTES == 8 || UNIT_BYTES == 16, "units begin at words");
 
 struct RawScales {  // as they lie in memory
@@ -14,7 +14,7 @@ struct RawScales {  // as they lie in memory
   float absmax;
 #else
   u32 bits[SPANS];
-  float absmax[SCALES == 0 ? SPANS : 1];
+  float absmax[NESTED ? SPANS : 1];
 #endif
 };
 
@@ -30,13 +30,7 @@ __device__ __forceinline__ uint4 load_16_bytes(const void* from) {
   return value;
 }
 __device__ __forceinline__ u32 load_bits(const Arguments& a, u64 block) {
-#if SCALES == 0
-  return __ldg(static_cast<const unsigned char*>(a.scale) + block);
-#elif SCALES == 1
-  return __ldg(static_cast<const u32*>(a.scale) + block);
-#else
-  return __ldg(static_cast<const unsigned short*>(a.scale) + block);
-#endif
+  return __ldg(static_cast<const ScaleBits*>(a.scale) + block);
 }
 
 // The first of the scales that lie beside each other from `k` on, of a row that exists, for what VECTOR loads at once.
@@ -49,15 +43,15 @@ __device__ __forceinline__ RawScales load_scales(const Arguments& a, u32 row, u3
   RawScales raw;
 #if VECTOR
   const u64 block = first_block(a, row, k);
-  raw.bytes = load_16_bytes(static_cast<const unsigned char*>(a.scale) + block * SIZE);
-  raw.absmax = SCALES == 0 ? load_float(a.absmax + (block >> 8)) : 0.0f;
+  raw.bytes = load_16_bytes(static_cast<const unsigned char*>(a.scale) + block * SCALE_SIZE);
+  raw.absmax = NESTED ? load_float(a.absmax + (block >> 8)) : 0.0f;
 #else
 #pragma unroll
   for (int s = 0; s < SPANS; s++) {
     const bool exists = row < a.n && k + s * SPAN < a.k;
     const u64 block = exists ? (u64(row) * a.k + k + s * SPAN) >> LOG_BLOCK : 0;
     raw.bits[s] = exists ? load_bits(a, block) : 0;
-    if (SCALES == 0) raw.absmax[s] = exists ? __ldg(a.absmax + (block >> 8)) : 0.0f;
+    if (NESTED) raw.absmax[s] = exists ? __ldg(a.absmax + (block >> 8)) : 0.0f;
   }
 #endif
   return raw;
@@ -76,19 +70,17 @@ __device__ __forceinline__ void store_scales(const RawScales& raw, float offset,
 #pragma unroll
   for (int s = 0; s < SCALED; s++) {
 #if VECTOR
-    const int at = (s * TOGETHER * SPAN >> LOG_BLOCK) * SIZE;
+    const int at = (s * TOGETHER * SPAN >> LOG_BLOCK) * SCALE_SIZE;
     const u32 bits = words[at / 4] >> at % 4 * 8;
     const float absmax = raw.absmax;
 #else
     const u32 bits = raw.bits[s];
-    const float absmax = raw.absmax[SCALES == 0 ? s : 0];
+    const float absmax = raw.absmax[NESTED ? s : 0];
 #endif
-#if SCALES == 0
-    const float value = __fadd_rn(__fmul_rn(load_code(__byte_perm(bits, column, 0x7604)), absmax), offset);
-#elif SCALES == 1
-    const float value = __uint_as_float(bits);
+#if SCALE_TYPE == TYPE_NESTED
+    const float value = decode_nested(load_code(__byte_perm(bits, column, 0x7604)), absmax, offset);
 #else
-    const float value = SCALES == 2 ? from_fp16(bits & 0xffff) : from_bf16(bits & 0xffff);
+    const float value = decode_flat(bits);
 #endif
     store_word(to + s * ROWS * 4, __float_as_uint(value));
   }
@@ -99,7 +91,7 @@ __device__ __forceinline__ void store_scales(const RawScales& raw, float offset,
 __device__ __forceinline__ void prefetch_scales(const Arguments& a, u32 cta, u32 thread) {
   const Place place(a, first_unit(a, cta));
   for (u32 row = place.row_tile * ROWS + thread; row < (place.row_tile + 1) * ROWS; row += 128) {
-    const void* from = static_cast<const unsigned char*>(a.scale) + first_block(a, row, place.depth * DEPTH) * SIZE;
+    const void* from = static_cast<const unsigned char*>(a.scale) + first_block(a, row, place.depth * DEPTH) * SCALE_SIZE;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
   }
 }
@@ -130,7 +122,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   RawScales now[SHARE], then[SHARE];  // of this unit, and of the next ones
 #pragma unroll
   for (int i = 0; i < SHARE; i++) now[i] = load_scales(a, place.row_tile * ROWS + thread + 128 * i, place.depth * DEPTH);
-#if SCALES == 0
+#if SCALE_TYPE == TYPE_NESTED
   const float code[2] = {load_float(a.code + thread), load_float(a.code + thread + 128)}, offset = load_float(a.offset);
 #else
   const float offset = 0;
@@ -150,7 +142,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #pragma unroll
     for (int j = 0; j < SHARE; j++) next_unit(now[j]);
 #endif
-#if SCALES == 0
+#if SCALE_TYPE == TYPE_NESTED
   for (u32 half = 0; half < 2; half++)  // a warp's own values, a copy for every lane
 #pragma unroll
     for (u32 i = thread % 32 / 8; i < 32; i += 4) {
@@ -167,7 +159,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   };
   Ring ring(1);
   bool has_next = false;
-  for (u32 unit = first; unit < last; unit++, ring.next()) {
+  for (u32 unit = first; unit < last; unit++, ring.next(STAGES)) {
     const u32 full = shared() + FULL + 8 * ring.at, to = shared() + TILES + ring.at * STAGE_BYTES;
     // Which scales come next: of the next units along K, or of the next tile.
     const u32 ahead = min(LOADED - place.depth % LOADED, a.depth_units - place.depth);

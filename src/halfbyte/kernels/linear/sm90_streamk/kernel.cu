@@ -22,7 +22,7 @@
 // Needs sm_90a, units times CTAs below 2^32, K % 64 == 0
 // (spans of 64) or K % 32 == 0 (spans of 32), packed aligned to 16 bytes.
 // Macros: WIDTH, GROUPS, STAGES, HELD, CLUSTER, DIRECT (the most parts of a tile that its first CTA adds up one by one),
-// SPAN, SCALES (0 nested bytes, 1 fp32, 2 fp16, 3 bf16), LOG_BLOCK, VECTOR, HIGH_FIRST, FP16, SHARED_BYTES,
+// SPAN, X_TYPE, SCALE_TYPE, LOG_BLOCK, VECTOR, LOW_FIRST, SHARED_BYTES,
 // FETCH_REGISTERS, MULTIPLY_REGISTERS.
 
 #include "fetch.cuh"
@@ -58,7 +58,7 @@
 #define INPUTS "{%32,%33,%34,%35}, %36, p, 1, 1, 0;"
 #define CONDITION "%37"
 #endif
-#if FP16
+#if X_TYPE == TYPE_FP16
 #define TYPES ".f32.f16.f16 "
 #else
 #define TYPES ".f32.bf16.bf16 "
@@ -95,7 +95,7 @@ __device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 room, const Mine
     const uint2 w = load_pair(at);
     const u32 words[2] = {w.x, w.y};
 #else
-    const u32 words[1] = {load_one(at)};
+    const u32 words[1] = {load_number(at)};
 #endif
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
@@ -234,7 +234,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
     const u32 x = HELD ? held : lower_half(room + W_BYTES);
     held += X_BYTES / 16;
     const u32 empty = shared() + EMPTY + 8 * ring.at;
-    ring.next();
+    ring.next(STAGES);
     auto turn = [&](const u32 (&now)[4 * STEPS], u32 (&next)[4 * STEPS], int span) __attribute__((always_inline)) {
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -323,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     fetch(a, reinterpret_cast<u64>(a.map), first, last, threadIdx.x - 128 * GROUPS);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLY_REGISTERS));
-    make_table<WARPS>(shared(), a.codebook, !HIGH_FIRST, warp, lane);
+    make_table<WARPS>(shared(), a.codebook, LOW_FIRST, warp, lane);
     all_are_here();
 #if HELD
     wait_for_the_one_ahead();

@@ -17,6 +17,7 @@ from halfbyte.kernels.common.nvrtc import Variant, read_source
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.linear import rooms
 from halfbyte.kernels.linear.codebook import unit_and_codebook
+from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import GroupProduct, Product, run
 from halfbyte.kernels.linear.sm90_streamk.plan import DEPTH, REGISTERS, HopperPlan, Kind, find_kind, hopper_plan
@@ -162,8 +163,8 @@ def macros(kind: Kind, plan: HopperPlan) -> dict[str, int]:
     fetching, multiplying = REGISTERS[plan.groups]
     return {
         "WIDTH": plan.width, "GROUPS": plan.groups, "STAGES": plan.stages, "SPAN": kind.span,
-        "SCALES": ("nested", "float32", "float16", "bfloat16").index(kind.scales), "LOG_BLOCK": kind.log_block,
-        "VECTOR": int(kind.vector), "HIGH_FIRST": int(kind.high_first), "FP16": int(kind.dtype == torch.float16),
+        "X_TYPE": TYPES[kind.dtype], "SCALE_TYPE": TYPES[kind.scales], "LOG_BLOCK": kind.log_block,
+        "VECTOR": int(kind.vector), "LOW_FIRST": int(kind.low_first),
         "HELD": plan.held, "CLUSTER": plan.cluster, "DIRECT": plan.direct, "SHARED_BYTES": plan.shared_bytes(kind.span),
         "FETCH_REGISTERS": fetching, "MULTIPLY_REGISTERS": multiplying,
     }  # fmt: skip

@@ -58,15 +58,15 @@ class HopperPlan:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a weight and x are, as far as kernel.cu is compiled for it. scales: "nested" or a dtype. vector: the scales
-    of a row can be loaded 16 bytes at a time."""
+    """What a weight and x are, as far as kernel.cu is compiled for it. scales: their dtype, uint8 where they are
+    nested. vector: the scales of a row can be loaded 16 bytes at a time."""
 
     dtype: torch.dtype
-    scales: str
+    scales: torch.dtype
     log_block: int
     span: int
     vector: bool
-    high_first: bool
+    low_first: bool
 
 
 def find_kind(operands: Operands) -> Kind | None:
@@ -84,8 +84,8 @@ def find_kind(operands: Operands) -> Kind | None:
         and o.k // o.block_size * size % 16 == 0
         and o.align_scale == 16
     )
-    scales = "nested" if o.nested else str(o.scale).removeprefix("torch.")
-    return Kind(o.dtype, scales, o.block_size.bit_length() - 1, span, vector, not o.low_first)
+    scales = torch.uint8 if o.nested else o.scale
+    return Kind(o.dtype, scales, o.block_size.bit_length() - 1, span, vector, o.low_first)
 
 
 def is_valid(plan: HopperPlan, m: int, n: int, k: int, span: int, facts: DeviceFacts) -> bool:

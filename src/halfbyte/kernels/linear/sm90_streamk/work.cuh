@@ -1,7 +1,10 @@
 // What is to be done by kernel.cu, and where: sizes, the layout of shared memory, arguments, and units of work.
 // Macros and needs are those of kernel.cu.
 
-#include "device/ptx.cuh"
+#include "device/decode.cuh"
+#include "device/pipeline.cuh"
+#include "device/scale.cuh"
+#include "device/split_k.cuh"
 
 constexpr int WARPS = 4 * GROUPS, ROWS = 64 * GROUPS, DEPTH = 256, SPANS = DEPTH / SPAN, STEPS = SPAN / 16;
 // Spans that are summed up before they are scaled. With VECTOR no row begins within a block of weights that share a scale.
@@ -32,40 +35,12 @@ struct Arguments {
   float unit, codebook[16];
 };
 
-constexpr u32 MISSING = ~0u;  // a NaN that no sum is: those of the hardware are 0x7fffffff
-__device__ __forceinline__ float4 load_sums(const float4* from) {
-  float4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_sums(float4* to, float4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-__device__ __forceinline__ bool is_missing(float4 v) {
-  return __float_as_uint(v.x) == MISSING || __float_as_uint(v.y) == MISSING || __float_as_uint(v.z) == MISSING ||
-         __float_as_uint(v.w) == MISSING;
-}
-
 // The value of a scale byte, which each lane has in the upper half of a row of the table.
 __device__ __forceinline__ float load_code(u32 address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1 + %2];" : "=f"(value) : "r"(address), "n"(BASE + 128));
   return value;
 }
-__device__ __forceinline__ u32 load_one(u32 address) {
-  u32 value;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
-  return value;
-}
-
-struct Ring {  // a position in a ring of STAGES buffers, and the parity of its barriers there
-  u32 at = 0, parity;
-  __device__ explicit Ring(u32 parity) : parity(parity) {}
-  __device__ void next() {
-    if (++at == STAGES) { at = 0; parity ^= 1; }
-  }
-};
-
 struct Place {  // a unit of work: which tile, and which part of K
   u32 row_tile, column_tile, depth;
   __device__ Place(const Arguments& a, u32 unit) {
@@ -94,7 +69,7 @@ __device__ __forceinline__ u32 first_unit(const Arguments& a, u32 cta) { return 
 // The meetings of all its warps: the barriers and the table are ready; and x is held, for which those that fetch wait only
 // if they have nothing else to wait for (scales that come without codes): x would queue behind more of W. They wait before
 // the third unit; before the second where there is much of x, and scales that come one by one or W that is read twice.
-constexpr bool FETCHERS_WAIT = SCALES != 0;
+constexpr bool FETCHERS_WAIT = !NESTED;
 __device__ __forceinline__ u32 units_ahead_of_x(const Arguments& a) { return WIDTH < 32 || (VECTOR && a.column_tiles == 1) ? 2 : 1; }
 __device__ __forceinline__ void all_are_here() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
 __device__ __forceinline__ void x_is_held() { asm volatile("bar.sync 3, %0;" ::"n"(FETCHERS_WAIT ? THREADS : 32 * WARPS) : "memory"); }

@@ -1,0 +1,33 @@
+// A pipeline of buffers in shared memory: full and empty barriers, the copies that end at them, and a position in the ring.
+// A producer waits for `empty`, a consumer for `full`. Needs sm_90.
+
+#include "ptx.cuh"
+
+__device__ __forceinline__ void init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+struct Ring {  // a position in a ring of `size` buffers, and the parity of its barriers there
+  u32 at = 0, parity;
+  __device__ explicit Ring(u32 parity) : parity(parity) {}
+  __device__ void next(u32 size) {
+    if (++at == size) { at = 0; parity ^= 1; }
+  }
+};
