@@ -25,7 +25,7 @@ from halfbyte.kernels.linear import cuda, reach
 from halfbyte.kernels.linear.operands import Operands, operands_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
-from halfbyte.models import own, siblings
+from halfbyte.models import own, projections
 from halfbyte.nn import Linear4bit
 
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
@@ -114,7 +114,7 @@ Layers = dict[str, tuple[int, int, dict[str, Any]]]  # by their paths: N, K and 
 
 
 def linked(layers: Layers, path: Path) -> list[list[Linear4bit]]:
-    """Saves a model of these layers, and gives the siblings that are found in it when it is accelerated."""
+    """Saves a model of these layers, and gives the groups that are found in it when it is accelerated."""
     model, found = torch.nn.Module(), []
     for name, (n, k, options) in layers.items():
         *parents, last = name.split(".")
@@ -127,9 +127,9 @@ def linked(layers: Layers, path: Path) -> list[list[Linear4bit]]:
     save_file(model.state_dict(), path)
     for name in layers:
         own.apply(model.get_submodule(name))
-    siblings.link(model, (own,))
+    projections.link(model, (own,))
     for name in layers:
-        group: Any = siblings.of(model.get_submodule(name))
+        group: Any = projections.of(model.get_submodule(name))
         if group and group not in found:
             found.append(group)
     return found
@@ -151,7 +151,7 @@ def asked(group: list[Linear4bit], rows: int, monkeypatch: pytest.MonkeyPatch) -
     return found
 
 
-def test_siblings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_projections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer: Layers = {
         "self_attn.q_proj": (64, 1024, {}),
         "self_attn.k_proj": (32, 1024, {"bias": True}),
@@ -186,7 +186,7 @@ def test_siblings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(warm.variants(foretold, [m], facts)) == wanted | set(warm.variants(alone, [m], facts))
 
 
-def test_no_siblings(tmp_path: Path) -> None:
+def test_no_fused_projections(tmp_path: Path) -> None:
     layers: Layers = {
         "a.q_proj": (64, 1024, {}),  # alone
         "a.up_proj": (64, 1024, {}),  # of another list than its neighbour
@@ -206,7 +206,7 @@ def test_no_siblings(tmp_path: Path) -> None:
     assert {len(group) for group in warm.of_shapes([(64, 1024), (32, 1024)], [BF16], NF4, bias=True)} == {1}
 
 
-def test_siblings_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_projections_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     (group,) = linked({"mlp.gate_proj": (64, 1024, {}), "mlp.up_proj": (32, 1024, {})}, path)
     run(0, path, "--rows", "1", "--target", "sm_80")

@@ -1,7 +1,7 @@
 """Compile ahead what `linear` will ask for, so that no first call has to wait for a compiler.
 
 Which variants of the kernels that takes follows from the choices which `linear` itself makes (kernels/linear/cuda.py),
-and for layers that `accelerate` computes in one launch from those of models/siblings.py.
+and for layers that `accelerate` computes in one launch from those of models/projections.py.
 No GPU is needed, and of checkpoints only headers and the few bytes that say how a weight was quantized are read.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,9 +26,9 @@ from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear.cuda import choose, choose_group
 from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Operands, operands_of
 from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
-from halfbyte.models.siblings import NAMES
+from halfbyte.models.projections import groups_of
 
-# The products of one launch: one, or those of siblings.
+# The products of one launch: one, or those of fused projections.
 Group = tuple[Operands, ...]
 
 
@@ -55,7 +55,7 @@ def of_shapes(
 ) -> set[Group]:
     """Products of x of these dtypes with weights [N, K] to be quantized, and with `bias` also those with a bias.
 
-    Without names nobody knows which are siblings: each is alone. Raises ValueError for a K that groups do not divide.
+    Without names nobody knows which are fused: each is alone. Raises ValueError for a K that groups do not divide.
     """
     found: set[Group] = set()
     for n, k in shapes:
@@ -68,7 +68,7 @@ def of_shapes(
 
 def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings) -> set[Group]:
     """Products of x of these dtypes with the 4-bit weights of a checkpoint; where it has none, with those that
-    `halfbyte quantize` would convert. Each alone, and siblings together.
+    `halfbyte quantize` would convert. Each alone, and fused projections together.
 
     Raises ValueError where there are none of either kind.
     """
@@ -96,22 +96,18 @@ def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings)
         weights[name] = _to_be_quantized(n, k, x.dtype, DTYPES[entry.dtype], settings, has_bias(name))
     if not weights:
         raise ValueError(f"{path} has no weight of a linear layer, in 4 bits or to be quantized")
-    groups = {(one,) for one in weights.values()} | set(_siblings(weights))
+    groups = {(one,) for one in weights.values()} | set(_fused(weights))
     return {tuple(replace(one, dtype=dtype) for one in group) for group in groups for dtype in dtypes}
 
 
-def _siblings(weights: Mapping[str, Operands]) -> Iterator[Group]:
-    """The groups that `siblings.link` will make of the layers with these weights, by their names in a checkpoint."""
+def _fused(weights: Mapping[str, Operands]) -> Iterator[Group]:
+    """The groups that `projections.link` will make of layers with these weights, by their names in a checkpoint."""
     for parent in {re.sub(r"[^.]+\.weight$", "", name) for name in weights}:
-        for names in NAMES:
-            kinds: dict[Hashable, list[Operands]] = {}
-            for name in names:
-                one = weights.get(f"{parent}{name}.weight")
-                if one is not None:
-                    kinds.setdefault((one.k, one.format, one.block_size, one.nested), []).append(one)
-            for group in kinds.values():
-                if len(group) > 1:
-                    yield tuple(group)
+
+        def child(name: str, parent: str = parent) -> Operands | None:
+            return weights.get(f"{parent}{name}.weight")
+
+        yield from map(tuple, groups_of(child, lambda one: (one.k, one.format, one.block_size, one.nested)))
 
 
 def _to_be_quantized(

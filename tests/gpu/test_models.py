@@ -12,7 +12,7 @@ import halfbyte as hb
 from halfbyte.kernels.linear import cuda
 from halfbyte.measure import models
 from halfbyte.measure.error import relative_error
-from halfbyte.models import graphs, norms, siblings
+from halfbyte.models import graphs, norms, projections
 
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -95,7 +95,7 @@ def test_attention_of_steps_is_ours(model: Any, monkeypatch: pytest.MonkeyPatch)
     assert len(asked) >= 2 * len(model.model.layers)  # a step that compiles, and one that is captured
 
 
-def test_siblings_are_computed_in_one_launch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_projections_are_computed_in_one_launch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[int] = []
     compute = cuda.linear_group
 
@@ -115,7 +115,7 @@ def test_siblings_are_computed_in_one_launch(model: Any, monkeypatch: pytest.Mon
         assert sorted(groups) == [2] * layers + [3] * layers
         again = model(ids).logits
         groups.clear()
-        siblings.unlink(model)
+        projections.unlink(model)
         alone = model(ids).logits
     assert not groups
     assert torch.equal(together, again)

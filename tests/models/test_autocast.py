@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
-from halfbyte.models import siblings
+from halfbyte.models import projections
 from halfbyte.nn import Linear4bit
 
 transformers = pytest.importorskip("transformers")
@@ -91,9 +91,9 @@ def test_backward(checkpoints: dict[str, Path], family: str, half: torch.dtype) 
 
 
 @halves
-def test_siblings_under_autocast(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was made for a sibling under autocast is taken under autocast alone."""
-    monkeypatch.setattr(siblings, "ON_CPU", True)
+def test_fused_projections_under_autocast(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made for a projection under autocast is taken under autocast alone."""
+    monkeypatch.setattr(projections, "ON_CPU", True)
     torch.manual_seed(0)
     parent = nn.Module()
     parent.q_proj, parent.k_proj = Linear4bit(64, 32), Linear4bit(64, 32)
@@ -102,7 +102,7 @@ def test_siblings_under_autocast(half: torch.dtype, monkeypatch: pytest.MonkeyPa
     with torch.no_grad():
         with torch.autocast("cpu", half):
             first = parent.q_proj(x)
-            assert siblings.AHEAD in x.__dict__
+            assert projections.RESULTS in x.__dict__
         second = parent.k_proj(x)
     assert first.dtype is half
     assert second.dtype is torch.float32

@@ -15,7 +15,7 @@ import halfbyte as hb
 from halfbyte.formats.compressed_tensors import from_compressed_tensors
 from halfbyte.measure.error import relative_error
 from halfbyte.models import compressed_tensors as host
-from halfbyte.models import siblings
+from halfbyte.models import projections
 
 pytest.importorskip("compressed_tensors")
 transformers = pytest.importorskip("transformers")
@@ -359,18 +359,18 @@ def test_no_memory_outlives_a_model(load: Any, prompts: Tensor) -> None:
     assert gone() is None
 
 
-def test_siblings_are_computed_at_once(load: Any, prompts: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_projections_are_computed_at_once(load: Any, prompts: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bits of each alone, under autocast too, and not from a weight or in a dtype that is another by then."""
-    monkeypatch.setattr(siblings, "ON_CPU", True)
+    monkeypatch.setattr(projections, "ON_CPU", True)
     name, calls = "linear_at_once" if torch.cuda.is_available() else "linear_group", []
-    together = getattr(siblings, name)
-    monkeypatch.setattr(siblings, name, lambda *given: calls.append(len(given[1])) or together(*given))
+    together = getattr(projections, name)
+    monkeypatch.setattr(projections, name, lambda *given: calls.append(len(given[1])) or together(*given))
     model = load()
     hb.accelerate(model)
 
     def alone(module: Any, x: Tensor) -> Tensor:
         with monkeypatch.context() as patch:
-            patch.setattr(siblings.Group, "lead", lambda *_: None)
+            patch.setattr(projections.Group, "compute", lambda *_: None)
             result: Tensor = module(x.clone())
         return result
 
@@ -381,7 +381,7 @@ def test_siblings_are_computed_at_once(load: Any, prompts: Tensor, monkeypatch: 
             ours = logits(model, ids)
             assert calls == [3, 2] * model.config.num_hidden_layers
             with monkeypatch.context() as patch:
-                patch.setattr(siblings.Group, "lead", lambda *_: None)
+                patch.setattr(projections.Group, "compute", lambda *_: None)
                 assert torch.equal(logits(model, ids), ours)
     attention = model.model.layers[0].self_attn
     with torch.no_grad():

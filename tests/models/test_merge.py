@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 import halfbyte as hb
 from halfbyte.models import regions
 from halfbyte.models.merge import Merge
-from halfbyte.models.siblings import MOST_ROWS
+from halfbyte.models.projections import MOST_ROWS
 
 GROUP, ONE = torch.ops.halfbyte.linear_group.default, torch.ops.halfbyte.linear.default
 

@@ -16,7 +16,7 @@ from torch import nn
 import halfbyte as hb
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.models import bitsandbytes as host
-from halfbyte.models import repacked, siblings
+from halfbyte.models import projections, repacked
 from halfbyte.models.repacked import FASTER, Facts
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -178,7 +178,7 @@ def test_a_whole_model_left_alone(calls: list[Facts]) -> None:
 def test_one_accelerated_in_training_stays_so_until_accelerate_is_called_again(
     calls: list[Facts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(siblings, "ON_CPU", True)
+    monkeypatch.setattr(projections, "ON_CPU", True)
     model = nn.Module()
     model.q_proj, model.k_proj = layer(), layer()
     model.train()
@@ -194,7 +194,7 @@ def test_one_accelerated_in_training_stays_so_until_accelerate_is_called_again(
     assert accelerated(model).skipped == {"q_proj": FASTER, "k_proj": FASTER}
     for module in (model.q_proj, model.k_proj):
         assert not host.is_applied(module)
-        assert siblings.GROUP not in vars(module)
+        assert projections.GROUP not in vars(module)
         assert host.ATTRIBUTE not in vars(module.weight.quant_state)
     model.train()
     assert len(accelerated(model).modules) == 2

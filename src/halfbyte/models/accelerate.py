@@ -5,18 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from halfbyte.kernels.linear.serves import serves
-from halfbyte.models import bitsandbytes, compressed_tensors, norms, own, peft, siblings, transformers, unsloth
+from halfbyte.models import projections
+from halfbyte.models.hosts import LAYERS, LIBRARIES, Layers, apply_around, layers_of, undo_everything
 from halfbyte.models.repacked import FASTER
 from halfbyte.models.report import Report, told, weigh
-
-LAYERS = (bitsandbytes, compressed_tensors, own)  # libraries whose modules get a forward of ours
-HOSTS = (peft, unsloth)  # libraries whose functions are replaced for as long as any model is accelerated
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
 
@@ -34,47 +31,42 @@ def accelerate(model: nn.Module) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; accelerate takes a torch.nn.Module: a loaded model")
-    kernels, skipped = {}, {}
+    kernels: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for path, module in model.named_modules():
-        if peft.takes(module):
-            peft.apply(module)
-        host = _host(module)
+        host = layers_of(module)
         if host is None:
             continue
         if reason := host.apply(module):
             skipped[path] = reason
         else:
             kernels[path] = _kernel(host, module)
-    siblings.link(model, LAYERS)
+    projections.link(model, LAYERS)
     generation = "as before: no module was taken"
     if kernels:
-        for module in model.modules():
-            if norms.takes(module):
-                norms.apply(module)
-        compressed_tensors.keep_packed(model)
-        for library in HOSTS:
-            library.apply_to_library()
         _accelerated.add(model)
-        generation = transformers.apply(model)
+        generation = apply_around(model)
     _warn(model, tuple(kernels), skipped)
     packed, dense = weigh(model, _stored)
-    skips, rest, by = map(MappingProxyType, (skipped, dense, kernels))
-    return Report(tuple(kernels), skips, generation, packed, rest, by)
-
-
-def _host(module: nn.Module) -> Any:
-    """The one of LAYERS that a module is of."""
-    return next((library for library in LAYERS if library.takes(module)), None)
+    return Report(
+        tuple(kernels),
+        MappingProxyType(skipped),
+        generation,
+        packed,
+        MappingProxyType(dense),
+        MappingProxyType(kernels),
+    )
 
 
 def _stored(module: nn.Module) -> tuple[Tensor, ...]:
-    host = _host(module)
+    host = layers_of(module)
     tensors: tuple[Tensor, ...] = () if host is None else host.stored(module)
     return tensors
 
 
-def _kernel(host: Any, module: nn.Module) -> str:
+def _kernel(host: Layers, module: nn.Module) -> str:
     q = host.weight_of(module)
+    assert q is not None  # it was taken
     return serves(q, getattr(module, "compute_dtype", None) or q.dtype)
 
 
@@ -105,21 +97,9 @@ def restore(model: nn.Module) -> None:
     """Undo `accelerate`: every module computes as it did before. A model that was not accelerated is left as it is."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; restore takes the torch.nn.Module that was accelerated")
-    transformers.undo(model)
-    siblings.unlink(model)
-    for module in model.modules():
-        if bitsandbytes.takes(module):
-            bitsandbytes.undo(module)
-        elif peft.takes(module):
-            peft.undo(module)
-        elif compressed_tensors.is_applied(module):
-            compressed_tensors.undo(module)
-        elif own.takes(module):
-            own.undo(module)
-        else:
-            norms.undo(module)
-    compressed_tensors.let_unpack(model)
+    projections.unlink(model)
+    undo_everything(model)
     _accelerated.discard(model)
     if not _accelerated:
-        for host in HOSTS:
-            host.undo_in_library()
+        for library in LIBRARIES:
+            library.undo_in_library()

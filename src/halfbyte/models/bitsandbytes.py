@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from halfbyte.formats.bitsandbytes import FORMATS, from_bitsandbytes
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
 from halfbyte.models.patch import give, give_back, has_forward_of_class, replaced_by
+from halfbyte.models.projections import Inputs, parameter, shared, version_of
 from halfbyte.models.repacked import FASTER, Facts, is_faster
-from halfbyte.models.siblings import Operands, parameter, shared, version_of
 from halfbyte.ops import linear
 
 ATTRIBUTE = "_halfbyte"  # of a QuantState
@@ -75,7 +75,7 @@ def apply(module: nn.Module) -> str | None:
 def undo(module: nn.Module) -> None:
     """Give a module back the forward of its class."""
     give_back(forward, module)
-    state = _state_of(module)
+    state = _state_of(module) if takes(module) else None
     if state is not None:
         vars(state).pop(ATTRIBUTE, None)
 
@@ -116,7 +116,7 @@ def stored(module: Any) -> tuple[Tensor, ...]:
     return module.weight, *scales
 
 
-def operands(module: Any, x: Tensor) -> Operands | None:
+def operands(module: Any, x: Tensor) -> Inputs | None:
     """What `forward` multiplies x with, from its second call on and once the weight is known."""
     weight, bias = parameter(module, "weight"), parameter(module, "bias")
     view: View | None = getattr(getattr(weight, "quant_state", None), ATTRIBUTE, None)
@@ -127,7 +127,7 @@ def operands(module: Any, x: Tensor) -> Operands | None:
             return None
         version = version_of(weight, view.q.scale, bias)
     given = x.dtype
-    return None if version is None else Operands(view.q, bias, module.compute_dtype or given, given, version)
+    return None if version is None else Inputs(view.q, bias, module.compute_dtype or given, given, version)
 
 
 def weight_of(module: Any) -> QuantizedWeight | None:

@@ -18,7 +18,7 @@ from halfbyte.autocast import autocast_dtype, cast
 from halfbyte.formats.compressed_tensors import from_compressed_tensors
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.models.patch import forward_name, give, give_back, replaced_by
-from halfbyte.models.siblings import Operands, parameter, shared, version_of
+from halfbyte.models.projections import Inputs, parameter, shared, version_of
 from halfbyte.ops import linear
 
 ATTRIBUTE = "_halfbyte"  # of a module
@@ -138,7 +138,7 @@ def forward(module: Any, x: Tensor) -> Tensor:
     return linear(x, q, bias)
 
 
-def operands(module: Any, x: Tensor) -> Operands | None:
+def operands(module: Any, x: Tensor) -> Inputs | None:
     """What `forward` multiplies x with, where it can."""
     q = weight_of(module)
     if q is None:
@@ -149,7 +149,7 @@ def operands(module: Any, x: Tensor) -> Operands | None:
     if version is None or (dtype is None and bias is not None and bias.dtype is not x.dtype):
         return None
     dtype = dtype or x.dtype
-    return Operands(q, bias, dtype, dtype, version)
+    return Inputs(q, bias, dtype, dtype, version)
 
 
 def stored(module: Any) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
-"""What inductor does for siblings in the graphs that it compiles: their products become one operator.
+"""What inductor does for fused projections in the graphs that it compiles: their products become one operator.
 
-Modules that are compiled do not ask their siblings (siblings.py). Their products of the same x are several nodes of
+Modules that are compiled do not ask their group (projections.py). Their products of the same x are several nodes of
 one graph, and it is there that they are put together.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from halfbyte.models import siblings
+from halfbyte.models import projections
 
 
 class Merge(CustomGraphPass):
@@ -35,7 +35,7 @@ class Merge(CustomGraphPass):
                 _merge(graph, group)
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, siblings.__file__))
+        return get_hash_for_files((__file__, projections.__file__))
 
 
 def _kind(node: Node) -> Hashable | None:
@@ -43,7 +43,7 @@ def _kind(node: Node) -> Hashable | None:
     arguments: Any = node.args
     x, _, _, _, format, (_, k), block_size, nested_size, _, batch_invariant = arguments
     rows = prod(x.meta["val"].shape[:-1])
-    if batch_invariant or not isinstance(rows, int) or rows > siblings.MOST_ROWS:
+    if batch_invariant or not isinstance(rows, int) or rows > projections.MOST_ROWS:
         return None
     return x, k, format, block_size, nested_size
 

@@ -1,4 +1,4 @@
-"""halfbyte's own Linear4bit in an accelerated model: all that it gains here is that siblings are computed at once."""
+"""halfbyte's own Linear4bit in an accelerated model, where it gains nothing but fused projections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from halfbyte.autocast import autocast_dtype
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.models.patch import give, give_back, has_forward_of_class, replaced_by
-from halfbyte.models.siblings import Operands, parameter, shared, version_of
+from halfbyte.models.projections import Inputs, parameter, shared, version_of
 from halfbyte.nn import Linear4bit
 
 
@@ -48,11 +48,11 @@ def stored(module: Any) -> tuple[Tensor, ...]:
     return weight_of(module).tensors
 
 
-def operands(module: Any, x: Tensor) -> Operands | None:
+def operands(module: Any, x: Tensor) -> Inputs | None:
     q, bias = weight_of(module), parameter(module, "bias")
     version = version_of(q.packed, q.scale, bias)
     dtype = autocast_dtype(x)
     if version is None or (dtype is None and bias is not None and bias.dtype is not x.dtype):
         return None
     dtype = dtype or x.dtype
-    return Operands(q, bias, dtype, dtype, version)
+    return Inputs(q, bias, dtype, dtype, version)

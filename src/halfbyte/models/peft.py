@@ -25,7 +25,7 @@ from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.models import bitsandbytes
 from halfbyte.models.patch import replace_everywhere
-from halfbyte.models.siblings import shared
+from halfbyte.models.projections import shared
 from halfbyte.ops import dequantize, linear
 
 HOME, NAME = "peft.utils.integrations", "dequantize_bnb_weight"

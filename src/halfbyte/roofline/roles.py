@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
-from halfbyte.models import bitsandbytes, siblings
+from halfbyte.models import bitsandbytes, projections
 from halfbyte.nn import Linear4bit
 from halfbyte.roofline.names import ATTENTION, COPIES, ELEMENTWISE, NORMS, Label
 
@@ -70,8 +70,8 @@ def marked(model: Any) -> Iterator[list[Call]]:
     with ExitStack() as stack:
         for module, label in labels.items():
             tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            group = siblings.of(module) if any(tensor.is_cuda for tensor in tensors) else []
-            roles = "+".join(labels[sibling].role for sibling in group if sibling in labels)
+            group = projections.of(module) if any(tensor.is_cuda for tensor in tensors) else []
+            roles = "+".join(labels[member].role for member in group if member in labels)
             _mark(module, Label(label.group, roles) if roles else label, calls, stack)
         yield calls
 

@@ -1,9 +1,9 @@
-"""Siblings: linear layers that are given the same x, such as the query, key and value of attention, computed at once.
+"""Fused projections: linear layers that are given the same x, such as query, key and value, in one launch.
 
-At few rows of x a product is little more than the start of its kernel, and one start can do for all. Whichever sibling
-is called first computes all of them and leaves the others' results on x itself, as an attribute, so that they live no
-longer than x does. A sibling takes what was made for it from the x that it is called with, and only if all is as it
-was: x, as far as autograd would notice, its own weight and bias, and the stream. Otherwise it computes.
+With few rows of x a product costs little more than the start of its kernel, and one start can do for all. The first
+member of a group that is called computes all of them and leaves the others' results on x itself, as an attribute, so
+that they live no longer than x does. Another member takes its result from the x that it is called with, and only if
+all is as it was: x, as far as autograd would notice, its own weight and bias, and the stream. Otherwise it computes.
 
 So the names below are no more than a guess, and a wrong one costs time: results that nobody takes. A group that has
 wasted a few is dissolved.
@@ -11,8 +11,8 @@ wasted a few is dissolved.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.ops import linear_at_once, linear_group
 
+T = TypeVar("T")
 NAMES = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -36,11 +37,11 @@ NAMES = (
 MOST_ROWS = 64  # of x; beyond, the start of a kernel is little of its time
 MOST_WASTED = 4  # times that some result of a group was not taken
 GROUP = "_halfbyte_group"  # attribute of a module
-AHEAD = "_halfbyte_ahead"  # attribute of an x
+RESULTS = "_halfbyte_results"  # attribute of an x
 ON_CPU = False  # where it gains nothing; tests set it
 
 
-class Operands(NamedTuple):
+class Inputs(NamedTuple):
     """What a module would multiply an x with. bias: the module's own, before it is cast. dtype: of the product.
     result: what the product is cast to. version: another one after the weight or the bias was written to."""
 
@@ -52,25 +53,25 @@ class Operands(NamedTuple):
 
 
 class Host(Protocol):
-    """One of the files of this folder whose modules can be siblings."""
+    """One of the files of this folder whose modules can be fused."""
 
     def is_applied(self, module: nn.Module) -> bool: ...
 
     def weight_of(self, module: Any) -> QuantizedWeight | None: ...
 
-    def operands(self, module: Any, x: Tensor) -> Operands | None:
+    def operands(self, module: Any, x: Tensor) -> Inputs | None:
         """None where only the module's forward knows what to do."""
 
 
-class Ahead:
+class Results:
     """Results that a member of `group` has made for the others, by their `id`, and the moment at which it did."""
 
     __slots__ = ("group", "moment", "results")
 
-    def __init__(self, group: Group, moment: Hashable, results: dict[int, tuple[Operands, Tensor]]) -> None:
+    def __init__(self, group: Group, moment: Hashable, results: dict[int, tuple[Inputs, Tensor]]) -> None:
         self.group, self.moment, self.results = group, moment, results
 
-    def take(self, module: nn.Module, x: Tensor) -> Tensor | None:
+    def pop(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """What was made for a module, if that is what it would compute."""
         found = self.results.get(id(module))
         if found is None or self.moment != _moment(x):
@@ -79,7 +80,7 @@ class Ahead:
         if not _are_same(operands, self.group.operands(module, x)) or self.results.pop(id(module), None) is None:
             return None  # the latter if another thread has just taken it
         if not self.results:
-            x.__dict__.pop(AHEAD, None)
+            x.__dict__.pop(RESULTS, None)
         return result
 
     def __del__(self) -> None:
@@ -109,13 +110,13 @@ class Group:
             if module is not None and vars(module).get(GROUP) is self:
                 del vars(module)[GROUP]
 
-    def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
+    def operands(self, module: nn.Module, x: Tensor) -> Inputs | None:
         found = self.host.operands(module, x)
         if found is None or (found.bias is not None and found.bias.requires_grad and torch.is_grad_enabled()):
             return None
         return found
 
-    def lead(self, module: nn.Module, x: Tensor) -> Tensor | None:
+    def compute(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """The module's product, after which the others' are on x; or None where they are not to be made together."""
         if not self._may_share(x):
             return None
@@ -123,7 +124,7 @@ class Group:
             self.dissolve()
             return None
         moment = _moment(x)
-        everyone: dict[int, Operands] = {}
+        everyone: dict[int, Inputs] = {}
         for member in self.members:
             other = member()
             operands = None if other is None else self.operands(other, x)
@@ -151,7 +152,7 @@ class Group:
         for (key, operands), product in zip(everyone.items(), products, strict=True):
             results[key] = operands, product if product.dtype is operands.result else product.to(operands.result)
         _, own = results.pop(id(module))
-        x.__dict__[AHEAD] = Ahead(self, moment, results)
+        x.__dict__[RESULTS] = Results(self, moment, results)
         return own
 
     def _may_share(self, x: Tensor) -> bool:
@@ -172,28 +173,47 @@ def shared(module: nn.Module, x: Tensor) -> Tensor | None:
     group: Group | None = module.__dict__.get(GROUP)
     if group is None or torch.compiler.is_compiling():
         return None
-    ahead: Ahead | None = getattr(x, AHEAD, None)
-    found = None if ahead is None else ahead.take(module, x)
-    return group.lead(module, x) if found is None else found
+    kept: Results | None = getattr(x, RESULTS, None)
+    found = None if kept is None else kept.pop(module, x)
+    return group.compute(module, x) if found is None else found
+
+
+def groups_of(child: Callable[[str], T | None], kind: Callable[[T], Hashable]) -> Iterator[list[T]]:
+    """The groups among the children of one parent: those of one kind, two and more, of each set of NAMES.
+
+    child: the child of a name, or None. `halfbyte warm` asks with what a checkpoint says of weights.
+    """
+    for names in NAMES:
+        kinds: dict[Hashable, list[T]] = {}
+        for name in names:
+            if (one := child(name)) is not None:
+                kinds.setdefault(kind(one), []).append(one)
+        yield from (group for group in kinds.values() if len(group) > 1)
 
 
 def link(model: nn.Module, hosts: Sequence[Host]) -> None:
-    """Make groups of the siblings in `model` that halfbyte computes, where their weights are of one kind."""
+    """Make groups of the projections in `model` that halfbyte computes, where their weights are of one kind."""
     unlink(model)
     for parent in model.modules():
-        for names in NAMES:
-            kinds: dict[tuple[Host, int, Hashable], list[nn.Module]] = {}
-            for module in _children(parent, names):
+
+        def child(name: str, parent: nn.Module = parent) -> tuple[nn.Module, Host, QuantizedWeight] | None:
+            for module in _children(parent, (name,)):
                 host = next((host for host in hosts if host.is_applied(module)), None)
                 q = None if host is None else host.weight_of(module)
-                if host is not None and q is not None:
-                    kind = (host, q.shape[1], (q.kind, q.device, getattr(module, "compute_dtype", None)))
-                    kinds.setdefault(kind, []).append(module)
-            for (host, k, _), modules in kinds.items():
-                if len(modules) > 1:
-                    group = Group(host, modules, k)
-                    for module in modules:
-                        setattr(module, GROUP, group)
+                return None if host is None or q is None else (module, host, q)
+            return None
+
+        for found in groups_of(child, _kind):
+            _, host, q = found[0]
+            group = Group(host, [module for module, _, _ in found], q.shape[1])
+            for module, _, _ in found:
+                setattr(module, GROUP, group)
+
+
+def _kind(one: tuple[nn.Module, Host, QuantizedWeight]) -> Hashable:
+    """What projections that are computed in one launch have in common."""
+    module, host, q = one
+    return host, q.shape[1], q.kind, q.device, getattr(module, "compute_dtype", None)
 
 
 def unlink(model: nn.Module) -> None:
@@ -250,6 +270,6 @@ def _moment(x: Tensor) -> Hashable:
     return state, torch._C._cuda_getCurrentRawStream(x.get_device()), torch._C._cuda_isCurrentStreamCapturing()
 
 
-def _are_same(a: Operands, b: Operands | None) -> bool:
+def _are_same(a: Inputs, b: Inputs | None) -> bool:
     """The same objects in the same state. (== would compare the elements of biases.)"""
     return b is not None and a.q is b.q and a.bias is b.bias and a.dtype is b.dtype and a.version == b.version

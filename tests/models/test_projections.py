@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfbyte as hb
-from halfbyte.models import siblings
+from halfbyte.models import projections
 from halfbyte.recover.invariant import BatchInvariant
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -30,22 +30,22 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many products each group made at once, call by call."""
     made: list[int] = []
-    together = siblings.linear_group
+    together = projections.linear_group
 
     def linear_group(x: Tensor, weights: Any, biases: Any) -> list[Tensor]:
         results = together(x, weights, biases)
         made.append(len(weights))
         return results
 
-    monkeypatch.setattr(siblings, "ON_CPU", True)
-    monkeypatch.setattr(siblings, "linear_group", linear_group)
+    monkeypatch.setattr(projections, "ON_CPU", True)
+    monkeypatch.setattr(projections, "linear_group", linear_group)
     torch.manual_seed(0)
     with torch.no_grad():
         yield made
 
 
 class Attention(nn.Module):
-    """Three siblings that are not called in a forward of ours: tests call them as they like."""
+    """Three projections that are not called in a forward of ours: tests call them as they like."""
 
     def __init__(self, make: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -91,26 +91,26 @@ def attention(kind: str = "nf4") -> Any:
 
 
 def alone(module: nn.Module, x: Tensor) -> Any:
-    """What it gives without siblings, from an x of its own."""
-    group = vars(module).pop(siblings.GROUP, None)
+    """What it gives without a group, from an x of its own."""
+    group = vars(module).pop(projections.GROUP, None)
     try:
         return module(x.detach().clone())
     finally:
         if group is not None:
-            setattr(module, siblings.GROUP, group)
+            setattr(module, projections.GROUP, group)
 
 
 def groups(model: nn.Module) -> list[set[str]]:
     """Names of the members of each."""
     found: dict[Any, set[str]] = {}
     for name, module in model.named_modules():
-        if group := vars(module).get(siblings.GROUP):
+        if group := vars(module).get(projections.GROUP):
             found.setdefault(group, set()).add(name)
     return list(found.values())
 
 
 def group_of(module: nn.Module) -> Any:
-    return vars(module)[siblings.GROUP]
+    return vars(module)[projections.GROUP]
 
 
 def is_right(module: nn.Module, x: Tensor) -> bool:
@@ -121,7 +121,7 @@ def is_right(module: nn.Module, x: Tensor) -> bool:
 
 
 @kinds
-@pytest.mark.parametrize("rows", [1, 7, siblings.MOST_ROWS])
+@pytest.mark.parametrize("rows", [1, 7, projections.MOST_ROWS])
 def test_one_call_has_the_bits_of_three(kind: str, rows: int, calls: list[int]) -> None:
     module = attention(kind)
     x = random(1, rows)
@@ -171,7 +171,7 @@ def test_a_model(load: Any, prompts: Tensor, calls: list[int], monkeypatch: pyte
         ours = model(ids).logits
         assert calls == [3, 2] * layers
         with monkeypatch.context() as patch:
-            patch.setattr(siblings.Group, "lead", lambda *_: None)
+            patch.setattr(projections.Group, "compute", lambda *_: None)
             assert torch.equal(model(ids).logits, ours)
     calls.clear()
     model(prompts[:3])  # 72 rows
@@ -180,14 +180,14 @@ def test_a_model(load: Any, prompts: Tensor, calls: list[int], monkeypatch: pyte
 
 def test_more_rows_than_gain_from_it(calls: list[int]) -> None:
     module = attention()
-    for shape in ((siblings.MOST_ROWS + 1,), (5, 13)):
+    for shape in ((projections.MOST_ROWS + 1,), (5, 13)):
         assert is_right(module.q_proj, random(*shape))
     module(random(0))
     module(random(8, 8))
     assert calls == [3, 3]
 
 
-def test_siblings_of_different_kinds() -> None:
+def test_fused_projections_of_different_kinds() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -359,7 +359,7 @@ def test_no_memory_outlives_x() -> None:
     module = attention()
     x = random(2)
     module.q_proj(x)
-    left = [ref(result) for _, result in getattr(x, siblings.AHEAD).results.values()]
+    left = [ref(result) for _, result in getattr(x, projections.RESULTS).results.values()]
     assert len(left) == 2
     first = module.k_proj(x)
     assert [result() is not None for result in left] == [True, True]
@@ -433,19 +433,19 @@ def test_cross_attention_stops_it(calls: list[int]) -> None:
         assert is_right(module.q_proj, x)
         assert is_right(module.k_proj, memory)
         assert is_right(module.v_proj, memory)
-    assert 0 < len(calls) <= siblings.MOST_WASTED + 1
+    assert 0 < len(calls) <= projections.MOST_WASTED + 1
     assert groups(module) == []
     hb.accelerate(module)  # begins anew
     assert groups(module) == [set(PROJECTIONS)]
 
 
-def test_a_sibling_that_is_never_called_stops_it(calls: list[int]) -> None:
+def test_a_projection_that_is_never_called_stops_it(calls: list[int]) -> None:
     module = attention()
     x = random(1)  # the same one for ever, as where memory is static
     for _ in range(10):
         assert is_right(module.q_proj, x)
         assert is_right(module.k_proj, x)
-    assert 0 < len(calls) <= siblings.MOST_WASTED + 1
+    assert 0 < len(calls) <= projections.MOST_WASTED + 1
     assert groups(module) == []
 
 
@@ -459,7 +459,7 @@ def test_x_that_changes_before_the_last_stops_it(calls: list[int]) -> None:
         x.requires_grad_()
         with torch.enable_grad():
             assert module.k_proj(x).requires_grad
-    assert len(calls) == siblings.MOST_WASTED
+    assert len(calls) == projections.MOST_WASTED
 
 
 # Gradients, modes, tracing.
@@ -472,7 +472,7 @@ def test_gradients_that_are_wanted(calls: list[int]) -> None:
         sum(y.float().square().sum() for y in module(x)).backward()
         right = x.grad
         x.grad = None
-        siblings.unlink(module)
+        projections.unlink(module)
         sum(y.float().square().sum() for y in module(x)).backward()
         assert torch.equal(x.grad, right)
         assert calls == []
@@ -529,7 +529,7 @@ class Other(TorchDispatchMode):
 
 def test_batch_invariance_is_that_of_the_moment() -> None:
     module = attention()
-    x = random(siblings.MOST_ROWS)
+    x = random(projections.MOST_ROWS)
     module.q_proj(x)
     with BatchInvariant():  # type: ignore[no-untyped-call]
         within, first = module.k_proj(x), module.k_proj(x[:1].clone())
@@ -537,7 +537,7 @@ def test_batch_invariance_is_that_of_the_moment() -> None:
     assert not torch.equal(within, alone(module.k_proj, x))
     assert is_right(module.k_proj, x)
     module = attention()
-    x = random(siblings.MOST_ROWS)
+    x = random(projections.MOST_ROWS)
     with BatchInvariant():  # type: ignore[no-untyped-call]
         module.q_proj(x)
     with Other():  # type: ignore[no-untyped-call]
@@ -552,7 +552,7 @@ def test_autocast_has_no_say() -> None:
     assert is_right(module.k_proj, x)
 
 
-def test_traced_siblings_are_computed_alone(calls: list[int]) -> None:
+def test_traced_projections_are_computed_alone(calls: list[int]) -> None:
     torch._dynamo.reset()
     module = attention()
     x = random(2)
@@ -614,12 +614,12 @@ def test_copies_and_pickles_are_in_no_group(kind: str, calls: list[int]) -> None
     assert all(torch.equal(y, z) for y, z in zip(copy.deepcopy(module)(x), right, strict=True))
     assert calls == []
     shallow = copy.copy(module.k_proj)
-    assert siblings.shared(shallow, random(2)) is None
+    assert projections.shared(shallow, random(2)) is None
     assert torch.equal(shallow(x), right[1])
     for other in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
         assert torch.equal(other, x)
         assert is_right(module.v_proj, other)
-    assert copy.deepcopy(module.q_proj) is not None  # alone, without its siblings
+    assert copy.deepcopy(module.q_proj) is not None  # alone, without its group
     assert {key.rpartition(".")[0] for key in module.state_dict()} <= {
         f"{name}{end}" for name in PROJECTIONS for end in ("", ".weight", ".weight.quant_state")
     }
@@ -633,7 +633,7 @@ def test_nothing_is_kept_alive() -> None:
     del module
     gc.collect()
     assert [member() for member in members] == [None] * 3
-    assert hasattr(x, siblings.AHEAD)  # and so it is of no use to anybody
+    assert hasattr(x, projections.RESULTS)  # and so it is of no use to anybody
 
 
 @pytest.mark.parametrize("kind", ["bitsandbytes", "nf4"])
@@ -655,7 +655,7 @@ def test_restore(kind: str, calls: list[int]) -> None:
     assert calls == [3]
 
 
-def test_restore_of_one_sibling_is_that_of_all(calls: list[int]) -> None:
+def test_restore_of_one_projection_is_that_of_all(calls: list[int]) -> None:
     module = attention()
     hb.restore(module.k_proj)
     assert groups(module) == []
@@ -699,7 +699,7 @@ def test_adapters(
         calls.clear()
         result: Tensor = model(ids).logits
         with monkeypatch.context() as patch:
-            patch.setattr(siblings.Group, "lead", lambda *_: None)
+            patch.setattr(projections.Group, "compute", lambda *_: None)
             assert torch.equal(model(ids).logits, result)
         assert calls == [3, 2] * layers
         return result
@@ -721,7 +721,7 @@ def test_training_an_adapter_leaves_groups_as_they_are(load: Any, prompts: Tenso
     hb.accelerate(model)
     ids = prompts[:1].to(model.device)
     with torch.enable_grad(), torch.autocast(model.device.type, torch.bfloat16):
-        for _ in range(2 * siblings.MOST_WASTED):
+        for _ in range(2 * projections.MOST_WASTED):
             model(ids, labels=ids).loss.backward()
     assert len(groups(model)) == 2 * model.config.num_hidden_layers
-    assert all(group_of(m).wasted == 0 for m in model.modules() if siblings.GROUP in vars(m))
+    assert all(group_of(m).wasted == 0 for m in model.modules() if projections.GROUP in vars(m))

@@ -1,0 +1,84 @@
+"""The libraries that accelerate works on. `accelerate` applies what is listed here, `restore` undoes the same.
+
+A new library is a file in this folder and its name below. Every `undo` leaves alone what its `apply` did not change.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.models import bitsandbytes, compressed_tensors, norms, own, peft, transformers, unsloth
+
+
+class Layers(Protocol):
+    """4-bit linear layers of a library, which get a forward of ours. It is a `projections.Host` too."""
+
+    def takes(self, module: nn.Module) -> bool: ...
+
+    def apply(self, module: nn.Module) -> str | None:
+        """None, or why the module was left alone."""
+
+    def undo(self, module: nn.Module) -> None: ...
+
+    def is_applied(self, module: nn.Module) -> bool: ...
+
+    def weight_of(self, module: Any) -> QuantizedWeight | None: ...
+
+    def stored(self, module: Any) -> tuple[Tensor, ...]:
+        """The tensors of a module's weight."""
+
+    def operands(self, module: Any, x: Tensor) -> Any: ...
+
+
+class Others(Protocol):
+    """Modules around those layers that get a forward of ours where a layer was taken."""
+
+    def takes(self, module: nn.Module) -> bool: ...
+
+    def apply(self, module: nn.Module) -> None: ...
+
+    def undo(self, module: nn.Module) -> None: ...
+
+
+class Library(Protocol):
+    """Functions of a library, replaced for as long as any model is accelerated."""
+
+    def apply_to_library(self) -> None: ...
+
+    def undo_in_library(self) -> None: ...
+
+
+LAYERS: tuple[Layers, ...] = (bitsandbytes, compressed_tensors, own)
+OTHERS: tuple[Others, ...] = (peft, norms)
+LIBRARIES: tuple[Library, ...] = (peft, unsloth)
+
+
+def layers_of(module: nn.Module) -> Layers | None:
+    """The one of LAYERS that a module is of."""
+    return next((library for library in LAYERS if library.takes(module)), None)
+
+
+def apply_around(model: nn.Module) -> str:
+    """What follows where layers were taken; returns in words what `generate` does from now on."""
+    for module in model.modules():
+        for library in OTHERS:
+            if library.takes(module):
+                library.apply(module)
+    compressed_tensors.keep_packed(model)
+    for functions in LIBRARIES:
+        functions.apply_to_library()
+    return transformers.apply(model)
+
+
+def undo_everything(model: nn.Module) -> None:
+    """Undo `apply_around`, and `apply` of LAYERS; functions of libraries stay."""
+    transformers.undo(model)
+    for module in model.modules():
+        for layers in LAYERS:
+            layers.undo(module)
+        for library in OTHERS:
+            library.undo(module)
+    compressed_tensors.let_unpack(model)
