@@ -23,7 +23,6 @@ from torch.nn import functional
 
 import halfbyte as hb
 from halfbyte.formats.int4 import INT4
-from halfbyte.formats.spec import codebook_tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.dequantize import reference
 
@@ -111,8 +110,7 @@ def _check_bits(dense: Tensor, q: QuantizedWeight, p: Problem) -> Iterator[str]:
         if not torch.equal(wanted_state.absmax, q.scale):
             yield "quantize gives other scales than bitsandbytes"
     else:
-        codebook = codebook_tensor(q.spec, q.device)
-        reference.dequantize(q.packed, q.scale, q.nested, codebook, q.block_size, right)
+        reference.dequantize(q.packed, q.scale, q.nested, q.spec, q.block_size, right)
     if not torch.equal(out, right):
         yield f"dequantize differs in {int((out != right).sum())} of {q.numel} numbers"
 

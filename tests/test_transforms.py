@@ -12,9 +12,9 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import halfbyte as hb
-from halfbyte.formats.spec import FORMATS as FORMAT_NAMES
+from halfbyte.formats.spec import FORMATS
 
-formats = pytest.mark.parametrize("format", FORMAT_NAMES)
+formats = pytest.mark.parametrize("format", FORMATS)
 Function = Callable[[Tensor], Tensor]
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.formats.spec import FORMATS as FORMAT_NAMES
+from halfbyte.formats.spec import FORMATS
 
-KINDS = [(name, options) for name in FORMAT_NAMES for options in (
+KINDS = [(name, options) for name in FORMATS for options in (
     [{"group_size": 32}, {"group_size": 128}] if name == "int4" else [{}, {"nested": False}, {"block_size": 256}]
 )]  # fmt: skip
 kinds = pytest.mark.parametrize(("format", "options"), KINDS)
