@@ -14,7 +14,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-dev.txt)
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format gpu fuzz sanitize bench bench-check figures wheel clean
+.PHONY: help demo test quick compile-all lint format gpu fuzz sanitize bench bench-check figures wheel clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -24,6 +24,12 @@ demo: $(READY)  ## a trained model into 4 bits and back, compared with bitsandby
 
 test: lint  ## lint and every test that this machine can run
 	$(PY) -m pytest --numprocesses $(WORKERS) --maxprocesses 8
+
+quick: $(READY)  ## the tests but for those that take long, in under three minutes
+	$(PY) -m pytest --numprocesses $(WORKERS) --maxprocesses 8 -m "not slow and not compile_all"
+
+compile-all: $(READY)  ## every variant of the CUDA kernels that planners pick, for all GPUs, where `make test` takes a few
+	$(PY) -m pytest --numprocesses $(WORKERS) --maxprocesses 8 -m compile_all
 
 lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff check .

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+# Workers share the cores. Threads that outnumber them wait for each other, and small models take many times as long.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    threads = max(1, (os.cpu_count() or 1) // int(workers))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # for the processes that tests start
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import math
 import subprocess
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,9 +63,14 @@ def test_models_have_plans(shape: tuple[int, int]) -> None:
         assert decode_plan(m, *shape, NESTED, H200) is not None
 
 
-@pytest.mark.parametrize("capability", [90, 100, 120])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+CLASSES = tuple(product((90, 100, 120), (torch.bfloat16, torch.float16)))
+EVERY = pytest.param(True, marks=pytest.mark.compile_all, id="all")
+
+
+@pytest.mark.parametrize("every", [pytest.param(False, id="of each class"), EVERY])
+@pytest.mark.parametrize(("capability", "dtype"), CLASSES)
+def test_compiles(capability: int, dtype: torch.dtype, every: bool, tmp_path: Path) -> None:
+    """Plans of some models; without `every` one of each class, spread over targets and dtypes."""
     facts = DeviceFacts("cuda", capability, 132, 232448)
     shapes = (*MODELS[:4], (21504, 5376), (28672, 4096), (16384, 2048), (3584, 18944))
     plans = {decode_plan(m, *shape, NESTED, facts) for m in (1, 16, 32, 64) for shape in shapes} - {None}
@@ -73,6 +78,11 @@ def test_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     cases = [(plan, scales) for plan in plans for scales in (NESTED, FLAT)]
     for scales in SCALES[2:]:
         cases += [(decode_plan(m, n, k, scales, facts), scales) for m, n, k in ((1, 28672, 8192), (16, 4096, 5120))]
+    if not every:
+        kinds = {(plan.columns, plan.parts > 1, plan.cluster > 1, plan.whole, plan.offset): plan for plan in plans}
+        turn = CLASSES.index((capability, dtype))
+        cases = [(kinds[kind], SCALES[turn % 2]) for kind in sorted(kinds)[turn :: len(CLASSES)]]
+        cases += [(decode_plan(16, 4096, 5120, scales, facts), scales) for scales in SCALES[2 + turn : 3 + turn]]
     others = cycle((0, 256, 128, 64))  # K, in chunks of 128, 64 and 32 bytes, of which some is missing; 0: none is
     for plan, scales in cases:
         if plan is not None:
