@@ -11,7 +11,8 @@ from halfbyte.formats.spec import codebook_tensor
 from halfbyte.kernels.common.device import facts_of
 from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.sm80 import launch as tensor
-from halfbyte.kernels.linear.sm80.plan import MOST_SPLITS, MOST_WARPS, TensorPlan, is_valid
+from halfbyte.kernels.linear.sm80.plan import TensorPlan, is_valid
+from halfbyte.kernels.linear.tune.h200 import SM80_SPLITS, SM80_WARPS
 
 from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, sixteen_bits, weight
 
@@ -68,17 +69,17 @@ def test_scales_of_integers(dtype: torch.dtype, scale_dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("step", [8, 16])
-@pytest.mark.parametrize("columns", MOST_WARPS)
+@pytest.mark.parametrize("columns", SM80_WARPS)
 def test_every_way_to_share_the_work(columns: int, step: int) -> None:
     """Whatever plan is valid is right, those of sm_75 among them: fp16 in steps of 8."""
-    m, n, k, most = 8 * columns + 3, 777, 1344, MOST_WARPS[columns]
+    m, n, k, most = 8 * columns + 3, 777, 1344, SM80_WARPS[columns]
     x, q = torch.randn((m, k), device=DEVICE).half(), weight(n, k, dtype=F16)
     plans = [
         TensorPlan(columns, warps // k_warps, k_warps, splits, most // warps, span, step)
         for warps in (most, most // 2)
         for k_warps in range(1, warps + 1)
         if warps % k_warps == 0
-        for splits in (1, 2, MOST_SPLITS)
+        for splits in (1, 2, SM80_SPLITS)
         for span in (32, 64)
     ]
     valid = [plan for plan in plans if is_valid(plan, n, k, q.block_size, F16, facts_of(0))]

@@ -21,7 +21,8 @@ from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Operands
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.launch import kind_of, macros, source
-from halfbyte.kernels.linear.sm90_streamk.plan import DEPTH, FEW_WEIGHTS, HopperPlan, Kind, hopper_plan, is_valid
+from halfbyte.kernels.linear.sm90_streamk.plan import DEPTH, HopperPlan, Kind, hopper_plan, is_valid
+from halfbyte.kernels.linear.tune.h200 import STREAMK_NARROW_SIZE
 
 H200 = DeviceFacts("cuda", 90, 132, 232448)
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -71,7 +72,7 @@ def test_every_plan_is_valid(
     assert is_valid(plan, m, n, k, span, facts)
     # The narrowest tile that holds every row of x, or the widest there is; for few weights half of it.
     narrowest = next((width for width in WIDTHS if width >= m), WIDTHS[-1])
-    assert plan.width == (32 if 32 < m <= 64 and n * k <= FEW_WEIGHTS else narrowest)
+    assert plan.width == (32 if 32 < m <= 64 and n * k <= STREAMK_NARROW_SIZE else narrowest)
     work = tiles(plan, m, n) * -(-k // DEPTH)
     assert 1 <= plan.ctas <= work
     assert (work + 1) * plan.ctas <= 1 << 32  # sm90_streamk/kernel.cu multiplies them in 32 bits

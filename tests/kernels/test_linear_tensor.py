@@ -17,7 +17,8 @@ from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.sm80 import launch as tensor
 from halfbyte.kernels.linear.sm80.launch import grid, macros, source
-from halfbyte.kernels.linear.sm80.plan import MOST_WARPS, TensorPlan, is_valid, tensor_plan
+from halfbyte.kernels.linear.sm80.plan import TensorPlan, is_valid, tensor_plan
+from halfbyte.kernels.linear.tune.h200 import SM80_WARPS
 
 SHARED = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 FACTS = {capability: DeviceFacts("cuda", capability, 100, shared) for capability, shared in SHARED.items()}
@@ -25,7 +26,7 @@ F16, BF16 = torch.float16, torch.bfloat16
 # Tiles of x and warps: the extremes of what the planner chooses from, and a tuner may.
 TILES = [
     (columns, most // resident // k_warps, k_warps, resident)
-    for columns, most in MOST_WARPS.items()
+    for columns, most in SM80_WARPS.items()
     for resident in (1, 2)
     for k_warps in (most // resident, 1)
 ]

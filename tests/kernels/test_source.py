@@ -27,7 +27,7 @@ def write(root: Path, **files: str) -> Path:
 def test_what_is_included_comes_once_and_where_it_is_first_asked_for(tmp_path: Path) -> None:
     kernel = write(
         tmp_path,
-        loop__kernel='// top\n#include "work.cuh"\n  #  include "device/ptx.cuh"\nint kernel;\n',
+        loop__kernel='// top\n#include "work.cuh"\n  #  include "device/ptx.cuh"  // why\nint kernel;\n',
         loop__work='#include "device/ptx.cuh"\nint work;\n',
         device__ptx="int ptx;",
         work="int other;",  # the one beside the file goes first

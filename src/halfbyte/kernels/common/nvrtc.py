@@ -19,7 +19,7 @@ from pathlib import Path
 from halfbyte.kernels.common import compiler
 
 _DIGEST = hashlib.sha256().digest_size
-_INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"\s*')
+_INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"\s*(?://.*)?')
 
 
 def read_source(path: Path, root: Path) -> str:

@@ -29,10 +29,10 @@ from halfbyte.kernels.linear.sm80 import launch as sm80
 from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
 from halfbyte.kernels.linear.sm90_decode import plan as decode_plans
 from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
+from halfbyte.kernels.linear.tune import h200
 
-# The most rows of x for which decoding W anew for each tile of them is ahead of making the dense weight once. Measured
-# on an H200; `sm80`'s is a guess from it.
-MOST_ROWS = {sm90_streamk: 384, sm80: 64, simt: 8}
+# The most rows of x that each is for.
+MOST_ROWS = {sm90_streamk: h200.STREAMK_ROWS, sm80: h200.SM80_ROWS, simt: h200.SIMT_ROWS}
 MOST = max(MOST_ROWS.values())
 
 
@@ -70,9 +70,9 @@ def _goes_first(
     m: int, operands: Operands, plan: decode_plans.DecodePlan, facts: DeviceFacts, batch_invariant: bool
 ) -> bool:
     """True where `sm90_decode` takes what it can. With batch_invariant one kernel takes any number of rows, on Hopper
-    another one. On later GPUs more than 32 rows are `sm80`'s."""
+    another one. On later GPUs many rows are `sm80`'s."""
     if facts.ptx > 90:
-        return batch_invariant or m <= 32
+        return batch_invariant or m <= h200.DECODE_ROWS_AFTER_HOPPER
     return not batch_invariant and _is_lighter(m, operands, plan)
 
 
@@ -83,20 +83,25 @@ def _is_lighter(m: int, operands: Operands, plan: decode_plans.DecodePlan) -> bo
     k, numel = operands.k, operands.n * operands.k
     many = 16 * operands.scale.itemsize >= operands.block_size
     if m <= 8:
-        return k <= 1 << 15 or numel < 3 << 25 or many
+        return k <= h200.DECODE_K_8 or numel < h200.DECODE_SIZE_8 or many
     if m <= 16 and not many:
         if plan.cluster == 1:
-            return numel < 1 << 27
-        return numel <= (1 << 26 if plan.cluster == 2 and plan.warps == 16 else 1 << 25)
+            return numel < h200.DECODE_SIZE_16
+        pair = plan.cluster == 2 and plan.warps == 16
+        return numel <= (h200.DECODE_SIZE_16_PAIR if pair else h200.DECODE_SIZE_16_CLUSTER)
     if m <= 16:
-        return numel < 1 << 27 if k <= 4096 else k <= 1 << 14 and numel <= 1 << 26
+        if k <= h200.DECODE_SHORT_K_16:
+            return numel < h200.DECODE_SIZE_16
+        return k <= h200.DECODE_K_16 and numel <= h200.DECODE_LONG_SIZE_16
     if plan.columns == 4:
-        most = 64 if m <= 32 and plan.warps == 8 else 16
+        most = h200.DECODE_SIZE_WIDE_8_WARPS if m <= 32 and plan.warps == 8 else h200.DECODE_SIZE_WIDE
     elif plan.cluster > 1:
-        most = 12 if m <= 48 else 6
+        most = h200.DECODE_SIZE_CLUSTER_48 if m <= 48 else h200.DECODE_SIZE_CLUSTER
+    elif m > 48:
+        most = h200.DECODE_SIZE_64
     else:
-        most = 13 if m > 48 else 15 if operands.nested else 16
-    return numel <= most << 20
+        most = h200.DECODE_SIZE_48_NESTED if operands.nested else h200.DECODE_SIZE_48
+    return numel <= most
 
 
 @lru_cache(1 << 14)
@@ -108,7 +113,7 @@ def choose_group(m: int, group: tuple[Operands, ...], facts: DeviceFacts) -> Cho
     plan = sm90_decode.find_group_plan(m, group, facts)
     numel = sum(o.n * o.k for o in group)
     # `sm90_streamk` would have to be far ahead to make up for several launches; measured on an H200.
-    if plan is not None and (facts.ptx > 90 or m <= 8 or numel < (5 << 25 if m <= 16 else 3 << 25)):
+    if plan is not None and (facts.ptx > 90 or m <= 8 or numel < (h200.GROUP_SIZE_16 if m <= 16 else h200.GROUP_SIZE)):
         return Choice(sm90_decode, plan)
     alone = [choose(m, operands, facts, False) for operands in group]
     plans = tuple(one.plan for one in alone if one is not None and one.kernel is sm90_streamk)

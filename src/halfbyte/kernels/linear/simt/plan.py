@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.linear.tune import h200
 
 WARPS = 4  # a CTA
-WARPS_WANTED = 8  # a multiprocessor, before a warp takes more than one row of W
 PIECE = 16  # weights a lane takes at a time
 
 
@@ -39,6 +39,6 @@ def exact_plan(m: int, n: int, k: int, aligned: bool, facts: DeviceFacts) -> Exa
     rows = 1 << min(max(m - 1, 0).bit_length(), 3)
     tiles = max(1, -(-m // rows))
     columns = 4 if whole else 2  # loads one by one take registers of their own
-    while columns > 1 and -(-n // columns) * tiles < facts.sms * WARPS_WANTED:
+    while columns > 1 and -(-n // columns) * tiles < facts.sms * h200.SIMT_WARPS_WANTED:
         columns //= 2
     return ExactPlan(rows, columns, whole)

@@ -24,6 +24,7 @@
 // Macros: COLUMNS, ROW_WARPS, K_WARPS, AHEAD, RESIDENT, SPAN, MMA_K (16, or 8 on sm_75), X_TYPE, SCALE_TYPE,
 // LOW_FIRST.
 
+#include "device/epilogue.cuh"
 #include "device/mma.cuh"
 #include "device/scale.cuh"
 
@@ -64,10 +65,6 @@ __device__ __forceinline__ void load(u32 (&words)[WORDS], const u8* from) {
 __device__ __forceinline__ u32 look_up(const u32* table, u32 word, int i, u32 lane) {
   const u32 row = (i == 0 ? word << 7 : word >> (8 * i - 7)) & 0x7f80;
   return *reinterpret_cast<const u32*>(reinterpret_cast<const char*>(table) + (row | 4 * lane));
-}
-
-__device__ __forceinline__ u16 finish(const Arguments& a, float sum, u32 n) {
-  return narrow(a.bias ? sum + unpack(a.bias[n]) : sum);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product(const __grid_constant__ Arguments a) {
@@ -177,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product(const __
 #pragma unroll
       for (int k = 1; k < K_WARPS; k++) sum += from[k * SUM_WARP];
       if (a.splits > 1) a.partial[(u64(split) * a.m + m) * a.n + n] = sum;
-      else a.y[u64(m) * a.n + n] = finish(a, sum, n);
+      else a.y[u64(m) * a.n + n] = finish(sum, a.bias, n);
     }
   }
 }
@@ -188,5 +185,5 @@ extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant_
   if (at >= count) return;
   float sum = a.partial[at];
   for (u32 split = 1; split < a.splits; split++) sum += a.partial[split * count + at];
-  a.y[at] = finish(a, sum, at % a.n);
+  a.y[at] = finish(sum, a.bias, at % a.n);
 }

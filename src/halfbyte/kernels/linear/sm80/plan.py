@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.linear.tune import h200
 
 DTYPES = (torch.float16, torch.bfloat16)
 TABLE_BYTES = 256 * 32 * 4 + 1024  # of shared memory: byte to weights, and the code of nested scales
 RESERVED_BYTES = 1024  # of shared memory, which the system takes from each CTA
-MOST_WARPS = {1: 16, 2: 16, 4: 12, 8: 8}  # on a SM, by columns: beyond them registers do not hold the sums
-MOST_SPLITS = 8
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,10 @@ def is_valid(plan: TensorPlan, n: int, k: int, block_size: int, dtype: torch.dty
         and 0 < n < 1 << 31
         and 0 < k < 1 << 26  # a tile of x is indexed with 32 bits
         and n * (k // plan.span) < 1 << 32  # and so are W's spans
-        and plan.columns in MOST_WARPS
+        and plan.columns in h200.SM80_WARPS
         and min(plan.row_warps, plan.k_warps, plan.resident) >= 1
-        and plan.warps * plan.resident <= MOST_WARPS[plan.columns]
-        and 1 <= plan.splits <= MOST_SPLITS
+        and plan.warps * plan.resident <= h200.SM80_WARPS[plan.columns]
+        and 1 <= plan.splits <= h200.SM80_SPLITS
         and plan.splits * plan.k_warps <= k // plan.span  # nobody without work
         and plan.resident * (plan.shared_bytes + RESERVED_BYTES) <= facts.shared_memory + RESERVED_BYTES
     )
@@ -93,13 +92,15 @@ def tensor_plan(m: int, n: int, k: int, block_size: int, dtype: torch.dtype, fac
         tiles = -(-ctas // facts.sms)
         turns = -(-tiles // plan.resident)
         spans = -(-(k // plan.span) // (plan.k_warps * plan.splits))
-        busy = tiles * plan.warps * (50 + 16 * plan.columns + 3 * min(m, 8 * plan.columns) / plan.row_warps)
-        return spans * max(busy, 400 * turns) + 800 * turns + (6000 if plan.splits > 1 else 0)
+        x = h200.SM80_SPAN_X * min(m, 8 * plan.columns) / plan.row_warps
+        busy = tiles * plan.warps * (h200.SM80_SPAN + h200.SM80_SPAN_COLUMNS * plan.columns + x)
+        launch = h200.SM80_LAUNCH if plan.splits > 1 else 0
+        return spans * max(busy, h200.SM80_LONE_SPAN * turns) + h200.SM80_TURN * turns + launch
 
-    enough = next((columns for columns in MOST_WARPS if 8 * columns >= m), max(MOST_WARPS))
-    for columns in sorted((columns for columns in MOST_WARPS if columns <= enough), reverse=True):
-        most_splits = MOST_SPLITS if -(-n // 16) * -(-m // (8 * columns)) < facts.sms else 1
-        most = MOST_WARPS[columns]
+    enough = next((columns for columns in h200.SM80_WARPS if 8 * columns >= m), max(h200.SM80_WARPS))
+    for columns in sorted((columns for columns in h200.SM80_WARPS if columns <= enough), reverse=True):
+        most_splits = h200.SM80_SPLITS if -(-n // 16) * -(-m // (8 * columns)) < facts.sms else 1
+        most = h200.SM80_WARPS[columns]
         for warps, resident in ((most // 2, 2), (most, 1)):
             plans = (
                 TensorPlan(columns, warps // k_warps, k_warps, splits, resident, span, step)

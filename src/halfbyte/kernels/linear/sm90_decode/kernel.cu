@@ -264,8 +264,7 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
           const ushort4 b = *reinterpret_cast<const ushort4*>(to.bias + row);
           total[c].x += unpack(b.x), total[c].y += unpack(b.y), total[c].z += unpack(b.z), total[c].w += unpack(b.w);
         }
-        const uint2 words = make_uint2(pack(total[c].x, total[c].y), pack(total[c].z, total[c].w));
-        *reinterpret_cast<uint2*>(to.y + u64(m) * n + row) = words;
+        store_four(to.y + u64(m) * n + row, total[c]);
       }
     }
   }

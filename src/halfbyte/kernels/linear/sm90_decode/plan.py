@@ -11,14 +11,12 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceFacts
+from halfbyte.kernels.linear.tune import h200
 
 BLOCK = 64  # weights that are summed up before they are scaled
 ROWS = 16  # rows of W in a tile
 MOST_ROWS = 64  # of x
 MOST_STAGES = 8  # that there are barriers for
-MOST_OF_A_PAIR = {1: 5, 2: 6, 4: 0}  # columns to the warps of two CTAs that share a multiprocessor
-SLICES = {1: (8, 16), 2: (4, 16), 4: (4, 8)}  # columns to blocks of K that a warp holds x for, and the most warps
-FEWER_ROWS = (4096, 8192)  # K for which a CTA is better off with few rows of x
 RESERVED = 1024  # bytes of shared memory that the system takes for each CTA
 
 
@@ -167,14 +165,14 @@ def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, part
     if not 1 <= m <= MOST_ROWS:
         return None
     columns = _columns(m, n, k, parts, facts)
-    width, most_warps = SLICES[columns]
+    width, most_warps = h200.DECODE_SLICES[columns]
     batches = -(-m // (8 * columns))
     tiles = -(-n // ROWS) * batches
 
     def cost(plan: DecodePlan) -> float:
         turns = -(-tiles // max(1, facts.sms // plan.cluster))
-        busy = turns * (plan.blocks * (1 + 0.045 * (most_warps - plan.warps)) + 8)
-        return busy + 8 * plan.cluster + (32 if plan.cluster > 1 else 0)
+        busy = turns * (plan.blocks * (1 + h200.DECODE_LACKING_WARP * (most_warps - plan.warps)) + h200.DECODE_TILE)
+        return busy + h200.DECODE_NEIGHBOUR * plan.cluster + (h200.DECODE_CLUSTER if plan.cluster > 1 else 0)
 
     unaligned = scales.bytes_of(k // BLOCK) % 16 != 0
     alike = DecodePlan(columns, 1, width, stages=2, cluster=1, parts=parts, batches=batches)
@@ -198,9 +196,11 @@ def _columns(m: int, n: int, k: int, parts: int, facts: DeviceFacts) -> int:
     if m <= 8:
         return 1
     tiles = -(-n // ROWS)
-    if parts == 1 and m <= 32 and FEWER_ROWS[0] <= k <= FEWER_ROWS[1] and tiles * -(-m // 8) <= facts.sms:
+    fewest_k, most_k = h200.DECODE_FEWER_ROWS_K
+    if parts == 1 and m <= 32 and fewest_k <= k <= most_k and tiles * -(-m // 8) <= facts.sms:
         return 1
-    short = k <= 2048 and not (24 < m <= 32 and k % 1024 == 0 and tiles <= facts.sms)
+    even = 24 < m <= 32 and k % h200.DECODE_EVEN_K == 0 and tiles <= facts.sms
+    short = k <= h200.DECODE_SHORT_K and not even
     return 4 if m > 16 and (short or parts > 1) else 2
 
 
@@ -215,21 +215,22 @@ def _refined(plan: DecodePlan, turns: float, scales: Scales, facts: DeviceFacts)
     """
     full, columns = plan.warps == 16, plan.columns
     if columns == 1:
-        halves = turns > 1 or plan.warps > 4
-        shared = plan.cluster == 2 and plan.warps > 5 and turns <= 1
-        patient = shared or (plan.warps > 11 and (scales.nested or turns <= 1))
+        halves = turns > 1 or plan.warps >= h200.DECODE_HALVES_WARPS
+        shared = plan.cluster == 2 and plan.warps >= h200.DECODE_PATIENT_PAIR_WARPS and turns <= 1
+        patient = shared or (plan.warps >= h200.DECODE_PATIENT_WARPS and (scales.nested or turns <= 1))
         plan = replace(plan, steps=2 if halves else 1, stages=3 if halves else 2, first=1 if patient else 2)
     elif columns == 2 and plan.offset:
         plan = replace(plan, stages=3, first=2, sums=2)
-    if turns > 1 and plan.warps <= MOST_OF_A_PAIR[columns]:
+    if turns > 1 and plan.warps <= h200.DECODE_PAIR_WARPS[columns]:
         plan = replace(plan, resident=2)
     if facts.ptx == 90 and full and (plan.cluster == 1 or columns == 1):
-        plan = replace(plan, registers=112)
+        plan = replace(plan, registers=h200.DECODE_REGISTERS_16_WARPS)
     elif facts.ptx == 90 and plan.warps == 8 and columns == 4 and plan.cluster <= 2:
-        plan = replace(plan, registers=232)
+        plan = replace(plan, registers=h200.DECODE_REGISTERS_8_WARPS)
     elif full:
         plan = replace(plan, sums=2)
-    if plan.warps > 4 and plan.warps != 6:  # fewer wait for sums that take longer; six were slower all the same
+    # Fewer wait for sums that take longer; six were slower all the same.
+    if plan.warps >= h200.DECODE_TOGETHER_WARPS and plan.warps != h200.DECODE_ALONE_WARPS:
         plan = replace(plan, together=min(scales.blocks, plan.slice // 2))
     if columns > 1 and plan.resident == 1 and _has_room_for_a_warp(plan):
         plan = replace(plan, reducers=2)

@@ -2,6 +2,7 @@
 // Macros and needs are those of kernel.cu.
 
 #include "device/decode.cuh"
+#include "device/epilogue.cuh"
 #include "device/mma.cuh"
 #include "device/pipeline.cuh"
 #include "device/scale.cuh"

@@ -70,8 +70,8 @@ __device__ __forceinline__ void store_scales(const RawScales& raw, float offset,
 #pragma unroll
   for (int s = 0; s < SCALED; s++) {
 #if VECTOR
-    const int at = (s * TOGETHER * SPAN >> LOG_BLOCK) * SCALE_SIZE;
-    const u32 bits = words[at / 4] >> at % 4 * 8;
+    const int byte = (s * TOGETHER * SPAN >> LOG_BLOCK) * SCALE_SIZE;
+    const u32 bits = words[byte / 4] >> byte % 4 * 8;
     const float absmax = raw.absmax;
 #else
     const u32 bits = raw.bits[s];
@@ -89,39 +89,39 @@ __device__ __forceinline__ void store_scales(const RawScales& raw, float offset,
 // Scales that CTA number `cta` of `multiply` will load first, from memory into L2. Each is in a line of its own, and in all
 // they are too many to arrive as soon as they are needed.
 __device__ __forceinline__ void prefetch_scales(const Arguments& a, u32 cta, u32 thread) {
-  const Place place(a, first_unit(a, cta));
-  for (u32 row = place.row_tile * ROWS + thread; row < (place.row_tile + 1) * ROWS; row += 128) {
-    const void* from = static_cast<const unsigned char*>(a.scale) + first_block(a, row, place.depth * DEPTH) * SCALE_SIZE;
+  const WorkUnit at(a, first_unit(a, cta));
+  for (u32 row = at.row_tile * ROWS + thread; row < (at.row_tile + 1) * ROWS; row += 128) {
+    const void* from = static_cast<const unsigned char*>(a.scale) + first_block(a, row, at.depth * DEPTH) * SCALE_SIZE;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
   }
 }
 
-__device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const Place& place, u32 to, u32 full) {
+__device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const WorkUnit& at, u32 to, u32 full) {
   expect(full, STAGE_BYTES);
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-               ::"r"(to), "l"(map), "r"(place.depth * (DEPTH / 2)), "r"(place.row_tile * ROWS), "r"(full) : "memory");
+               ::"r"(to), "l"(map), "r"(at.depth * (DEPTH / 2)), "r"(at.row_tile * ROWS), "r"(full) : "memory");
 #if !HELD
   wait_for_the_one_ahead();  // until x is arranged
-  const uint4* from = a.arranged + u64(place.column_tile * a.depth_units + place.depth) * (X_BYTES / 16);
+  const uint4* from = a.arranged + u64(at.column_tile * a.depth_units + at.depth) * (X_BYTES / 16);
   copy(to + W_BYTES, from, X_BYTES, full);
 #endif
 }
 
 __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u32 last, u32 thread) {
   const u32 column = column_of(shared(), thread % 32);
-  Place place(a, first);
+  WorkUnit at(a, first);
 #if HELD
   // What writes W may still run: until it has ended W may be brought nearer, but not be read.
   prefetch_scales(a, own_number(), thread);
   if (thread == 0)
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];"
-                 ::"l"(map), "r"(place.depth * (DEPTH / 2)), "r"(place.row_tile * ROWS) : "memory");
+                 ::"l"(map), "r"(at.depth * (DEPTH / 2)), "r"(at.row_tile * ROWS) : "memory");
   wait_for_the_one_ahead();
   if (thread == 0) let_the_next_begin();
 #endif
   RawScales now[SHARE], then[SHARE];  // of this unit, and of the next ones
 #pragma unroll
-  for (int i = 0; i < SHARE; i++) now[i] = load_scales(a, place.row_tile * ROWS + thread + 128 * i, place.depth * DEPTH);
+  for (int i = 0; i < SHARE; i++) now[i] = load_scales(a, at.row_tile * ROWS + thread + 128 * i, at.depth * DEPTH);
 #if SCALE_TYPE == TYPE_NESTED
   const float code[2] = {load_float(a.code + thread), load_float(a.code + thread + 128)}, offset = load_float(a.offset);
 #else
@@ -135,10 +135,10 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
-  if (thread == 0) fetch_bytes(a, map, place, shared() + TILES, shared() + FULL);
+  if (thread == 0) fetch_bytes(a, map, at, shared() + TILES, shared() + FULL);
   all_are_here();
 #if VECTOR
-  for (u32 i = 0; i < place.depth % LOADED; i++)
+  for (u32 i = 0; i < at.depth % LOADED; i++)
 #pragma unroll
     for (int j = 0; j < SHARE; j++) next_unit(now[j]);
 #endif
@@ -153,7 +153,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #endif
   u32 left = blockIdx.x * 128 + thread;  // what the launch before has left; all that is ahead of `arrange` is done
   const auto clear_some = [&] {
-    const float none = __uint_as_float(MISSING);
+    const float none = __uint_as_float(SENTINEL);
     a.left[left] = make_float4(none, none, none, none);
     left += gridDim.x * 128;
   };
@@ -162,9 +162,9 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   for (u32 unit = first; unit < last; unit++, ring.next(STAGES)) {
     const u32 full = shared() + FULL + 8 * ring.at, to = shared() + TILES + ring.at * STAGE_BYTES;
     // Which scales come next: of the next units along K, or of the next tile.
-    const u32 ahead = min(LOADED - place.depth % LOADED, a.depth_units - place.depth);
+    const u32 ahead = min(LOADED - at.depth % LOADED, a.depth_units - at.depth);
     if (!has_next && unit + ahead < last) {
-      Place after = place;
+      WorkUnit after = at;
       after.depth += ahead - 1, after.next(a);
 #pragma unroll
       for (int i = 0; i < SHARE; i++) then[i] = load_scales(a, after.row_tile * ROWS + thread + 128 * i, after.depth * DEPTH);
@@ -174,14 +174,14 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     if (FETCHERS_WAIT && unit == first + units_ahead_of_x(a)) x_is_held();
 #endif
     wait(shared() + EMPTY + 8 * ring.at, ring.parity);
-    if (thread == 0 && unit > first) fetch_bytes(a, map, place, to, full);
+    if (thread == 0 && unit > first) fetch_bytes(a, map, at, to, full);
 #pragma unroll
     for (int i = 0; i < SHARE; i++)
       if (thread + 128 * i < ROWS)
         store_scales(now[i], offset, shared() + SCALE + ring.at * SCALE_BYTES + (thread + 128 * i) * 4, column);
     arrive(full);
     if (left < a.left_count) clear_some();
-    place.next(a);
+    at.next(a);
     if (ahead == 1) {
 #pragma unroll
       for (int i = 0; i < SHARE; i++) now[i] = then[i];
@@ -198,6 +198,6 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #endif
   while (left < a.left_count) clear_some();
 #if CLUSTER > 1
-  sync_cluster(), sync_cluster();  // as in `exchange`
+  sync_cluster(), sync_cluster();  // as in cluster_reduce
 #endif
 }

@@ -27,54 +27,6 @@
 
 #include "fetch.cuh"
 
-#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-#define D4 "%0,%1,%2,%3"
-#define D8 D4 ",%4,%5,%6,%7"
-#define D16 D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#if WIDTH == 8
-#define SHAPE "m64n8k16"
-#define D D4
-#define OUTPUTS(d) F4(d, 0)
-#define INPUTS "{%4,%5,%6,%7}, %8, p, 1, 1, 0;"
-#define CONDITION "%9"
-#elif WIDTH == 16
-#define SHAPE "m64n16k16"
-#define D D8
-#define OUTPUTS(d) F4(d, 0), F4(d, 4)
-#define INPUTS "{%8,%9,%10,%11}, %12, p, 1, 1, 0;"
-#define CONDITION "%13"
-#elif WIDTH == 32
-#define SHAPE "m64n32k16"
-#define D D16
-#define OUTPUTS(d) F16(d, 0)
-#define INPUTS "{%16,%17,%18,%19}, %20, p, 1, 1, 0;"
-#define CONDITION "%21"
-#elif WIDTH == 64
-#define SHAPE "m64n64k16"
-#define D D32
-#define OUTPUTS(d) F16(d, 0), F16(d, 16)
-#define INPUTS "{%32,%33,%34,%35}, %36, p, 1, 1, 0;"
-#define CONDITION "%37"
-#endif
-#if X_TYPE == TYPE_FP16
-#define TYPES ".f32.f16.f16 "
-#else
-#define TYPES ".f32.bf16.bf16 "
-#endif
-
-// sum (+)= the warpgroup's 64 rows of A @ 16 k of x at `x`, not waited for.
-__device__ __forceinline__ void multiply_add(float (&sum)[SUMS], u32 a0, u32 a1, u32 a2, u32 a3, u64 x, int adds) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, " CONDITION ", 0; wgmma.mma_async.sync.aligned." SHAPE TYPES "{" D "}, " INPUTS " }"
-               : OUTPUTS(sum) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x), "r"(adds));
-}
-
-// Where wgmma finds x: tiles of 8 rows of 128 bytes with their 16-byte pieces swizzled, one after the other. The lower
-// half of a descriptor has the address in 16 bytes, to which those of tiles and steps can be added.
-__device__ __forceinline__ u32 lower_half(u32 address) { return address / 16 | 1 << 16; }
-__device__ __forceinline__ u64 descriptor(u32 lower) { return u64(1u << 30 | 1024 / 16) << 32 | lower; }
-
 // What a thread reads of W and of its scales in a stage. Rows `row` (even) and `row` + 1, which are 128 bytes, their
 // 16-byte pieces swizzled by the row: so the pieces of all spans differ from the first by an exclusive or.
 struct Mine {
@@ -107,8 +59,8 @@ __device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 room, const Mine
 }
 
 // The results of a tile; of a cluster's, one group of 8 columns in CLUSTER.
-__device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const Place& place, u32 row, u32 member) {
-  const u32 n = place.row_tile * ROWS + row;
+__device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const WorkUnit& at, u32 row, u32 member) {
+  const u32 n = at.row_tile * ROWS + row;
   if (n >= a.n) return;
   const bool both = n + 1 < a.n;
   float bias[2] = {0, 0};
@@ -121,108 +73,21 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&total)[S
 #pragma unroll
     for (u32 j = 0; j < 2; j++) {
       if (!is_own(i)) continue;
-      const u32 m = place.column_tile * WIDTH + 8 * i + 2 * member + j;
+      const u32 m = at.column_tile * WIDTH + 8 * i + 2 * member + j;
       if (m >= a.m) continue;
-      const u32 word = pack(__fadd_rn(__fmul_rn(total[4 * i + j], a.unit), bias[0]),
-                            __fadd_rn(__fmul_rn(total[4 * i + 2 + j], a.unit), bias[1]));
-      unsigned short* to = a.y + u64(m) * a.n + n;
-      if (a.n % 2 == 0) {
-        *reinterpret_cast<u32*>(to) = word;
-      } else {
-        to[0] = (unsigned short)word;
-        if (both) to[1] = (unsigned short)(word >> 16);
-      }
+      const u32 word = pack(scale_and_add(total[4 * i + j], a.unit, bias[0]),
+                            scale_and_add(total[4 * i + 2 + j], a.unit, bias[1]));
+      store_two(a.y + u64(m) * a.n + n, word, a.n % 2 == 0, both);
     }
 }
 
-// Those of group i of 8 columns.
-__device__ __forceinline__ void add(float (&total)[SUMS], int i, float4 v) {
-  total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
-}
-
-#if CLUSTER > 1
-// The sums of a tile that the CTAs of a cluster share. Each has those of its own columns sent to where bytes of W were, and
-// adds them up, always in the same order.
-__device__ __forceinline__ void exchange(const Arguments& a, float (&total)[SUMS], const Place& place, u32 warp, u32 lane) {
-  const u32 room = shared() + TILES + warp * 512 + lane * 16, columns = a.m - place.column_tile * WIDTH;
-  const auto place_of = [&](u32 i, u32 rank) { return room + (i / CLUSTER * CLUSTER + rank) * (WARPS * 512); };
-  sync_cluster();  // nobody reads W any more
-#pragma unroll
-  for (u32 i = 0; i < WIDTH / 8; i++)
-    if (!is_own(i) && 8 * i < columns)
-      asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
-                   ::"r"(address_in(place_of(i, blockIdx.y), i % CLUSTER)), "f"(total[4 * i]), "f"(total[4 * i + 1]),
-                   "f"(total[4 * i + 2]), "f"(total[4 * i + 3]) : "memory");
-  sync_cluster();
-#pragma unroll
-  for (u32 i = 0; i < WIDTH / 8; i++)
-    if (is_own(i) && 8 * i < columns)
-#pragma unroll
-      for (u32 rank = 0; rank < CLUSTER; rank++)
-        if (rank != blockIdx.y) add(total, i, load_sums(place_of(i, rank)));
-}
-#endif
-
-// The sums of a tile that several CTAs share. Whoever begins inside the tile leaves its sums in memory and goes on: it is
-// the first that it does. The one that begins the tile comes to it last of all, waits for those of the others, each a
-// number that is MISSING until it is there, and adds them up in the order of K. True for that one. It has enough to read;
-// so what is left of them the next launch clears, in which the fetching threads of all CTAs have time for it.
-//
-// Where there are more than DIRECT, every third, fourth or so adds up those that follow it before it leaves them: it ends
-// with this tile as well, unless nobody follows. All wait for CTAs of higher numbers only. DIRECT decides in which order
-// the sums of a tile are added, so a product whose bits must not depend on the rows of x has one DIRECT for every WIDTH.
-__device__ __forceinline__ bool meet(const Arguments& a, float (&total)[SUMS], const Place& place, u32 warp, u32 lane) {
-  constexpr u32 BATCH = SUMS < 16 ? 16 / SUMS : 1;  // parts on their way at once
-  const u32 units = units_of(a), tile = place.row_tile * a.column_tiles + place.column_tile;
-  const u32 begin = tile * a.depth_units, end = begin + a.depth_units;
-  auto cta_of = [&](u32 unit) { return ((unit + 1) * a.ctas - 1) / units; };
-  const u32 from = cta_of(begin), to = cta_of(end - 1), cta = own_number();
-  auto place_of = [&](u32 cta) { return a.partial + (u64(cta) * WARPS + warp) * (SUMS / 4 * 32) + lane; };
-  const u32 parts = to - from + 1;
-  const u32 group = parts <= DIRECT ? parts : parts <= 9 ? 3 : parts <= 16 ? 4 : parts <= 36 ? 6 : 8;
-  const bool leads = (cta - from) % group == 0;
-  u32 next = cta + 1, stride = 1, last = leads ? min(cta + group - 1, to) : cta;
-  for (;;) {
-    for (; next <= last; next += BATCH * stride) {
-      float4 part[BATCH][SUMS / 4];
-      bool missing;
-      do {
-        missing = false;
-#pragma unroll
-        for (u32 j = 0; j < BATCH; j++)
-#pragma unroll
-          for (int i = 0; i < SUMS / 4; i++) {
-            const u32 other = next + j * stride;
-            part[j][i] = load_sums(place_of(other <= last ? other : next) + 32 * i);
-          }
-#pragma unroll
-        for (u32 j = 0; j < BATCH; j++)
-#pragma unroll
-          for (int i = 0; i < SUMS / 4; i++) missing |= is_missing(part[j][i]);
-      } while (__any_sync(~0u, missing));  // of the whole warp: else nothing that comes after is the same in all lanes
-#pragma unroll
-      for (u32 j = 0; j < BATCH; j++)
-#pragma unroll
-        for (int i = 0; i < SUMS / 4; i++)
-          if (next + j * stride <= last) add(total, i, part[j][i]);
-    }
-    if (cta != from || last == to) break;
-    next = from + group, stride = group, last = to;
-  }
-  if (cta == from) return true;
-  float4* mine = place_of(cta);
-#pragma unroll
-  for (int i = 0; i < SUMS / 4; i++)
-    store_sums(mine + 32 * i, make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]));
-  return false;
-}
 
 __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
   const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = column_of(shared(), lane);
   const Mine mine(row, member);
   Ring ring(0);
   u32 held = lower_half(BASE + X_HELD);
-  Place place(a, first);
+  WorkUnit at(a, first);
   float total[SUMS], sum[SUMS];
   u32 even[4 * STEPS], odd[4 * STEPS];  // A operands of two spans: one is multiplied while the next is decoded
 #pragma unroll
@@ -240,8 +105,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
 #pragma unroll
       for (int step = 0; step < STEPS; step++) {
         const u32 k = span * SPAN + step * 16;
-        const u64 at = descriptor(x + (k / 64 * (WIDTH * 128) + k % 64 * 2) / 16);
-        multiply_add(sum, now[4 * step], now[4 * step + 1], now[4 * step + 2], now[4 * step + 3], at, step > 0 || span % TOGETHER > 0);
+        const u64 tile = descriptor(x + (k / 64 * (WIDTH * 128) + k % 64 * 2) / 16);
+        multiply_add(sum, now[4 * step], now[4 * step + 1], now[4 * step + 2], now[4 * step + 3], tile, step > 0 || span % TOGETHER > 0);
       }
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       const bool ends = span % TOGETHER == TOGETHER - 1;
@@ -265,16 +130,17 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
 #pragma unroll
     for (int span = 0; span < SPANS; span += 2) turn(even, odd, span), turn(odd, even, span + 1);
     arrive(empty);
-    if (place.depth + 1 == a.depth_units || unit + 1 == last) {
+    if (at.depth + 1 == a.depth_units || unit + 1 == last) {
 #if CLUSTER > 1
-      exchange(a, total, place, warp, lane), store(a, total, place, row, member);
+      cluster_reduce(a, total, at, shared() + TILES, warp, lane);  // where bytes of W were
+      store(a, total, at, row, member);
 #else
-      if (meet(a, total, place, warp, lane)) store(a, total, place, row, member);
+      if (fix_up<DIRECT, WARPS>(total, a, at, own_number(), warp, lane)) store(a, total, at, row, member);
 #pragma unroll
       for (int i = 0; i < SUMS; i++) total[i] = 0;
 #endif
     }
-    place.next(a);
+    at.next(a);
   }
 }
 
@@ -282,7 +148,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
 // Lays out the rows of x for units `first` to `last`, all of one tile, as `arrange` would. A warp takes 8 rows by 64 of K.
 __device__ __forceinline__ void hold(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
   constexpr u32 BATCH = WIDTH >= 32 || FETCHERS_WAIT ? 8 : 4;  // pieces on their way at once
-  const Place place(a, first);
+  const WorkUnit at(a, first);
   const u32 row = lane / 4, member = lane % 4, items = (last - first) * (DEPTH / 64) * (WIDTH / 8);
   for (u32 item = warp; item < items; item += WARPS * BATCH) {
     uint4 words[BATCH][2];
@@ -290,8 +156,8 @@ __device__ __forceinline__ void hold(const Arguments& a, u32 first, u32 last, u3
     for (u32 j = 0; j < BATCH; j++)
 #pragma unroll
       for (u32 half = 0; half < 2; half++) {
-        const u32 number = item + j * WARPS, m = place.column_tile * WIDTH + number % (WIDTH / 8) * 8 + row;
-        const u32 k = place.depth * DEPTH + number / (WIDTH / 8) * 64 + (SPAN == 64 ? member * 16 + half * 8 : half * 32 + member * 8);
+        const u32 number = item + j * WARPS, m = at.column_tile * WIDTH + number % (WIDTH / 8) * 8 + row;
+        const u32 k = at.depth * DEPTH + number / (WIDTH / 8) * 64 + (SPAN == 64 ? member * 16 + half * 8 : half * 32 + member * 8);
         const bool exists = number < items && m < a.m && k < a.k;
         words[j][half] = exists ? *reinterpret_cast<const uint4*>(a.x + u64(m) * a.k + k) : make_uint4(0, 0, 0, 0);
       }

@@ -8,6 +8,7 @@ import torch
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceFacts
 from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Operands
+from halfbyte.kernels.linear.tune import h200
 
 DEPTH = 256  # of K, a unit of work
 WIDTHS = (8, 16, 32, 64)
@@ -34,7 +35,7 @@ class HopperPlan:
     def direct(self) -> int:
         """The most parts of a tile that its first CTA adds up one by one; of more, others add some up first. The CTA of
         a narrow tile loads several parts at once, so another's help pays later."""
-        return INVARIANT_DIRECT if self.invariant else 6 + max(1, 32 // self.width)
+        return h200.INVARIANT_DIRECT if self.invariant else 6 + max(1, 32 // self.width)
 
     @property
     def rows(self) -> int:
@@ -113,29 +114,6 @@ def _can_exchange(plan: HopperPlan) -> bool:
     return 1 < plan.cluster <= MOST_CLUSTER and groups * plan.groups * 2048 <= plan.stages * plan.rows * DEPTH // 2
 
 
-# Width and groups to stages and the microseconds that a unit takes. By width: what is lost where every tile is cut, or
-# where all units are dealt out in equal runs, and for each part of a tile and group. With these the plan is among the
-# fastest of all that were timed on an H200 (docs/notebook.md); they say which is faster, not how long it takes.
-TILES = {
-    (8, 4): (3, 1.15), (8, 3): (3, 1.29), (16, 4): (3, 1.45), (16, 3): (3, 1.42), (32, 4): (3, 1.78),
-    (32, 3): (3, 1.135), (64, 3): (2, 1.72), (64, 2): (3, 1.22),
-}  # fmt: skip
-CUT_COST = {8: 4.5, 16: 2.6, 32: 1.3, 64: 3.0}
-RUN_COST = {8: 2.5, 16: 1.35, 32: 1.0, 64: 2.5}
-PART_COST = {8: 0.093, 16: 0.096, 32: 0.095, 64: 0.3}
-INVARIANT_GROUPS, INVARIANT_DIRECT = 3, 8
-FEW_WEIGHTS = 1 << 23  # up to so many there are SMs left for tiles of half the width
-# Where each CTA holds its x: groups to the microseconds of a unit, and how many times that it is where x is wider, or
-# where three groups fetch scales one by one, whose rows begin anywhere; what a group costs besides; and what adding up
-# does, in memory for each part and group, in a cluster for each part.
-HELD_COST = {2: 0.91, 3: 1.09}
-HELD_WIDTH_COST = {8: 1.0, 16: 1.0, 32: 1.2, 64: 2.25}
-SCATTERED_COST, SCALES_AT_ONCE = 1.13, 1024
-HELD_GROUP_COST, MEET_COST, MEET_PART_COST, CLUSTER_PART_COST = 0.47, 0.7, 0.075, 0.19
-# With fewer stages than ENOUGH, or than the CTA has units, it is slower than where x is laid out ahead.
-ENOUGH, MOST_STAGES = 3, 4
-
-
 def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_invariant: bool) -> HopperPlan | None:
     """The plan for x [m, k] and W [n, k], or None where this kernel is not for them.
 
@@ -152,15 +130,15 @@ def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_inv
         return held
     depth, columns = -(-k // DEPTH), -(-m // width)
     found = []
-    for (other, groups), (stages, cost) in TILES.items():
+    for (other, groups), (stages, cost) in h200.STREAMK_TILES.items():
         if other != width:
             continue
         tiles = -(-n // (64 * groups)) * columns
-        part = PART_COST[width] * groups
-        time, shares = _best_shares(tiles, depth, cost, CUT_COST[width], part, facts.sms)
+        part = h200.STREAMK_PART[width] * groups
+        time, shares = _best_shares(tiles, depth, cost, h200.STREAMK_CUT[width], part, facts.sms)
         found.append((time, HopperPlan(width, groups, stages, tiles * shares)))
         ctas = min(facts.sms, tiles * depth)
-        time = -(-tiles * depth // ctas) * cost + RUN_COST[width] + (ctas / tiles + 1) * part
+        time = -(-tiles * depth // ctas) * cost + h200.STREAMK_RUN[width] + (ctas / tiles + 1) * part
         found.append((time, HopperPlan(width, groups, stages, ctas)))
     valid = [pair for pair in found if is_valid(pair[1], m, n, k, span, facts)]
     return min(valid, key=lambda pair: pair[0])[1] if valid else None
@@ -169,13 +147,14 @@ def hopper_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts, batch_inv
 def _invariant_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts) -> HopperPlan | None:
     """The plan of which only width and the number of tiles depend on m: how a tile is cut along K and in which order
     its parts are added up does not, nor does whether there is a plan."""
-    row_tiles = -(-n // (64 * INVARIANT_GROUPS))
-    shares = _best_shares(row_tiles, -(-k // DEPTH), 1.0, 2.0, 0.3, facts.sms)[1]
+    row_tiles = -(-n // (64 * h200.INVARIANT_GROUPS))
+    costs = h200.INVARIANT_UNIT, h200.INVARIANT_CUT, h200.INVARIANT_PART
+    shares = _best_shares(row_tiles, -(-k // DEPTH), *costs, facts.sms)[1]
 
     def plan(m: int) -> HopperPlan:
         width = _tile_width(m, n, k)
-        stages, _ = TILES[width, INVARIANT_GROUPS]
-        return HopperPlan(width, INVARIANT_GROUPS, stages, row_tiles * -(-m // width) * shares, invariant=True)
+        stages, _ = h200.STREAMK_TILES[width, h200.INVARIANT_GROUPS]
+        return HopperPlan(width, h200.INVARIANT_GROUPS, stages, row_tiles * -(-m // width) * shares, invariant=True)
 
     every = (*WIDTHS, max(m, INVARIANT_ROWS))
     return plan(m) if all(is_valid(plan(rows), rows, n, k, span, facts) for rows in every) else None
@@ -183,7 +162,7 @@ def _invariant_plan(m: int, n: int, k: int, span: int, facts: DeviceFacts) -> Ho
 
 def _tile_width(m: int, n: int, k: int) -> int:
     """The narrowest that holds all rows of x, or the widest."""
-    if 32 < m <= 64 and n * k <= FEW_WEIGHTS:
+    if 32 < m <= 64 and n * k <= h200.STREAMK_NARROW_SIZE:
         return 32
     return next((width for width in WIDTHS if width >= m), WIDTHS[-1])
 
@@ -192,14 +171,15 @@ def _held_plan(width: int, m: int, n: int, k: int, span: int, facts: DeviceFacts
     """The plan in which every CTA holds its x, a part of one tile; None where there is no room for that. Where all
     clusters of a tile's CTAs run at once, they add up among themselves."""
     depth, found = -(-k // DEPTH), []
-    for groups, cost in HELD_COST.items():
+    for groups, cost in h200.RESIDENT_UNIT.items():
         tiles = -(-n // (64 * groups)) * -(-m // width)
-        cost *= HELD_WIDTH_COST[width] * (SCATTERED_COST if groups > 2 and k % SCALES_AT_ONCE else 1)
+        scattered = groups > 2 and k % h200.RESIDENT_SCALES_K != 0
+        cost *= h200.RESIDENT_WIDTH[width] * (h200.RESIDENT_SCATTERED if scattered else 1)
         for shares in range(1, min(depth, facts.sms // tiles) + 1):
             held, cluster = -(-depth // shares), shares if tiles <= facts.clusters(shares) else 1
-            meet = MEET_COST + MEET_PART_COST * groups * shares if shares > 1 else 0.0
-            time = held * cost + groups * HELD_GROUP_COST + (meet if cluster == 1 else CLUSTER_PART_COST * shares)
-            for stages in range(min(ENOUGH, max(held, 2)), MOST_STAGES + 1):
+            meet = h200.FIX_UP + h200.FIX_UP_PART * groups * shares if shares > 1 else 0.0
+            time = held * cost + groups * h200.RESIDENT_GROUP + (meet if cluster == 1 else h200.CLUSTER_PART * shares)
+            for stages in range(min(h200.RESIDENT_STAGES, max(held, 2)), h200.RESIDENT_MOST_STAGES + 1):
                 plan = HopperPlan(width, groups, stages, tiles * shares, held, cluster)
                 if is_valid(plan, m, n, k, span, facts):
                     found.append((time, -stages, plan))

@@ -2,9 +2,11 @@
 // Macros and needs are those of kernel.cu.
 
 #include "device/decode.cuh"
+#include "device/epilogue.cuh"
 #include "device/pipeline.cuh"
 #include "device/scale.cuh"
-#include "device/split_k.cuh"
+#include "device/scheduler.cuh"
+#include "device/wgmma.cuh"
 
 constexpr int WARPS = 4 * GROUPS, ROWS = 64 * GROUPS, DEPTH = 256, SPANS = DEPTH / SPAN, STEPS = SPAN / 16;
 // Spans that are summed up before they are scaled. With VECTOR no row begins within a block of weights that share a scale.
@@ -14,6 +16,8 @@ constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr u32 W_BYTES = ROWS * DEPTH / 2, X_BYTES = WIDTH * DEPTH * 2, SCALE_BYTES = SPANS * ROWS * 4;
 constexpr u32 STAGE_BYTES = W_BYTES + (HELD ? 0 : X_BYTES);  // x comes with W, or is held for all units of the CTA
 constexpr u32 BARRIERS = 256 * TABLE_ROW, TILES = BARRIERS + 1024, X_HELD = TILES + STAGES * STAGE_BYTES, SCALE = X_HELD + HELD * X_BYTES;
+#include "device/split_k.cuh"  // which needs WARPS
+
 static_assert(SCALE + STAGES * SCALE_BYTES == SHARED_BYTES, "plan.py reckons with other sizes");
 static_assert((WIDTH / 8 + CLUSTER - 1) / CLUSTER * CLUSTER * WARPS * 512 <= STAGES * STAGE_BYTES, "sums take the room of W");
 constexpr u32 FULL = BARRIERS, EMPTY = FULL + 64;
@@ -21,7 +25,6 @@ extern __shared__ __align__(1024) unsigned char memory[];
 // Where it begins: in a cluster the CTA's rank is on top of BASE.
 __device__ __forceinline__ u32 shared() { return CLUSTER > 1 ? u32(__cvta_generic_to_shared(memory)) : BASE; }
 constexpr u32 SPAN_WORDS = SPAN / 2, OWN = SPAN / 8;  // two neighbouring k are a word: of a span, and of a quad's member
-constexpr int SUMS = WIDTH / 2;  // fp32 numbers a thread, of 16 rows of W and WIDTH columns a warp
 
 struct Arguments {
   alignas(64) unsigned char map[128];  // the tensor map of packed
@@ -30,7 +33,7 @@ struct Arguments {
   const unsigned short *x, *bias;  // bias: null for none
   unsigned short* y;
   uint4* arranged;
-  float4 *partial, *left;  // all MISSING before this launch; what the one before has left, to be MISSING after this one
+  float4 *workspace, *left;  // all SENTINEL before this launch; what the one before has left, to be MISSING after this one
   u32 left_count, m, n, k, row_tiles, column_tiles, depth_units, ctas;  // depth_units: units of 256 along K
   float unit, codebook[16];
 };
@@ -41,30 +44,9 @@ __device__ __forceinline__ float load_code(u32 address) {
   asm volatile("ld.shared.f32 %0, [%1 + %2];" : "=f"(value) : "r"(address), "n"(BASE + 128));
   return value;
 }
-struct Place {  // a unit of work: which tile, and which part of K
-  u32 row_tile, column_tile, depth;
-  __device__ Place(const Arguments& a, u32 unit) {
-    const u32 tile = unit / a.depth_units;
-    depth = unit % a.depth_units;
-    row_tile = tile / a.column_tiles;
-    column_tile = tile % a.column_tiles;
-  }
-  __device__ void next(const Arguments& a) {
-    if (++depth < a.depth_units) return;
-    depth = 0;
-    if (++column_tile < a.column_tiles) return;
-    column_tile = 0;
-    row_tile++;
-  }
-};
-
 // CTAs of `multiply` are started in the order of blockIdx. Their work goes the other way, so that none waits for one after
 // it. Those of a cluster are started together.
 __device__ __forceinline__ u32 own_number() { return CLUSTER > 1 ? blockIdx.x * CLUSTER + blockIdx.y : gridDim.x - 1 - blockIdx.x; }
-// Of groups of 8 columns: which the CTA stores.
-__device__ __forceinline__ bool is_own(u32 group) { return CLUSTER == 1 || group % CLUSTER == blockIdx.y; }
-__device__ __forceinline__ u32 units_of(const Arguments& a) { return a.row_tiles * a.column_tiles * a.depth_units; }
-__device__ __forceinline__ u32 first_unit(const Arguments& a, u32 cta) { return cta * units_of(a) / a.ctas; }
 
 // The meetings of all its warps: the barriers and the table are ready; and x is held, for which those that fetch wait only
 // if they have nothing else to wait for (scales that come without codes): x would queue behind more of W. They wait before
