@@ -21,6 +21,7 @@ from synthetic import record as profile_record
 from typer.testing import CliRunner, Result
 
 from halfbyte import terminal
+from halfbyte.bench.check import Cell
 from halfbyte.cli import app
 from halfbyte.info import Device, Info, Package
 from halfbyte.measure import records
@@ -215,6 +216,17 @@ def _bench_recover(patch: Patch) -> Case:
     wrong = {"provider": f"loop{LABEL}", "error": EXTRA}
     patch.setattr("halfbyte.bench.recover.recover_rows", lambda *_: [row, row | wrong])
     return Case(BENCH_OPTIONS, (*BENCH_SHOWN, f"{LABEL}, float32", f"loop{LABEL}, wrong: {EXTRA}"), 1)
+
+
+@case("bench check")
+def _bench_check(patch: Patch) -> Case:
+    cells = [
+        Cell(f"linear{LABEL}", f"9x9 {EXTRA}", f"x{LABEL}", 10.0, 11.0, 1e-3, 1e-3),
+        Cell("decode", LABEL, "halfbyte", 1.0, 1.0),
+    ]
+    patch.setattr("halfbyte.bench.check.check_cells", lambda *_: cells)
+    told = "1 of 2 cells became slower or less exact"
+    return Case(("--device", "cpu", "--results", OUT), (f"linear{LABEL}", f"9x9 {EXTRA}", f"x{LABEL}", told), 1)
 
 
 @case("bench puzzle")
