@@ -10,6 +10,8 @@ SECONDS ?= 60
 SEED ?= 0
 RESULTS ?= benchmarks/results
 
+CUDA := $(shell find src -name '*.cu' -o -name '*.cuh')
+CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format; clang_format()'
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-dev.txt)
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 
@@ -31,14 +33,16 @@ quick: $(READY)  ## the tests but for those that take long, in under three minut
 compile-all: $(READY)  ## every variant of the CUDA kernels that planners pick, for all GPUs, where `make test` takes a few
 	$(PY) -m pytest --numprocesses $(WORKERS) --maxprocesses 8 -m compile_all
 
-lint: $(READY)  ## ruff and mypy
+lint: $(READY)  ## ruff, mypy and clang-format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(CLANG_FORMAT) --dry-run --Werror $(CUDA)
 
 format: $(READY)  ## put the code into its form
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+	$(CLANG_FORMAT) -i $(CUDA)
 
 gpu: $(READY)  ## the tests that need a GPU: in any order, four at a time, then those that time it
 	$(PY) -m pytest tests/gpu -m "not alone" --numprocesses 4 --random-order

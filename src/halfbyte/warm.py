@@ -167,7 +167,7 @@ def warm(variants: Sequence[Variant], progress: Callable[[str, int, int], None] 
 
 
 def _compile(variant: Variant) -> None:
-    nvrtc.keep(variant, nvrtc.compile_cubin(variant.source, variant.capability, dict(variant.macros)))
+    nvrtc.keep(variant, nvrtc.compile_cubin(variant.source, variant.capability, dict(variant.constants)))
 
 
 def facts_of_target(target: str | None, sms: int | None) -> DeviceFacts:

@@ -89,7 +89,7 @@ def test_compiles_in_every_cuda_kernel(toy: Format, kernel: str) -> None:
     variants = warm.variants(warm.of_shapes([shape], [torch.bfloat16], settings), [1], facts_for(target))
     assert variants
     for variant in variants[:1]:
-        assert nvrtc.compile_cubin(variant.source, variant.capability, dict(variant.macros))
+        assert nvrtc.compile_cubin(variant.source, variant.capability, dict(variant.constants))
 
 
 def test_a_name_is_taken_once(toy: Format) -> None:

@@ -21,7 +21,7 @@ from halfbyte.kernels.common.tensor_map import SWIZZLES
 from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.operands import Operands
 from halfbyte.kernels.linear.sm90_decode import launch as decode
-from halfbyte.kernels.linear.sm90_decode.launch import macros, source, target
+from halfbyte.kernels.linear.sm90_decode.launch import constants, source, target
 from halfbyte.kernels.linear.sm90_decode.plan import (
     MOST_ROWS,
     ROWS,
@@ -88,8 +88,8 @@ def test_compiles(capability: int, dtype: torch.dtype, every: bool, tmp_path: Pa
         if plan is not None:
             low_first, bias = scales.dtype == torch.bfloat16, plan.cluster % 2 == 0
             k = next(others) or 64 * plan.blocks * plan.cluster
-            constants = macros(dtype, scales, low_first, bias, plan, k)
-            code = nvrtc.compile_cubin(source(), target(plan, facts), constants)
+            settings = constants(dtype, scales, low_first, bias, plan, k)
+            code = nvrtc.compile_cubin(source(), target(plan, facts), settings)
             path = tmp_path / "decode.cubin"
             path.write_bytes(code)
             assert _stack_bytes(path) <= 128  # a few spilled words, none of them an array
@@ -236,8 +236,8 @@ def test_every_group_plan_is_valid(m: int, sizes: list[int], k: int, nested: boo
 
 def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
-    text = 'extern "C" __global__ void f(int* p) { *p = VALUE; }'
-    variants = [Variant.of(text, 90, {"VALUE": value}) for value in (1, 2)]
+    text = '#include "config.cuh"\nextern "C" __global__ void f(int* p) { *p = Config::value; }'
+    variants = [Variant.of(text, 90, {"value": value}) for value in (1, 2)]
     code = nvrtc.cubin(variants[0])
     (entry,) = tmp_path.iterdir()
     monkeypatch.setattr(nvrtc, "compile_cubin", lambda *_: pytest.fail("compiled although it is cached"))
@@ -307,6 +307,6 @@ def test_what_the_kernel_is_for() -> None:
 
 def test_source_refuses_sizes_that_are_not_its_own() -> None:
     plan = decode_plan(1, 4096, 4096, NESTED, H200)
-    wrong = macros(torch.bfloat16, NESTED, False, False, plan, 4096) | {"SHARED_BYTES": plan.shared_bytes(NESTED) + 16}
+    right = constants(torch.bfloat16, NESTED, False, False, plan, 4096)
     with pytest.raises(Exception, match="reckons with other sizes"):
-        nvrtc.compile_cubin(source(), 90, wrong)
+        nvrtc.compile_cubin(source(), 90, right | {"shared_bytes": plan.shared_bytes(NESTED) + 16})

@@ -10,15 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfbyte as hb
+from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.common.targets import CUDA_TARGETS
 from halfbyte.kernels.linear.simt import launch as exact
-from halfbyte.kernels.linear.simt.launch import macros, source
+from halfbyte.kernels.linear.simt.launch import constants, source
 from halfbyte.kernels.linear.simt.plan import ExactPlan, exact_plan, is_valid
 
-SCALES = ((torch.uint8, False), (torch.float32, False), *((dtype, True) for dtype in FLOAT_DTYPES))
+SCALES = ((torch.uint8, "nf4"), (torch.float32, "fp4"), *((dtype, "int4") for dtype in FLOAT_DTYPES))
 PLANS = [
     ExactPlan(rows, columns, whole)
     for rows in (1, 2, 4, 8)
@@ -71,9 +72,9 @@ def test_compiles(capability: int, tmp_path: Path) -> None:
     """The plans with the most registers, and a thirty-fifth of all cases, another one for each target."""
     every = list(product(FLOAT_DTYPES, SCALES, PLANS))
     largest = [(torch.bfloat16, SCALES[0], ExactPlan(8, 4, True)), (torch.float32, SCALES[0], ExactPlan(8, 2, False))]
-    for dtype, (scale, low_first), plan in largest + every[CUDA_TARGETS.index(capability) :: 7][::5]:
+    for dtype, (scale, format), plan in largest + every[CUDA_TARGETS.index(capability) :: 7][::5]:
         path = tmp_path / "exact.cubin"
-        path.write_bytes(nvrtc.compile_cubin(source(), capability, macros(dtype, scale, low_first, plan)))
+        path.write_bytes(nvrtc.compile_cubin(source(), capability, constants(dtype, scale, FORMATS[format], plan)))
         assert _stack_bytes(path) <= 16  # a few spilled words, none of them an array
 
 
@@ -87,4 +88,4 @@ def _stack_bytes(path: Path) -> int:
 
 def test_source_refuses_more_sums_than_lanes() -> None:
     with pytest.raises(Exception, match="in the end a sum lies in"):
-        nvrtc.compile_cubin(source(), 90, macros(torch.float16, torch.uint8, False, ExactPlan(16, 4, True)))
+        nvrtc.compile_cubin(source(), 90, constants(torch.float16, torch.uint8, FORMATS["nf4"], ExactPlan(16, 4, True)))

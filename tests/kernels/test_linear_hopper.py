@@ -20,7 +20,7 @@ from halfbyte.kernels.linear.cuda import choose, choose_group
 from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Operands
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
-from halfbyte.kernels.linear.sm90_streamk.launch import kind_of, macros, source
+from halfbyte.kernels.linear.sm90_streamk.launch import constants, kind_of, source
 from halfbyte.kernels.linear.sm90_streamk.plan import DEPTH, HopperPlan, Kind, hopper_plan, is_valid
 from halfbyte.kernels.linear.tune.h200 import STREAMK_NARROW_SIZE
 
@@ -260,7 +260,7 @@ def _compiled(kind: Kind, plan: HopperPlan, directory: Path) -> tuple[dict[str, 
     """What cuobjdump says of `multiply` and `arrange`: registers ("REG"), "STACK", "SHARED", "LOCAL"."""
     import triton
 
-    settings = macros(kind, plan)
+    settings = constants(kind, plan)
     path = directory / "hopper.cubin"
     path.write_bytes(nvrtc.compile_cubin(source(), "90a", settings))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -271,7 +271,7 @@ def _compiled(kind: Kind, plan: HopperPlan, directory: Path) -> tuple[dict[str, 
     warpgroups = plan.groups + 1
     assert found["multiply"]["REG"] * 128 * warpgroups <= 65536
     # A warpgroup waits for ever for registers that the CTA does not have.
-    asked = settings["FETCH_REGISTERS"] + plan.groups * settings["MULTIPLY_REGISTERS"]
+    asked = int(settings["producer_registers"]) + plan.groups * int(settings["consumer_registers"])
     assert asked <= found["multiply"]["REG"] * warpgroups
     # Dynamic shared memory begins where the system's ends.
     assert found["multiply"]["SHARED"] <= 1024
@@ -289,7 +289,7 @@ def test_addresses_of_the_main_loop_are_uniform(
 
     path = tmp_path / "hopper.cubin"
     plan = HopperPlan(*tile, 132, held, cluster)
-    path.write_bytes(nvrtc.compile_cubin(source(), "90a", macros(Kind(BF16, *KINDS[0]), plan)))
+    path.write_bytes(nvrtc.compile_cubin(source(), "90a", constants(Kind(BF16, *KINDS[0]), plan)))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     text = subprocess.run([tool, path], capture_output=True, text=True, check=True).stdout
     operations = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?(\w+)", text[text.index(".text.multiply") :], re.M)
@@ -302,7 +302,7 @@ def test_addresses_of_the_main_loop_are_uniform(
 
 def test_source_refuses_sizes_that_are_not_its_own() -> None:
     plan = HopperPlan(8, 3, 3, 1)
-    wrong = macros(Kind(BF16, *KINDS[0]), plan) | {"SHARED_BYTES": plan.shared_bytes(64) + 16}
+    wrong = constants(Kind(BF16, *KINDS[0]), plan) | {"shared_bytes": plan.shared_bytes(64) + 16}
     with pytest.raises(Exception, match="reckons with other sizes"):
         nvrtc.compile_cubin(source(), "90a", wrong)
 

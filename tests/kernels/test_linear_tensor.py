@@ -16,7 +16,7 @@ from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceFacts
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.sm80 import launch as tensor
-from halfbyte.kernels.linear.sm80.launch import grid, macros, source
+from halfbyte.kernels.linear.sm80.launch import constants, grid, source
 from halfbyte.kernels.linear.sm80.plan import TensorPlan, is_valid, tensor_plan
 from halfbyte.kernels.linear.tune.h200 import SM80_WARPS
 
@@ -107,7 +107,7 @@ def test_compiles_into_registers(capability: int, offset: int, tmp_path: Path) -
         if not is_valid(plan, 4096, 4096, 64, dtype, FACTS[capability]):
             continue
         path = tmp_path / "tensor.cubin"
-        path.write_bytes(nvrtc.compile_cubin(source(), capability, macros(format, scale, dtype, plan)))
+        path.write_bytes(nvrtc.compile_cubin(source(), capability, constants(format, scale, dtype, plan)))
         usage = _usage(path)
         assert all(kernel["STACK"] == kernel["LOCAL"] == 0 for kernel in usage.values()), plan
         product = usage["product"]

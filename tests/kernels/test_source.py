@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,25 @@ def test_the_cache_key_covers_what_is_included(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(compiler.find() is None, reason="no NVRTC here")
+def test_a_source_finds_its_constants_in_config() -> None:
+    text = """
+        enum class Color { red, green };
+        #include "config.cuh"
+        static_assert(Config::count == -3 && Config::wide && !Config::narrow && Config::color == Color::green);
+    """
+    right = {"count": -3, "wide": True, "narrow": False, "color": "Color::green"}
+    assert nvrtc.compile_cubin(text, 90, right)
+    for wrong in ({"count": 3}, {"wide": False}, {"narrow": True}, {"color": "Color::red"}):
+        with pytest.raises(RuntimeError, match="static assertion failed"):
+            nvrtc.compile_cubin(text, 90, right | wrong)
+
+
+def test_the_cache_key_covers_the_constants() -> None:
+    entries = {nvrtc._entry(Variant.of("", 90, {"count": value})) for value in (1, 2, True, "1")}
+    assert len(entries) == 4
+
+
+@pytest.mark.skipif(compiler.find() is None, reason="no NVRTC here")
 def test_the_compiler_names_the_file_and_the_line(tmp_path: Path) -> None:
     kernel = write(
         tmp_path,
@@ -77,7 +97,7 @@ def test_the_compiler_names_the_file_and_the_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_every_kernel_is_one_text(name: str) -> None:
     text = LAUNCHES[name].source()
-    assert "#include" not in text
+    assert re.findall(r"#include.*", text) == ['#include "config.cuh"']
     assert text.startswith(f'#line 1 "{name}/kernel.cu"\n')
 
 

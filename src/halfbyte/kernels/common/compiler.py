@@ -11,22 +11,24 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 _NAMES = "nvrtc64_*_0.dll" if sys.platform == "win32" else "libnvrtc*.so*"
 
 
-def compile_source(source: str, options: Sequence[str]) -> bytes:
+def compile_source(source: str, options: Sequence[str], headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
     """The cubin of CUDA C++ source, compiled with NVRTC's options, such as "-arch=sm_90".
 
-    Raises ImportError where there is no NVRTC, and RuntimeError, with the compiler's words, where it does not compile.
+    headers: the text of each file that the source may include, by name. Raises ImportError where there is no NVRTC, and
+    RuntimeError, with the compiler's words, where it does not compile.
     """
     nvrtc, program, size = _load(), ctypes.c_void_p(), ctypes.c_size_t()
-    _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), None, 0, None, None))
+    _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), None, *_headers(headers)))
     try:
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if nvrtc.nvrtcCompileProgram(program, len(options), arguments):
@@ -40,6 +42,13 @@ def compile_source(source: str, options: Sequence[str]) -> bytes:
         return code.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _headers(headers: Mapping[str, str]) -> tuple[Any, ...]:
+    """How many there are, their texts and their names, as NVRTC takes them."""
+    strings = ctypes.c_char_p * len(headers)
+    texts, names = (strings(*(text.encode() for text in each)) for each in (headers.values(), headers))
+    return len(headers), texts, names
 
 
 @cache

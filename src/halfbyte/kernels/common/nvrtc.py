@@ -1,6 +1,6 @@
 """CUDA C++ shipped as source: compiled for the GPU at hand on first use, and kept on disk.
 
-An entry's name is a digest of all that its content depends on: source, target, macros, compiler. Entries are written
+An entry's name is a digest of all that its content depends on: source, target, constants, compiler. Entries are written
 whole or not at all, so processes may race, and each begins with a digest of its own bytes: a damaged one is compiled
 again.
 """
@@ -19,15 +19,16 @@ from pathlib import Path
 from halfbyte.kernels.common import compiler
 
 _DIGEST = hashlib.sha256().digest_size
+_CONFIG = "config.cuh"
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"\s*(?://.*)?')
 
 
 def read_source(path: Path, root: Path) -> str:
     """The CUDA source at `path` as one text: NVRTC sees no folder, so what the source includes is put in place here.
 
-    `#include "name"` names a file beside the one that says so, or else one under `root`. Each file comes once, where it
-    is first asked for, whatever conditions of the preprocessor stand around it. Compiler errors name the file and its
-    own line. Raises FileNotFoundError where there is no such file.
+    `#include "name"` names a file beside the one that says so, or else one under `root`; "config.cuh" stays, being a
+    variant's own. Each file comes once, where it is first asked for, whatever conditions of the preprocessor stand
+    around it. Compiler errors name the file and its own line. Raises FileNotFoundError where there is no such file.
     """
     return "".join(_lines(path, root, set()))
 
@@ -37,7 +38,7 @@ def _lines(path: Path, root: Path, seen: set[Path]) -> Iterator[str]:
     name = path.relative_to(root).as_posix()
     yield f'#line 1 "{name}"\n'
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if (match := _INCLUDE.fullmatch(line)) is None:
+        if (match := _INCLUDE.fullmatch(line)) is None or match[1] == _CONFIG:
             yield line + "\n"
             continue
         included = next((file for folder in (path.parent, root) if (file := folder / match[1]).is_file()), None)
@@ -48,17 +49,24 @@ def _lines(path: Path, root: Path, seen: set[Path]) -> Iterator[str]:
         yield f'#line {number + 1} "{name}"\n'
 
 
+Constant = bool | int | str
+
+
 @dataclass(frozen=True)
 class Variant:
-    """A source, the target it is compiled for (90, or "90a" for what no later GPU has), and its macros."""
+    """A source, the target it is compiled for (90, or "90a" for what no later GPU has), and its constants.
+
+    A source that includes "config.cuh" finds them there as the members of `struct Config`: a bool or an int as such, a
+    str as the C++ expression that it is.
+    """
 
     source: str
     capability: int | str
-    macros: tuple[tuple[str, int], ...]
+    constants: tuple[tuple[str, Constant], ...]
 
     @classmethod
-    def of(cls, source: str, capability: int | str, macros: Mapping[str, int]) -> Variant:
-        return cls(source, capability, tuple(sorted(macros.items())))
+    def of(cls, source: str, capability: int | str, constants: Mapping[str, Constant]) -> Variant:
+        return cls(source, capability, tuple(sorted(constants.items())))
 
 
 def cubin(variant: Variant) -> bytes:
@@ -68,7 +76,7 @@ def cubin(variant: Variant) -> bytes:
     """
     code = cached(variant)
     if code is None:
-        code = compile_cubin(variant.source, variant.capability, dict(variant.macros))
+        code = compile_cubin(variant.source, variant.capability, dict(variant.constants))
         with suppress(OSError):  # a cache that cannot be written costs time, not results
             keep(variant, code)
     return code
@@ -88,10 +96,19 @@ def keep(variant: Variant, code: bytes) -> None:
     _write(_entry(variant), hashlib.sha256(code).digest() + code)
 
 
-def compile_cubin(source: str, capability: int | str, macros: Mapping[str, int]) -> bytes:
+def compile_cubin(source: str, capability: int | str, constants: Mapping[str, Constant]) -> bytes:
     """Compile, whatever is in the cache; no GPU is needed. Raises ImportError and RuntimeError as `cubin` does."""
-    defines = [f"--define-macro={name}={value}" for name, value in macros.items()]
-    return compiler.compile_source(source, [f"-arch=sm_{capability}", "--std=c++17", *defines])
+    return compiler.compile_source(source, [f"-arch=sm_{capability}", "--std=c++17"], {_CONFIG: _config(constants)})
+
+
+def _config(constants: Mapping[str, Constant]) -> str:
+    """The header that a source includes as "config.cuh"."""
+    types = {bool: "bool", int: "int", str: "auto"}
+    members = (
+        f"  static constexpr {types[type(value)]} {name} = {str(value).lower() if type(value) is bool else value};\n"
+        for name, value in constants.items()
+    )
+    return f"struct Config {{\n{''.join(members)}}};\n"
 
 
 def cache_directory() -> Path:
@@ -102,8 +119,8 @@ def cache_directory() -> Path:
 
 
 def _entry(variant: Variant) -> Path:
-    macros = (f"{name}={value}" for name, value in variant.macros)
-    key = "\n".join([variant.source, str(variant.capability), compiler.identity(), *macros])
+    config = _config(dict(variant.constants))
+    key = "\n".join([variant.source, str(variant.capability), compiler.identity(), config])
     return cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
 
 

@@ -1,8 +1,9 @@
-"""What kernels are compiled with: how Python and CUDA C++ number the same things."""
+"""How CUDA C++ names dtypes: Type, in device/numeric.cuh. Scales in bytes are nested."""
 
 from __future__ import annotations
 
 import torch
 
-# X_TYPE and SCALE_TYPE in device/numeric.cuh. Scales in bytes are nested.
-TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
+TYPES = {
+    torch.float32: "Type::fp32", torch.float16: "Type::fp16", torch.bfloat16: "Type::bf16", torch.uint8: "Type::nested",
+}  # fmt: skip

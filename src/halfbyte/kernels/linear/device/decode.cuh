@@ -1,13 +1,13 @@
-// From nibbles to the MMA's A operand. A table in shared memory has the two 16-bit numbers that each of 256 bytes stands
-// for, with a copy for every lane: no bank conflicts, and the address is one byte permutation.
+// From nibbles to the MMA's A operand. A table in shared memory has the two 16-bit numbers that each of 256 bytes
+// stands for, with a copy for every lane: no bank conflicts, and the address is one byte permutation.
 //
-//   row b, 256 bytes:  | lane 0: first, second | lane 1: first, second | ... | lane 31 |  128 bytes for whoever wants them |
+//   row b, 256 bytes:  | lane 0: first, second | lane 1: first, second | ... | lane 31 | 128 bytes for other uses |
 //
 // Dynamic shared memory begins with it. The table alone knows the codebook and which nibble comes first.
 
 #include "ptx.cuh"
 
-constexpr u32 BASE = 1024;  // where dynamic shared memory begins on sm_90 and later; every kernel checks it
+constexpr u32 BASE = 1024;      // where dynamic shared memory begins on sm_90 and later; every kernel checks it
 constexpr u32 TABLE_ROW = 256;  // bytes, of the table that it begins with: two weights for each lane, in the lower half
 
 // From the table that dynamic shared memory begins with.
@@ -23,8 +23,8 @@ template <int J> __device__ __forceinline__ u32 look_up(u32 bytes, u32 column) {
   return load_word(__byte_perm(bytes, column, 0x7604 | (J << 4)));
 }
 
-// The table, by BY warps; in a cluster `table` has the CTA's rank on top. Four of its rows at a time, of which a lane writes
-// four copies of a word.
+// The table, by BY warps; in a cluster `table` has the CTA's rank on top. Four of its rows at a time, of which a lane
+// writes four copies of a word.
 template <u32 BY>
 __device__ __forceinline__ void make_table(u32 table, const float (&codebook)[16], bool low_first, u32 warp, u32 lane) {
   const u32 own = pack(codebook[lane % 16], 0);
@@ -32,6 +32,7 @@ __device__ __forceinline__ void make_table(u32 table, const float (&codebook)[16
   for (u32 i = 0; i < (64 + BY - 1) / BY; i++) {
     const u32 four = i * BY + warp, byte = 4 * four + lane / 8;
     const u32 high = __shfl_sync(~0u, own, byte >> 4), low = __shfl_sync(~0u, own, byte & 15);
-    if (four < 64) store_four(table + byte * TABLE_ROW + lane % 8 * 16, low_first ? low | high << 16 : high | low << 16);
+    if (four < 64)
+      store_four(table + byte * TABLE_ROW + lane % 8 * 16, low_first ? low | high << 16 : high | low << 16);
   }
 }

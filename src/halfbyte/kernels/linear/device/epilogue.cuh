@@ -1,11 +1,13 @@
-// From sums to y: y[m, n] = sum * unit + bias[n], each step rounded by itself in fp32, and then once to the type of x. unit is
-// one over the factor that the codebook comes multiplied by. bias may be null.
+// From sums to y: y[m, n] = sum * unit + bias[n], each step rounded by itself in fp32, and then once to the type of x.
+// unit is one over the factor that the codebook comes multiplied by. bias may be null.
 //
 // With W as the A operand a lane's sums are of two rows of W, neighbours in y: see device/mma.cuh.
 
 #include "numeric.cuh"
 
-__device__ __forceinline__ float scale_and_add(float sum, float unit, float bias) { return __fadd_rn(__fmul_rn(sum, unit), bias); }
+__device__ __forceinline__ float scale_and_add(float sum, float unit, float bias) {
+  return __fadd_rn(__fmul_rn(sum, unit), bias);
+}
 // A word of two neighbours of a row of y. even: the row has an even number of them; both: the second exists.
 __device__ __forceinline__ void store_two(u16* to, u32 word, bool even, bool both) {
   if (even) {
@@ -20,4 +22,6 @@ __device__ __forceinline__ void store_four(u16* to, float4 v) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pack(v.x, v.y), pack(v.z, v.w));
 }
 // The sum of a kernel whose scales have the unit in them already.
-__device__ __forceinline__ u16 finish(float sum, const u16* bias, u32 n) { return narrow(bias ? sum + unpack(bias[n]) : sum); }
+__device__ __forceinline__ u16 finish(float sum, const u16* bias, u32 n) {
+  return narrow(bias ? sum + unpack(bias[n]) : sum);
+}

@@ -1,5 +1,5 @@
-// A pipeline of buffers in shared memory: full and empty barriers, the copies that end at them, and a position in the ring.
-// A producer waits for `empty`, a consumer for `full`. Needs sm_90.
+// A pipeline of buffers in shared memory: full and empty barriers, the copies that end at them, and a position in the
+// ring. A producer waits for `empty`, a consumer for `full`. Needs sm_90.
 
 #include "ptx.cuh"
 
@@ -16,18 +16,24 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
   u32 done;
   do {
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
   } while (!done);
 }
 __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 struct Ring {  // a position in a ring of `size` buffers, and the parity of its barriers there
   u32 at = 0, parity;
   __device__ explicit Ring(u32 parity) : parity(parity) {}
   __device__ void next(u32 size) {
-    if (++at == size) { at = 0; parity ^= 1; }
+    if (++at == size) {
+      at = 0;
+      parity ^= 1;
+    }
   }
 };

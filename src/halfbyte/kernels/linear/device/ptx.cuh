@@ -1,5 +1,5 @@
-// Instructions that CUDA C++ has no word for, by themselves: shared memory by its 32-bit address, clusters, and the words
-// of programmatic dependent launch. Clusters and dependent launch need sm_90.
+// Instructions that CUDA C++ has no word for, by themselves: shared memory by its 32-bit address, clusters, and the
+// words of programmatic dependent launch. Clusters and dependent launch need sm_90.
 
 #include "numeric.cuh"
 
@@ -34,7 +34,8 @@ __device__ __forceinline__ void store_four(u32 address, u32 value) {  // copies 
 __device__ __forceinline__ float4 load_sums(u32 address) {
   float4 value;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "r"(address));
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address));
   return value;
 }
 
@@ -48,7 +49,7 @@ __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Until the kernel ahead in the stream is done, and all that it wrote can be read.
-__device__ __forceinline__ void wait_for_the_one_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// It begins when every CTA of this kernel has said so, or has ended.
-__device__ __forceinline__ void let_the_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Until the kernel before this one in the stream is done, and all that it wrote can be read.
+__device__ __forceinline__ void wait_for_prior_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next kernel may begin when every CTA of this one has said so, or has ended.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -1,11 +1,12 @@
-// Stream-K: the work is tiles, rows of W by rows of x, each cut along K into units, and numbered tile by tile. Every CTA takes
-// an equal run of units, so a tile may be shared by several, and a CTA may begin and end in the middle of a tile.
+// Stream-K: the work is tiles, rows of W by rows of x, each cut along K into units, and numbered tile by tile. Every
+// CTA takes an equal run of units, so a tile may be shared by several, and a CTA may begin and end in the middle of a
+// tile.
 //
 //   units   0 1 2 3 | 4 5 6 7 | 8 9 10 11       three tiles of four units (column tiles first, then row tiles)
 //   CTA     0 0 0 1   1 1 2 2   2 3 3 3         four CTAs
 //
-// `Schedule` is a kernel's arguments, with row_tiles, column_tiles, depth_units (units of a tile) and ctas. Units times CTAs
-// are below 2^32.
+// `Schedule` is a kernel's arguments, with row_tiles, column_tiles, depth_units (units of a tile) and ctas. Units times
+// CTAs are below 2^32.
 
 #include "numeric.cuh"
 

@@ -1,8 +1,8 @@
 // Split-K: the partial sums of CTAs that share a tile, and how they become one.
 //
-// A thread has Sums fp32 sums of its warp's 16 rows of W: sums 4 i to 4 i + 3 are those of column group i, eight rows of x,
-// as device/mma.cuh draws them. Both ways add in an order that follows from the shape alone, so the same input gives the
-// same bits.
+// A thread has Sums fp32 sums of its warp's 16 rows of W: sums 4 i to 4 i + 3 are those of column group i, eight rows
+// of x, as device/mma.cuh draws them. Both ways add in an order that follows from the shape alone, so the same input
+// gives the same bits.
 //
 //   cluster_reduce  CTAs of one cluster, all of one tile: through distributed shared memory
 //   fix_up          CTAs of any tile: through a workspace in memory. Each of its numbers is a SENTINEL until the sum is
@@ -14,11 +14,15 @@
 constexpr u32 SENTINEL = ~0u;  // a NaN that no sum is: those of the hardware are 0x7fffffff
 __device__ __forceinline__ float4 load_partial(const float4* from) {
   float4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(from)
+               : "memory");
   return v;
 }
 __device__ __forceinline__ void store_partial(float4* to, float4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
 }
 __device__ __forceinline__ bool is_missing(float4 v) {
   return __float_as_uint(v.x) == SENTINEL || __float_as_uint(v.y) == SENTINEL || __float_as_uint(v.z) == SENTINEL ||
@@ -26,53 +30,57 @@ __device__ __forceinline__ bool is_missing(float4 v) {
 }
 
 // Of column groups: which the CTA adds up and stores.
-__device__ __forceinline__ bool is_own(u32 group) { return CLUSTER == 1 || group % CLUSTER == blockIdx.y; }
+__device__ __forceinline__ bool is_own(u32 group) {
+  return Config::cluster == 1 || group % Config::cluster == blockIdx.y;
+}
 
 // Adds those of column group i.
 template <int Sums> __device__ __forceinline__ void add_group(float (&total)[Sums], int i, float4 v) {
   total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
 }
 
-#if CLUSTER > 1
-// The sums of a tile that the CTAs of a cluster share. The CTA of rank r = blockIdx.y has those of its own column groups (r,
-// r + CLUSTER, ...) sent to its buffer, which the cluster no longer reads, and adds them up. `a` and `unit` say how many rows
-// of x there are. buffer: the CTA's, 512 bytes a warp, column group and sender.
-template <class Arguments, int Sums>
-__device__ __forceinline__ void cluster_reduce(const Arguments& a, float (&total)[Sums], const WorkUnit& unit, u32 buffer,
-                                               u32 warp, u32 lane) {
-  constexpr u32 COLUMNS = 2 * Sums;
-  const u32 own = buffer + warp * 512 + lane * 16, columns = a.m - unit.column_tile * COLUMNS;
-  const auto place_of = [&](u32 i, u32 rank) { return own + (i / CLUSTER * CLUSTER + rank) * (WARPS * 512); };
+// The sums of a tile that the CTAs of a cluster share. The CTA of rank r = blockIdx.y has those of its own column
+// groups (r, r + cluster, ...) sent to its buffer, which the cluster no longer reads, and adds them up. `a` and `unit`
+// say how many rows of x there are. buffer: the CTA's, 512 bytes a warp, column group and sender.
+template <u32 Warps, int Sums, class Arguments>
+__device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Arguments& a, const WorkUnit& unit,
+                                               u32 buffer, u32 warp, u32 lane) {
+  constexpr u32 GROUPS = Sums / 4;  // of columns
+  const u32 own = buffer + warp * 512 + lane * 16, columns = a.m - unit.column_tile * (8 * GROUPS);
+  const auto place_of = [&](u32 i, u32 rank) {
+    return own + (i / Config::cluster * Config::cluster + rank) * (Warps * 512);
+  };
   sync_cluster();  // nobody reads the buffer's former content any more
 #pragma unroll
-  for (u32 i = 0; i < COLUMNS / 8; i++)
+  for (u32 i = 0; i < GROUPS; i++)
     if (!is_own(i) && 8 * i < columns)
-      asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
-                   ::"r"(address_in(place_of(i, blockIdx.y), i % CLUSTER)), "f"(total[4 * i]), "f"(total[4 * i + 1]),
-                   "f"(total[4 * i + 2]), "f"(total[4 * i + 3]) : "memory");
+      asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
+                       address_in(place_of(i, blockIdx.y), i % Config::cluster)),
+                   "f"(total[4 * i]), "f"(total[4 * i + 1]), "f"(total[4 * i + 2]), "f"(total[4 * i + 3])
+                   : "memory");
   sync_cluster();
 #pragma unroll
-  for (u32 i = 0; i < COLUMNS / 8; i++)
+  for (u32 i = 0; i < GROUPS; i++)
     if (is_own(i) && 8 * i < columns)
 #pragma unroll
-      for (u32 rank = 0; rank < CLUSTER; rank++)
+      for (u32 rank = 0; rank < Config::cluster; rank++)
         if (rank != blockIdx.y) add_group(total, i, load_sums(place_of(i, rank)));
 }
-#endif
 
-// The sums of the tile of `unit`, which the CTAs `first` to `last` of the schedule share; this is `cta`. A CTA that starts
-// mid-tile stores its partial sums in the workspace and goes on: the tile is the first that it works on. The tile's first CTA
-// comes to it last of all, waits for the partial sums of the others and adds them up in the order of K. True for that one.
-// `a` has the schedule and the workspace; an argument of its own for either costs registers.
+// The sums of the tile of `unit`, which the CTAs `first` to `last` of the schedule share; this is `cta`. A CTA that
+// starts mid-tile stores its partial sums in the workspace and goes on: the tile is the first that it works on. The
+// tile's first CTA comes to it last of all, waits for the partial sums of the others and adds them up in the order of
+// K. True for that one. `a` has the schedule and the workspace; an argument of its own for either costs registers.
 //
-// Where there are more than Direct, every third, fourth or so adds up those that follow it before it stores its own: it ends
-// with this tile as well, unless nobody follows. All wait for CTAs of higher numbers only. Direct decides in which order
-// the sums of a tile are added, so a product whose bits must not depend on the rows of x has one Direct for every width.
+// Where there are more than Direct, every third, fourth or so adds up those that follow it before it stores its own: it
+// ends with this tile as well, unless nobody follows. All wait for CTAs of higher numbers only. Direct decides in which
+// order the sums of a tile are added, so a product whose bits must not depend on the rows of x has one Direct for every
+// width.
 //
 // The first CTA has enough to read; so the next launch clears what is left, see Workspace in workspace.py.
 template <u32 Direct, u32 Warps, int Sums, class Arguments>
-__device__ __forceinline__ bool fix_up(float (&total)[Sums], const Arguments& a, const WorkUnit& unit,
-                                       u32 cta, u32 warp, u32 lane) {
+__device__ __forceinline__ bool fix_up(float (&total)[Sums], const Arguments& a, const WorkUnit& unit, u32 cta,
+                                       u32 warp, u32 lane) {
   constexpr u32 AT_ONCE = Sums < 16 ? 16 / Sums : 1;  // CTAs whose sums are loaded at once
   const u32 units = count_units(a), tile = unit.row_tile * a.column_tiles + unit.column_tile;
   const u32 begin = tile * a.depth_units, limit = begin + a.depth_units;

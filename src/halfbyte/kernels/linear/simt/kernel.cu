@@ -1,33 +1,42 @@
 // y[m, n] = sum over k of x[m, k] * W[n, k] + bias[n], on CUDA cores, for every x and every W in 4 bits.
 //
-// Bytes moved: W's nibbles and scales once for each ROWS rows of x; x and y are small beside them. Flops: 2 M N K.
+// Bytes moved: W's nibbles and scales once for each tile_m rows of x; x and y are small beside them. Flops: 2 M N K.
 //
 // A weight is the fp32 number that dequantize rounds, codebook[nibble] * scale, products are fp32 multiply-adds, and a
 // sum is rounded once: rows of the identity give dequantize's bits. The scale belongs to a run of the flattened W, so a
 // row may begin in the middle of a block, and of a byte.
 //
-// A warp makes ROWS x COLUMNS sums, of ROWS rows of x and COLUMNS rows of W. A step along K is 512 weights, sixteen
+// A warp makes tile_m x tile_n sums, of tile_m rows of x and tile_n rows of W. A step along K is 512 weights, sixteen
 // neighbours a lane. A lane adds eight products at a time in a chain, and what chains give in another; then lanes add
-// in pairs. That is the whole order, whatever ROWS, COLUMNS and WHOLE are: a row of x always gives the same bits.
+// in pairs. That is the whole order, whatever tile_m, tile_n and aligned are: a row of x always gives the same bits.
 //
 // The codebook lies in the lanes of the warp: looking a nibble up is one shuffle, of which the hardware reads no more
 // than the four bits.
 //
-// Macros: X_TYPE, SCALE_TYPE. LOW_FIRST: the first weight of a byte is in its low nibble. WHOLE: K is a multiple of 16, packed aligned to 8 bytes, x to 16.
-// ROWS, COLUMNS, WARPS.
+// Macros: x, scale. low_first: the first weight of a byte is in its low nibble. aligned: K is a multiple of 16, packed
+// aligned to 8 bytes, x to 16. tile_m, tile_n, warps.
 
 #include "device/scale.cuh"
 
-struct Half { u16 bits; };
-struct Bfloat { u16 bits; };
+struct Half {
+  u16 bits;
+};
+struct Bfloat {
+  u16 bits;
+};
 
-template <int> struct Type;
-template <> struct Type<TYPE_FP32> { typedef float Of; };
-template <> struct Type<TYPE_FP16> { typedef Half Of; };
-template <> struct Type<TYPE_BF16> { typedef Bfloat Of; };
-typedef Type<X_TYPE>::Of Number;
+template <Type> struct NumberOf {
+  typedef float Number;
+};
+template <> struct NumberOf<Type::fp16> {
+  typedef Half Number;
+};
+template <> struct NumberOf<Type::bf16> {
+  typedef Bfloat Number;
+};
+typedef NumberOf<Config::x>::Number Number;
 
-constexpr int EIGHT = 8, PIECE = 2 * EIGHT, STEP = 32 * PIECE, SUMS = ROWS * COLUMNS;
+constexpr int EIGHT = 8, PIECE = 2 * EIGHT, STEP = 32 * PIECE, SUMS = Config::tile_m * Config::tile_n;
 static_assert(SUMS <= 32 && (SUMS & (SUMS - 1)) == 0, "in the end a sum lies in 32 / SUMS lanes");
 
 struct Arguments {
@@ -53,15 +62,12 @@ __device__ __forceinline__ void store(Bfloat* to, float value) {  // by hand: sm
   to->bits = value == value ? rounded : 0x7fff;
 }
 
-// Rounded by itself. As in dequantize, subnormal numbers are zero in bitsandbytes' formats, and themselves in int4.
+// Rounded by itself. As in dequantize, some formats have subnormal numbers flushed to zero.
 __device__ __forceinline__ float multiply(float a, float b) {
-#if LOW_FIRST
-  return __fmul_rn(a, b);
-#else
+  if constexpr (!Config::flushes) return __fmul_rn(a, b);
   float product;
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
   return product;
-#endif
 }
 
 // Eight numbers from an address that is a multiple of 16.
@@ -87,15 +93,12 @@ __device__ __forceinline__ Scale fetch_scale(const Arguments& a, u64 block) {
   return {a.scale[block], NESTED ? __ldg(a.absmax + (block >> a.nested_log2)) : 0.0f};
 }
 __device__ __forceinline__ float decode(const Arguments& a, Scale scale, float offset) {
-#if SCALE_TYPE == TYPE_NESTED
-  return __fadd_rn(multiply(__ldg(a.code + scale.stored), scale.absmax), offset);
-#else
-  return decode_stored(scale.stored);
-#endif
+  if constexpr (NESTED) return __fadd_rn(multiply(__ldg(a.code + u32(scale.stored)), scale.absmax), offset);
+  else return decode_stored(scale.stored);
 }
 
 struct Piece {  // up to PIECE neighbouring weights of a row, as they were loaded
-  u32 bytes[WHOLE ? 2 : 3];
+  u32 bytes[Config::aligned ? 2 : 3];
   Scale first;
   // What follows is for pieces that begin anywhere:
   Scale last;       // of another block, if one ends in between
@@ -110,42 +113,36 @@ __device__ __forceinline__ Piece fetch(const Arguments& a, u64 begin, u64 k) {
   begin = k < a.k ? begin : 0;
   const u8* bytes = a.packed + begin / 2;
   piece.first = fetch_scale(a, begin >> a.block_log2);
-#if WHOLE
-  const uint2 words = __ldg(reinterpret_cast<const uint2*>(bytes));
-  piece.bytes[0] = words.x, piece.bytes[1] = words.y;
-#else
+  if constexpr (Config::aligned) {
+    const uint2 words = __ldg(reinterpret_cast<const uint2*>(bytes));
+    piece.bytes[0] = words.x, piece.bytes[1] = words.y;
+    return piece;
+  }
   const u32 size = 1u << a.block_log2, count = k < a.k ? min(a.k - k, u64(PIECE)) : 1;
   piece.last = fetch_scale(a, (begin + count - 1) >> a.block_log2);
   piece.count = count, piece.same = size - (u32(begin) & (size - 1)), piece.odd = begin % 2;
-  piece.bytes[0] = piece.bytes[1] = piece.bytes[2] = 0;
+  piece.bytes[0] = piece.bytes[1] = piece.bytes[Config::aligned ? 0 : 2] = 0;
 #pragma unroll
   for (int i = 0; i <= PIECE / 2; i++)
     if (2 * i < piece.odd + count) piece.bytes[i / 4] |= u32(__ldg(bytes + i)) << 8 * (i % 4);
-#endif
   return piece;
 }
 
 // Eight nibbles of bytes in order, the first weight's lowest.
 __device__ __forceinline__ u32 in_order(u32 bytes) {
-  return LOW_FIRST ? bytes : (bytes >> 4 & 0x0f0f0f0f) | (bytes << 4 & 0xf0f0f0f0);
+  return Config::low_first ? bytes : (bytes >> 4 & 0x0f0f0f0f) | (bytes << 4 & 0xf0f0f0f0);
 }
 __device__ __forceinline__ u32 nibbles(const Piece& piece, int word) {
-#if WHOLE
-  return in_order(piece.bytes[word]);
-#else
-  return __funnelshift_r(in_order(piece.bytes[word]), in_order(piece.bytes[word + 1]), 4 * piece.odd);
-#endif
+  if constexpr (Config::aligned) return in_order(piece.bytes[word]);
+  else return __funnelshift_r(in_order(piece.bytes[word]), in_order(piece.bytes[word + 1]), 4 * piece.odd);
 }
 
 // Eight numbers of a row of x from k on, and zeros beyond its end.
 __device__ __forceinline__ void fetch_x(float (&x)[EIGHT], const Arguments& a, u64 row, u64 k) {
   const Number* from = a.x + row * a.k + k;
-#if WHOLE
-  load(x, from);
-#else
+  if constexpr (Config::aligned) return load(x, from);
 #pragma unroll
   for (int i = 0; i < EIGHT; i++) x[i] = k + i < a.k ? widen(from[i]) : 0.0f;
-#endif
 }
 
 // Adds what lanes have of each sum: those 16 apart, then 8, 4, 2, 1. A lane that has several sums left keeps half of
@@ -163,60 +160,62 @@ template <int APART> __device__ __forceinline__ void add_up(float (&sum)[SUMS], 
 }
 
 // Three CTAs a multiprocessor: with more, registers are spilled; with fewer, there is too little to hide loads behind.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) exact(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(32 * Config::warps, 3) exact(const __grid_constant__ Arguments a) {
   const u32 lane = threadIdx.x % 32;
-  const u64 column = (u64(blockIdx.x) * WARPS + threadIdx.x / 32) * COLUMNS;
+  const u64 column = (u64(blockIdx.x) * Config::warps + threadIdx.x / 32) * Config::tile_n;
   if (column >= a.n) return;
   const float codebook = a.codebook[lane % 16], offset = NESTED ? *a.offset : 0.0f;
 
-  for (u64 row = u64(blockIdx.y) * ROWS; row < a.m; row += u64(gridDim.y) * ROWS) {
-    u64 k = lane * PIECE, begin[COLUMNS];
-    Piece piece[COLUMNS];
+  for (u64 row = u64(blockIdx.y) * Config::tile_m; row < a.m; row += u64(gridDim.y) * Config::tile_m) {
+    u64 k = lane * PIECE, begin[Config::tile_n];
+    Piece piece[Config::tile_n];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {  // rows of W beyond the last are the last one again, and so are those of x
+    for (int c = 0; c < Config::tile_n;
+         c++) {  // rows of W beyond the last are the last one again, and so are those of x
       begin[c] = min(column + c, a.n - 1) * a.k + k;
       piece[c] = fetch(a, begin[c], k);
     }
     float sum[SUMS] = {};
     for (u64 step = 0; step < a.k; step += STEP, k += STEP) {
-      Piece now[COLUMNS];
-      float first[COLUMNS], last[COLUMNS];
+      Piece now[Config::tile_n];
+      float first[Config::tile_n], last[Config::tile_n];
 #pragma unroll
-      for (int c = 0; c < COLUMNS; c++) {
+      for (int c = 0; c < Config::tile_n; c++) {
         now[c] = piece[c];
         piece[c] = fetch(a, begin[c] += STEP, k + STEP);  // on its way while this one is multiplied
-        first[c] = decode(a, now[c].first, offset), last[c] = WHOLE ? first[c] : decode(a, now[c].last, offset);
+        first[c] = decode(a, now[c].first, offset),
+        last[c] = Config::aligned ? first[c] : decode(a, now[c].last, offset);
       }
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        float w[COLUMNS][EIGHT];
+        float w[Config::tile_n][EIGHT];
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++)
+        for (int c = 0; c < Config::tile_n; c++)
 #pragma unroll
           for (int i = 0; i < EIGHT; i++) {
             const u32 number = EIGHT * half + i;
             const float value = __shfl_sync(~0u, codebook, nibbles(now[c], half) >> 4 * i, 16);
-            w[c][i] = multiply(value, WHOLE || number < now[c].same ? first[c] : last[c]);
-            if (!WHOLE && number >= now[c].count) w[c][i] = 0.0f;
+            w[c][i] = multiply(value, Config::aligned || number < now[c].same ? first[c] : last[c]);
+            if (!Config::aligned && number >= now[c].count) w[c][i] = 0.0f;
           }
         if (k < a.k)
 #pragma unroll
-          for (int r = 0; r < ROWS; r++) {
+          for (int r = 0; r < Config::tile_m; r++) {
             float x[EIGHT];
             fetch_x(x, a, min(row + r, a.m - 1), k + EIGHT * half);
 #pragma unroll
-            for (int c = 0; c < COLUMNS; c++) {
+            for (int c = 0; c < Config::tile_n; c++) {
               float chain = __fmul_rn(x[0], w[c][0]);
 #pragma unroll
               for (int i = 1; i < EIGHT; i++) chain = __fmaf_rn(x[i], w[c][i], chain);
-              sum[r * COLUMNS + c] += chain;
+              sum[r * Config::tile_n + c] += chain;
             }
           }
       }
     }
     add_up<16>(sum, lane);
     const u32 mine = lane / (32 / SUMS);
-    const u64 to_row = row + mine / COLUMNS, to_column = column + mine % COLUMNS;
+    const u64 to_row = row + mine / Config::tile_n, to_column = column + mine % Config::tile_n;
     if (lane % (32 / SUMS) == 0 && to_row < a.m && to_column < a.n) {
       if (a.bias) sum[0] += widen(a.bias[to_column]);
       store(a.y + to_row * a.n + to_column, sum[0]);

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.formats.spec import FORMATS, codebook_tensor
+from halfbyte.formats.spec import FORMATS, Format, codebook_tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
-from halfbyte.kernels.common.nvrtc import Variant, read_source
+from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
 from halfbyte.kernels.linear.ready import Product, run
@@ -77,16 +77,15 @@ def _launch(index: int, compiled: Variant) -> Launch:
 
 def variant(operands: Operands, plan: ExactPlan, facts: DeviceFacts) -> Variant:
     """What is compiled for such operands."""
-    constants = macros(operands.dtype, operands.scale, operands.low_first, plan)
-    return Variant.of(source(), facts.capability, constants)
+    settings = constants(operands.dtype, operands.scale, FORMATS[operands.format], plan)
+    return Variant.of(source(), facts.capability, settings)
 
 
-def macros(dtype: torch.dtype, scale: torch.dtype, low_first: bool, plan: ExactPlan) -> dict[str, int]:
-    """What kernel.cu is compiled with, for dtypes of x and of q.scale. low_first: the first weight of a byte is in its
-    low half, as int4 has it."""
+def constants(dtype: torch.dtype, scale: torch.dtype, format: Format, plan: ExactPlan) -> dict[str, Constant]:
+    """kernel.cu's Config, for dtypes of x and of q.scale."""
     return {
-        "X_TYPE": TYPES[dtype], "SCALE_TYPE": TYPES[scale], "LOW_FIRST": int(low_first), "WHOLE": int(plan.whole),
-        "ROWS": plan.rows, "COLUMNS": plan.columns, "WARPS": WARPS,
+        "x": TYPES[dtype], "scale": TYPES[scale], "low_first": format.low_first, "flushes": format.flushes,
+        "aligned": plan.whole, "tile_m": plan.rows, "tile_n": plan.columns, "warps": WARPS,
     }  # fmt: skip
 
 

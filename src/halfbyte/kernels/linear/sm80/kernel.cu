@@ -1,7 +1,7 @@
 // y[m, n] = sum over k of x[m, k] * W[n, k], + bias[n], on the tensor cores of any GPU from sm_75 on; W in 4 bits.
 //
-// Bytes moved: W's nibbles and scales once for each 8 * COLUMNS rows of x, (1/2 + 1/block_size) N K when nested; x once
-// for each ROW_WARPS * 16 rows of W, from L1 and L2; y. Flops: 2 M N K.
+// Bytes moved: W's nibbles and scales once for each 8 * m_tiles rows of x, (1/2 + 1/block_size) N K when nested; x once
+// for each n_warps * 16 rows of W, from L1 and L2; y. Flops: 2 M N K.
 //
 // W is the A operand of mma.m16n8k16 and needs no repacking: one register of A is two neighbouring k of one row, which
 // is one packed byte. K may be permuted as long as x is permuted alike. So a row is cut into spans of 64 weights; of a
@@ -14,26 +14,25 @@
 // The codebook comes multiplied by a factor that makes its rounding to 16 bits harmless; one over that factor (`unit`)
 // goes into the scale, which is applied in fp32 to the sums of each span: a span always lies within one block.
 //
-// A warp owns 16 rows of W and a stretch of K, and keeps AHEAD spans of W on their way in registers. The K_WARPS that
-// share rows add up in shared memory, CTAs that share rows (`splits` of them) in `partial`, which `combine` adds up.
-// Sums are always added in the same order, so the same input gives the same bits. A column of an MMA knows nothing of
-// its neighbours: rows of x beyond m are stand-ins, the last row again, and are computed but not stored.
+// A warp owns 16 rows of W and a stretch of K, and keeps prefetch spans of W on their way in registers. The k_warps
+// that share rows add up in shared memory, CTAs that share rows (`splits` of them) in `partial`, which `combine` adds
+// up. Sums are always added in the same order, so the same input gives the same bits. A column of an MMA knows nothing
+// of its neighbours: rows of x beyond m are stand-ins, the last row again, and are computed but not stored.
 //
-// Needs K % SPAN == 0, block_size % SPAN == 0, packed aligned to 8 bytes and x to 16; any M and N.
-// Grid: x = tiles of x * splits, y = CTAs that stride over the tiles of W.
-// Macros: COLUMNS, ROW_WARPS, K_WARPS, AHEAD, RESIDENT, SPAN, MMA_K (16, or 8 on sm_75), X_TYPE, SCALE_TYPE,
-// LOW_FIRST.
+// Needs K % span == 0, block_size % span == 0, packed aligned to 8 bytes and x to 16; any M and N. Grid: x = tiles of x
+// * splits, y = CTAs that stride over the tiles of W. Macros: m_tiles, n_warps, k_warps, prefetch, resident_ctas, span,
+// mma_k (16, or 8 on sm_75), x, scale, low_first.
 
 #include "device/epilogue.cuh"
 #include "device/mma.cuh"
 #include "device/scale.cuh"
 
-constexpr int ROWS = 16 * ROW_WARPS;          // of W, a tile
-constexpr int THREADS = 32 * ROW_WARPS * K_WARPS;
-constexpr int WORDS = SPAN / 32;              // of W, and 16-byte vectors of x, that a lane takes of a span
-constexpr int STEPS = SPAN / 16;              // MMAs a span
-constexpr int SUM_COLUMN = 20;                // floats: 16 rows, padded against bank conflicts
-constexpr int SUM_WARP = 8 * COLUMNS * SUM_COLUMN;
+constexpr int TILE_N = 16 * Config::n_warps;  // of W, a tile
+constexpr int THREADS = 32 * Config::n_warps * Config::k_warps;
+constexpr int WORDS = Config::span / 32;  // of W, and 16-byte vectors of x, that a lane takes of a span
+constexpr int STEPS = Config::span / 16;  // MMAs a span
+constexpr int SUM_COLUMN = 20;            // floats: 16 rows, padded against bank conflicts
+constexpr int SUM_WARP = 8 * Config::m_tiles * SUM_COLUMN;
 
 struct Arguments {
   const u8* packed;
@@ -41,8 +40,8 @@ struct Arguments {
   const float *code, *absmax, *offset;  // with NESTED
   const u16 *x, *bias;                  // bias may be null
   u16* y;
-  float* partial;                       // [splits, m, n] where splits > 1
-  u32 m, n, k, splits, shift;           // shift: spans that share a scale, as a power of two
+  float* partial;              // [splits, m, n] where splits > 1
+  u32 m, n, k, splits, shift;  // shift: spans that share a scale, as a power of two
   float unit, codebook[16];
 };
 
@@ -53,13 +52,13 @@ struct Span {  // of rows `group` and `group + 8`, as loaded
 };
 
 // What is read once does not stay in L1, but brings its neighbours to L2: the warp's next spans.
-__device__ __forceinline__ void load(u32 (&words)[WORDS], const u8* from) {
-#if SPAN == 64
+__device__ __forceinline__ void load(u32 (&words)[2], const u8* from) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];"
-               : "=r"(words[0]), "=r"(words[1]) : "l"(from));
-#else
+               : "=r"(words[0]), "=r"(words[1])
+               : "l"(from));
+}
+__device__ __forceinline__ void load(u32 (&words)[1], const u8* from) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(words[0]) : "l"(from));
-#endif
 }
 // The two numbers that byte `i` of `word` stands for; rows of the table are 128 bytes apart.
 __device__ __forceinline__ u32 look_up(const u32* table, u32 word, int i, u32 lane) {
@@ -67,70 +66,69 @@ __device__ __forceinline__ u32 look_up(const u32* table, u32 word, int i, u32 la
   return *reinterpret_cast<const u32*>(reinterpret_cast<const char*>(table) + (row | 4 * lane));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
+    product(const __grid_constant__ Arguments a) {
   __shared__ u32 table[256 * 32];
   extern __shared__ float sums[];
   const u32 lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
-  const u32 row_warp = warp / K_WARPS, split = blockIdx.x % a.splits, first = blockIdx.x / a.splits * (8 * COLUMNS);
-  const u32 spans = a.k / SPAN;
-  const u32 part = split * K_WARPS + warp % K_WARPS, parts = a.splits * K_WARPS;
+  const u32 row_warp = warp / Config::k_warps, split = blockIdx.x % a.splits,
+            first = blockIdx.x / a.splits * (8 * Config::m_tiles);
+  const u32 spans = a.k / Config::span;
+  const u32 part = split * Config::k_warps + warp % Config::k_warps, parts = a.splits * Config::k_warps;
   const u32 begin = part * spans / parts, end = (part + 1) * spans / parts;
 
   // Spans are numbered through all of W; a 16-row tile that overhangs repeats the last row, which is not stored.
   u32 row[2];
-  Span ring[AHEAD];
+  Span ring[Config::prefetch];
   auto fetch = [&](Span& to, u32 span) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const u32 at = row[half] + span, block = at >> a.shift;
-      load(to.words[half], a.packed + u64(at) * (SPAN / 2) + member * (SPAN / 8));
+      load(to.words[half], a.packed + u64(at) * (Config::span / 2) + member * (Config::span / 8));
       to.scale[half] = __ldg(a.scale + block);
-#if SCALE_TYPE == TYPE_NESTED
-      to.absmax[half] = __ldg(a.absmax + (block >> 8));
-#endif
+      if constexpr (NESTED) to.absmax[half] = __ldg(a.absmax + (block >> 8));
     }
   };
   auto start = [&](u32 tile) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      row[half] = min(tile * ROWS + row_warp * 16 + group + 8 * half, a.n - 1) * spans;
+      row[half] = min(tile * TILE_N + row_warp * 16 + group + 8 * half, a.n - 1) * spans;
 #pragma unroll
-    for (int u = 0; u < AHEAD; u++)
+    for (int u = 0; u < Config::prefetch; u++)
       if (begin + u < end) fetch(ring[u], begin + u);
   };
   start(blockIdx.y);
 
   const float entry = a.codebook[lane % 16];
 #pragma unroll 4
-  for (u32 byte = warp; byte < 256; byte += ROW_WARPS * K_WARPS) {
+  for (u32 byte = warp; byte < 256; byte += Config::n_warps * Config::k_warps) {
     const u16 high = narrow(__shfl_sync(~0u, entry, byte >> 4)), low = narrow(__shfl_sync(~0u, entry, byte & 15));
-    table[byte * 32 + lane] = LOW_FIRST ? u32(high) << 16 | low : u32(low) << 16 | high;
+    table[byte * 32 + lane] = Config::low_first ? u32(high) << 16 | low : u32(low) << 16 | high;
   }
-#if SCALE_TYPE == TYPE_NESTED
-  __shared__ float code[256];
-  for (u32 i = threadIdx.x; i < 256; i += THREADS) code[i] = a.code[i];
-  const float offset = *a.offset;
-#endif
+  __shared__ float code[NESTED ? 256 : 1];
+  float offset = 0;
+  if constexpr (NESTED) {
+    for (u32 i = threadIdx.x; i < 256; i += THREADS) code[i] = a.code[i];
+    offset = *a.offset;
+  }
   auto decode = [&](const Span& span, int half) {
-#if SCALE_TYPE == TYPE_NESTED
-    return decode_nested(code[span.scale[half]], span.absmax[half], offset) * a.unit;
-#else
-    return decode_stored(span.scale[half]) * a.unit;
-#endif
+    if constexpr (NESTED) return decode_nested(code[u32(span.scale[half])], span.absmax[half], offset) * a.unit;
+    else return decode_stored(span.scale[half]) * a.unit;
   };
 
   const u16* x = a.x + u64(first) * a.k;
-  u32 column[COLUMNS];
+  u32 column[Config::m_tiles];
 #pragma unroll
-  for (int c = 0; c < COLUMNS; c++) column[c] = min(8 * c + group, a.m - 1 - first) * a.k + member * (SPAN / 4);
+  for (int c = 0; c < Config::m_tiles; c++)
+    column[c] = min(8 * c + group, a.m - 1 - first) * a.k + member * (Config::span / 4);
   __syncthreads();
 
-  for (u32 tile = blockIdx.y; tile * ROWS < a.n; tile += gridDim.y) {
-    float total[COLUMNS][4] = {};
-    for (u32 span = begin; span < end; span += AHEAD)
+  for (u32 tile = blockIdx.y; tile * TILE_N < a.n; tile += gridDim.y) {
+    float total[Config::m_tiles][4] = {};
+    for (u32 span = begin; span < end; span += Config::prefetch)
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++) {
+      for (int u = 0; u < Config::prefetch; u++) {
         if (span + u >= end) break;
         u32 w[STEPS][4];
 #pragma unroll
@@ -139,10 +137,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product(const __
           for (int i = 0; i < 4; i++)  // rows alternate, k comes second: the order of A's registers
             w[step][i] = look_up(table, ring[u].words[i % 2][step / 2], step % 2 * 2 + i / 2, lane);
         const float upper = decode(ring[u], 0), lower = decode(ring[u], 1);
-        if (span + u + AHEAD < end) fetch(ring[u], span + u + AHEAD);
+        if (span + u + Config::prefetch < end) fetch(ring[u], span + u + Config::prefetch);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-          const uint4* from = reinterpret_cast<const uint4*>(x + (span + u) * SPAN + column[c]);
+        for (int c = 0; c < Config::m_tiles; c++) {
+          const uint4* from = reinterpret_cast<const uint4*>(x + (span + u) * Config::span + column[c]);
           float sum[4] = {};
 #pragma unroll
           for (int i = 0; i < WORDS; i++) {
@@ -156,23 +154,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product(const __
           total[c][3] += sum[3] * lower;
         }
       }
-    if ((tile + gridDim.y) * ROWS < a.n) start(tile + gridDim.y);  // under way while sums meet
+    if ((tile + gridDim.y) * TILE_N < a.n) start(tile + gridDim.y);  // under way while sums meet
 
     __syncthreads();  // the sums of the tile before have been read
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++)
+    for (int c = 0; c < Config::m_tiles; c++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
         sums[warp * SUM_WARP + (8 * c + 2 * member + i % 2) * SUM_COLUMN + group + i / 2 * 8] = total[c][i];
     __syncthreads();
 #pragma unroll 1  // registers are for the spans on their way
-    for (u32 i = threadIdx.x; i < 8 * COLUMNS * ROWS; i += THREADS) {
-      const u32 r = i % ROWS, c = i / ROWS, n = tile * ROWS + r, m = first + c;
+    for (u32 i = threadIdx.x; i < 8 * Config::m_tiles * TILE_N; i += THREADS) {
+      const u32 r = i % TILE_N, c = i / TILE_N, n = tile * TILE_N + r, m = first + c;
       if (n >= a.n || m >= a.m) continue;
-      const float* from = sums + r / 16 * K_WARPS * SUM_WARP + c * SUM_COLUMN + r % 16;
+      const float* from = sums + r / 16 * Config::k_warps * SUM_WARP + c * SUM_COLUMN + r % 16;
       float sum = from[0];
 #pragma unroll
-      for (int k = 1; k < K_WARPS; k++) sum += from[k * SUM_WARP];
+      for (int k = 1; k < Config::k_warps; k++) sum += from[k * SUM_WARP];
       if (a.splits > 1) a.partial[(u64(split) * a.m + m) * a.n + n] = sum;
       else a.y[u64(m) * a.n + n] = finish(sum, a.bias, n);
     }

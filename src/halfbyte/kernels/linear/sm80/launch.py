@@ -12,7 +12,7 @@ from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
-from halfbyte.kernels.common.nvrtc import Variant, read_source
+from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
@@ -59,8 +59,7 @@ def product(device: torch.device, m: int, operands: Operands, weight: Addresses,
     key = ("tensor", index, columns, o.n, plan, compiled)
     launch, combine = prepared(key, lambda: _launches(index, columns, o.n, plan, compiled))
     shift = (o.block_size // plan.span).bit_length() - 1
-    constants = unit_and_codebook(o.format, o.dtype)
-    arguments = Arguments(LAYOUT, weight, (o.n, o.k, plan.splits, shift, *constants))
+    arguments = Arguments(LAYOUT, weight, (o.n, o.k, plan.splits, shift, *unit_and_codebook(o.format, o.dtype)))
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
         if plan.splits == 1:
@@ -87,16 +86,16 @@ def _launches(index: int, columns: int, n: int, plan: TensorPlan, compiled: Vari
 
 def variant(operands: Operands, plan: TensorPlan, facts: DeviceFacts) -> Variant:
     """What is compiled for such operands."""
-    constants = macros(operands.format, operands.scale, operands.dtype, plan)
-    return Variant.of(source(), facts.capability, constants)
+    settings = constants(operands.format, operands.scale, operands.dtype, plan)
+    return Variant.of(source(), facts.capability, settings)
 
 
-def macros(format: str, scale_dtype: torch.dtype, dtype: torch.dtype, plan: TensorPlan) -> dict[str, int]:
-    """What kernel.cu is compiled with."""
+def constants(format: str, scale_dtype: torch.dtype, dtype: torch.dtype, plan: TensorPlan) -> dict[str, Constant]:
+    """kernel.cu's Config."""
     return {
-        "COLUMNS": plan.columns, "ROW_WARPS": plan.row_warps, "K_WARPS": plan.k_warps, "AHEAD": AHEAD,
-        "RESIDENT": plan.resident, "SPAN": plan.span, "MMA_K": plan.step, "X_TYPE": TYPES[dtype],
-        "SCALE_TYPE": TYPES[scale_dtype], "LOW_FIRST": int(FORMATS[format].low_first),
+        "x": TYPES[dtype], "scale": TYPES[scale_dtype], "low_first": FORMATS[format].low_first, "span": plan.span,
+        "mma_k": plan.step, "m_tiles": plan.columns, "n_warps": plan.row_warps, "k_warps": plan.k_warps,
+        "prefetch": AHEAD, "resident_ctas": plan.resident,
     }  # fmt: skip
 
 

@@ -1,139 +1,151 @@
-// y[m, n] = sum over k of x[m, k] * W[n, k] for up to 8 * COLUMNS rows of x, W in 4 bits.
+// y[m, n] = sum over k of x[m, k] * W[n, k] for up to 8 * m_tiles rows of x, W in 4 bits.
 //
-// Bytes moved: W's nibbles and scales once, K/2 + K/64 a row for nested blocks of 64; x and y are small beside it. Flops:
-// 2 M N K.
+// Bytes moved: W's nibbles and scales once, K/2 + K/64 a row for nested blocks of 64; x and y are small beside it.
+// Flops: 2 M N K.
 //
 // W is the A operand of mma.m16n8k16 and needs no repacking: one register of A is two neighbouring k of one row, which
 // is one packed byte. K may be permuted as long as x is permuted alike, so a thread takes 8 neighbouring bytes of a
 // 64-weight block, a quad the block's 32, and 4 MMAs eat them. A byte becomes two 16-bit numbers by one look-up in a
 // table of 256 words with a copy for every lane: no bank conflicts, and the address is one byte permutation. The
 // codebook comes multiplied by a factor that makes its rounding to 16 bits harmless; one over that factor (`unit`) goes
-// into the result. Scales are applied in fp32 to the sums of each block, or of TOGETHER blocks that share one.
+// into the result. Scales are applied in fp32 to the sums of each block, or of joined blocks that share one.
 //
-// A CTA owns WARPS * SLICE blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in registers
-// throughout. One warp more feeds the tiles into shared memory, STAGES of them: a tile by one tensor copy, for asking for a
-// copy takes 70 cycles, however small it is. Another adds up what the warps leave there. Nobody waits for a barrier of the
-// whole CTA. Where K is longer than a CTA's share, CLUSTER CTAs side by side along K hand their sums to the first of them
-// through distributed shared memory. Sums are always added in the same order, so the same input gives the same bits.
+// A CTA owns warps * slice blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in registers
+// throughout. One warp more feeds the tiles into shared memory, stages of them: a tile by one tensor copy, for asking
+// for a copy takes 70 cycles, however small it is. Another adds up what the warps leave there. Nobody waits for a
+// barrier of the whole CTA. Where K is longer than a CTA's share, cluster CTAs side by side along K hand their sums to
+// the first of them through distributed shared memory. Sums are always added in the same order, so the same input gives
+// the same bits.
 //
-// A tile may come in STEPS, all warps going through K side by side, and a stage is then a step: the room of two tiles is
-// refilled half by half, while memory would else wait for the slowest warp.
+// A tile may come in steps, all warps going through K side by side, and a stage is then a step: the room of two tiles
+// is refilled half by half, while memory would else wait for the slowest warp.
 //
-// One launch may take several weights of the same K and format: their tiles lie one behind the other, rows of a tile are
-// of one weight, and all read the same x. So q, k and v of an attention start from cold once.
+// One launch may take several weights of the same K and format: their tiles lie one behind the other, rows of a tile
+// are of one weight, and all read the same x. So q, k and v of an attention start from cold once.
 //
-// The kernel may begin while the one ahead of it in the stream still runs: it builds its table, asks for its first tiles to
-// come into L2, and then waits, for x and for W, which may have been written just now. Only then it lets the next one begin
-// in the same way, so that whatever comes after finds all that was written before this kernel.
+// The kernel may begin while the one ahead of it in the stream still runs: it builds its table, asks for its first
+// tiles to come into L2, and then waits, for x and for W, which may have been written just now. Only then it lets the
+// next one begin in the same way, so that whatever comes after finds all that was written before this kernel.
 //
-// Scales come by a tensor copy too, if those of a row are a multiple of 16 bytes. If not and a CTA has all of K, those of
-// a whole tile come in one piece (WHOLE): 16 rows always are one, and so are the 4, 8 or 12 of a last tile. Where it has
-// a part of K, each row's come with what lies around them up to multiples of 16 bytes (OFFSET); all rows together are one.
+// Scales come by a tensor copy too, if those of a row are a multiple of 16 bytes. If not and a CTA has all of K, those
+// of a whole tile come in one piece (bulk_scales): 16 rows always are one, and so are the 4, 8 or 12 of a last tile.
+// Where it has a part of K, each row's come with what lies around them up to multiples of 16 bytes (window_scales); all
+// rows together are one.
 //
-// Needs sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; SHARED_BY blocks of 64 weights share a scale, and the first
-// weight of a byte is in its low half with LOW_FIRST; for K see plan.py.
-// With BATCHES, CTAs side by side take 8 * COLUMNS rows of x each, and there is a row for each of them.
-// With REGISTERS, which needs sm_90a and a multiple of four warps, that many are a multiplying thread's: the others have 32.
-// Macros: COLUMNS, WARPS, SLICE, STEPS, STAGES, FIRST, SUMS, CLUSTER, BATCHES, REDUCERS, RESIDENT, REGISTERS, CHUNK,
-// SCALE_CHUNK, WHOLE, OFFSET, PADDED, PARTS, X_TYPE, SCALE_TYPE, SHARED_BY, TOGETHER, LOW_FIRST, BIAS, SHARED_BYTES and MMA_K.
+// Needs sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; scale_blocks blocks of 64 weights share a scale, and
+// the first weight of a byte is in its low half with low_first; for K see plan.py. With batches, CTAs side by side take
+// 8 * m_tiles rows of x each, and there is a row for each of them. With registers, which needs sm_90a and a multiple of
+// four warps, that many are a multiplying thread's: the others have 32. Macros: m_tiles, warps, slice, steps, stages,
+// first_stages, sum_buffers, cluster, batches, reducers, resident_ctas, registers, chunk, scale_chunk, bulk_scales,
+// window_scales, padded, parts, x, scale, scale_blocks, joined, low_first, bias, shared_bytes and mma_k.
 
 #include "scales.cuh"
 
 // The first chunk along K of a step of a tile.
 __device__ __forceinline__ u32 chunk_of(u32 first_block, int step) {
-  return (first_block + step * STEP_BLOCKS) * BLOCK_BYTES / CHUNK;
+  return (first_block + step * STEP_BLOCKS) * BLOCK_BYTES / Config::chunk;
 }
 
-// Of a tile from `row` on: W's bytes, chunks of them from number `chunk` along K on; scales, from byte `byte` of a row on.
+// Of a tile from `row` on: W's bytes, chunks of them from number `chunk` along K on; scales, from byte `byte` of a row
+// on.
 __device__ __forceinline__ void copy_weights(u32 to, const Weight& w, u32 row, u32 chunk, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];"
-               ::"r"(to), "l"(w.map), "r"(row), "r"(chunk), "r"(barrier) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::
+          "r"(to),
+      "l"(w.map), "r"(row), "r"(chunk), "r"(barrier)
+      : "memory");
 }
 __device__ __forceinline__ void copy_scales(u32 to, const Weight& w, u32 row, u32 byte, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-               ::"r"(to), "l"(w.scale_map), "r"(byte), "r"(row), "r"(barrier) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          to),
+      "l"(w.scale_map), "r"(byte), "r"(row), "r"(barrier)
+      : "memory");
 }
 
-// The CTA's first tile into L2, on its way while the kernel ahead still runs. W may not be read before that has ended, which
-// may be what writes it; to bring it nearer does no harm.
+// The CTA's first tile into L2, on its way while the kernel ahead still runs. W may not be read before that has ended,
+// which may be what writes it; to bring it nearer does no harm.
 __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_block) {
   if (blockIdx.x >= a.tiles) return;
   const Tile tile(a, blockIdx.x);
 #pragma unroll
-  for (int step = 0; step < STEPS; step++)
+  for (int step = 0; step < Config::steps; step++)
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {0, %1, %2}];" ::"l"(a.weight[tile.part].map),
-                 "r"(tile.row), "r"(chunk_of(first_block, step)) : "memory");
+                 "r"(tile.row), "r"(chunk_of(first_block, step))
+                 : "memory");
 }
 
 // The barriers are ready, the table and the codes. The feeder, which makes the barriers, comes here late, and so do the
 // others: to wait for each other at the beginning took 0.5 us.
-__device__ __forceinline__ void all_are_here() { asm volatile("bar.sync 1, %0;" ::"n"(PREPARING + 32) : "memory"); }
+__device__ __forceinline__ void sync_all() { asm volatile("bar.sync 1, %0;" ::"n"(PREPARING + 32) : "memory"); }
 
-// Asks for tiles as soon as there is room. Of those that there is room for from the beginning, only FIRST stages at first:
-// what comes from memory comes in any order, and none of it is of use before the first stage and what else is waited for.
-__device__ __forceinline__ void feed(const Arguments& a, u32 shared, u32 first_block, u32 lane) {
+// Asks for tiles as soon as there is room. Of those that there is room for from the beginning, only first_stages stages
+// at first: what comes from memory comes in any order, and none of it is of use before the first stage and what else is
+// waited for.
+__device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 first_block, u32 lane) {
   const u32 row_blocks = a.k / 64;
   Ring ring(1), scales(0);
   bool alone = true;
   for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
     const Weight& w = a.weight[tile.part];
-#if SCALE_TYPE == TYPE_NESTED
-    const float* absmax = absmax_of(a, tile, first_block, lane);
-#endif
+    const float* absmax = NESTED ? absmax_of(a, tile, first_block, lane) : nullptr;
 #pragma unroll
-    for (int step = 0; step < STEPS; step++, ring.next(STAGES)) {
+    for (int step = 0; step < Config::steps; step++, ring.next(Config::stages)) {
       const u32 full = shared + FULL + 8 * ring.at, to = shared + SCALES + scales.at * SCALE_STAGE;
-      if (alone && (ring.at == FIRST || ring.parity == 0)) {
+      if (alone && (ring.at == Config::first_stages || ring.parity == 0)) {
         __syncwarp();
-        all_are_here();
+        sync_all();
         alone = false;
         wait(shared + FULL, 0);
       }
       wait(shared + EMPTY + 8 * ring.at, ring.parity);
-#if OFFSET || WHOLE
-      const u32 scale_bytes = (min(BLOCKS, row_blocks - first_block) + SHARED_BY - 1) / SHARED_BY * SCALE_SIZE;
-      const u32 rows = min(ROWS, a.n[tile.part] - tile.row);
-      const u64 scale = (u64(tile.row + (OFFSET ? lane : 0)) * row_blocks + first_block) / SHARED_BY * SCALE_SIZE;
-      const u64 from = OFFSET ? scale & ~15ull : scale;
-      const u32 some = OFFSET ? u32((scale + scale_bytes + 15 & ~15ull) - from) : rows * scale_bytes;
-      const u32 all = OFFSET ? __reduce_add_sync(~0u, lane < rows ? some : 0) : some;
-      if (lane == 0) expect(full, STAGE + (step == 0 ? all : 0));
-      __syncwarp();
-      if (step == 0 && lane < (OFFSET ? rows : 1)) copy(to + lane * SCALE_ROW, w.scale + from, some, full);
-#else
-      if (lane == 0) expect(full, STAGE + (step == 0 ? SCALE_STAGE : 0));
-      if (lane == 0 && step == 0)
+      if constexpr (Config::window_scales || Config::bulk_scales) {
+        const u32 scale_bytes =
+            (min(BLOCKS, row_blocks - first_block) + Config::scale_blocks - 1) / Config::scale_blocks * SCALE_SIZE;
+        const u32 rows = min(TILE_N, a.n[tile.part] - tile.row);
+        const u64 scale = (u64(tile.row + (Config::window_scales ? lane : 0)) * row_blocks + first_block) /
+                          Config::scale_blocks * SCALE_SIZE;
+        const u64 from = Config::window_scales ? scale & ~15ull : scale;
+        const u32 some = Config::window_scales ? u32((scale + scale_bytes + 15 & ~15ull) - from) : rows * scale_bytes;
+        const u32 all = Config::window_scales ? __reduce_add_sync(~0u, lane < rows ? some : 0) : some;
+        if (lane == 0) expect(full, STAGE + (step == 0 ? all : 0));
+        __syncwarp();
+        if (step == 0 && lane < (Config::window_scales ? rows : 1))
+          copy(to + lane * SCALE_ROW, w.scale + from, some, full);
+      } else {
+        if (lane == 0) expect(full, STAGE + (step == 0 ? SCALE_STAGE : 0));
+        if (lane == 0 && step == 0)
 #pragma unroll
-        for (int i = 0; i < SCALE_COPIES; i++)
-          copy_scales(to + i * ROWS * SCALE_CHUNK, w, tile.row, first_block / SHARED_BY * SCALE_SIZE + i * SCALE_CHUNK,
-                      full);
-#endif
+          for (int i = 0; i < SCALE_COPIES; i++)
+            copy_scales(to + i * TILE_N * Config::scale_chunk, w, tile.row,
+                        first_block / Config::scale_blocks * SCALE_SIZE + i * Config::scale_chunk, full);
+      }
       if (lane == 0) copy_weights(shared + TILES + ring.at * STAGE, w, tile.row, chunk_of(first_block, step), full);
-#if SCALE_TYPE == TYPE_NESTED
-      if (step == 0) copy_absmax(shared + ABSMAX + scales.at * 128 + lane * 4, absmax);
-      arrive_after_copies(full);
-#endif
+      if constexpr (NESTED) {
+        if (step == 0) copy_absmax(shared + ABSMAX + scales.at * 128 + lane * 4, absmax);
+        arrive_after_copies(full);
+      }
     }
   }
   __syncwarp();
-  if (alone) all_are_here();
+  if (alone) sync_all();
 }
 
 // ready: called with the first loads under way, returns when shared memory is as it has to be.
 template <class Ready>
-__device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 warp,
-                                         u32 lane, const Ready& ready) {
+__device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 warp, u32 lane,
+                                         const Ready& ready) {
   const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64;
   const u32 column = column_of(shared, lane);
   // Where in a tile this lane's bytes of W are, in row 2 * group; row 2 * group + 1 is its own too.
-  const u32 mine = row_at<CHUNK>(2 * group) ^ member * 8;
-  const Scaled scaled(shared, warp, lane);
-  uint2 x[COLUMNS][SLICE][4];
+  const u32 mine = row_at<Config::chunk>(2 * group) ^ member * 8;
+  const ScaleDecoder scales_of_warp(shared, warp, lane);
+  uint2 x[Config::m_tiles][Config::slice][4];
 #pragma unroll
-  for (int c = 0; c < COLUMNS; c++)
+  for (int c = 0; c < Config::m_tiles; c++)
 #pragma unroll
-    for (int b = 0; b < SLICE; b++)
+    for (int b = 0; b < Config::slice; b++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const u32 row = first_row() + 8 * c + group, block = first_block + place(warp, b);
@@ -142,28 +154,29 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
         const uint4 both = exists ? *reinterpret_cast<const uint4*>(a.x + at) : make_uint4(0, 0, 0, 0);
         x[c][b][2 * half] = make_uint2(both.x, both.y), x[c][b][2 * half + 1] = make_uint2(both.z, both.w);
       }
-  float offsets[PARTS];
+  float offsets[Config::parts];
 #pragma unroll
-  for (int i = 0; i < PARTS; i++) offsets[i] = NESTED ? *a.weight[i].offset : 0.0f;
+  for (int i = 0; i < Config::parts; i++) offsets[i] = NESTED ? *a.weight[i].offset : 0.0f;
   ready();
   Ring ring(0), sums(1), scales(0);
-  for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, sums.next(SUMS), scales.next(SCALE_STAGES)) {
+  for (u32 number = blockIdx.x; number < a.tiles;
+       number += gridDim.x, sums.next(Config::sum_buffers), scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
     float offset = offsets[0];
 #pragma unroll
-    for (int i = 1; i < PARTS; i++) offset = tile.part == i ? offsets[i] : offset;
+    for (int i = 1; i < Config::parts; i++) offset = tile.part == i ? offsets[i] : offset;
     wait(shared + FULL + 8 * ring.at, ring.parity);
-    float total[COLUMNS][4] = {}, sum[COLUMNS][4];
+    float total[Config::m_tiles][4] = {}, sum[Config::m_tiles][4];
 #pragma unroll
-    for (int b = 0; b < SLICE; b++) {
+    for (int b = 0; b < Config::slice; b++) {
       if (b > 0 && b % STEP_SLICE == 0) wait(shared + FULL + 8 * ring.at, ring.parity);
-      const u32 number_of_chunk = (warp * STEP_SLICE + b % STEP_SLICE) * BLOCK_BYTES / CHUNK;
-      const u32 chunk = shared + TILES + ring.at * STAGE + number_of_chunk * (ROWS * CHUNK);
-      const u32 inside = mine ^ b * BLOCK_BYTES % CHUNK;
-      const uint2 w = load_pair(chunk + inside), v = load_pair(chunk + row_after<CHUNK>(inside));
+      const u32 number_of_chunk = (warp * STEP_SLICE + b % STEP_SLICE) * BLOCK_BYTES / Config::chunk;
+      const u32 chunk = shared + TILES + ring.at * STAGE + number_of_chunk * (TILE_N * Config::chunk);
+      const u32 inside = mine ^ b * BLOCK_BYTES % Config::chunk;
+      const uint2 w = load_pair(chunk + inside), v = load_pair(chunk + row_after<Config::chunk>(inside));
 #pragma unroll
-      for (int c = 0; c < COLUMNS; c++)
-        if (b % TOGETHER == 0) sum[c][0] = sum[c][1] = sum[c][2] = sum[c][3] = 0;
+      for (int c = 0; c < Config::m_tiles; c++)
+        if (b % Config::joined == 0) sum[c][0] = sum[c][1] = sum[c][2] = sum[c][3] = 0;
 #pragma unroll
       for (int step = 0; step < 4; step++) {
         const u32 over = step < 2 ? w.x : w.y, under = step < 2 ? v.x : v.y;
@@ -172,13 +185,14 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
         const u32 a1 = step % 2 ? look_up<2>(under, column) : look_up<0>(under, column);
         const u32 a3 = step % 2 ? look_up<3>(under, column) : look_up<1>(under, column);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) mma(sum[c], a0, a1, a2, a3, x[c][b][step].x, x[c][b][step].y);
+        for (int c = 0; c < Config::m_tiles; c++) mma(sum[c], a0, a1, a2, a3, x[c][b][step].x, x[c][b][step].y);
       }
-      if (b == 0) scaled.decode(a, shared, tile, first_block, STEPS == 1 ? ring.at : scales.at, offset, lane);
-      if (b % TOGETHER == TOGETHER - 1) {
-        const float2 scale = scaled.of_block(b, group);
+      if (b == 0)
+        scales_of_warp.decode(a, shared, tile, first_block, Config::steps == 1 ? ring.at : scales.at, offset, lane);
+      if (b % Config::joined == Config::joined - 1) {
+        const float2 scale = scales_of_warp.of_block(b, group);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
+        for (int c = 0; c < Config::m_tiles; c++) {
           total[c][0] += sum[c][0] * scale.x;
           total[c][1] += sum[c][1] * scale.x;
           total[c][2] += sum[c][2] * scale.y;
@@ -187,13 +201,13 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
       }
       if (b % STEP_SLICE == STEP_SLICE - 1) {
         arrive(shared + EMPTY + 8 * ring.at);
-        ring.next(STAGES);
+        ring.next(Config::stages);
       }
     }
     wait(shared + SUM_EMPTY + 8 * sums.at, sums.parity);
-    const u32 to = shared + SUM + (sums.at * WARPS + warp) * SUM_WARP;
+    const u32 to = shared + SUM + (sums.at * Config::warps + warp) * SUM_WARP;
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++)
+    for (int c = 0; c < Config::m_tiles; c++)
       if (first_row() + 8 * c + 2 * member < a.m) {
         const u32 at = to + (8 * c + 2 * member) * SUM_COLUMN + 8 * group;
         store_pair(at, total[c][0], total[c][2]);
@@ -204,53 +218,59 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
 }
 
 __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part, u32 lane) {
-  constexpr int OWN = COLUMNS / REDUCERS;  // groups of eight columns
+  constexpr int OWN = Config::m_tiles / Config::reducers;  // groups of eight columns
   const u32 rank = blockIdx.y, column = part * (8 * OWN) + lane / 4, four = lane % 4;
   Ring sums(0), slot(0);
-  for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, sums.next(SUMS), slot.next(SLOTS)) {
+  for (u32 number = blockIdx.x; number < a.tiles;
+       number += gridDim.x, sums.next(Config::sum_buffers), slot.next(SLOTS)) {
     wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
     float4 total[OWN];
 #pragma unroll
     for (int c = 0; c < OWN; c++) {
       total[c] = make_float4(0, 0, 0, 0);
-      const u32 from = shared + SUM + sums.at * WARPS * SUM_WARP + (8 * c + column) * SUM_COLUMN + 16 * four;
+      const u32 from = shared + SUM + sums.at * Config::warps * SUM_WARP + (8 * c + column) * SUM_COLUMN + 16 * four;
       if (first_row() + 8 * c + column < a.m)
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) {
+        for (int w = 0; w < Config::warps; w++) {
           const float4 v = load_sums(from + w * SUM_WARP);
           total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
         }
     }
     arrive(shared + SUM_EMPTY + 8 * sums.at);
 
-#if CLUSTER > 1
-    const u32 full = shared + SLOT_FULL + 8 * slot.at, empty = shared + SLOT_EMPTY + 8 * slot.at;
-    const u32 place = shared + SLOT + slot.at * (CLUSTER - 1) * SENT + part * (OWN * 512) + 16 * lane;
-    if (rank > 0) {
-      wait(empty, slot.parity ^ 1);
-      const u32 to = address_in(place + (rank - 1) * SENT, 0), barrier = address_in(full, 0);
+    if constexpr (Config::cluster > 1) {
+      const u32 full = shared + SLOT_FULL + 8 * slot.at, empty = shared + SLOT_EMPTY + 8 * slot.at;
+      const u32 place = shared + SLOT + slot.at * (Config::cluster - 1) * SENT + part * (OWN * 512) + 16 * lane;
+      if (rank > 0) {
+        wait(empty, slot.parity ^ 1);
+        const u32 to = address_in(place + (rank - 1) * SENT, 0), barrier = address_in(full, 0);
 #pragma unroll
-      for (int c = 0; c < OWN; c++)
-        if (first_row() + 8 * c + column < a.m)
-          asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                       ::"r"(to + c * 512), "f"(total[c].x), "f"(total[c].y), "f"(total[c].z), "f"(total[c].w), "r"(barrier)
-                       : "memory");
-      continue;
+        for (int c = 0; c < OWN; c++)
+          if (first_row() + 8 * c + column < a.m)
+            asm volatile(
+                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                    to + c * 512),
+                "f"(total[c].x), "f"(total[c].y), "f"(total[c].z), "f"(total[c].w), "r"(barrier)
+                : "memory");
+        continue;
+      }
+      if (part == 0 && lane == 0)
+        expect(full,
+               min(max(a.m, first_row()) - first_row(), 8 * Config::m_tiles) * TILE_N * 4 * (Config::cluster - 1));
+      wait(full, slot.parity);
+#pragma unroll
+      for (int other = 0; other < Config::cluster - 1; other++)
+#pragma unroll
+        for (int c = 0; c < OWN; c++)
+          if (first_row() + 8 * c + column < a.m) {
+            const float4 v = load_sums(place + other * SENT + c * 512);
+            total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
+          }
+      __syncwarp();
+      if (lane > 0 && lane < Config::cluster)
+        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(empty, lane))
+                     : "memory");
     }
-    if (part == 0 && lane == 0) expect(full, min(max(a.m, first_row()) - first_row(), 8 * COLUMNS) * ROWS * 4 * (CLUSTER - 1));
-    wait(full, slot.parity);
-#pragma unroll
-    for (int other = 0; other < CLUSTER - 1; other++)
-#pragma unroll
-      for (int c = 0; c < OWN; c++)
-        if (first_row() + 8 * c + column < a.m) {
-          const float4 v = load_sums(place + other * SENT + c * 512);
-          total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
-        }
-    __syncwarp();
-    if (lane > 0 && lane < CLUSTER)
-      asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(empty, lane)) : "memory");
-#endif
 
     const Tile tile(a, number);
     const Result& to = a.result[tile.part];
@@ -260,7 +280,7 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
       const u32 m = first_row() + 8 * c + column;
       if (m < a.m && row < n) {
         total[c].x *= a.unit, total[c].y *= a.unit, total[c].z *= a.unit, total[c].w *= a.unit;
-        if (BIAS && to.bias) {
+        if (Config::bias && to.bias) {
           const ushort4 b = *reinterpret_cast<const ushort4*>(to.bias + row);
           total[c].x += unpack(b.x), total[c].y += unpack(b.y), total[c].z += unpack(b.z), total[c].w += unpack(b.w);
         }
@@ -271,72 +291,75 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
 }
 
 __device__ __forceinline__ void init_barriers(u32 shared) {
-  for (int s = 0; s < STAGES; s++) init(shared + FULL + 8 * s, NESTED ? 33 : 1), init(shared + EMPTY + 8 * s, WARPS * 32);
-  for (int s = 0; s < SUMS; s++) init(shared + SUM_FULL + 8 * s, WARPS * 32), init(shared + SUM_EMPTY + 8 * s, REDUCERS * 32);
-  for (int s = 0; s < SLOTS; s++) init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, REDUCERS);
+  for (int s = 0; s < Config::stages; s++)
+    init(shared + FULL + 8 * s, NESTED ? 33 : 1), init(shared + EMPTY + 8 * s, Config::warps * 32);
+  for (int s = 0; s < Config::sum_buffers; s++)
+    init(shared + SUM_FULL + 8 * s, Config::warps * 32), init(shared + SUM_EMPTY + 8 * s, Config::reducers * 32);
+  for (int s = 0; s < SLOTS; s++)
+    init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, Config::reducers);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 struct Codes {  // of nested scales, on their way into shared memory: what a thread has of them
-  static constexpr u32 COUNT = NESTED * PARTS * ((256 + PREPARING - 1) / PREPARING);
+  static constexpr u32 COUNT = NESTED * Config::parts * ((256 + PREPARING - 1) / PREPARING);
   float value[COUNT + 1];
   __device__ __forceinline__ Codes(const Arguments& a, u32 thread) {
 #pragma unroll
     for (u32 i = 0; i < COUNT; i++)
       if (at(i, thread) < 256)
-        asm volatile("ld.global.f32 %0, [%1];" : "=f"(value[i]) : "l"(a.weight[i % PARTS].code + at(i, thread)));
+        asm volatile("ld.global.f32 %0, [%1];"
+                     : "=f"(value[i])
+                     : "l"(a.weight[i % Config::parts].code + at(i, thread)));
   }
   __device__ __forceinline__ void store(u32 shared, u32 thread) const {
 #pragma unroll
     for (u32 i = 0; i < COUNT; i++)
-      if (at(i, thread) < 256) store_float(shared + CODE + 1024 * (i % PARTS) + 4 * at(i, thread), value[i]);
+      if (at(i, thread) < 256) store_float(shared + CODE + 1024 * (i % Config::parts) + 4 * at(i, thread), value[i]);
   }
-  static __device__ __forceinline__ u32 at(u32 i, u32 thread) { return thread + i / PARTS * PREPARING; }
+  static __device__ __forceinline__ u32 at(u32 i, u32 thread) { return thread + i / Config::parts * PREPARING; }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
+    decode(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = u32(__cvta_generic_to_shared(memory)), lane = threadIdx.x % 32;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
-  if ((shared & 0xffffffu) != BASE) __trap();  // in a cluster the top byte is the CTA's rank
+  if ((shared & 0xffffffu) != BASE) __trap();              // in a cluster the top byte is the CTA's rank
   const u32 first_block = blockIdx.y * BLOCKS;
-  if (warp == WARPS && lane == 0) init_barriers(shared);
+  if (warp == Config::warps && lane == 0) init_barriers(shared);
   __syncwarp();
-  if (CLUSTER > 1) sync_cluster();
+  if (Config::cluster > 1) sync_cluster();
 
-  const u32 thread = threadIdx.x - (warp > WARPS ? 32 : 0);
+  const u32 thread = threadIdx.x - (warp > Config::warps ? 32 : 0);
   const auto prepare = [&] {
-    make_table<WARPS + REDUCERS>(shared, a.codebook, LOW_FIRST, thread / 32, lane);
-    wait_for_the_one_ahead();
-    if (threadIdx.x == 0) let_the_next_begin();
+    make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
+    wait_for_prior_kernel();
+    if (threadIdx.x == 0) launch_dependents();
     return Codes(a, thread);
   };
-  const auto meet = [&](const Codes& codes) {
+  const auto sync_ready = [&](const Codes& codes) {
     codes.store(shared, thread);
-    all_are_here();
+    sync_all();
   };
-  if (warp < WARPS) {
-#if REGISTERS
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-#endif
+  if (warp < Config::warps) {
+    if constexpr (Config::registers > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::registers));
     const Codes codes = prepare();
-    multiply(a, shared, first_block, warp, lane, [&] { meet(codes); });
+    multiply(a, shared, first_block, warp, lane, [&] { sync_ready(codes); });
   } else {
-#if REGISTERS
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");  // by four warps, two of which have nothing else to do
-#endif
-    if (warp == WARPS) {
-      if (lane < PARTS && !WHOLE && !OFFSET)
+    // By four warps, two of which have nothing else to do.
+    if constexpr (Config::registers > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    if (warp == Config::warps) {
+      if (lane < Config::parts && !Config::bulk_scales && !Config::window_scales)
         asm volatile("prefetch.tensormap [%0];" ::"l"(a.weight[lane].scale_map) : "memory");
       if (lane == 0) prefetch_first(a, first_block);
-      wait_for_the_one_ahead();
-      feed(a, shared, first_block, lane);
-    } else if (warp <= WARPS + REDUCERS) {
-      meet(prepare());
-      reduce(a, shared, warp - WARPS - 1, lane);
+      wait_for_prior_kernel();
+      produce(a, shared, first_block, lane);
+    } else if (warp <= Config::warps + Config::reducers) {
+      sync_ready(prepare());
+      reduce(a, shared, warp - Config::warps - 1, lane);
     }
   }
-  if (CLUSTER > 1) {  // nobody leaves while a neighbour may still write to its barriers
+  if (Config::cluster > 1) {  // nobody leaves while a neighbour may still write to its barriers
     __syncwarp();
     sync_cluster();
   }

@@ -16,7 +16,7 @@ from torch import Tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
-from halfbyte.kernels.common.nvrtc import Variant, read_source
+from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.constants import TYPES
@@ -167,8 +167,8 @@ def _launch(index: int, o: Operands, tiles: int, plan: DecodePlan, compiled: Var
 def variant(operands: Operands, plan: DecodePlan, facts: DeviceFacts) -> Variant:
     """What is compiled for such operands."""
     o = operands
-    constants = macros(o.dtype, scales_of(o), o.low_first, o.bias, plan, o.k)
-    return Variant.of(source(), target(plan, facts), constants)
+    settings = constants(o.dtype, scales_of(o), o.low_first, o.bias, plan, o.k)
+    return Variant.of(source(), target(plan, facts), settings)
 
 
 def target(plan: DecodePlan, facts: DeviceFacts) -> int | str:
@@ -176,18 +176,18 @@ def target(plan: DecodePlan, facts: DeviceFacts) -> int | str:
     return "90a" if plan.registers else facts.capability
 
 
-def macros(dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan: DecodePlan, k: int) -> dict[str, int]:
-    """What kernel.cu is compiled with."""
+def constants(
+    dtype: torch.dtype, scales: Scales, low_first: bool, bias: bool, plan: DecodePlan, k: int
+) -> dict[str, Constant]:
+    """kernel.cu's Config."""
     return {
-        "COLUMNS": plan.columns, "WARPS": plan.warps, "SLICE": plan.slice, "STAGES": plan.stages,
-        "STEPS": plan.steps, "SUMS": plan.sums, "CLUSTER": plan.cluster, "WHOLE": int(plan.whole),
-        "OFFSET": int(plan.offset), "PADDED": int(plan.blocks * plan.cluster * BLOCK != k),
-        "PARTS": plan.parts, "X_TYPE": TYPES[dtype], "SCALE_TYPE": TYPES[scales.dtype],
-        "SHARED_BY": scales.blocks, "LOW_FIRST": int(low_first), "MMA_K": 16,
-        "BIAS": int(bias), "CHUNK": weight_chunk(k), "SCALE_CHUNK": scale_chunk(plan, scales), "FIRST": plan.first,
-        "TOGETHER": plan.together, "REGISTERS": plan.registers, "RESIDENT": plan.resident,
-        "REDUCERS": plan.reducers, "BATCHES": plan.batches,
-        "SHARED_BYTES": plan.shared_bytes(scales),
+        "x": TYPES[dtype], "scale": TYPES[scales.dtype], "low_first": low_first, "bias": bias, "mma_k": 16,
+        "m_tiles": plan.columns, "warps": plan.warps, "slice": plan.slice, "stages": plan.stages, "steps": plan.steps,
+        "first_stages": plan.first, "sum_buffers": plan.sums, "cluster": plan.cluster, "batches": plan.batches,
+        "parts": plan.parts, "reducers": plan.reducers, "resident_ctas": plan.resident, "registers": plan.registers,
+        "bulk_scales": plan.whole, "window_scales": plan.offset, "scale_blocks": scales.blocks,
+        "joined": plan.together, "chunk": weight_chunk(k), "scale_chunk": scale_chunk(plan, scales),
+        "padded": plan.blocks * plan.cluster * BLOCK != k, "shared_bytes": plan.shared_bytes(scales),
     }  # fmt: skip
 
 

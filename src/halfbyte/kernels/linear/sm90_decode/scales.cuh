@@ -1,28 +1,24 @@
-// How kernel.cu comes by scales: a warp decodes those of its blocks of a tile once, each lane a few, and hands them round
-// through shared memory. Scales of scales come with the tile.
+// How kernel.cu comes by scales: a warp decodes those of its blocks of a tile once, each lane a few, and hands them
+// round through shared memory. Scales of scales come with the tile.
 
 #include "work.cuh"
 
 // A scale as it lies in memory.
 __device__ __forceinline__ u32 load_bits(u32 address) {
+  if constexpr (SCALE_SIZE == 4) return load_number(address);
   u32 value;
-#if SCALE_TYPE == TYPE_NESTED
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
-#elif SCALE_TYPE != TYPE_FP32
-  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(address));
-#else
-  value = load_number(address);
-#endif
+  if constexpr (SCALE_SIZE == 1) asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
+  else asm volatile("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(address));
   return value;
 }
 
-#if SCALE_TYPE == TYPE_NESTED
-// Scales of scales of a tile: of each row's part there are two at most, and a lane has one of them. They come from L2, which
-// takes long; a thread that multiplies would have to ask for them a tile ahead, and has no registers for that.
+// Scales of scales of a tile: of each row's part there are two at most, and a lane has one of them. They come from L2,
+// which takes long; a thread that multiplies would have to ask for them a tile ahead, and has no registers for that.
 __device__ __forceinline__ const float* absmax_of(const Arguments& a, const Tile& tile, u32 first_block, u32 lane) {
   const u32 row_blocks = a.k / 64, row = min(tile.row + lane / 2, a.n[tile.part] - 1);
   const u32 first = row * row_blocks + first_block, last = row * row_blocks + min(first_block + BLOCKS, row_blocks) - 1;
-  return a.weight[tile.part].absmax + min(first / SHARED_BY / 256 + lane % 2, last / SHARED_BY / 256);
+  return a.weight[tile.part].absmax +
+         min(first / Config::scale_blocks / 256 + lane % 2, last / Config::scale_blocks / 256);
 }
 __device__ __forceinline__ void copy_absmax(u32 to, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
@@ -30,45 +26,47 @@ __device__ __forceinline__ void copy_absmax(u32 to, const float* from) {
 __device__ __forceinline__ void arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
-#endif
 
-// What a lane has to do with its warp's scales of a tile: it decodes those of EACH times TOGETHER blocks of a row, and needs
-// those of two rows for every block. Nobody else reads or writes them.
-struct Scaled {
+// What a lane has to do with its warp's scales of a tile: it decodes those of EACH times joined blocks of a row, and
+// needs those of two rows for every block. Nobody else reads or writes them.
+struct ScaleDecoder {
   u32 row, block, from, to;  // block: the first, counted as by `place`. from, to: its places in shared memory
 
-  __device__ __forceinline__ Scaled(u32 shared, u32 warp, u32 lane) : row(lane / 2), block(place(warp, lane % 2 * (SLICE / 2))) {
-    const u32 byte = block / SHARED_BY * SCALE_SIZE;
-#if WHOLE || OFFSET
-    from = byte;
-#else
-    from = byte / SCALE_CHUNK * (ROWS * SCALE_CHUNK) + (row_at<SCALE_CHUNK>(row) ^ byte % SCALE_CHUNK);
-#endif
-    from += shared + SCALES;
-    to = shared + SCALED + warp * SCALED_WARP;
+  __device__ __forceinline__ ScaleDecoder(u32 shared, u32 warp, u32 lane)
+      : row(lane / 2), block(place(warp, lane % 2 * (Config::slice / 2))) {
+    const u32 byte = block / Config::scale_blocks * SCALE_SIZE;
+    from = shared + SCALES;
+    if constexpr (Config::bulk_scales || Config::window_scales) {
+      from += byte;
+    } else {
+      from += byte / Config::scale_chunk * (TILE_N * Config::scale_chunk) +
+              (row_at<Config::scale_chunk>(row) ^ byte % Config::scale_chunk);
+    }
+    to = shared + DECODED + warp * DECODED_WARP;
   }
 
-  __device__ __forceinline__ void decode(const Arguments& a, u32 shared, const Tile& tile, u32 first_block, u32 slot, float offset,
-                                         u32 lane) const {
+  __device__ __forceinline__ void decode(const Arguments& a, u32 shared, const Tile& tile, u32 first_block, u32 slot,
+                                         float offset, u32 lane) const {
     const u32 row_blocks = a.k / 64;
-    const u32 begin = ((tile.row + row) * row_blocks + first_block) / SHARED_BY;  // number of the row's first here
+    const u32 begin =
+        ((tile.row + row) * row_blocks + first_block) / Config::scale_blocks;  // number of the row's first here
     u32 at = from;
     if (FEW_REGISTERS) asm volatile("" : "+r"(at));  // so that what follows from it is worked out for every tile
     at += slot * SCALE_STAGE;
-    if (WHOLE) at += row * (row_blocks / SHARED_BY * SCALE_SIZE);
-    if (OFFSET) at += row * SCALE_ROW + (begin * SCALE_SIZE & 15);
+    if (Config::bulk_scales) at += row * (row_blocks / Config::scale_blocks * SCALE_SIZE);
+    if (Config::window_scales) at += row * SCALE_ROW + (begin * SCALE_SIZE & 15);
     const u32 four = OWN_BYTES == 4 ? load_number(at) : 0;
     u32 bits[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
-      const u32 before = e * TOGETHER / SHARED_BY * SCALE_SIZE;
+      const u32 before = e * Config::joined / Config::scale_blocks * SCALE_SIZE;
       bits[e] = OWN_BYTES == 4 ? four >> 8 * before & ~0u >> 32 - 8 * SCALE_SIZE : load_bits(at + before);
     }
     float value[EACH], absmax[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++)
       if (NESTED && (e == 0 || !ONE_ABSMAX)) {
-        const u32 second = (begin % 256 + (block + e * TOGETHER) / SHARED_BY) / 256;
+        const u32 second = (begin % 256 + (block + e * Config::joined) / Config::scale_blocks) / 256;
         absmax[e] = load_float(shared + ABSMAX + slot * 128 + row * 8 + second * 4);
       }
 #pragma unroll
@@ -77,17 +75,18 @@ struct Scaled {
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
       if (NESTED) value[e] = decode_nested(value[e], absmax[ONE_ABSMAX ? 0 : e], offset);
-      if (PADDED && first_block + block + e * TOGETHER >= row_blocks) value[e] = 0;  // what lies beyond K is nothing
+      if (Config::padded && first_block + block + e * Config::joined >= row_blocks)
+        value[e] = 0;  // what lies beyond K is nothing
     }
     __syncwarp();
 #pragma unroll
-    for (int e = 0; e < EACH; e++) store_float(to + (lane % 2 * EACH + e) * SCALED_PITCH + row * 4, value[e]);
+    for (int e = 0; e < EACH; e++) store_float(to + (lane % 2 * EACH + e) * DECODED_PITCH + row * 4, value[e]);
     __syncwarp();
   }
 
   // Of rows 2 * group and 2 * group + 1.
   __device__ __forceinline__ float2 of_block(u32 b, u32 group) const {
-    const uint2 both = load_pair(to + b / TOGETHER * SCALED_PITCH + group * 8);
+    const uint2 both = load_pair(to + b / Config::joined * DECODED_PITCH + group * 8);
     return make_float2(__uint_as_float(both.x), __uint_as_float(both.y));
   }
 };

@@ -13,7 +13,7 @@ from torch import Tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
-from halfbyte.kernels.common.nvrtc import Variant, read_source
+from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.linear import rooms
 from halfbyte.kernels.linear.codebook import unit_and_codebook
@@ -120,10 +120,9 @@ def _prepare(index: int, m: int, operands: Operands, weight: Addresses, plan: Ho
     meets = plan.cluster == 1 and plan.ctas != row_tiles * column_tiles
     partial = plan.ctas * plan.rows * plan.width if meets else 0
     packed, *scales = weight
-    constants = unit_and_codebook(o.format, o.dtype)
     sizes = (o.n, o.k, row_tiles, column_tiles, units, plan.ctas)
     weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), (DEPTH // 2, plan.rows))
-    arguments = Arguments(LAYOUT, (weights, *scales), (*sizes, *constants))
+    arguments = Arguments(LAYOUT, (weights, *scales), (*sizes, *unit_and_codebook(o.format, o.dtype)))
     arranged = 0 if plan.held else column_tiles * units * plan.width * DEPTH * 2
     return _Part(*launches, arguments, arranged, partial)
 
@@ -134,7 +133,7 @@ LAYOUT = ("128s4Q", "6Q2I", "6If64s12x")
 
 def _launches(index: int, column_units: int, plan: HopperPlan, compiled: Variant) -> tuple[Launch, Launch]:
     """What lays x out, and the product."""
-    shared = dict(compiled.macros)["SHARED_BYTES"]
+    shared = int(dict(compiled.constants)["shared_bytes"])
     arrange, multiply = kernels(index, compiled, (("arrange", 0), ("multiply", shared)), carveout=100)
     pieces = column_units * plan.width * DEPTH // 8
     return (
@@ -155,18 +154,18 @@ def variant(operands: Operands, plan: HopperPlan, facts: DeviceFacts) -> Variant
     kind = find_kind(operands)
     if kind is None:
         raise ValueError(f"kernel.cu is not for {operands}")
-    return Variant.of(source(), "90a", macros(kind, plan))
+    return Variant.of(source(), "90a", constants(kind, plan))
 
 
-def macros(kind: Kind, plan: HopperPlan) -> dict[str, int]:
-    """What kernel.cu is compiled with."""
+def constants(kind: Kind, plan: HopperPlan) -> dict[str, Constant]:
+    """kernel.cu's Config."""
     fetching, multiplying = REGISTERS[plan.groups]
     return {
-        "WIDTH": plan.width, "GROUPS": plan.groups, "STAGES": plan.stages, "SPAN": kind.span,
-        "X_TYPE": TYPES[kind.dtype], "SCALE_TYPE": TYPES[kind.scales], "LOG_BLOCK": kind.log_block,
-        "VECTOR": int(kind.vector), "LOW_FIRST": int(kind.low_first),
-        "HELD": plan.held, "CLUSTER": plan.cluster, "DIRECT": plan.direct, "SHARED_BYTES": plan.shared_bytes(kind.span),
-        "FETCH_REGISTERS": fetching, "MULTIPLY_REGISTERS": multiplying,
+        "x": TYPES[kind.dtype], "scale": TYPES[kind.scales], "low_first": kind.low_first, "log_block": kind.log_block,
+        "span": kind.span, "vector": kind.vector, "tile_m": plan.width, "warpgroups": plan.groups,
+        "stages": plan.stages, "resident": plan.held, "cluster": plan.cluster, "direct": plan.direct,
+        "producer_registers": fetching, "consumer_registers": multiplying,
+        "shared_bytes": plan.shared_bytes(kind.span),
     }  # fmt: skip
 
 
