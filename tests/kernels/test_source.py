@@ -101,8 +101,17 @@ def test_every_kernel_is_one_text(name: str) -> None:
     assert text.startswith(f'#line 1 "{name}/kernel.cu"\n')
 
 
+ROOT = Path(simt.__file__).parents[1]
+SOURCES = [path for path in sorted(ROOT.rglob("*")) if path.suffix in (".cu", ".cuh")]
+
+
 def test_every_header_is_in_use() -> None:
-    root = Path(simt.__file__).parents[1]
-    files = {path.relative_to(root).as_posix() for path in (*root.rglob("*.cu"), *root.rglob("*.cuh"))}
+    files = {path.relative_to(ROOT).as_posix() for path in SOURCES}
     texts = "".join(launch.source() for launch in LAUNCHES.values())
     assert {name for name in files if f'#line 1 "{name}"\n' in texts} == files
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_lines_fit(path: Path) -> None:
+    """clang-format leaves comments alone, and so tables and drawings in them."""
+    assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120

@@ -1,20 +1,19 @@
-// y[m, n] = sum over k of x[m, k] * W[n, k] + bias[n], on CUDA cores, for every x and every W in 4 bits.
+// CUDA cores, for every x and every W in 4 bits: y[m, n] = sum over k of x[m, k] * W[n, k] (+ bias[n]).
 //
 // Bytes moved: W's nibbles and scales once for each tile_m rows of x; x and y are small beside them. Flops: 2 M N K.
 //
-// A weight is the fp32 number that dequantize rounds, codebook[nibble] * scale, products are fp32 multiply-adds, and a
-// sum is rounded once: rows of the identity give dequantize's bits. The scale belongs to a run of the flattened W, so a
+// A weight is the fp32 number that dequantize rounds, codebook[nibble] * scale; products are fp32 multiply-adds, and a
+// sum is rounded once: rows of the identity give dequantize's bits. A scale belongs to a run of the flattened W, so a
 // row may begin in the middle of a block, and of a byte.
 //
 // A warp makes tile_m x tile_n sums, of tile_m rows of x and tile_n rows of W. A step along K is 512 weights, sixteen
-// neighbours a lane. A lane adds eight products at a time in a chain, and what chains give in another; then lanes add
-// in pairs. That is the whole order, whatever tile_m, tile_n and aligned are: a row of x always gives the same bits.
+// neighbours a lane. A lane adds eight products in a chain, then chains; then lanes add in pairs. That is the whole
+// order, whatever tile_m, tile_n and `aligned` are: a row of x always gives the same bits.
 //
-// The codebook lies in the lanes of the warp: looking a nibble up is one shuffle, of which the hardware reads no more
-// than the four bits.
+// The codebook lies in the lanes of the warp: one shuffle looks a nibble up, and the hardware reads only its four bits.
 //
-// Macros: x, scale. low_first: the first weight of a byte is in its low nibble. aligned: K is a multiple of 16, packed
-// aligned to 8 bytes, x to 16. tile_m, tile_n, warps.
+// Config: x, scale, low_first (the first weight of a byte is in its low half), flushes (subnormal numbers count as
+// zero), aligned (K is a multiple of 16, packed aligned to 8 bytes, x to 16), tile_m, tile_n, warps.
 
 #include "device/scale.cuh"
 
@@ -62,7 +61,7 @@ __device__ __forceinline__ void store(Bfloat* to, float value) {  // by hand: sm
   to->bits = value == value ? rounded : 0x7fff;
 }
 
-// Rounded by itself. As in dequantize, some formats have subnormal numbers flushed to zero.
+// Rounded by itself, and flushed where dequantize flushes.
 __device__ __forceinline__ float multiply(float a, float b) {
   if constexpr (!Config::flushes) return __fmul_rn(a, b);
   float product;
@@ -85,7 +84,7 @@ template <typename Short> __device__ __forceinline__ void load(float (&to)[EIGHT
   for (int i = 0; i < EIGHT; i++) to[i] = widen(Short{(u16)(words[i / 2] >> 16 * (i % 2))});
 }
 
-struct Scale {  // of a block, as it was loaded; decoding waits for the load
+struct Scale {  // of a block, as loaded: decoding waits for the load
   StoredScale stored;
   float absmax;
 };
@@ -97,7 +96,7 @@ __device__ __forceinline__ float decode(const Arguments& a, Scale scale, float o
   else return decode_stored(scale.stored);
 }
 
-struct Piece {  // up to PIECE neighbouring weights of a row, as they were loaded
+struct Piece {  // up to PIECE neighbouring weights of a row, as loaded
   u32 bytes[Config::aligned ? 2 : 3];
   Scale first;
   // What follows is for pieces that begin anywhere:
@@ -107,7 +106,7 @@ struct Piece {  // up to PIECE neighbouring weights of a row, as they were loade
 };
 
 // The weights of a row from k on, the first of which has number `begin` in W. Beyond K, weight 0 stands for anything:
-// loads without a condition are all on their way at once.
+// loads without a condition are all in flight at once.
 __device__ __forceinline__ Piece fetch(const Arguments& a, u64 begin, u64 k) {
   Piece piece;
   begin = k < a.k ? begin : 0;
@@ -170,8 +169,7 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, 3) exact(const 
     u64 k = lane * PIECE, begin[Config::tile_n];
     Piece piece[Config::tile_n];
 #pragma unroll
-    for (int c = 0; c < Config::tile_n;
-         c++) {  // rows of W beyond the last are the last one again, and so are those of x
+    for (int c = 0; c < Config::tile_n; c++) {  // rows beyond N repeat the last one, and so do those of x
       begin[c] = min(column + c, a.n - 1) * a.k + k;
       piece[c] = fetch(a, begin[c], k);
     }
@@ -182,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(32 * Config::warps, 3) exact(const 
 #pragma unroll
       for (int c = 0; c < Config::tile_n; c++) {
         now[c] = piece[c];
-        piece[c] = fetch(a, begin[c] += STEP, k + STEP);  // on its way while this one is multiplied
+        piece[c] = fetch(a, begin[c] += STEP, k + STEP);  // in flight while this one is multiplied
         first[c] = decode(a, now[c].first, offset),
         last[c] = Config::aligned ? first[c] : decode(a, now[c].last, offset);
       }

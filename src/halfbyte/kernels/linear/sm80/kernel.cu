@@ -1,27 +1,30 @@
-// y[m, n] = sum over k of x[m, k] * W[n, k], + bias[n], on the tensor cores of any GPU from sm_75 on; W in 4 bits.
+// The tensor cores of any GPU from sm_75 on: y[m, n] = sum over k of x[m, k] * W[n, k] (+ bias[n]), W in 4 bits.
 //
 // Bytes moved: W's nibbles and scales once for each 8 * m_tiles rows of x, (1/2 + 1/block_size) N K when nested; x once
 // for each n_warps * 16 rows of W, from L1 and L2; y. Flops: 2 M N K.
 //
-// W is the A operand of mma.m16n8k16 and needs no repacking: one register of A is two neighbouring k of one row, which
-// is one packed byte. K may be permuted as long as x is permuted alike. So a row is cut into spans of 64 weights; of a
-// span's 32 bytes each lane of a quad takes 8, and 4 MMAs eat them two at a time. The x that goes with byte i of a lane
-// is x[span + 16 * member + 2 * i] and the next, and all that a lane needs of a span are two loads of 16 bytes.
-// Where blocks or K are multiples of 32 only, spans are of 32: 4 bytes a lane, 2 MMAs, one load of x.
+// Operands. The kernel computes out.T = W @ x.T: W is the A operand of mma.m16n8k16, and a register of A holds two
+// neighbouring k of one row, which is one packed byte, so nothing is repacked. K may be permuted as long as x is
+// permuted alike. A row is cut into spans of 64 weights; of a span's 32 bytes each lane of a quad takes 8, and 4 MMAs
+// use them up two at a time. Byte i of a lane goes with x[span + 16 * member + 2 * i] and the next, so a lane loads 16
+// bytes of x twice a span. Where blocks or K are multiples of 32 only, spans are of 32: 4 bytes a lane, 2 MMAs, one
+// load of x.
 //
-// A byte becomes two 16-bit numbers by one look-up in a table of 256 words with a copy for every lane: no bank
+// One look-up in a table of 256 words, with a copy for every lane, turns a byte into two 16-bit numbers: no bank
 // conflicts, one shift and one LOP3 for the address. The table alone knows the codebook and which nibble comes first.
-// The codebook comes multiplied by a factor that makes its rounding to 16 bits harmless; one over that factor (`unit`)
-// goes into the scale, which is applied in fp32 to the sums of each span: a span always lies within one block.
+// The host multiplies the codebook by a factor that makes its rounding to 16 bits harmless; one over that factor
+// (`unit`) goes into the scale, which is applied in fp32 to the sums of each span. A span always lies within one block.
 //
-// A warp owns 16 rows of W and a stretch of K, and keeps prefetch spans of W on their way in registers. The k_warps
-// that share rows add up in shared memory, CTAs that share rows (`splits` of them) in `partial`, which `combine` adds
-// up. Sums are always added in the same order, so the same input gives the same bits. A column of an MMA knows nothing
-// of its neighbours: rows of x beyond m are stand-ins, the last row again, and are computed but not stored.
+// Work. A warp owns 16 rows of W and a stretch of K, and keeps `prefetch` spans of W in flight in registers. The
+// k_warps that share rows add up in shared memory; CTAs that share rows (`splits` of them) store partial sums, which
+// `combine` adds up. Sums are always added in the same order, so the same input gives the same bits. Columns of an MMA
+// are independent: rows of x beyond M repeat the last row, and are computed but not stored.
 //
-// Needs K % span == 0, block_size % span == 0, packed aligned to 8 bytes and x to 16; any M and N. Grid: x = tiles of x
-// * splits, y = CTAs that stride over the tiles of W. Macros: m_tiles, n_warps, k_warps, prefetch, resident_ctas, span,
-// mma_k (16, or 8 on sm_75), x, scale, low_first.
+// Needs K % span == 0, block_size % span == 0, packed aligned to 8 bytes and x to 16; any M and N.
+// Grid: x = tiles of x * splits, y = CTAs that stride over the tiles of W.
+//
+// Config: m_tiles (groups of eight rows of x), n_warps, k_warps, prefetch, resident_ctas, span, mma_k (16, or 8 on
+// sm_75), x, scale, low_first.
 
 #include "device/epilogue.cuh"
 #include "device/mma.cuh"
@@ -51,7 +54,7 @@ struct Span {  // of rows `group` and `group + 8`, as loaded
   float absmax[2];
 };
 
-// What is read once does not stay in L1, but brings its neighbours to L2: the warp's next spans.
+// W is read once, so it need not stay in L1; but a load brings its line to L2, which has the warp's next spans.
 __device__ __forceinline__ void load(u32 (&words)[2], const u8* from) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];"
                : "=r"(words[0]), "=r"(words[1])
@@ -71,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   __shared__ u32 table[256 * 32];
   extern __shared__ float sums[];
   const u32 lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
-  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
   const u32 row_warp = warp / Config::k_warps, split = blockIdx.x % a.splits,
             first = blockIdx.x / a.splits * (8 * Config::m_tiles);
   const u32 spans = a.k / Config::span;
@@ -154,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
           total[c][3] += sum[3] * lower;
         }
       }
-    if ((tile + gridDim.y) * TILE_N < a.n) start(tile + gridDim.y);  // under way while sums meet
+    if ((tile + gridDim.y) * TILE_N < a.n) start(tile + gridDim.y);  // in flight while sums are added up
 
     __syncthreads();  // the sums of the tile before have been read
 #pragma unroll
@@ -163,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       for (int i = 0; i < 4; i++)
         sums[warp * SUM_WARP + (8 * c + 2 * member + i % 2) * SUM_COLUMN + group + i / 2 * 8] = total[c][i];
     __syncthreads();
-#pragma unroll 1  // registers are for the spans on their way
+#pragma unroll 1  // registers are for the spans in flight
     for (u32 i = threadIdx.x; i < 8 * Config::m_tiles * TILE_N; i += THREADS) {
       const u32 r = i % TILE_N, c = i / TILE_N, n = tile * TILE_N + r, m = first + c;
       if (n >= a.n || m >= a.m) continue;

@@ -1,43 +1,50 @@
-// y[m, n] = sum over k of x[m, k] * W[n, k] for up to 8 * m_tiles rows of x, W in 4 bits.
+// Decoding: y[m, n] = sum over k of x[m, k] * W[n, k] (+ bias[n]) for up to 8 * m_tiles rows of x, W in 4 bits.
 //
-// Bytes moved: W's nibbles and scales once, K/2 + K/64 a row for nested blocks of 64; x and y are small beside it.
+// Bytes moved: W's nibbles and scales once, K/2 + K/64 a row for nested blocks of 64; x and y are small beside them.
 // Flops: 2 M N K.
 //
-// W is the A operand of mma.m16n8k16 and needs no repacking: one register of A is two neighbouring k of one row, which
-// is one packed byte. K may be permuted as long as x is permuted alike, so a thread takes 8 neighbouring bytes of a
-// 64-weight block, a quad the block's 32, and 4 MMAs eat them. A byte becomes two 16-bit numbers by one look-up in a
-// table of 256 words with a copy for every lane: no bank conflicts, and the address is one byte permutation. The
-// codebook comes multiplied by a factor that makes its rounding to 16 bits harmless; one over that factor (`unit`) goes
-// into the result. Scales are applied in fp32 to the sums of each block, or of joined blocks that share one.
+// Operands. The kernel computes out.T = W @ x.T: W is the A operand of mma.m16n8k16, and a register of A holds two
+// neighbouring k of one row, which is one packed byte, so nothing is repacked. K may be permuted as long as x is
+// permuted alike: a thread takes 8 neighbouring bytes of a block of 64 weights, a quad of lanes all 32, and 4 MMAs use
+// them up. One look-up in a table in shared memory turns a byte into two 16-bit numbers (device/decode.cuh). The host
+// multiplies the codebook by a factor that makes its rounding to 16 bits harmless, and the epilogue multiplies by one
+// over that factor, `unit`. Scales are applied in fp32 to the sums of a block, or of `joined` blocks that share one.
 //
-// A CTA owns warps * slice blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in registers
-// throughout. One warp more feeds the tiles into shared memory, stages of them: a tile by one tensor copy, for asking
-// for a copy takes 70 cycles, however small it is. Another adds up what the warps leave there. Nobody waits for a
-// barrier of the whole CTA. Where K is longer than a CTA's share, cluster CTAs side by side along K hand their sums to
-// the first of them through distributed shared memory. Sums are always added in the same order, so the same input gives
-// the same bits.
+// Work. A CTA owns warps * slice blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in
+// registers throughout. A producer warp copies tiles into shared memory, `stages` of them, each by one tensor copy:
+// issuing a copy takes 70 cycles, however small it is. One or two reducer warps add up what the multiplying warps leave
+// in shared memory. No barrier in the main loop stops the whole CTA. Where K is longer than a CTA's share, the CTAs of
+// a cluster lie side by side along K and send their sums to the first of them through distributed shared memory. Sums
+// are always added in the same order, so the same input gives the same bits.
 //
-// A tile may come in steps, all warps going through K side by side, and a stage is then a step: the room of two tiles
-// is refilled half by half, while memory would else wait for the slowest warp.
+// A tile may come in `steps`, with all warps going through K side by side. A stage then holds a step, and two tiles'
+// memory is refilled half by half; else it would wait for the slowest warp.
 //
-// One launch may take several weights of the same K and format: their tiles lie one behind the other, rows of a tile
-// are of one weight, and all read the same x. So q, k and v of an attention start from cold once.
+// One launch may take several weights of the same K and format (q, k and v of an attention): their tiles follow one
+// another, a tile belongs to one weight, and all read the same x.
 //
-// The kernel may begin while the one ahead of it in the stream still runs: it builds its table, asks for its first
-// tiles to come into L2, and then waits, for x and for W, which may have been written just now. Only then it lets the
-// next one begin in the same way, so that whatever comes after finds all that was written before this kernel.
+// Launch. The kernel may start while the one before it still runs (programmatic dependent launch): it builds its table
+// and prefetches its first tiles to L2. Then it waits, since x and W may have been written just now, and only then lets
+// the next kernel start: so whatever follows finds all that was written before this kernel.
 //
-// Scales come by a tensor copy too, if those of a row are a multiple of 16 bytes. If not and a CTA has all of K, those
-// of a whole tile come in one piece (bulk_scales): 16 rows always are one, and so are the 4, 8 or 12 of a last tile.
-// Where it has a part of K, each row's come with what lies around them up to multiples of 16 bytes (window_scales); all
-// rows together are one.
+// Scales come by tensor copy where those of a row fill a multiple of 16 bytes. Where they do not and a CTA has all of
+// K, one bulk copy brings those of a whole tile (bulk_scales): 16 rows always fill a multiple of 16 bytes, and so do
+// the 4, 8 or 12 of a last tile. Where a CTA has a part of K, a bulk copy a row brings the aligned window around its
+// scales (window_scales).
 //
-// Needs sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; scale_blocks blocks of 64 weights share a scale, and
-// the first weight of a byte is in its low half with low_first; for K see plan.py. With batches, CTAs side by side take
-// 8 * m_tiles rows of x each, and there is a row for each of them. With registers, which needs sm_90a and a multiple of
-// four warps, that many are a multiplying thread's: the others have 32. Macros: m_tiles, warps, slice, steps, stages,
-// first_stages, sum_buffers, cluster, batches, reducers, resident_ctas, registers, chunk, scale_chunk, bulk_scales,
-// window_scales, padded, parts, x, scale, scale_blocks, joined, low_first, bias, shared_bytes and mma_k.
+// Needs sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; plan.py says which K.
+//
+// Config:
+//   m_tiles, warps, slice        groups of eight rows of x; warps that multiply; blocks of K a warp
+//   stages, steps, first_stages  stages of the pipeline; steps a tile; stages asked for before the first is there
+//   cluster, batches, parts      CTAs along K; CTAs along M, each with at least one row of x; weights of this launch
+//   sum_buffers, reducers        buffers for the warps' sums; warps that add them up
+//   registers                    of a multiplying thread, others having 32 (sm_90a, warps % 4 == 0); 0: all alike
+//   resident_ctas, shared_bytes  CTAs that share a multiprocessor; dynamic shared memory
+//   chunk, scale_chunk, padded   bytes a row that a copy brings, of W and of scales; whether K ends inside a CTA's part
+//   bulk_scales, window_scales   how scales come, see above
+//   scale_blocks, joined         blocks of 64 weights that share a scale; blocks that are summed before they are scaled
+//   x, scale, low_first, bias    types; the first weight of a byte is in its low half; there is a bias
 
 #include "scales.cuh"
 
@@ -46,9 +53,8 @@ __device__ __forceinline__ u32 chunk_of(u32 first_block, int step) {
   return (first_block + step * STEP_BLOCKS) * BLOCK_BYTES / Config::chunk;
 }
 
-// Of a tile from `row` on: W's bytes, chunks of them from number `chunk` along K on; scales, from byte `byte` of a row
-// on.
-__device__ __forceinline__ void copy_weights(u32 to, const Weight& w, u32 row, u32 chunk, u32 barrier) {
+// Prefetches the CTA's first tile to L2 while the kernel before still runs. That kernel may be the one that writes W:
+// until it has ended W may be prefetched, but not read.
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::
           "r"(to),
@@ -63,8 +69,8 @@ __device__ __forceinline__ void copy_scales(u32 to, const Weight& w, u32 row, u3
       : "memory");
 }
 
-// The CTA's first tile into L2, on its way while the kernel ahead still runs. W may not be read before that has ended,
-// which may be what writes it; to bring it nearer does no harm.
+// Prefetches the CTA's first tile to L2 while the kernel before still runs. That kernel may be the one that writes W:
+// until it has ended W may be prefetched, but not read.
 __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_block) {
   if (blockIdx.x >= a.tiles) return;
   const Tile tile(a, blockIdx.x);
@@ -75,13 +81,13 @@ __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_blo
                  : "memory");
 }
 
-// The barriers are ready, the table and the codes. The feeder, which makes the barriers, comes here late, and so do the
-// others: to wait for each other at the beginning took 0.5 us.
+// Pipeline barriers, table and codes are ready. The producer, which makes the barriers, comes here late, and so do the
+// others: waiting for each other at the beginning took 0.5 us.
 __device__ __forceinline__ void sync_all() { asm volatile("bar.sync 1, %0;" ::"n"(PREPARING + 32) : "memory"); }
 
-// Asks for tiles as soon as there is room. Of those that there is room for from the beginning, only first_stages stages
-// at first: what comes from memory comes in any order, and none of it is of use before the first stage and what else is
-// waited for.
+// The producer warp: it asks for a tile as soon as a stage is empty. At the start all stages are, but it asks for
+// first_stages only until the first is there: memory answers in any order, and the rest would delay what is needed
+// first.
 __device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 first_block, u32 lane) {
   const u32 row_blocks = a.k / 64;
   Ring ring(1), scales(0);
@@ -100,7 +106,7 @@ __device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 firs
         wait(shared + FULL, 0);
       }
       wait(shared + EMPTY + 8 * ring.at, ring.parity);
-      if constexpr (Config::window_scales || Config::bulk_scales) {
+      if constexpr (!TENSOR_SCALES) {
         const u32 scale_bytes =
             (min(BLOCKS, row_blocks - first_block) + Config::scale_blocks - 1) / Config::scale_blocks * SCALE_SIZE;
         const u32 rows = min(TILE_N, a.n[tile.part] - tile.row);
@@ -132,13 +138,13 @@ __device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 firs
   if (alone) sync_all();
 }
 
-// ready: called with the first loads under way, returns when shared memory is as it has to be.
+// A multiplying warp. ready: called when the first loads are in flight; returns when shared memory is ready.
 template <class Ready>
 __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 warp, u32 lane,
                                          const Ready& ready) {
   const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64;
   const u32 column = column_of(shared, lane);
-  // Where in a tile this lane's bytes of W are, in row 2 * group; row 2 * group + 1 is its own too.
+  // Where in a tile this lane's bytes of row 2 * group of W are; it has row 2 * group + 1 too.
   const u32 mine = row_at<Config::chunk>(2 * group) ^ member * 8;
   const ScaleDecoder scales_of_warp(shared, warp, lane);
   uint2 x[Config::m_tiles][Config::slice][4];
@@ -300,7 +306,7 @@ __device__ __forceinline__ void init_barriers(u32 shared) {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-struct Codes {  // of nested scales, on their way into shared memory: what a thread has of them
+struct Codes {  // what a thread carries of the nested scales' codes, from memory to shared memory
   static constexpr u32 COUNT = NESTED * Config::parts * ((256 + PREPARING - 1) / PREPARING);
   float value[COUNT + 1];
   __device__ __forceinline__ Codes(const Arguments& a, u32 thread) {
@@ -323,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
     decode(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = u32(__cvta_generic_to_shared(memory)), lane = threadIdx.x % 32;
-  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
   if ((shared & 0xffffffu) != BASE) __trap();              // in a cluster the top byte is the CTA's rank
   const u32 first_block = blockIdx.y * BLOCKS;
   if (warp == Config::warps && lane == 0) init_barriers(shared);
@@ -346,10 +352,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
     const Codes codes = prepare();
     multiply(a, shared, first_block, warp, lane, [&] { sync_ready(codes); });
   } else {
-    // By four warps, two of which have nothing else to do.
+    // The instruction needs four warps, so there are some that do nothing else.
     if constexpr (Config::registers > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (warp == Config::warps) {
-      if (lane < Config::parts && !Config::bulk_scales && !Config::window_scales)
+      if (lane < Config::parts && TENSOR_SCALES)
         asm volatile("prefetch.tensormap [%0];" ::"l"(a.weight[lane].scale_map) : "memory");
       if (lane == 0) prefetch_first(a, first_block);
       wait_for_prior_kernel();
@@ -359,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       reduce(a, shared, warp - Config::warps - 1, lane);
     }
   }
-  if (Config::cluster > 1) {  // nobody leaves while a neighbour may still write to its barriers
+  if (Config::cluster > 1) {  // a CTA must not exit while a neighbour may still write to its barriers
     __syncwarp();
     sync_cluster();
   }

@@ -1,9 +1,9 @@
-// How kernel.cu comes by scales: a warp decodes those of its blocks of a tile once, each lane a few, and hands them
-// round through shared memory. Scales of scales come with the tile.
+// How kernel.cu decodes scales: a warp decodes those of its blocks of a tile once, a few in each lane, and its lanes
+// share them through shared memory. The absmax of nested scales come with the tile.
 
 #include "work.cuh"
 
-// A scale as it lies in memory.
+// The bits of a scale as stored.
 __device__ __forceinline__ u32 load_bits(u32 address) {
   if constexpr (SCALE_SIZE == 4) return load_number(address);
   u32 value;
@@ -12,8 +12,8 @@ __device__ __forceinline__ u32 load_bits(u32 address) {
   return value;
 }
 
-// Scales of scales of a tile: of each row's part there are two at most, and a lane has one of them. They come from L2,
-// which takes long; a thread that multiplies would have to ask for them a tile ahead, and has no registers for that.
+// The producer copies the absmax of a tile's nested scales: a row's part of K has two at most, and a lane copies one.
+// L2 takes long to answer; a multiplying thread would have to load them a tile earlier, and has no registers for that.
 __device__ __forceinline__ const float* absmax_of(const Arguments& a, const Tile& tile, u32 first_block, u32 lane) {
   const u32 row_blocks = a.k / 64, row = min(tile.row + lane / 2, a.n[tile.part] - 1);
   const u32 first = row * row_blocks + first_block, last = row * row_blocks + min(first_block + BLOCKS, row_blocks) - 1;
@@ -27,16 +27,16 @@ __device__ __forceinline__ void arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// What a lane has to do with its warp's scales of a tile: it decodes those of EACH times joined blocks of a row, and
-// needs those of two rows for every block. Nobody else reads or writes them.
+// A lane's part in decoding its warp's scales of a tile: it decodes EACH of them, of one row, and reads those of two
+// rows for every block. No other warp reads or writes them.
 struct ScaleDecoder {
-  u32 row, block, from, to;  // block: the first, counted as by `place`. from, to: its places in shared memory
+  u32 row, block, from, to;  // block: its first, as `place` counts. from, to: addresses in shared memory
 
   __device__ __forceinline__ ScaleDecoder(u32 shared, u32 warp, u32 lane)
       : row(lane / 2), block(place(warp, lane % 2 * (Config::slice / 2))) {
     const u32 byte = block / Config::scale_blocks * SCALE_SIZE;
     from = shared + SCALES;
-    if constexpr (Config::bulk_scales || Config::window_scales) {
+    if constexpr (!TENSOR_SCALES) {
       from += byte;
     } else {
       from += byte / Config::scale_chunk * (TILE_N * Config::scale_chunk) +
@@ -48,10 +48,10 @@ struct ScaleDecoder {
   __device__ __forceinline__ void decode(const Arguments& a, u32 shared, const Tile& tile, u32 first_block, u32 slot,
                                          float offset, u32 lane) const {
     const u32 row_blocks = a.k / 64;
-    const u32 begin =
-        ((tile.row + row) * row_blocks + first_block) / Config::scale_blocks;  // number of the row's first here
+    const u32 begin = ((tile.row + row) * row_blocks + first_block) /
+                      Config::scale_blocks;  // the number of the row's first scale in this CTA
     u32 at = from;
-    if (FEW_REGISTERS) asm volatile("" : "+r"(at));  // so that what follows from it is worked out for every tile
+    if (FEW_REGISTERS) asm volatile("" : "+r"(at));  // so that addresses are computed anew for every tile
     at += slot * SCALE_STAGE;
     if (Config::bulk_scales) at += row * (row_blocks / Config::scale_blocks * SCALE_SIZE);
     if (Config::window_scales) at += row * SCALE_ROW + (begin * SCALE_SIZE & 15);
@@ -75,8 +75,7 @@ struct ScaleDecoder {
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
       if (NESTED) value[e] = decode_nested(value[e], absmax[ONE_ABSMAX ? 0 : e], offset);
-      if (Config::padded && first_block + block + e * Config::joined >= row_blocks)
-        value[e] = 0;  // what lies beyond K is nothing
+      if (Config::padded && first_block + block + e * Config::joined >= row_blocks) value[e] = 0;  // beyond K
     }
     __syncwarp();
 #pragma unroll

@@ -1,5 +1,4 @@
-// What is to be done by kernel.cu, and where: sizes, the layout of shared memory, arguments, tiles and their places.
-// Macros and needs are those of kernel.cu.
+// Sizes, the layout of shared memory, arguments and tiles of kernel.cu, which says what Config holds.
 
 #include "device/decode.cuh"
 #include "device/epilogue.cuh"
@@ -8,46 +7,47 @@
 #include "device/scale.cuh"
 
 constexpr int TILE_N = 16, BLOCK_BYTES = 32;
-constexpr int THREADS = (Config::warps + (Config::registers ? 4 : 1 + Config::reducers)) *
-                        32;  // registers are handed over by four warps each
-constexpr u32 PREPARING =
-    (Config::warps + Config::reducers) * 32;  // threads of those that have something to do, but the feeder's
+// setmaxnreg hands registers over by four warps at a time.
+constexpr int THREADS = (Config::warps + (Config::registers ? 4 : 1 + Config::reducers)) * 32;
+constexpr u32 PREPARING = (Config::warps + Config::reducers) * 32;  // threads that build the table
 static_assert(Config::m_tiles % Config::reducers == 0 && Config::reducers <= 2, "each adds up as many columns");
-constexpr int BLOCKS = Config::warps * Config::slice;  // of K, a CTA
-constexpr int STEP_SLICE = Config::slice / Config::steps, STEP_BLOCKS = Config::warps * STEP_SLICE;
-constexpr int EACH = Config::slice / 2 / Config::joined;  // scales that a lane decodes, each of joined blocks
-constexpr int OWN_BYTES = EACH * Config::joined / Config::scale_blocks * SCALE_SIZE;  // that they come from
-constexpr bool ONE_ABSMAX = Config::chunk == 128;  // K is a multiple of 256: four blocks have the same
-constexpr bool FEW_REGISTERS = 0 < Config::registers && Config::registers < 128;
-constexpr u32 STAGE = TILE_N * STEP_BLOCKS * BLOCK_BYTES;
-constexpr u32 SCALES_OF_ROW = (BLOCKS + Config::scale_blocks - 1) / Config::scale_blocks * SCALE_SIZE;  // of all steps
-constexpr u32 SCALE_ROW = Config::bulk_scales     ? SCALES_OF_ROW
-                          : Config::window_scales ? (SCALES_OF_ROW + 15) / 16 * 16 + 32
-                                                  : Config::scale_chunk;
-constexpr int SCALE_COPIES =
-    Config::bulk_scales || Config::window_scales ? 1 : (SCALES_OF_ROW + Config::scale_chunk - 1) / Config::scale_chunk;
-constexpr u32 SCALE_STAGE = SCALE_COPIES * TILE_N * SCALE_ROW;
-constexpr int SCALE_STAGES =
-    (Config::stages + Config::steps - 1) / Config::steps;  // a tile's scales come with its first step, and stay for it
-constexpr int SLOTS =
-    Config::cluster > 4 ? 2 : 4;    // buffers of sums from the cluster; sum_buffers are those within the CTA
-constexpr u32 SUM_COLUMN = 20 * 4;  // bytes: 16 rows, padded
-constexpr u32 SUM_WARP = 8 * Config::m_tiles * SUM_COLUMN;
-constexpr u32 SENT = Config::m_tiles * 512;  // bytes of one CTA's sums on their way to the first
 
-// Shared memory: the table, the codes, barriers, sums, sums from the cluster, tiles, scales.
-__device__ constexpr u32 aligned(u32 bytes) { return (bytes + 1023) / 1024 * 1024; }  // as swizzles ask for
+// Blocks of K: of a CTA, of a warp's step and of a step.
+constexpr int BLOCKS = Config::warps * Config::slice;
+constexpr int STEP_SLICE = Config::slice / Config::steps, STEP_BLOCKS = Config::warps * STEP_SLICE;
+constexpr u32 STAGE = TILE_N * STEP_BLOCKS * BLOCK_BYTES;
+
+constexpr int EACH = Config::slice / 2 / Config::joined;                              // scales that a lane decodes,
+constexpr int OWN_BYTES = EACH * Config::joined / Config::scale_blocks * SCALE_SIZE;  // and the bytes they come from
+constexpr bool ONE_ABSMAX = Config::chunk == 128;  // K is a multiple of 256, so four blocks share an absmax
+constexpr bool FEW_REGISTERS = 0 < Config::registers && Config::registers < 128;
+constexpr u32 SCALES_OF_ROW = (BLOCKS + Config::scale_blocks - 1) / Config::scale_blocks * SCALE_SIZE;  // of all steps
+constexpr u32 WINDOW = (SCALES_OF_ROW + 15) / 16 * 16 + 32;
+constexpr u32 SCALE_ROW = Config::bulk_scales ? SCALES_OF_ROW : Config::window_scales ? WINDOW : Config::scale_chunk;
+constexpr bool TENSOR_SCALES = !Config::bulk_scales && !Config::window_scales;
+constexpr int SCALE_COPIES = TENSOR_SCALES ? (SCALES_OF_ROW + Config::scale_chunk - 1) / Config::scale_chunk : 1;
+constexpr u32 SCALE_STAGE = SCALE_COPIES * TILE_N * SCALE_ROW;
+// A tile's scales come with its first step and stay for all of them.
+constexpr int SCALE_STAGES = (Config::stages + Config::steps - 1) / Config::steps;
+
+constexpr u32 SUM_COLUMN = 20 * 4;  // bytes: 16 rows, padded against bank conflicts
+constexpr u32 SUM_WARP = 8 * Config::m_tiles * SUM_COLUMN;
+constexpr int SLOTS = Config::cluster > 4 ? 2 : 4;  // buffers for sums from other CTAs of the cluster,
+constexpr u32 SENT = Config::m_tiles * 512;         // each with so many bytes from one CTA
+
+// Shared memory: the table, codes, barriers, sums, sums from the cluster, stages, scales, absmax, decoded scales.
+__device__ constexpr u32 swizzled(u32 bytes) { return (bytes + 1023) / 1024 * 1024; }  // swizzles repeat every 1024
 constexpr u32 CODE = 256 * TABLE_ROW;
 constexpr u32 FULL = CODE + 1024 * Config::parts, EMPTY = FULL + 64, SUM_FULL = EMPTY + 64, SUM_EMPTY = SUM_FULL + 16;
 constexpr u32 SLOT_FULL = SUM_EMPTY + 16, SLOT_EMPTY = SLOT_FULL + 32;
 constexpr u32 SUM = FULL + 256;
 constexpr u32 SLOT = SUM + Config::sum_buffers * Config::warps * SUM_WARP;
-constexpr u32 TILES = aligned(SLOT + SLOTS * (Config::cluster - 1) * SENT);
+constexpr u32 TILES = swizzled(SLOT + SLOTS * (Config::cluster - 1) * SENT);
 constexpr u32 SCALES = TILES + Config::stages * STAGE;
 constexpr u32 ABSMAX = SCALES + SCALE_STAGES * SCALE_STAGE;
 constexpr u32 DECODED = ABSMAX + NESTED * SCALE_STAGES * 128;
-constexpr u32 DECODED_PITCH = 20 * 4,
-              DECODED_WARP = Config::slice / Config::joined * DECODED_PITCH;  // bytes: 16 rows, padded
+constexpr u32 DECODED_PITCH = 20 * 4;  // bytes: 16 rows, padded against bank conflicts
+constexpr u32 DECODED_WARP = Config::slice / Config::joined * DECODED_PITCH;
 static_assert(DECODED + Config::warps * DECODED_WARP == Config::shared_bytes, "plan.py reckons with other sizes");
 static_assert(Config::slice <= 8 && EACH * 2 * Config::joined == Config::slice && STEP_SLICE % Config::joined == 0,
               "two lanes a row, whole scales");
@@ -55,9 +55,9 @@ static_assert(BLOCKS <= 256, "a row's part has two scales of scales at most");
 static_assert(Config::sum_buffers <= 2, "each has a full and an empty barrier in 16 bytes");
 static_assert(Config::stages <= 8, "each stage has a full and an empty barrier in 64 bytes");
 
-// Tensor copies write chunks of 16 rows, one behind the other, each row's pieces of 16 bytes swizzled by the number of
-// the line of 128 bytes that they are in. Where a row begins; what is to be found there is at that, exclusive or its
-// place in the row. And the same place in the row after an even one.
+// Tensor copies write chunks of 16 rows one after the other, and swizzle 16-byte pieces by the number of their line of
+// 128 bytes. row_at: where a row begins; a byte of it is at that address, exclusive or its place in the row. row_after:
+// the same place in the row after an even one.
 template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 row_at(u32 row) {
   return row * CHUNK_BYTES + (row * CHUNK_BYTES / 128 % 8 & CHUNK_BYTES / 16 - 1) * 16;
 }
@@ -66,9 +66,8 @@ template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 row_after(u32 at) {
 }
 
 struct Weight {
-  alignas(64) unsigned char map[128],
-      scale_map[128];          // tensor maps of packed, and of scale but with bulk_scales and window_scales
-  const unsigned char* scale;  // u8 with NESTED, else of SCALE_SIZE, fp16 or bf16 where these are two
+  alignas(64) unsigned char map[128], scale_map[128];  // tensor maps of packed, and of scale with TENSOR_SCALES
+  const unsigned char* scale;                          // as Config::scale says
   const float *code, *absmax, *offset;
 };
 struct Result {
@@ -83,10 +82,10 @@ struct Arguments {
   float unit, codebook[16];
 };
 
-// Of x, for this CTA.
+// The first row of x of this CTA.
 __device__ __forceinline__ u32 first_row() { return Config::batches > 1 ? blockIdx.z * (8 * Config::m_tiles) : 0; }
 
-struct Tile {  // of which weight, and its first row there
+struct Tile {  // the number of its weight, and its first row there
   u32 part = 0, row;
   __device__ __forceinline__ Tile(const Arguments& a, u32 tile) {
 #pragma unroll
@@ -95,7 +94,7 @@ struct Tile {  // of which weight, and its first row there
   }
 };
 
-// Block i of a warp's slice, counted from the CTA's first: all warps go through K side by side.
+// The number, in the CTA, of block i of a warp's slice: all warps go through K side by side.
 __device__ __forceinline__ u32 place(u32 warp, u32 i) {
   return i / STEP_SLICE * STEP_BLOCKS + warp * STEP_SLICE + i % STEP_SLICE;
 }

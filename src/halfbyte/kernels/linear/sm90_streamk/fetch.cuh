@@ -1,16 +1,16 @@
-// How kernel.cu comes by W and x: one warpgroup asks for bytes, stages ahead of those that multiply, and decodes
-// scales.
+// The producer warpgroup of kernel.cu: it copies W and x to shared memory, stages ahead of the warps that multiply, and
+// decodes scales.
 
 #include "work.cuh"
 
-// A thread carries the scales of its rows of W through registers, ahead of their use: it must not wait for memory.
-// With vector it loads 16 bytes a row, good for LOADED units; else one scale at a time.
+// A thread must not wait for memory, so it loads the scales of its rows into registers units before they are used. With
+// `vector` it loads 16 bytes of a row, which last for LOADED units; else one scale at a time.
 constexpr int SHARE = (TILE_N + 127) / 128;
 constexpr int UNIT_BYTES = Config::vector ? (UNIT_K >> Config::log_block) * SCALE_SIZE : SPANS * SCALE_SIZE,
               LOADED = Config::vector ? 16 / UNIT_BYTES : 1;
 static_assert(!Config::vector || UNIT_BYTES == 4 || UNIT_BYTES == 8 || UNIT_BYTES == 16, "units begin at words");
 
-// Loads that stay where they are written: ahead of the bytes of W, behind which they would queue for microseconds.
+// Volatile, so that the compiler leaves them before the copies of W, behind which they would queue for microseconds.
 __device__ __forceinline__ float load_float(const float* from) {
   float value;
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
@@ -27,17 +27,17 @@ __device__ __forceinline__ u32 load_bits(const Arguments& a, u64 block) {
   return __ldg(static_cast<const ScaleBits*>(a.scale) + block);
 }
 
-// The first of the scales that lie beside each other from `k` on, of a row that exists, for what vector loads at once.
+// The number of the first scale that a vector load brings for `k` and a row; rows beyond N count as the last one.
 __device__ __forceinline__ u64 first_block(const Arguments& a, u32 row, u32 k) {
   return (u64(min(row, a.n - 1)) * a.k + k / (LOADED * UNIT_K) * (LOADED * UNIT_K)) >> Config::log_block;
 }
 
-// Scales of a row as they lie in memory: those of LOADED units in 16 bytes, which share an absmax.
+// Scales of a row as stored, by one vector load: those of LOADED units, in 16 bytes. They share an absmax.
 struct VectorScales {
   uint4 bytes;
   float its_absmax;
 
-  // Of row `row` from `k` on, rounded down to what is loaded at once.
+  // k is rounded down to what one load brings.
   __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 k) {
     const u64 block = first_block(a, row, k);
     bytes = load_16_bytes(static_cast<const unsigned char*>(a.scale) + block * SCALE_SIZE);
@@ -54,7 +54,7 @@ struct VectorScales {
   __device__ __forceinline__ float absmax(int) const { return its_absmax; }
 };
 
-// The same, of one unit, one by one.
+// Scales of a row as stored, those of one unit, loaded one by one.
 struct SingleScales {
   u32 each_bits[SPANS];
   float each_absmax[NESTED ? SPANS : 1];
@@ -92,8 +92,8 @@ __device__ __forceinline__ void store_scales(const RawScales& raw, float offset,
   }
 }
 
-// Scales that CTA number `cta` of `multiply` will load first, from memory into L2. Each is in a line of its own, and in
-// all they are too many to arrive as soon as they are needed.
+// Prefetches the scales that CTA number `cta` of `multiply` loads first to L2. Each is in a line of its own, and there
+// are too many to arrive in time.
 __device__ __forceinline__ void prefetch_scales(const Arguments& a, u32 cta, u32 thread) {
   const WorkUnit at(a, first_unit(a, cta));
   for (u32 row = at.row_tile * TILE_N + thread; row < (at.row_tile + 1) * TILE_N; row += 128) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   const u32 column = column_of(shared(), thread % 32);
   WorkUnit at(a, first);
   if constexpr (Config::resident > 0) {
-    // What writes W may still run: until it has ended W may be brought nearer, but not be read.
+    // The kernel before may be the one that writes W: until it has ended W may be prefetched, but not read.
     prefetch_scales(a, own_number(), thread);
     if (thread == 0)
       asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map),
@@ -129,7 +129,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     wait_for_prior_kernel();
     if (thread == 0) launch_dependents();
   }
-  RawScales now[SHARE], then[SHARE];  // of this unit, and of the next ones
+  RawScales now[SHARE], then[SHARE];  // of this unit and of those after it
 #pragma unroll
   for (int i = 0; i < SHARE; i++) now[i].load(a, at.row_tile * TILE_N + thread + 128 * i, at.depth * UNIT_K);
   float code[2], offset = 0;
@@ -137,9 +137,9 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     code[0] = load_float(a.code + thread), code[1] = load_float(a.code + thread + 128);
     offset = load_float(a.offset);
   }
-  if (thread == 0) {  // before anybody else needs the barriers: all wait for the first unit
+  if (thread == 0) {  // all wait for the first unit, so nobody needs the barriers earlier
     for (u32 stage = 0; stage < Config::stages; stage++) {
-      init(shared() + FULL + 8 * stage, 129);  // every fetching thread, and once more with the bytes to come
+      init(shared() + FULL + 8 * stage, 129);  // every producer thread, and once more for the copied bytes
       init(shared() + EMPTY + 8 * stage, 128 * Config::warpgroups);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -152,7 +152,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #pragma unroll
       for (int j = 0; j < SHARE; j++) now[j].next_unit();
   if constexpr (NESTED) {
-    for (u32 half = 0; half < 2; half++)  // a warp's own values, a copy for every lane
+    for (u32 half = 0; half < 2; half++)  // each warp writes its own values, a copy for every lane
 #pragma unroll
       for (u32 i = thread % 32 / 8; i < 32; i += 4) {
         const float value = __shfl_sync(~0u, half ? code[1] : code[0], i);
@@ -161,7 +161,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       }
     asm volatile("bar.sync 1, 128;" ::: "memory");
   }
-  u32 stale = blockIdx.x * 128 + thread;  // what the launch before has stale; all that is ahead of `arrange` is done
+  u32 stale = blockIdx.x * 128 + thread;  // the launch before is done, and `arrange` with it
   const auto clear_some = [&] {
     const float none = __uint_as_float(SENTINEL);
     a.stale[stale] = make_float4(none, none, none, none);
@@ -171,11 +171,11 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   bool has_next = false;
   for (u32 unit = first; unit < last; unit++, ring.next(Config::stages)) {
     const u32 full = shared() + FULL + 8 * ring.at, to = shared() + TILES + ring.at * STAGE_BYTES;
-    // Which scales come next: of the next units along K, or of the next tile.
-    const u32 ahead = min(LOADED - at.depth % LOADED, a.depth_units - at.depth);
-    if (!has_next && unit + ahead < last) {
+    // The scales to load next are those of later units of this tile, or of the next tile.
+    const u32 covered = min(LOADED - at.depth % LOADED, a.depth_units - at.depth);
+    if (!has_next && unit + covered < last) {
       WorkUnit after = at;
-      after.depth += ahead - 1, after.next(a);
+      after.depth += covered - 1, after.next(a);
 #pragma unroll
       for (int i = 0; i < SHARE; i++) then[i].load(a, after.row_tile * TILE_N + thread + 128 * i, after.depth * UNIT_K);
       has_next = true;
@@ -190,7 +190,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     arrive(full);
     if (stale < a.stale_count) clear_some();
     at.next(a);
-    if (ahead == 1) {
+    if (covered == 1) {
 #pragma unroll
       for (int i = 0; i < SHARE; i++) now[i] = then[i];
       has_next = false;

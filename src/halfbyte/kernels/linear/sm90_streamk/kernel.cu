@@ -1,33 +1,41 @@
-// y[m, n] = sum over k of x[m, k] * W[n, k] on Hopper's tensor cores (wgmma), W in 4 bits, for any number of rows of x.
+// Stream-K with Hopper's wgmma: y[m, n] = sum over k of x[m, k] * W[n, k] (+ bias[n]), W in 4 bits, any M.
 //
-// Bytes moved: W's nibbles and scales once for each tile_m rows of x; x and y are small beside it. Flops: 2 M N K.
+// Bytes moved: W's nibbles and scales once for every tile_m rows of x; x and y are small beside them. Flops: 2 M N K.
 //
-// W is the A operand and comes from registers, so out.T = W @ x.T: a register of A is two neighbouring k of one row,
-// which is one packed byte, and nothing is repacked. K may be permuted within a span of weights that share a scale, as
-// long as x is permuted alike: a thread takes neighbouring bytes, and `arrange` puts x into that order. A byte becomes
-// two 16-bit numbers by one look-up in a table of 256 words with a copy for every lane: no bank conflicts, and the
-// address is one byte permutation. The codebook comes multiplied by a factor that makes its rounding to 16 bits
-// harmless; one over that factor (`unit`) goes into the result. Scales are applied in fp32 to the sums of each span, or
-// of JOINED spans that share one.
+// Operands. The kernel computes out.T = W @ x.T: W is the A operand and comes from registers, x is B and comes from
+// shared memory. A register of A holds two neighbouring k of one row of W, which is one packed byte, so nothing is
+// repacked. Within a span of weights that share a scale K may be permuted, as long as x is permuted alike: a thread
+// takes neighbouring bytes of W, and x is laid out in that order. One look-up in a table in shared memory turns a byte
+// into two 16-bit numbers (device/decode.cuh). The host multiplies the codebook by a factor that makes its rounding to
+// 16 bits harmless, and the epilogue multiplies by one over that factor, `unit`. Scales are applied in fp32 to the sums
+// of a span, or of JOINED spans that share one.
 //
-// `arrange` lays x out in the swizzled tiles that wgmma reads, rows and k beyond the end filled up with zeros;
-// `multiply` may start before it is done. Where all of its units are of one tile and there is stage for as much, a CTA
-// lays its part of x out itself, once, and holds it (resident units); there is no `arrange` then, and `multiply` may
-// start before the kernel ahead of it is done. The work is tiles of TILE_N rows of W by tile_m rows of x, cut along K
-// into units of 256; every CTA takes an equal run of units. One warpgroup fetches bytes (tensor copies) and decodes
-// scales; warpgroups warpgroups multiply, a warp 16 rows. A tile that several CTAs share is added up by the CTA that
-// begins it, always in the order of K; or by all of them, some columns each, where they are a cluster (cluster of them,
-// which lay_out_x x, and all of that tile). The same input gives the same bits.
+// Work. Tiles of TILE_N rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every CTA takes an
+// equal run of units (device/scheduler.cuh). One producer warpgroup copies W and x to shared memory and decodes scales;
+// the others multiply, 16 rows of W a warp. CTAs that share a tile add their sums by the split-K fix-up, always in the
+// order of K, or by the cluster reduce where they form a cluster (device/split_k.cuh). The same input gives the same
+// bits.
 //
-// Needs sm_90a, units times CTAs below 2^32, K % 64 == 0
-// (spans of 64) or K % 32 == 0 (spans of 32), packed aligned to 16 bytes.
-// Macros: tile_m, warpgroups, stages, resident, cluster, direct (the most parts of a tile that its first CTA adds up
-// one by one), span, x, scale, log_block, vector, low_first, shared_bytes, producer_registers, consumer_registers.
+// x. The kernel `arrange` writes x in the swizzled tiles that wgmma reads, with zeros beyond M and K; `multiply` may
+// start before it is done (programmatic dependent launch). Where all units of a CTA belong to one tile and shared
+// memory has room for their x, the CTA lays it out itself and keeps it there. No other kernel runs first then.
+//
+// Needs sm_90a, K % span == 0, packed aligned to 16 bytes, and units times CTAs below 2^32.
+//
+// Config:
+//   tile_m, warpgroups, stages, cluster      rows of x a tile, warpgroups that multiply, stages of the pipeline, CTAs
+//   resident                                 units whose x stays in shared memory; 0: x comes with W
+//   direct                                   the most parts of a tile that its first CTA adds up one by one
+//   span, log_block                          weights that are summed before they are scaled, 64 or 32; log2 of the block
+//   vector                                   a thread loads 16 bytes of a row's scales at a time
+//   x, scale, low_first                      types, and whether the first weight of a byte is in its low half
+//   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
 #include "fetch.cuh"
 
-// What a thread reads of W and of its scales in a stage. Rows `row` (even) and `row` + 1, which are 128 bytes, their
-// 16-byte pieces swizzled by the row: so the pieces of all spans differ from the first by an exclusive or.
+// Where a thread finds its part of W, and of the scales, in a stage. It reads rows `row` (even) and `row` + 1 of 128
+// bytes, whose 16-byte pieces are swizzled by the row; so the address of a span is that of the first span, exclusive or
+// the span's place in the row.
 struct Addresses {
   u32 upper, lower, scales;
   __device__ Addresses(u32 row, u32 member) {
@@ -44,7 +52,7 @@ __device__ __forceinline__ void load(u32 (&words)[2], u32 at) {
 }
 __device__ __forceinline__ void load(u32 (&words)[1], u32 at) { words[0] = load_number(at); }
 
-// The A operands of a span for this thread. stage: where a stage begins.
+// This thread's A operands of a span. stage: the address of the stage.
 __device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const Addresses& mine, int span, u32 column) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -60,7 +68,7 @@ __device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const Add
   }
 }
 
-// The results of a tile; of a cluster's, one group of 8 columns in cluster.
+// Stores a tile of y; in a cluster each CTA stores its own groups of eight rows of x.
 __device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const WorkUnit& at, u32 row,
                                       u32 member) {
   const u32 n = at.row_tile * TILE_N + row;
@@ -135,7 +143,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
     arrive(empty);
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
       if constexpr (Config::cluster > 1) {
-        cluster_reduce<WARPS>(total, a, at, shared() + TILES, warp, lane);  // where bytes of W were
+        cluster_reduce<WARPS>(total, a, at, shared() + TILES, warp, lane);  // over W's stages, which are done with
         store(a, total, at, row, member);
       } else {
         if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane)) store(a, total, at, row, member);
@@ -147,10 +155,9 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
   }
 }
 
-// Lays out the rows of x for units `first` to `last`, all of one tile, as `arrange` would. A warp takes 8 rows by 64 of
-// K.
+// Lays out x for units `first` to `last`, all of one tile, as `arrange` would. A warp takes 8 rows of x by 64 of K.
 __device__ __forceinline__ void lay_out_x(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
-  constexpr u32 BATCH = Config::tile_m >= 32 || PRODUCERS_WAIT ? 8 : 4;  // pieces on their way at once
+  constexpr u32 BATCH = Config::tile_m >= 32 || PRODUCERS_WAIT ? 8 : 4;  // loads in flight a lane, of two halves each
   const WorkUnit at(a, first);
   const u32 row = lane / 4, member = lane % 4, items = (last - first) * (UNIT_K / 64) * (Config::tile_m / 8);
   for (u32 item = warp; item < items; item += WARPS * BATCH) {
@@ -181,14 +188,14 @@ __device__ __forceinline__ void lay_out_x(const Arguments& a, u32 first, u32 las
       }
     }
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // `wgmma` reads it by another way than it is written
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // generic writes become visible to wgmma
   sync_x();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Arguments a) {
   if ((u32(__cvta_generic_to_shared(memory)) & 0xffffff) != BASE) __trap();
   const u32 first = first_unit(a, own_number()), last = first_unit(a, own_number() + 1), lane = threadIdx.x % 32;
-  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, which the compiler could not know
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
   if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");
   if (warp >= WARPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::producer_registers));
@@ -205,11 +212,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   }
 }
 
-// What `multiply` needs first. For each of its CTAs one of these brings scales nearer; the others lay x [m, k] out in
-// tiles: [column tile][K / 64][tile_m rows][128 bytes, 16-byte pieces swizzled by the row]. Within a span, piece j
-// holds for each member of a quad its word j, a word being two neighbouring k.
+// Prepares for `multiply`. For each CTA of that kernel one CTA here prefetches scales to L2; the others lay x [m, k]
+// out as [tile of x][K / 64][tile_m rows][128 bytes, whose 16-byte pieces are swizzled by the row]. A word is two
+// neighbouring k; piece j of a span holds word j of each of a quad's four lanes.
 extern "C" __global__ void __launch_bounds__(128) arrange(const __grid_constant__ Arguments a) {
-  // Only when all work ahead is done may `multiply` begin: it reads W at once, and waits for nothing but this kernel.
+  // `multiply` waits for this kernel alone and reads W at once, so it may start only when all work before is done.
   wait_for_prior_kernel();
   launch_dependents();
   if (blockIdx.x < a.ctas) return prefetch_scales(a, blockIdx.x, threadIdx.x);
