@@ -53,8 +53,8 @@ __device__ __forceinline__ u32 chunk_of(u32 first_block, int step) {
   return (first_block + step * STEP_BLOCKS) * BLOCK_BYTES / Config::chunk;
 }
 
-// Prefetches the CTA's first tile to L2 while the kernel before still runs. That kernel may be the one that writes W:
-// until it has ended W may be prefetched, but not read.
+// Tensor copies for the tile that begins at `row`: W from its chunk number `chunk` on, scales from byte `byte` on.
+__device__ __forceinline__ void copy_weights(u32 to, const Weight& w, u32 row, u32 chunk, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::
           "r"(to),

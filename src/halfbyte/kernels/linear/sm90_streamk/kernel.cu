@@ -26,7 +26,7 @@
 //   tile_m, warpgroups, stages, cluster      rows of x a tile, warpgroups that multiply, stages of the pipeline, CTAs
 //   resident                                 units whose x stays in shared memory; 0: x comes with W
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
-//   span, log_block                          weights that are summed before they are scaled, 64 or 32; log2 of the block
+//   span, log_block                          weights summed before they are scaled, 64 or 32; log2 of the block size
 //   vector                                   a thread loads 16 bytes of a row's scales at a time
 //   x, scale, low_first                      types, and whether the first weight of a byte is in its low half
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
