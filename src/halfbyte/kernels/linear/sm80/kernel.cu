@@ -151,10 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
             mma(sum, w[2 * i][0], w[2 * i][1], w[2 * i][2], w[2 * i][3], b.x, b.y);
             mma(sum, w[2 * i + 1][0], w[2 * i + 1][1], w[2 * i + 1][2], w[2 * i + 1][3], b.z, b.w);
           }
-          total[c][0] += sum[0] * upper;
-          total[c][1] += sum[1] * upper;
-          total[c][2] += sum[2] * lower;
-          total[c][3] += sum[3] * lower;
+          promote(total[c], sum, upper, lower);
         }
       }
     if ((tile + gridDim.y) * TILE_N < a.n) start(tile + gridDim.y);  // in flight while sums are added up

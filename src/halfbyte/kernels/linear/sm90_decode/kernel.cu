@@ -198,12 +198,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
       if (b % Config::joined == Config::joined - 1) {
         const float2 scale = scales_of_warp.of_block(b, group);
 #pragma unroll
-        for (int c = 0; c < Config::m_tiles; c++) {
-          total[c][0] += sum[c][0] * scale.x;
-          total[c][1] += sum[c][1] * scale.x;
-          total[c][2] += sum[c][2] * scale.y;
-          total[c][3] += sum[c][3] * scale.y;
-        }
+        for (int c = 0; c < Config::m_tiles; c++) promote(total[c], sum[c], scale.x, scale.y);
       }
       if (b % STEP_SLICE == STEP_SLICE - 1) {
         arrive(shared + EMPTY + 8 * ring.at);

@@ -129,14 +129,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
         decode(next, shared() + TILES + ring.at * STAGE_BYTES, mine, 0, column);
       }
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      const float upper = __uint_as_float(scale.x), lower = __uint_as_float(scale.y);
-#pragma unroll
-      for (int i = 0; ends && i < SUMS; i += 4) {
-        total[i] += sum[i] * upper;
-        total[i + 1] += sum[i + 1] * upper;
-        total[i + 2] += sum[i + 2] * lower;
-        total[i + 3] += sum[i + 3] * lower;
-      }
+      if (ends) promote(total, sum, __uint_as_float(scale.x), __uint_as_float(scale.y));
     };
 #pragma unroll
     for (int span = 0; span < SPANS; span += 2) turn(even, odd, span), turn(odd, even, span + 1);
