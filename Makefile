@@ -11,6 +11,8 @@ SEED ?= 0
 RESULTS ?= benchmarks/results
 
 CUDA := $(shell find src -name '*.cu' -o -name '*.cuh')
+# Few tests at a time for each worker, so that the slow ones, which come first, are shared out.
+PARALLEL = $(PY) -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --maxschedchunk 4
 CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format; clang_format()'
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-dev.txt)
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
@@ -25,13 +27,13 @@ demo: $(READY)  ## a trained model into 4 bits and back, compared with bitsandby
 	$(PY) examples/demo.py
 
 test: lint  ## lint and every test that this machine can run
-	$(PY) -m pytest --numprocesses $(WORKERS) --maxprocesses 8
+	$(PARALLEL)
 
 quick: $(READY)  ## the tests but for those that take long, in under three minutes
-	$(PY) -m pytest --numprocesses $(WORKERS) --maxprocesses 8 -m "not slow and not compile_all"
+	$(PARALLEL) -m "not slow and not compile_all"
 
 compile-all: $(READY)  ## every variant of the CUDA kernels that planners pick, for all GPUs, where `make test` takes a few
-	$(PY) -m pytest --numprocesses $(WORKERS) --maxprocesses 8 -m compile_all
+	$(PARALLEL) -m compile_all
 
 lint: $(READY)  ## ruff, mypy and clang-format
 	$(PY) -m ruff check .

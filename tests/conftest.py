@@ -16,6 +16,11 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     torch.set_num_threads(threads)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that no worker is left alone with it in the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(autouse=True)
 def _leaves_the_thread_as_it_was() -> Iterator[None]:
     before = _state()

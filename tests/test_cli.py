@@ -201,6 +201,7 @@ def test_no_permission(model: Path, tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_interrupted(tmp_path: Path, name: str, code: int) -> None:

@@ -12,6 +12,7 @@ import halfbyte as hb
 from . import fuzz
 
 
+@pytest.mark.slow
 def test_some_problems() -> None:
     told: list[str] = []
     assert fuzz.run(1, iter(range(60)), "cpu", told.append, time.monotonic() + 120) == 0, "\n".join(told)

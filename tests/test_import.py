@@ -62,6 +62,7 @@ def test_every_name_is_there(module: object) -> None:
     assert "HalfbyteConfig" in dir(hb)
 
 
+@pytest.mark.slow
 def test_from_import_star() -> None:
     """It brings what __all__ says, and needs no transformers."""
     code = (
@@ -81,6 +82,7 @@ TOUCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("touch", TOUCHES)
 def test_operators_are_registered(touch: str) -> None:
     """By whatever public name a program comes to halfbyte, and with their gradients."""
@@ -91,6 +93,7 @@ def test_operators_are_registered(touch: str) -> None:
     assert fresh(code) == "halfbyte::linear True\n"
 
 
+@pytest.mark.slow
 def test_first_access_inside_compile() -> None:
     code = (
         "import halfbyte, torch\n"
@@ -103,6 +106,7 @@ def test_first_access_inside_compile() -> None:
     assert fresh(code) == "True\n"
 
 
+@pytest.mark.slow
 def test_an_exported_program_is_loaded(tmp_path: Path) -> None:
     """By a process that imports torch and halfbyte, and no more."""
 

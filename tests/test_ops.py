@@ -266,6 +266,7 @@ def test_opcheck(format: str, size: int, nested: bool) -> None:
         torch.library.opcheck(torch.ops.halfbyte.dequantize.default, arguments)
 
 
+@pytest.mark.slow
 @weights
 def test_compiles_whole(format: str, size: int, nested: bool) -> None:
     """There and back, with a dtype and into an `out`, for one shape after another."""
@@ -352,6 +353,7 @@ def run(code: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_import_is_quiet_and_light() -> None:
     """Nothing printed, nothing compiled, no GPU started, and nothing imported that is not always needed."""
     heavy = ["triton", "numba", "transformers", "bitsandbytes", "peft", "matplotlib", "rich", "safetensors"]
@@ -370,6 +372,7 @@ def test_import_is_quick() -> None:
     assert any(float(run(code)) < 0.3 for _ in range(5))
 
 
+@pytest.mark.slow
 def test_works_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"

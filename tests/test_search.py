@@ -272,6 +272,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_rows_split_over_two_processes(tmp_path: Any) -> None:
     command = [sys.executable, "-c", PROCESS]
     processes = [

@@ -74,6 +74,7 @@ torch.save([hb.dequantize(q), hb.linear(x, q), hb.nearest(x, q, 2)[1], ranks], s
 """
 
 
+@pytest.mark.slow
 def test_results_without_numba_are_the_same(tmp_path: Path) -> None:
     weight, x, paths = torch.randn(64, 128), torch.randn(3, 128), [tmp_path / name for name in ("weight", "x", "found")]
     torch.save(weight, paths[0])

@@ -28,6 +28,8 @@ from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.models import own, projections
 from halfbyte.nn import Linear4bit
 
+pytestmark = pytest.mark.slow
+
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 NF4 = warm.Settings("nf4", 64, True)

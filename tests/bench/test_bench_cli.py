@@ -40,6 +40,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfbyte.bench.dequantize.MOST_SETS", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("name", ["dequantize", "quantize"])
 def test_whole(name: str, tmp_path: Path) -> None:
@@ -58,6 +59,7 @@ def test_whole(name: str, tmp_path: Path) -> None:
     assert name == "quantize" or record["rows"][0]["bytes"] == numel // 2 + numel // 64 + 4 * 4 + 2 * numel
 
 
+@pytest.mark.slow
 def test_nearest_over_two_processes(tmp_path: Path) -> None:
     stdout, _ = bench(0, "nearest", "--device", "cpu", "--shape", "3000x64", "--k", 3, "--rounds", 3, "--out", tmp_path)
     assert all(words in stdout for words in ("3000×64 bfloat16, k = 3", "1 process", "2 processes"))

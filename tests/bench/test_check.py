@@ -41,6 +41,7 @@ def change(results: Path, fact: str, factor: float) -> None:
     records.write(path, record)
 
 
+@pytest.mark.slow
 def test_as_fast_as_recorded(results: Path) -> None:
     change(results, "median_us", 100)
     change(results, "relative_error", 1.5)

@@ -35,6 +35,7 @@ def cases(format: str = "nf4", dtype: torch.dtype = torch.bfloat16, rows: tuple[
     return list(linear_cases(CPU, [(64, 128)], dtype, format, nested=format != "int4", rows=rows))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("format", ["nf4", "fp4", "int4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

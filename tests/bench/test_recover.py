@@ -19,6 +19,7 @@ pytest.importorskip("bitsandbytes")
 PROVIDERS = ["halfbyte, gradient", "halfbyte, exhaustive", "plain loop", "plain loop, 128 at once"]
 
 
+@pytest.mark.slow
 def test_the_quick_cases_make_a_record(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "recover", "--quick", "--device", "cpu", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -44,6 +45,7 @@ def test_the_plain_loop_is_extrapolated_to_the_candidates_that_it_tries(monkeypa
     assert row["seconds"] == pytest.approx(2 * 1 + 1 * 2 + 1 * 3 + 3 * 4 + 1 * 5)
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     case = bench.QUICK["tiny-gpt2"]
     monkeypatch.setattr(bench, "_states", lambda model, prompt: torch.randn(len(prompt), 64))

@@ -28,6 +28,7 @@ def run(out: Path, bench: str, *options: str) -> dict[str, object]:
     return records.read(path)
 
 
+@pytest.mark.slow
 def test_decode(tmp_path: Path) -> None:
     record = run(tmp_path, "decode", "--batch", "1,2", "--context", "16", "--new-tokens", "4")
     rows = record["rows"]
@@ -53,6 +54,7 @@ def test_decode(tmp_path: Path) -> None:
     assert [line[:12] for line in table[2:4]] == ["| tiny | 1 |", "| tiny | 2 |"]
 
 
+@pytest.mark.slow
 def test_errors_are_of_the_steps_that_graphs_make(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mode in its own way, to the logits of a plain step; here nothing is compiled."""
     for module in (caches, attention):
@@ -71,6 +73,7 @@ def test_errors_are_of_the_steps_that_graphs_make(monkeypatch: pytest.MonkeyPatc
     assert (entered.count(False), entered.count(True)) == (steps, steps)
 
 
+@pytest.mark.slow
 def test_train(tmp_path: Path) -> None:
     record = run(tmp_path, "train", "--tokens", "16")
     rows = record["rows"]
@@ -85,6 +88,7 @@ def test_train(tmp_path: Path) -> None:
     assert short[2].endswith("×** | 1.5 | 1.5 |")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bench", "module"), [("decode", decode), ("train", train)])
 def test_wrong_numbers_are_not_timed(
     bench: str, module: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -178,6 +178,7 @@ def test_odd_weights(tmp_path: Path) -> None:
     assert {name: t.shape for name, t in back.items()} == {name: t.shape for name, t in odd.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_memory_stays_near_the_largest_tensor(tmp_path: Path) -> None:
     """64 tensors of 8 MiB, half a GiB in all, in a process of its own."""

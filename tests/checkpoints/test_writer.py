@@ -17,6 +17,7 @@ from halfbyte.checkpoints import SafetensorsWriter, Spec, open_checkpoint
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float16)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_tensors_in_any_order(tmp_path: Path, data: st.DataObject) -> None:

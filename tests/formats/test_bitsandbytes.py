@@ -70,6 +70,7 @@ def test_view_shares_memory_and_reads_the_same(format: str, nested: bool, storag
     assert same_bits(ops.dequantize(q), dequantize(packed, state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("shape", [(64, 128), (3, 5, 7), (1, 1), (8192,), (2, 16, 33)])
 def test_every_block_size_and_any_shape(block_size: int, shape: tuple[int, ...]) -> None:
@@ -296,6 +297,7 @@ def test_rows_that_are_no_multiple_of_the_block() -> None:
     assert same_bits(dequantize(packed, state), values.view(48, 160))
 
 
+@pytest.mark.slow
 def test_needs_no_bitsandbytes() -> None:
     code = (
         "import sys; sys.modules['bitsandbytes'] = None; import torch\n"

@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import on_targets
 
 from halfbyte.kernels.common.device import DeviceFacts, facts_for
-from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS, compile_for, pointer
+from halfbyte.kernels.common.targets import compile_for, pointer
 
 pytest.importorskip("triton")
 
 from halfbyte.kernels.attention import triton as attention
 from halfbyte.kernels.attention.plan import plan_for
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.parametrize("target", [*CUDA_TARGETS, *HIP_TARGETS])
-@pytest.mark.parametrize(
-    ("texts", "heads", "shared", "tokens", "size", "dtype"),
+
+@on_targets(
+    "texts, heads, shared, tokens, size, dtype",
     [
         (1, 32, 8, 320, 128, torch.float16),
         (1, 64, 8, 4099, 80, torch.bfloat16),
@@ -27,13 +29,13 @@ from halfbyte.kernels.attention.plan import plan_for
     ],
 )
 def test_compiles(
-    target: int | str,
     texts: int,
     heads: int,
     shared: int,
     tokens: int,
     size: int,
     dtype: torch.dtype,
+    target: int | str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     facts = facts_for(f"sm_{target}") if isinstance(target, int) else DeviceFacts("hip", 0, 304)

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import on_targets
 
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight
 from halfbyte.kernels.common.device import DeviceFacts, facts_for
-from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS, compile_for, pointer
+from halfbyte.kernels.common.targets import compile_for, pointer
 
 triton = pytest.importorskip("triton")
 
 from halfbyte.kernels.distance import packed  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 F16, BF16, F32 = FLOAT_DTYPES
 
@@ -43,8 +46,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("target", [*CUDA_TARGETS, *HIP_TARGETS])
-@pytest.mark.parametrize("name", WEIGHTS)
+@on_targets("name", list(WEIGHTS))
 def test_compiles(name: str, target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = facts_for(f"sm_{target}") if isinstance(target, int) else DeviceFacts("hip", 0, 304)
     kept: list[tuple[Any, ...]] = []

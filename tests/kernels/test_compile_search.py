@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import on_targets
 
 from halfbyte.kernels.common.device import DeviceFacts, facts_for
-from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS, compile_for, pointer
+from halfbyte.kernels.common.targets import compile_for, pointer
 
 triton = pytest.importorskip("triton")
 
@@ -19,6 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 from halfbyte.kernels.distance import products, select, shards_triton  # noqa: E402
 from halfbyte.kernels.distance import triton as distance  # noqa: E402
 from halfbyte.kernels.rank import triton as rank  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -71,8 +74,7 @@ def signature_of(value: object) -> str:
     return pointer(value.dtype) if isinstance(value, torch.Tensor) else "i32"
 
 
-@pytest.mark.parametrize("target", [*CUDA_TARGETS, *HIP_TARGETS])
-@pytest.mark.parametrize("name", LAUNCHES)
+@on_targets("name", list(LAUNCHES))
 def test_compiles(name: str, target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = facts_for(f"sm_{target}") if isinstance(target, int) else DeviceFacts("hip", 0, 304)
     kept: list[tuple[Any, ...]] = []

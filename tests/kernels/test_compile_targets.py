@@ -27,6 +27,8 @@ triton = pytest.importorskip("triton")
 from halfbyte.kernels.dequantize import triton as dequantize  # noqa: E402
 from halfbyte.kernels.quantize import triton as quantize  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 META = torch.device("meta")
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 targets = pytest.mark.parametrize("target", [*CUDA_TARGETS, *HIP_TARGETS])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 FILES = sorted((Path(__file__).parents[1] / "interpreter").glob("test_*.py"))
 

@@ -206,6 +206,7 @@ def test_every_fp16_and_bf16_is_read_and_written() -> None:
         assert same.all(), x[~same, 0][:5]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names kinds of x86")
 @pytest.mark.skipif("NUMBA_CPU_FEATURES" in os.environ, reason="runs inside itself")
 @pytest.mark.parametrize(

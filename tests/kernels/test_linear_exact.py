@@ -67,6 +67,7 @@ def test_without_k_there_is_only_the_bias(bias: torch.Tensor | None) -> None:
     exact.linear(torch.empty(0, 0), q, bias, out[:0], ExactPlan(1, 1, False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CUDA_TARGETS)
 def test_compiles(capability: int, tmp_path: Path) -> None:
     """The plans with the most registers, and a thirty-fifth of all cases, another one for each target."""

@@ -225,6 +225,7 @@ KINDS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.compile_all)])
 def test_what_the_planner_picks_compiles_into_registers(every: bool, tmp_path: Path) -> None:
     """With three kinds of weights; without `every` one plan of each class with one."""
@@ -246,6 +247,7 @@ def test_what_the_planner_picks_compiles_into_registers(every: bool, tmp_path: P
             assert multiply["STACK"] == multiply["LOCAL"] == arrange["STACK"] == arrange["LOCAL"] == 0, (kind, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", GROUPS)
 def test_what_a_tuner_may_pick_compiles(groups: int, tmp_path: Path) -> None:
     kinds = cycle(Kind(BF16 if groups == 3 else F16, *kind) for kind in KINDS[groups::4])
@@ -278,6 +280,7 @@ def _compiled(kind: Kind, plan: HopperPlan, directory: Path) -> tuple[dict[str, 
     return found["multiply"], found["arrange"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("held", "cluster"), [(0, 1), (2, 1), (2, 3)])
 @pytest.mark.parametrize("tile", [(8, 4, 3), (16, 4, 3), (32, 3, 3), (64, 2, 3)])
 def test_addresses_of_the_main_loop_are_uniform(

@@ -235,6 +235,7 @@ def test_a_group(gpu: Driver, nested: bool, biased: tuple[int, ...], monkeypatch
     assert torch.equal(found[1], right(x, gpu.group[1], biases[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["nf4", "int4"])
 def test_a_group_whose_x_is_laid_out_once(gpu: Driver, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)

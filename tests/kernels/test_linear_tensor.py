@@ -90,6 +90,7 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert tensor_plan(1, 1000, 4100, 64, F16, FACTS[80]) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capability", "offset"), list(zip(FACTS, cycle((0, 1, 2)))))
 def test_compiles_into_registers(capability: int, offset: int, tmp_path: Path) -> None:
     """A third of the tiles, with one format or another: nothing is spilled, and shared memory is what the plan says."""

@@ -29,6 +29,7 @@ def same_state(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_every_module_is_taken_and_keeps_its_class_and_weight(load: Any, prompts: Tensor) -> None:
     model = load()
     weights = {path: module.weight for path, module in model.named_modules() if host.takes(module)}

@@ -97,6 +97,7 @@ def test_a_bias_that_is_made_later_or_from_another_product() -> None:
     assert merged(late) == [2, 1]
 
 
+@pytest.mark.slow
 def test_regions_run_with_it() -> None:
     """The MLPs of two layers, through inductor: one graph for both, with one operator for gate and up."""
     pytest.importorskip("transformers")

@@ -202,6 +202,7 @@ print(peak - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is measured as Linux tells it")
 @pytest.mark.parametrize("again", [False, True], ids=["quantized as it loads", "quantized before"])
 def test_the_peak_of_memory_is_the_quantized_model_and_one_weight(
@@ -491,6 +492,7 @@ def test_other_dtypes_are_refused(checkpoints: dict[str, Path]) -> None:
         load(checkpoints["llama"], {}, dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_old_versions_are_refused() -> None:
     code = "import transformers; transformers.__version__ = '4.57.1'; import halfbyte.models.quantizer"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

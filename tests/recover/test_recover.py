@@ -64,6 +64,7 @@ def test_half_precision(llama: Any, prompt: Tensor, states_of: States, dtype: to
     assert recover_tokens(llama, rounded, 2).tokens == tuple(prompt.tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:states of different tokens")  # so small a model in so few bits
 def test_bitsandbytes_weights_accelerated(llama: Any, accelerated: Any, prompt: Tensor, states_of: States) -> None:
     states = states_of(accelerated, prompt)[-1]
@@ -126,6 +127,7 @@ def test_tokens_of_one_embedding_are_ambiguous(llama: Any, prompt: Tensor, state
     assert f"position 3: ambiguous, {int(prompt[3])} or {twin}" in str(found)
 
 
+@pytest.mark.slow
 def test_padded_batches_give_the_same_bits(llama: Any, prompt: Tensor, states_of: States) -> None:
     states = states_of(llama, prompt)[3]
     first, second = (
@@ -140,6 +142,7 @@ def test_padded_batches_give_the_same_bits(llama: Any, prompt: Tensor, states_of
         )
 
 
+@pytest.mark.slow
 def test_one_seed_one_search(llama: Any, prompt: Tensor, states_of: States) -> None:
     states = states_of(llama, prompt)[3]
     runs = [recover_tokens(llama, states, 3, seed=seed) for seed in (5, 5, 6)]

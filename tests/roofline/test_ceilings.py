@@ -96,6 +96,7 @@ for wrong in (source[1:], source.float()):
 """
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter() -> None:
     """It replaces all of Triton when that is imported, so it gets a process of its own."""
     pytest.importorskip("triton")

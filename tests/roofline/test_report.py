@@ -17,6 +17,8 @@ from halfbyte.cli import app
 from halfbyte.roofline import ceilings, markdown, output, record, render, run
 from halfbyte.roofline.analysis import Roofs, rows
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
 FILES = {"profile.json", "profile.csv", "profile.html", "profile.png"}

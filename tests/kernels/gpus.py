@@ -1,0 +1,27 @@
+"""GPUs that tests compile for without having them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS
+
+TARGETS: tuple[int | str, ...] = (*CUDA_TARGETS, *HIP_TARGETS)
+
+
+def on_targets(name: str, cases: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test by case and target: each case for two targets, others for others in turn, and in
+    `make compile-all` every case for every target."""
+    few = {(case, (2 * case + turn * 5) % len(TARGETS)) for case in range(len(cases)) for turn in range(2)}
+    rest = [pytest.mark.compile_all]
+    return pytest.mark.parametrize(
+        (*name.split(", "), "target"),
+        [
+            pytest.param(*(case if "," in name else [case]), target, marks=[] if (i, j) in few else rest)
+            for i, case in enumerate(cases)
+            for j, target in enumerate(TARGETS)
+        ],
+    )
