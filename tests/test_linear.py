@@ -17,11 +17,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import halfbyte as hb
-from halfbyte import ops
+from halfbyte import eager
+from halfbyte.formats.parts import group_parts
 from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.linear import reference
 from halfbyte.kernels.linear.plan import plan
-from halfbyte.ops import _group_parts, _parts, linear_group
+from halfbyte.ops import linear_group
 
 # Format, block or group size, nested.
 WEIGHTS = [("nf4", 64, True), ("nf4", 128, False), ("fp4", 64, True), ("fp4", 32, False), ("int4", 128, False)]
@@ -251,7 +252,7 @@ def test_operator(format: str, size: int, nested: bool, needs_grad: bool) -> Non
     q = quantize(torch.randn(40, 256), format, size, nested)
     for x, bias in ((torch.randn(3, 256), None), (torch.randn(2, 3, 256).bfloat16(), torch.randn(40).bfloat16())):
         tensors = [tensor.requires_grad_(needs_grad) for tensor in (x, bias) if tensor is not None]
-        arguments = (tensors[0], *_parts(q), tensors[1] if len(tensors) > 1 else None, False)
+        arguments = (tensors[0], *q.parts, tensors[1] if len(tensors) > 1 else None, False)
         torch.library.opcheck(torch.ops.halfbyte.linear.default, arguments)
 
 
@@ -354,7 +355,7 @@ def test_operator_of_a_group(format: str, size: int, nested: bool) -> None:
         (torch.randn(3, 256), [None, None]),
         (torch.randn(2, 3, 256).half(), [None, torch.randn(8).half()]),
     ):
-        arguments = (x, *_group_parts(qs), biases)
+        arguments = (x, *group_parts(qs), biases)
         torch.library.opcheck(torch.ops.halfbyte.linear_group.default, arguments)
         results = torch.ops.halfbyte.linear_group(*arguments)
         assert all(torch.equal(y, hb.linear(x, q, b)) for y, q, b in zip(results, qs, biases, strict=True))
@@ -391,11 +392,14 @@ def test_kernels_are_asked_for_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
             asked.append((x.shape, x.is_contiguous(), weights, [b is None or b.is_contiguous() for b in biases]))
             return answers[len(asked) - 1]
 
-    monkeypatch.setattr(ops, "_cuda_linear", lambda: Kernels)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: x.get_device(), raising=False)
-    results = ops._at_once(x, qs, [bias, None])
-    assert results is None
-    assert ops._at_once(x, qs, [bias, None]) is answers[1]
+    class OnGPU(Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(eager, "cuda_products", lambda: Kernels)
+    given = x.as_subclass(OnGPU)
+    assert eager.linear_group(given, qs[:1], [bias]) is None
+    assert eager.linear_group(given, qs, [bias, None]) is None
+    assert eager.linear_group(given, qs, [bias, None]) is answers[1]
     assert asked == [(x.shape, True, qs, [True, True])] * 2
     assert all(torch.equal(y, z) for y, z in zip(linear_group(x, qs, [bias, None]), right, strict=True))
 

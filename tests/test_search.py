@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte import search
+from halfbyte import eager_search
+from halfbyte.formats.parts import matrix_parts
 from halfbyte.formats.rows import row_chunks
 from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.distance import cpu, reference
@@ -67,7 +68,7 @@ def test_the_reference_agrees(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     query, candidates = torch.randn(3, 50).to(dtype), torch.randn(70, 50).to(dtype)
     expected = hb.nearest(query, candidates, 5)
     monkeypatch.setattr(reference, "CHUNK", 500)
-    monkeypatch.setattr(search, "_backend", lambda *_: reference)
+    monkeypatch.setattr(eager_search, "backend", lambda *_: reference)
     torch.testing.assert_close(hb.nearest(query, candidates, 5), expected)
 
 
@@ -105,7 +106,7 @@ def test_packed_candidates_are_what_dequantize_gives(
 ) -> None:
     keywords = {"group_size": size} if format == "int4" else {"block_size": size, "nested": nested}
     q = hb.quantize(torch.randn(shape).bfloat16(), format, **keywords)  # type: ignore[arg-type]
-    monkeypatch.setattr(search, "CHUNK", {"cpu": 1})  # as small as they come
+    monkeypatch.setattr(eager_search, "CHUNK", {"cpu": 1})  # as small as they come
     dense, query, tokens = hb.dequantize(q), torch.randn(2, shape[1]).bfloat16(), torch.tensor([5, 32])
     torch.testing.assert_close(hb.distances(query, q), hb.distances(query, dense), rtol=1e-6, atol=0)
     assert torch.equal(hb.nearest(query, q, 7)[1], hb.nearest(query, dense, 7)[1])
@@ -184,7 +185,7 @@ def test_compiles_whole() -> None:
 
 def test_operators_are_sound() -> None:
     query, candidates = torch.randn(2, 32), torch.randn(50, 32)
-    parts = search._matrix_parts(candidates)
+    parts = matrix_parts(candidates)
     torch.library.opcheck(torch.ops.halfbyte.distances, (query, *parts))
     torch.library.opcheck(torch.ops.halfbyte.nearest, (query, *parts, 3))
     torch.library.opcheck(torch.ops.halfbyte.token_ranks, (query, *parts, torch.tensor([1, 2])))
@@ -237,7 +238,7 @@ import sys
 import torch
 import torch.distributed as dist
 import halfbyte as hb
-from halfbyte import search
+from halfbyte import sharded
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
@@ -247,8 +248,8 @@ candidates[30] = candidates[2]
 candidates[9] = float("nan")
 mine = candidates[:7] if rank == 0 else candidates[7:]
 gathers = []
-gather = search._gathered
-search._gathered = lambda *given: gathers.append(given) or gather(*given)
+gather = sharded.gathered
+sharded.gathered = lambda *given: gathers.append(given) or gather(*given)
 for k in (1, 10, 41):
     least, rows = hb.nearest(query, mine, k, group=dist.group.WORLD)
     right, right_rows = hb.nearest(query, candidates, k)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte import ops
+from halfbyte import eager
 from halfbyte.kernels.common import compiler, slow
 from halfbyte.kernels.common.device import DeviceFacts, facts_for
 from halfbyte.kernels.linear import cuda, reach
@@ -19,7 +19,7 @@ from halfbyte.kernels.linear.operands import Operands
 
 H200 = facts_for("sm_90")
 WEIGHT = Operands(torch.bfloat16, 4096, 4096, "nf4", 64, torch.uint8, 256)
-CACHES = (slow.no_kernels, ops._backend, reach.without_kernels, reach.without_tensor_cores)
+CACHES = (slow.no_kernels, eager.backend, reach.without_kernels, reach.without_tensor_cores)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_plain_torch(device: str, missing: str | None, words: str, monkeypatch: 
         monkeypatch.setattr(slow, missing, lambda: False)
         slow.no_kernels.cache_clear()
     with pytest.warns(UserWarning, match=words):
-        module = ops._backend("dequantize", device)
+        module = eager.backend("dequantize", device)
     assert module.__name__.endswith(".reference")
 
 

@@ -72,4 +72,4 @@ if not TYPE_CHECKING:  # so that a checker still knows which names there are not
     )
 
 if "torch" in sys.modules:
-    from halfbyte import autograd as autograd
+    from halfbyte import library as library

@@ -10,34 +10,53 @@ microseconds, forward and back, and for torch.func and forward-mode AD, which al
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte import ops
+from halfbyte import eager, transforms
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.linear.reference import linear as linear_dense
-from halfbyte.library import weight_of
-from halfbyte.ops import _linear, dequantize
 
 
-def _of_x(grad: Tensor, q: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
+def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
+    """x @ W.T + bias of arguments that fit, in an eager call, with all that autograd and torch.func want of it."""
+    if transforms.is_active():
+        return _Transformed.apply(x, q, bias, batch_invariant)  # type: ignore[no-any-return, no-untyped-call]
+    if wants_gradients(x, bias):
+        return _Linear.apply(x, q, bias, batch_invariant)  # type: ignore[no-any-return, no-untyped-call]
+    return eager.linear(x, q, bias, batch_invariant)
+
+
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None)
+
+
+def _of_x(grad: Tensor, q: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """grad [..., N] @ W -> [..., K]. A backward pass may run under autocast, which has no say in it either."""
-    return linear_dense(grad, dequantize(q, dtype).t(), None)
+    if transforms.is_tracing():
+        weight: Tensor = torch.ops.halfbyte.dequantize(*q.parts, dtype)
+    else:
+        with transforms.outside() if transforms.is_active() else nullcontext():
+            weight = eager.dequantize(q, q.scale.new_empty(q.shape, dtype=dtype))
+    return linear_dense(grad, weight.t(), None)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Of the operator: what backward needs of its inputs."""
     x, packed, scale, nested, *facts, _, _ = inputs
     ctx.save_for_backward(packed, scale, *nested)
     ctx.facts, ctx.dtype, ctx.arguments = facts, x.dtype, len(inputs)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Of the operator: the gradients of its inputs."""
     packed, scale, *nested = ctx.saved_tensors
     grads: list[Any] = [None] * ctx.arguments
     if ctx.needs_input_grad[0]:
-        grads[0] = _of_x(grad, weight_of((packed, scale, nested, *ctx.facts), ctx.dtype))
+        grads[0] = _of_x(grad, QuantizedWeight.from_parts((packed, scale, nested, *ctx.facts), ctx.dtype), ctx.dtype)
     if ctx.needs_input_grad[-2]:
         grads[-2] = grad.reshape(-1, grad.shape[-1]).sum(0)
     grads[3] = [None] * len(nested)
@@ -50,7 +69,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
         ctx.q, ctx.dtype = q, x.dtype
-        return _linear(x, q, bias, batch_invariant)
+        return eager.linear(x, q, bias, batch_invariant)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -68,7 +87,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
-        return _linear(x, q, bias, batch_invariant)
+        return eager.linear(x, q, bias, batch_invariant)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -83,13 +102,13 @@ class _Transformed(torch.autograd.Function):
         if x is None:
             assert bias is not None
             return bias.expand(ctx.shape).clone()
-        return ops.linear(x, ctx.q, bias, ctx.batch_invariant)
+        return linear(x, ctx.q, bias, ctx.batch_invariant)
 
     @staticmethod
     def vmap(
         info: Any, dims: tuple[Any, ...], x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool
     ) -> tuple[Tensor, int]:
-        return _batched(dims[0], dims[2], x, bias, lambda x, bias: ops.linear(x, q, bias, batch_invariant))
+        return _batched(dims[0], dims[2], x, bias, lambda x, bias: linear(x, q, bias, batch_invariant))
 
 
 def _batched(
@@ -104,16 +123,10 @@ def _batched(
     return product(x, None) + bias.view(len(bias), *[1] * (x.dim() - 2), bias.shape[1]), 0
 
 
-def _batched_operator(info: Any, dims: tuple[Any, ...], x: Tensor, *arguments: Any) -> tuple[Tensor, int]:
+def batched_operator(info: Any, dims: tuple[Any, ...], x: Tensor, *arguments: Any) -> tuple[Tensor, int]:
+    """Of the operator: torch.func.vmap's rule. Raises RuntimeError where the weight is batched."""
     *weight, bias, batch_invariant = arguments
     if any(dim is not None for dim in (*dims[1:3], *(dims[3] or ()))):
         raise RuntimeError("the weight of halfbyte.linear cannot be batched by torch.func.vmap; x and bias can")
     operator = torch.ops.halfbyte.linear
     return _batched(dims[0], dims[-2], x, bias, lambda x, bias: operator(x, *weight, bias, batch_invariant))
-
-
-linear: Callable[[Tensor, QuantizedWeight, Tensor | None, bool], Tensor] = _Linear.apply
-transformed: Callable[[Tensor, QuantizedWeight, Tensor | None, bool], Tensor] = _Transformed.apply
-
-torch.library.register_autograd("halfbyte::linear", _backward, setup_context=_setup_context)
-torch.library.register_vmap("halfbyte::linear", _batched_operator)

@@ -1,40 +1,32 @@
-"""The operators `torch.ops.halfbyte`: what tracing and autograd see. Other eager calls never come through them."""
+"""The operators `torch.ops.halfbyte`: what tracing sees. Eager calls never come through them; see ops.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from halfbyte import autograd, eager, eager_search
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE
-from halfbyte.formats.weight import NestedScale, QuantizedWeight
-from halfbyte.ops import _dequantize, _empty_quantized, _linear, _linear_group, _quantize
-from halfbyte.search import Matrix, _distances, _nearest, _token_ranks
+from halfbyte.formats.parts import GroupParts, group_of, matrix_of
+from halfbyte.formats.weight import Parts, QuantizedWeight
 
 WEIGHT = (
     "Tensor packed, Tensor scale, Tensor[] nested, str format, SymInt[] shape, int block_size, int nested_block_size"
 )
-Parts = tuple[Tensor, Tensor, Sequence[Tensor], str, Sequence[int], int, int]
-
-
-def weight_of(parts: Parts, dtype: torch.dtype) -> QuantizedWeight:
-    """The weight that operators take in parts."""
-    packed, scale, nested, format, shape, block_size, nested_block_size = parts
-    nested_scale = NestedScale(nested[0], nested[1], nested[2], nested_block_size) if nested else None
-    return QuantizedWeight(format, packed, scale, tuple(shape), dtype, block_size, nested_scale)
 
 
 def _quantize_op(weight: Tensor, format: str, block_size: int, nested: bool) -> list[Tensor]:
-    parts = _quantize(weight, format, block_size, nested)
+    parts = eager.quantize(weight, format, block_size, nested)
     if nested:
         parts[2] = parts[2].clone()  # an operator may not return the same tensor twice
     return parts
 
 
 def _quantize_fake(weight: Tensor, format: str, block_size: int, nested: bool) -> list[Tensor]:
-    packed, scale = _empty_quantized(weight, format, block_size)
+    packed, scale = eager.empty_quantized(weight, format, block_size)
     if not nested:
         return [packed, scale]
     absmax = scale.new_empty((-(-scale.numel() // NESTED_BLOCK_SIZE),))
@@ -48,11 +40,8 @@ def _quantize_fake(weight: Tensor, format: str, block_size: int, nested: bool) -
 
 
 def _dequantize_op(*arguments: Any) -> Tensor:
-    *parts, dtype = arguments
-    q = weight_of(tuple(parts), dtype)
-    out = q.packed.new_empty(q.shape, dtype=dtype)
-    _dequantize(q, out)
-    return out
+    q = _weight_of(arguments[:-1], arguments[-1])
+    return eager.dequantize(q, q.packed.new_empty(q.shape, dtype=q.dtype))
 
 
 def _dequantize_fake(packed: Tensor, *arguments: Any) -> Tensor:
@@ -62,7 +51,11 @@ def _dequantize_fake(packed: Tensor, *arguments: Any) -> Tensor:
 
 def _linear_op(x: Tensor, *arguments: Any) -> Tensor:
     *parts, bias, batch_invariant = arguments
-    return _linear(x, weight_of(tuple(parts), x.dtype), bias, batch_invariant)
+    return eager.linear(x, _weight_of(parts, x.dtype), bias, batch_invariant)
+
+
+def _weight_of(parts: Sequence[Any], dtype: torch.dtype) -> QuantizedWeight:
+    return QuantizedWeight.from_parts(cast(Parts, tuple(parts)), dtype)
 
 
 def _linear_fake(x: Tensor, *arguments: Any) -> Tensor:
@@ -70,38 +63,19 @@ def _linear_fake(x: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
-def _linear_group_op(
-    x: Tensor,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    nested: Sequence[Tensor],
-    format: str,
-    n: Sequence[int],
-    k: int,
-    block_size: int,
-    nested_block_size: int,
-    biases: Sequence[Tensor | None],
-) -> list[Tensor]:
-    each = [nested[3 * i : 3 * i + 3] for i in range(len(n))]
-    weights = [
-        weight_of((packed[i], scale[i], each[i], format, (n[i], k), block_size, nested_block_size), x.dtype)
-        for i in range(len(n))
-    ]
-    return _linear_group(x, weights, biases)
+def _linear_group_op(x: Tensor, *arguments: Any) -> list[Tensor]:
+    *parts, biases = arguments
+    weights = group_of(cast(GroupParts, tuple(parts)), x.dtype)
+    found = eager.linear_group(x, weights, biases)
+    return found or [eager.linear(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)]
 
 
 def _linear_group_fake(x: Tensor, *arguments: Any) -> list[Tensor]:
     return [x.new_empty((*x.shape[:-1], n)) for n in arguments[4]]
 
 
-def _matrix_of(parts: Sequence[Any]) -> Matrix:
-    """A dense tensor, or the weight of its parts."""
-    *weight, dtype = parts
-    return parts[0] if parts[3] == "dense" else weight_of(tuple(weight), dtype)
-
-
 def _distances_op(query: Tensor, *parts: Any) -> Tensor:
-    return _distances(query, _matrix_of(parts))
+    return eager_search.distances(query, matrix_of(parts))
 
 
 def _distances_fake(query: Tensor, *parts: Any) -> Tensor:
@@ -110,7 +84,7 @@ def _distances_fake(query: Tensor, *parts: Any) -> Tensor:
 
 def _nearest_op(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *parts, k = arguments
-    return _nearest(query, _matrix_of(parts), k)
+    return eager_search.nearest(query, matrix_of(parts), k)
 
 
 def _nearest_fake(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -120,7 +94,7 @@ def _nearest_fake(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _token_ranks_op(hidden: Tensor, *arguments: Any) -> Tensor:
     *parts, tokens = arguments
-    return _token_ranks(hidden, _matrix_of(parts), tokens)
+    return eager_search.token_ranks(hidden, matrix_of(parts), tokens)
 
 
 def _token_ranks_fake(hidden: Tensor, *arguments: Any) -> Tensor:
@@ -149,3 +123,6 @@ for _schema, _real, _fake in OPERATORS:
     _name = _library.define(_schema)
     _library.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfbyte::{_name}", _fake, lib=_library)
+
+torch.library.register_autograd("halfbyte::linear", autograd.backward, setup_context=autograd.setup_context)
+torch.library.register_vmap("halfbyte::linear", autograd.batched_operator)

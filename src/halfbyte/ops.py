@@ -8,25 +8,17 @@ kernels. Under torch.compile, torch.export or any other tracing they become one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib import import_module
-from math import prod
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from halfbyte import transforms
-from halfbyte.formats.nested import dynamic_code
+from halfbyte import autograd, eager, transforms
+from halfbyte.formats.parts import group_parts
 from halfbyte.formats.settings import DEFAULT, check_settings
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight
-from halfbyte.kernels.common import slow
-from halfbyte.kernels.common.device import cpu_capability
-from halfbyte.kernels.linear import reference as products
-from halfbyte.kernels.linear.plan import plan as plan_linear
 
 
 def quantize(
@@ -50,7 +42,7 @@ def quantize(
     Returns a QuantizedWeight on the weight's device. Raises TypeError or ValueError for arguments that do not fit.
     Sources: QLoRA, arXiv 2305.14314; compressed-tensors, "pack-quantized".
     """
-    if not (tracing := _is_tracing()):
+    if not (tracing := transforms.is_tracing()):
         transforms.refuse_script("quantize")
         transforms.refuse("quantize", "the weight", weight)
     _check_dense(weight)
@@ -59,7 +51,7 @@ def quantize(
     if tracing:
         parts = torch.ops.halfbyte.quantize(weight, format, block_size, nested)
     else:
-        parts = _quantize(weight, format, block_size, nested)
+        parts = eager.quantize(weight, format, block_size, nested)
     packed, scale, *rest = parts
     nested_scale = NestedScale(rest[0], rest[1], rest[2]) if nested else None
     return QuantizedWeight(format, packed, scale, tuple(weight.shape), weight.dtype, block_size, nested_scale)
@@ -86,8 +78,8 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor
         raise TypeError(f"dtype is {dtype}; dequantize returns torch.float16, torch.bfloat16 or torch.float32")
     if out is not None:
         _check_out(out, q, dtype)
-    if _is_tracing():
-        result = torch.ops.halfbyte.dequantize(*_parts(q), dtype)
+    if transforms.is_tracing():
+        result = torch.ops.halfbyte.dequantize(*q.parts, dtype)
         return result if out is None else out.copy_(result)
     transforms.refuse_script("dequantize")
     if transforms.is_active():
@@ -100,9 +92,9 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor
 def _dequantized(q: QuantizedWeight, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     if out is None:
         out = q.scale.new_empty(q.shape, dtype=dtype)
-        _dequantize(q, out)
+        eager.dequantize(q, out)
     else:
-        _dequantize(q, out)
+        eager.dequantize(q, out)
         increment_version(out)  # kernels write through a pointer, and autograd would not know
     return out
 
@@ -117,191 +109,50 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None = None, batch_inva
     bits every time. Gradients and tangents flow to x and bias, inside torch.func too. Raises TypeError or
     ValueError for arguments that do not fit.
     """
-    tracing = _is_tracing()
-    if not tracing:
-        transforms.refuse_script("linear")
-        if transforms.is_active():
-            _check_linear(x, q, bias)
-            transforms.refuse("linear", "the weight", *q.tensors)
-            return _autograd().transformed(x, q, bias, batch_invariant)  # type: ignore[no-any-return]
-    if not tracing and _is_plain(x) and x.is_cuda and (bias is None or _is_plain(bias)) and type(q) is QuantizedWeight:
-        found: Tensor | None = _cuda_linear().again(x, q, bias, batch_invariant)
-        if found is not None:
-            return found
-    _check_linear(x, q, bias)
-    needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
-    needs_grad = needs_grad and torch.is_grad_enabled()
-    if tracing:
-        result: Tensor = torch.ops.halfbyte.linear(x, *_parts(q), bias, batch_invariant)
-        return result
-    if needs_grad:
-        return _autograd().linear(x, q, bias, batch_invariant)  # type: ignore[no-any-return]
-    return _linear(x, q, bias, batch_invariant)
-
-
-def linear_group(
-    x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None] | None = None
-) -> list[Tensor]:
-    """[linear(x, q, bias) for each q and its bias], in one launch where the kernels can do that. A sum may then be made
-    in another order than alone; it is always the same one."""
-    biases = [None] * len(weights) if biases is None else biases
-    if torch.compiler.is_compiling() and len({q.kind for q in weights}) == 1 and not _wants_gradients(x, biases):
-        for q, bias in zip(weights, biases, strict=True):
-            _check_linear(x, q, bias)
-        found: list[Tensor] = torch.ops.halfbyte.linear_group(x, *_group_parts(weights), biases)
-        return found
-    at_once = linear_at_once(x, weights, biases)
-    return [linear(x, q, bias) for q, bias in zip(weights, biases, strict=True)] if at_once is None else at_once
-
-
-def linear_at_once(
-    x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
-) -> list[Tensor] | None:
-    """What `linear_group` gives, where that is one launch; otherwise None."""
-    for q, bias in zip(weights, biases, strict=True):
+    if transforms.is_tracing():
         _check_linear(x, q, bias)
-    if not x.is_cuda or len(weights) < 2 or _is_tracing() or _wants_gradients(x, biases):
-        return None
-    return _at_once(x, weights, biases) if all(_is_plain(t) for t in (x, *biases) if t is not None) else None
-
-
-def _wants_gradients(x: Tensor, biases: Sequence[Tensor | None]) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in (x, *biases) if t is not None)
-
-
-def _linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    found = _at_once(x, weights, biases) if x.is_cuda else None
-    return found or [_linear(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)]
-
-
-def _at_once(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
-    """All products of an x on a GPU in one launch, or None where the kernels do not do that."""
-    if x.get_device() != torch._C._cuda_getDevice():
-        with torch.cuda.device(x.device):
-            return _at_once(x, weights, biases)
-    x = x.contiguous().resolve_neg()
-    biases = [None if bias is None else bias.contiguous().resolve_neg() for bias in biases]
-    found: list[Tensor] | None = _cuda_linear().linear_group(x, weights, biases)
+        result: Tensor = torch.ops.halfbyte.linear(x, *q.parts, bias, batch_invariant)
+        return result
+    transforms.refuse_script("linear")
+    if transforms.is_active():
+        _check_linear(x, q, bias)
+        transforms.refuse("linear", "the weight", *q.tensors)
+        return autograd.linear(x, q, bias, batch_invariant)
+    if not (_is_plain(x) and x.is_cuda and (bias is None or _is_plain(bias)) and type(q) is QuantizedWeight):
+        _check_linear(x, q, bias)
+        return autograd.linear(x, q, bias, batch_invariant)
+    found = eager.ready_linear(x, q, bias, batch_invariant)
+    if found is None:
+        _check_linear(x, q, bias)
+        found = eager.linear_anew(x, q, bias, batch_invariant)
     return found
 
 
-def _linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
-    device = x.device
-    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
-            return _linear(x, q, bias, batch_invariant)
-    n, k = q.shape
-    sides = x.shape[:-1]
-    given = x.detach()
-    x = given.contiguous().resolve_neg()
-    if bias is not None:
-        bias = bias.detach().contiguous().resolve_neg()
-    if device.type == "cuda":
-        fused: Tensor | None = _cuda_linear().linear(x, q, bias, batch_invariant)
-        if fused is not None:
-            return fused
-    rows = x.view(prod(sides), k)
-    kind = device.type if slow.no_kernels(device.type) is None else "other"
-    kernel = plan_linear(len(rows), n, k, x.dtype, kind, batch_invariant, cpu_capability()).kernel
-    if kernel == "fused":
-        out = rows.new_empty((len(rows), n))
-        kernels = _backend("linear", device.type)
-        kernels.linear(rows, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out)
-    else:
-        weight = rows.new_empty((n, k))
-        _dequantize(q, weight)
-        if kernel == "dense":  # of x as it is given: in which order torch adds up, and how well, depends on its strides
-            return products.linear(given, weight, bias).contiguous()
-        out = products.linear_in_tiles(rows, weight, bias)
-    return out.view(*sides, n)
-
-
-@cache
-def _autograd() -> ModuleType:
-    """Gradients of eager calls; it imports this module."""
-    return import_module("halfbyte.autograd")
-
-
-@cache
-def _cuda_linear() -> ModuleType:
-    """The CUDA products, which say themselves whether one is for it."""
-    return import_module("halfbyte.kernels.linear.cuda")
-
-
-def _dequantize(q: QuantizedWeight, out: Tensor) -> None:
-    device = q.packed.device
-    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
-            _dequantize(q, out)
-            return
-    kernels = _backend("dequantize", device.type)
-    kernels.dequantize(q.packed, q.scale, q.nested, q.spec, q.block_size, out)
-
-
-def _quantize(weight: Tensor, format: str, block_size: int, nested: bool) -> list[Tensor]:
-    """[packed, scale], or [packed, scale, code, absmax, offset] with nested scales."""
-    device = weight.device
-    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
-            return _quantize(weight, format, block_size, nested)
-    weight = weight.detach().contiguous().resolve_neg()
-    kernels = _backend("quantize", device.type)
-    packed, scale = _empty_quantized(weight, format, block_size)
-    kernels.quantize(weight, FORMATS[format], block_size, packed, scale)
-    if not nested:
-        return [packed, scale]
-    # The offset must be known before the first scale can be written, and must be torch's own sum to the last bit.
-    offset = scale.mean()
-    codes, absmax = kernels.quantize_scales(scale, offset)
-    return [packed, codes, dynamic_code(device), absmax, offset]
-
-
-def _empty_quantized(weight: Tensor, format: str, block_size: int) -> tuple[Tensor, Tensor]:
-    spec, shape = FORMATS[format], tuple(weight.shape)
-    packed = weight.new_empty(spec.packed_shape(shape), dtype=getattr(torch, spec.packed_dtype))
-    scale_dtype = weight.dtype if spec.scale_dtype is None else getattr(torch, spec.scale_dtype)
-    return packed, weight.new_empty(spec.scale_shape(shape, block_size), dtype=scale_dtype)
-
-
-@cache
-def _backend(operation: str, device_type: str) -> ModuleType:
-    """The module with the kernels of `operation` for a kind of device; the torch reference where there is none."""
-    reason = slow.no_kernels(device_type)
-    if reason is None:
-        name = "cpu" if device_type == "cpu" else "triton"
-    else:
-        name = "reference"
-        if device_type != "meta":  # where nothing is computed
-            slow.warn(f"kernels for {device_type}", reason)
-    return import_module(f"halfbyte.kernels.{operation}.{name}")
-
-
-def _parts(q: QuantizedWeight) -> tuple[Tensor, Tensor, list[Tensor], str, tuple[int, ...], int, int]:
-    """The weight as operators take it; library.py puts it together again."""
-    packed, scale, *nested = q.tensors
-    format, block_size, nested_size = q.kind
-    return packed, scale, nested, format, q.shape, block_size, nested_size
-
-
-def _group_parts(
+def linear_group(
+    x: Tensor,
     weights: Sequence[QuantizedWeight],
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], str, list[int], int, int, int]:
-    """Weights of one kind as the operator takes them; library.py puts them together again."""
-    format, block_size, nested_size = weights[0].kind
-    return (
-        [q.packed for q in weights], [q.scale for q in weights],
-        [tensor for q in weights for tensor in q.tensors[2:]],
-        format, [q.shape[0] for q in weights], weights[0].shape[1], block_size, nested_size,
-    )  # fmt: skip
+    biases: Sequence[Tensor | None] | None = None,
+    one_launch: bool = False,
+) -> list[Tensor] | None:
+    """[linear(x, q, bias) for each q and its bias], in one launch where the kernels can do that. A sum may then be made
+    in another order than alone; it is always the same one. With one_launch None where they cannot."""
+    biases = [None] * len(weights) if biases is None else biases
+    for q, bias in zip(weights, biases, strict=True):
+        _check_linear(x, q, bias)
+    tensors = [x, *(bias for bias in biases if bias is not None)]
+    if not autograd.wants_gradients(*tensors):
+        if transforms.is_tracing():
+            if len({q.kind for q in weights}) == 1 and not one_launch:
+                traced: list[Tensor] = torch.ops.halfbyte.linear_group(x, *group_parts(weights), biases)
+                return traced
+        elif all(map(_is_plain, tensors)) and (found := eager.linear_group(x, weights, biases)) is not None:
+            return found
+    return None if one_launch else [linear(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
 
 
 def _is_plain(tensor: object) -> bool:
     """Whether it is a tensor and no more, without gradients that somebody will ask for."""
     return type(tensor) in (Tensor, Parameter) and not (tensor.requires_grad and torch.is_grad_enabled())  # type: ignore[attr-defined]
-
-
-def _is_tracing() -> bool:
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _check_dense(weight: Tensor) -> None:

@@ -10,27 +10,16 @@ ranks: every process passes its own rows and the same queries, and gets the resu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, wraps
-from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte import transforms
-from halfbyte.formats.rows import row_chunks
+from halfbyte import eager_search, sharded, transforms
+from halfbyte.eager_search import MOST_NEAREST
+from halfbyte.formats.parts import Matrix, matrix_parts
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
-from halfbyte.kernels.common.slow import no_kernels
-from halfbyte.kernels.distance.reference import first_of
-from halfbyte.ops import _backend, _dequantize, _is_tracing, _parts
-
-MOST_NEAREST = 128
-# 4-bit weights that are dense at a time: as bf16 they fit into the last cache of a large GPU, or of a CPU.
-CHUNK = {"cuda": 2**24, "cpu": 2**21}
-
-Matrix = Tensor | QuantizedWeight
 
 
 def distances(query: Tensor, candidates: Matrix) -> Tensor:
@@ -45,9 +34,9 @@ def distances(query: Tensor, candidates: Matrix) -> Tensor:
     """
     _check_search(query, candidates)
     _check_transforms("distances", query, candidates)
-    if _is_tracing():
-        return torch.ops.halfbyte.distances(query, *_matrix_parts(candidates))  # type: ignore[no-any-return]
-    return _distances(query, candidates)
+    if transforms.is_tracing():
+        return torch.ops.halfbyte.distances(query, *matrix_parts(candidates))  # type: ignore[no-any-return]
+    return eager_search.distances(query, candidates)
 
 
 def nearest(query: Tensor, candidates: Matrix, k: int = 1, *, group: Any = None) -> tuple[Tensor, Tensor]:
@@ -66,13 +55,13 @@ def nearest(query: Tensor, candidates: Matrix, k: int = 1, *, group: Any = None)
     if not isinstance(k, int) or isinstance(k, bool):
         raise TypeError(f"k is a {type(k).__name__}; nearest takes an int from 1 to {MOST_NEAREST}")
     if group is not None:
-        return _nearest_of_all(query, candidates, k, group)
+        return sharded.nearest(query, candidates, k, group)
     if not 1 <= k <= min(MOST_NEAREST, rows):
         raise ValueError(f"k is {k}; nearest takes 1 to {MOST_NEAREST}, and no more than the {rows} candidates")
-    if _is_tracing():
-        found: tuple[Tensor, Tensor] = torch.ops.halfbyte.nearest(query, *_matrix_parts(candidates), k)
+    if transforms.is_tracing():
+        found: tuple[Tensor, Tensor] = torch.ops.halfbyte.nearest(query, *matrix_parts(candidates), k)
         return found
-    return _nearest(query, candidates, k)
+    return eager_search.nearest(query, candidates, k)
 
 
 def token_ranks(hidden: Tensor, lm_head: Matrix, tokens: Tensor, *, group: Any = None) -> Tensor:
@@ -88,10 +77,10 @@ def token_ranks(hidden: Tensor, lm_head: Matrix, tokens: Tensor, *, group: Any =
     _check_ranks(hidden, lm_head, tokens)
     _check_transforms("token_ranks", hidden, lm_head, tokens)
     if group is not None:
-        return _ranks_of_all(hidden, lm_head, tokens, group)
-    if _is_tracing():
-        return torch.ops.halfbyte.token_ranks(hidden, *_matrix_parts(lm_head), tokens)  # type: ignore[no-any-return]
-    return _token_ranks(hidden, lm_head, tokens)
+        return sharded.token_ranks(hidden, lm_head, tokens, group)
+    if transforms.is_tracing():
+        return torch.ops.halfbyte.token_ranks(hidden, *matrix_parts(lm_head), tokens)  # type: ignore[no-any-return]
+    return eager_search.token_ranks(hidden, lm_head, tokens)
 
 
 @dataclass(frozen=True)
@@ -133,192 +122,6 @@ def fidelity(hidden: Tensor, lm_head: Matrix, tokens: Tensor, top_k: int = 5, *,
     )
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _on_its_device(function: Function) -> Function:
-    """The function, with the device of its first argument as the current one."""
-
-    @wraps(function)
-    def run(first: Tensor, *arguments: Any) -> Any:
-        device = first.device
-        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                return function(first, *arguments)
-        return function(first, *arguments)
-
-    return cast(Function, run)
-
-
-@_on_its_device
-def _distances(query: Tensor, candidates: Matrix) -> Tensor:
-    queries = _lines(query)
-    out = queries.new_empty((len(queries), candidates.shape[0]), dtype=torch.float32)
-    packed = _packed_kernels(queries, candidates)
-    if packed is not None:
-        packed.distances(queries, candidates, out)
-    else:
-        kernels = _backend("distance", queries.device.type)
-        for first, dense in _dense(candidates):
-            kernels.distances(queries, dense, out[:, first : first + len(dense)])
-    return out[0] if query.dim() == 1 else out
-
-
-@_on_its_device
-def _nearest(query: Tensor, candidates: Matrix, k: int) -> tuple[Tensor, Tensor]:
-    queries = _lines(query)
-    packed = _packed_kernels(queries, candidates)
-    if packed is not None:
-        least, rows = packed.nearest(queries, candidates, k)
-        return (least[0], rows[0]) if query.dim() == 1 else (least, rows)
-    kernels = _backend("distance", queries.device.type)
-    found: list[tuple[Tensor, Tensor]] = []
-    for first, dense in _dense(candidates):
-        least, rows = kernels.nearest(queries, dense, min(k, len(dense)))
-        found.append((least, rows + first if first else rows))
-    least, rows = found[0] if len(found) == 1 else _merged(found, k)
-    return (least[0], rows[0]) if query.dim() == 1 else (least, rows)
-
-
-def _merged(found: list[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
-    """The first k of several lists, whose rows ascend from list to list."""
-    least, rows = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    return first_of(least, rows, k)
-
-
-@_on_its_device
-def _token_ranks(hidden: Tensor, lm_head: Matrix, tokens: Tensor) -> Tensor:
-    lines, tokens = _lines(hidden), tokens.detach().long()
-    check = _Tokens(tokens, lm_head.shape[0])
-    kernels = _backend("rank", lines.device.type)
-    own = kernels.own_logits(lines, *_rows_of(lm_head, tokens))
-    above = torch.zeros_like(tokens)
-    for first, dense in _dense(lm_head):
-        kernels.count_above(lines, dense, own, tokens, first, above)
-    check()
-    return above
-
-
-def _packed_kernels(queries: Tensor, candidates: Matrix) -> Any:
-    """The kernels that take 4-bit candidates as they are, or None where their rows are made dense first."""
-    if not isinstance(candidates, QuantizedWeight):
-        return None
-    kernels = _packed_backend(queries.device.type)
-    return kernels if kernels is not None and kernels.takes(candidates, len(queries)) else None
-
-
-@cache
-def _packed_backend(device_type: str) -> Any:
-    if no_kernels(device_type) is not None:
-        return None
-    return import_module(f"halfbyte.kernels.distance.{'packed_cpu' if device_type == 'cpu' else 'packed'}")
-
-
-def _lines(query: Tensor) -> Tensor:
-    """[P, D], contiguous."""
-    lines = query.detach().resolve_neg()
-    return (lines[None] if lines.dim() == 1 else lines).contiguous()
-
-
-def _dense(candidates: Matrix) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) of a matrix: all of a dense one, a few megabytes after the other of a 4-bit one."""
-    if not isinstance(candidates, QuantizedWeight):
-        dense = candidates.detach().resolve_neg()
-        yield 0, dense if dense.stride(-1) == 1 else dense.contiguous()
-        return
-    buffer: Tensor | None = None
-    for first, chunk in row_chunks(candidates, CHUNK.get(candidates.device.type, 2**24)):
-        if buffer is None:
-            buffer = candidates.scale.new_empty(chunk.shape, dtype=candidates.dtype)
-        dense = buffer[: chunk.shape[0]]
-        _dequantize(chunk, dense)
-        yield first, dense
-
-
-def _rows_of(matrix: Matrix, index: Tensor) -> tuple[Tensor, Tensor]:
-    """(dense rows, which of them) so that the second picks rows `index` of the matrix from the first."""
-    if not isinstance(matrix, QuantizedWeight):
-        return next(_dense(matrix))[1], index
-    rows = matrix.scale.new_zeros((len(index), matrix.shape[1]), dtype=matrix.dtype)
-    for first, dense in _dense(matrix):
-        inside = (index >= first) & (index < first + len(dense))
-        rows = torch.where(inside[:, None], dense[(index - first).clamp(0, len(dense) - 1)], rows)
-    return rows, torch.arange(len(index), dtype=torch.int64, device=index.device)
-
-
-@_on_its_device
-def _nearest_of_all(query: Tensor, candidates: Matrix, k: int, group: Any) -> tuple[Tensor, Tensor]:
-    """One small gather, and no process waits for its GPU: how many rows each has travels with what it found.
-
-    Only a process with fewer rows than k looks at the sum of all, to see whether there are so many; where there are
-    not, every process has fewer, so all of them raise.
-    """
-    if not 1 <= k <= MOST_NEAREST:
-        raise ValueError(f"k is {k}; nearest takes 1 to {MOST_NEAREST}, and no more than there are candidates")
-    queries, rows = _lines(query), candidates.shape[0]
-    shards = _shards(queries.device.type)
-    if rows:
-        least, found = _nearest(queries, candidates, min(k, rows))
-    else:
-        least, found = (queries.new_empty((len(queries), 0), dtype=kind) for kind in (torch.float32, torch.int64))
-    everyone = _gathered(shards.pack(least, found, rows, k), group)
-    if k > rows and (total := int(everyone[:, 0].sum())) < k:
-        raise ValueError(f"k is {k}; nearest takes 1 to {MOST_NEAREST}, and no more than the {total} candidates")
-    least, found = shards.merge(everyone, len(queries), k)
-    return (least[0], found[0]) if query.dim() == 1 else (least, found)
-
-
-@cache
-def _shards(device_type: str) -> Any:
-    in_triton = device_type == "cuda" and no_kernels(device_type) is None
-    return import_module(f"halfbyte.kernels.distance.shards{'_triton' if in_triton else ''}")
-
-
-@_on_its_device
-def _ranks_of_all(hidden: Tensor, lm_head: Matrix, tokens: Tensor, group: Any) -> Tensor:
-    import torch.distributed as dist
-
-    sizes = _sizes(lm_head.shape[0], hidden.device, group)
-    lines, tokens = _lines(hidden), tokens.detach().long()
-    check = _Tokens(tokens, sum(sizes))
-    kernels = _backend("rank", lines.device.type)
-    start = sum(sizes[: dist.get_rank(group)])
-    mine = ((tokens >= start) & (tokens < start + lm_head.shape[0])).nonzero()[:, 0]
-    own = lines.new_zeros((2, len(lines)), dtype=torch.float64)
-    if len(mine):
-        own[:, mine] = kernels.own_logits(lines[mine], *_rows_of(lm_head, tokens[mine] - start))
-    dist.all_reduce(own, group=group)
-    above = torch.zeros_like(tokens)
-    for first, dense in _dense(lm_head):
-        kernels.count_above(lines, dense, own, tokens, start + first, above)
-    dist.all_reduce(above, group=group)
-    check()
-    return above
-
-
-def _sizes(rows: int, device: torch.device, group: Any) -> list[int]:
-    """How many rows each process of the group has."""
-    return _gathered(torch.full((1,), rows, dtype=torch.int64, device=device), group)[:, 0].tolist()
-
-
-def _gathered(mine: Tensor, group: Any) -> Tensor:
-    """[processes, n]: what every process of the group has, each n numbers."""
-    import torch.distributed as dist
-
-    count = dist.get_world_size(group)
-    everyone = mine.new_empty(count * len(mine))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-    gather(everyone, mine, group=group)
-    return everyone.view(count, -1)
-
-
-def _matrix_parts(matrix: Matrix) -> tuple[Any, ...]:
-    """A matrix as operators take it: a 4-bit one in its parts, a dense one as `packed` of the format "dense"."""
-    if isinstance(matrix, QuantizedWeight):
-        return (*_parts(matrix), matrix.dtype)
-    return (matrix, matrix, [], "dense", matrix.shape, 0, 0, matrix.dtype)
-
-
 def _check_transforms(function: str, *arguments: Matrix) -> None:
     """Raise RuntimeError under torch.jit.trace, and inside torch.func where an argument is what it transforms."""
     if torch.compiler.is_compiling():
@@ -356,35 +159,6 @@ def _check_ranks(hidden: Tensor, lm_head: Matrix, tokens: Tensor) -> None:
         )
     if tokens.device != hidden.device:
         raise ValueError(f"tokens is on {tokens.device} and hidden on {hidden.device}; they must be on one device")
-
-
-class _Tokens:
-    """The check of numbers that are on a device: they are fetched first, and looked at when the work is under way.
-
-    A capture cannot wait, and then nobody looks.
-    """
-
-    def __init__(self, tokens: Tensor, vocabulary: int) -> None:
-        self.tokens, self.vocabulary = tokens, vocabulary
-        self.fetched = None
-        if tokens.is_cuda:
-            if torch.cuda.is_current_stream_capturing():
-                self.tokens = tokens[:0]
-                return
-            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=True)
-            self.tokens.copy_(tokens, non_blocking=True)
-            self.fetched = torch.cuda.Event()
-            self.fetched.record()
-
-    def __call__(self) -> None:
-        if self.fetched is not None:
-            self.fetched.synchronize()
-        if not len(self.tokens):
-            return
-        least, most = (int(end) for end in self.tokens.aminmax())
-        if least < 0 or most >= self.vocabulary:
-            wrong, last = least if least < 0 else most, self.vocabulary - 1
-            raise ValueError(f"tokens holds {wrong}; the vocabulary has {self.vocabulary} tokens, 0 to {last}")
 
 
 def _check_pair(name: str, lines: Tensor, matrix_name: str, matrix: Matrix) -> None:

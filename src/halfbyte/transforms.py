@@ -15,9 +15,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# Every call of `linear` asks these two, and finding them takes longer than asking.
+# Every call of `linear` asks these, and finding them takes longer than asking.
+_len_dispatch_stack = torch._C._len_torch_dispatch_stack
 _peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 _get_tracing_state = torch._C._get_tracing_state
+
+
+def is_tracing() -> bool:
+    """True where a call is to become an operator: under torch.compile, torch.export and any dispatch mode.
+
+    Hot paths of models ask torch.compiler.is_compiling() alone, which is false under a mode.
+    """
+    return torch.compiler.is_compiling() or _len_dispatch_stack() > 0
 
 
 def is_active() -> bool:

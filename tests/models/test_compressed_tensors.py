@@ -362,9 +362,13 @@ def test_no_memory_outlives_a_model(load: Any, prompts: Tensor) -> None:
 def test_fused_projections_are_computed_at_once(load: Any, prompts: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bits of each alone, under autocast too, and not from a weight or in a dtype that is another by then."""
     monkeypatch.setattr(projections, "ON_CPU", True)
-    name, calls = "linear_at_once" if torch.cuda.is_available() else "linear_group", []
-    together = getattr(projections, name)
-    monkeypatch.setattr(projections, name, lambda *given: calls.append(len(given[1])) or together(*given))
+    together, calls = projections.linear_group, []
+
+    def linear_group(x: Tensor, weights: Any, *rest: Any, **options: Any) -> Any:
+        calls.append(len(weights))
+        return together(x, weights, *rest, **options)
+
+    monkeypatch.setattr(projections, "linear_group", linear_group)
     model = load()
     hb.accelerate(model)
 

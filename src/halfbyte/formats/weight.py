@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -13,6 +14,10 @@ from halfbyte.formats.settings import check_format
 from halfbyte.formats.spec import FORMATS, PER_WORD, Format
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+# packed, scale, the nested code, absmax and offset or nothing, format, shape, block size, and nested block size or 0
+Parts = tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], str, Sequence[int], int, int]
 
 
 class NestedScale(NamedTuple):
@@ -84,6 +89,20 @@ class QuantizedWeight:
             return self.packed, self.scale
         # Not a slice of `nested`: torch 2.8 cannot trace one.
         return self.packed, self.scale, self.nested.code, self.nested.absmax, self.nested.offset
+
+    @property
+    def parts(self) -> Parts:
+        """The weight as operators take it: tensors, lists, strings and numbers. `from_parts` puts it together again."""
+        packed, scale, *nested = self.tensors
+        format, block_size, nested_block_size = self.kind
+        return packed, scale, nested, format, self.shape, block_size, nested_block_size
+
+    @classmethod
+    def from_parts(cls, parts: Parts, dtype: torch.dtype) -> QuantizedWeight:
+        """The weight of its `parts`, standing for a dense one of `dtype`."""
+        packed, scale, nested, format, shape, block_size, nested_block_size = parts
+        nested_scale = NestedScale(nested[0], nested[1], nested[2], nested_block_size) if nested else None
+        return cls(format, packed, scale, tuple(shape), dtype, block_size, nested_scale)
 
     @property
     def nbytes(self) -> int:

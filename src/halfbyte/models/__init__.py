@@ -1,3 +1,3 @@
 """Whole models of other libraries: made faster in place, and loaded in 4 bits."""
 
-from halfbyte import autograd as autograd  # what a model calls under torch.compile are the operators
+from halfbyte import library as library  # what a model calls under torch.compile are the operators

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.ops import linear_at_once, linear_group
+from halfbyte.ops import linear_group
 
 T = TypeVar("T")
 NAMES = (
@@ -140,9 +140,8 @@ class Group:
                 return None
             weights.append(q)
             biases.append(bias if bias is None or bias.dtype is dtype else bias.to(dtype))
-        compute = linear_at_once if x.is_cuda else linear_group
         try:
-            products = compute(x if x.dtype is dtype else x.to(dtype), weights, biases)
+            products = linear_group(x if x.dtype is dtype else x.to(dtype), weights, biases, one_launch=x.is_cuda)
         except (TypeError, ValueError):  # alone, a module says for itself what is the matter
             return None
         if products is None:  # no kernel is for so many rows, and none will be for more

@@ -1,0 +1,165 @@
+"""The operations of ops.py without checks of arguments: a kernel is picked and runs, on the device of the tensors.
+
+Nothing here knows of tracing or gradients: library.py makes operators of these functions, autograd.py adds gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, wraps
+from importlib import import_module
+from math import prod
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.nested import dynamic_code
+from halfbyte.formats.spec import FORMATS
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common import slow
+from halfbyte.kernels.common.device import cpu_capability
+from halfbyte.kernels.linear import reference as products
+from halfbyte.kernels.linear.plan import plan as plan_linear
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def is_elsewhere(device: torch.device) -> bool:
+    """True for a GPU that is not the current one."""
+    return device.type == "cuda" and device.index != torch._C._cuda_getDevice()
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Within, `device` is the current one: that is where kernels are launched."""
+    return torch.cuda.device(device) if is_elsewhere(device) else nullcontext()
+
+
+def on_its_device(function: Function) -> Function:
+    """The function, with the device of its first argument as the current one."""
+
+    @wraps(function)
+    def run(first: Tensor, *arguments: Any) -> Any:
+        with on(first.device):
+            return function(first, *arguments)
+
+    return cast(Function, run)
+
+
+@cache
+def backend(operation: str, device_type: str) -> ModuleType:
+    """The module with the kernels of `operation` for a kind of device; the torch reference where there is none."""
+    reason = slow.no_kernels(device_type)
+    if reason is None:
+        name = "cpu" if device_type == "cpu" else "triton"
+    else:
+        name = "reference"
+        if device_type != "meta":  # where nothing is computed
+            slow.warn(f"kernels for {device_type}", reason)
+    return import_module(f"halfbyte.kernels.{operation}.{name}")
+
+
+@cache
+def cuda_products() -> ModuleType:
+    """The CUDA kernels of `linear`, which say themselves whether one is for a product."""
+    return import_module("halfbyte.kernels.linear.cuda")
+
+
+@on_its_device
+def quantize(weight: Tensor, format: str, block_size: int, nested: bool) -> list[Tensor]:
+    """[packed, scale], or [packed, scale, code, absmax, offset] with nested scales."""
+    weight = _plain(weight.detach())
+    kernels = backend("quantize", weight.device.type)
+    packed, scale = empty_quantized(weight, format, block_size)
+    kernels.quantize(weight, FORMATS[format], block_size, packed, scale)
+    if not nested:
+        return [packed, scale]
+    # The offset must be known before the first scale can be written, and must be torch's own sum to the last bit.
+    offset = scale.mean()
+    codes, absmax = kernels.quantize_scales(scale, offset)
+    return [packed, codes, dynamic_code(weight.device), absmax, offset]
+
+
+def empty_quantized(weight: Tensor, format: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """Packed and scale of a weight, to be filled in. Nested scales are made from this one."""
+    spec, shape = FORMATS[format], tuple(weight.shape)
+    packed = weight.new_empty(spec.packed_shape(shape), dtype=getattr(torch, spec.packed_dtype))
+    scale_dtype = weight.dtype if spec.scale_dtype is None else getattr(torch, spec.scale_dtype)
+    return packed, weight.new_empty(spec.scale_shape(shape, block_size), dtype=scale_dtype)
+
+
+def dequantize(q: QuantizedWeight, out: Tensor) -> Tensor:
+    """Fill `out`, contiguous, with the dense weight [*q.shape] in out's dtype, and return it."""
+    with on(q.packed.device):
+        kernels = backend("dequantize", q.packed.device.type)
+        kernels.dequantize(q.packed, q.scale, q.nested, q.spec, q.block_size, out)
+    return out
+
+
+def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
+    """x [..., K] @ W.T + bias, of x and bias with any strides."""
+    found = ready_linear(x, q, bias, batch_invariant) if x.is_cuda else None
+    return linear_anew(x, q, bias, batch_invariant) if found is None else found
+
+
+def ready_linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
+    """What `linear` gives, where an earlier call has prepared all and x, on a GPU, is as kernels take it; else None."""
+    found: Tensor | None = cuda_products().again(x, q, bias, batch_invariant)
+    return found
+
+
+def linear_anew(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
+    """What `linear` gives, for those who have asked `ready_linear` and got None."""
+    given, elsewhere = x.detach(), is_elsewhere(x.device)
+    rearranged = elsewhere or not _is_plain(x) or not (bias is None or _is_plain(bias))
+    with on(x.device):
+        x, bias = _plain(given), None if bias is None else _plain(bias.detach())
+        if x.is_cuda:
+            found = ready_linear(x, q, bias, batch_invariant) if rearranged else None
+            if found is None:
+                found = cuda_products().linear(x, q, bias, batch_invariant)
+            if found is not None:
+                return found
+        return _linear_elsewhere(given, x, q, bias, batch_invariant)
+
+
+def _linear_elsewhere(
+    given: Tensor, x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool
+) -> Tensor:
+    """The product where no CUDA kernel is for it. x: `given`, contiguous."""
+    n, k = q.shape
+    rows = x.view(prod(x.shape[:-1]), k)
+    device_type = x.device.type
+    kind = device_type if slow.no_kernels(device_type) is None else "other"
+    kernel = plan_linear(len(rows), n, k, x.dtype, kind, batch_invariant, cpu_capability()).kernel
+    if kernel == "fused":
+        out = rows.new_empty((len(rows), n))
+        kernels = backend("linear", device_type)
+        kernels.linear(rows, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out)
+    else:
+        weight = dequantize(q, rows.new_empty((n, k)))
+        if kernel == "dense":  # of x as it is given: in which order torch adds up, and how well, depends on its strides
+            return products.linear(given, weight, bias).contiguous()
+        out = products.linear_in_tiles(rows, weight, bias)
+    return out.view(*x.shape[:-1], n)
+
+
+def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """[linear(x, q, bias) for each q and its bias] in one launch, or None where no kernel does that."""
+    if not x.is_cuda or len(weights) < 2:
+        return None
+    with on(x.device):
+        plain = [None if bias is None else _plain(bias.detach()) for bias in biases]
+        found: list[Tensor] | None = cuda_products().linear_group(_plain(x.detach()), weights, plain)
+    return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Contiguous, and without torch's lazy sign; the tensor itself where it is so already."""
+    return tensor.contiguous().resolve_neg()
