@@ -13,12 +13,12 @@ import torch
 import halfbyte as hb
 from halfbyte import eager
 from halfbyte.kernels.common import compiler, slow
-from halfbyte.kernels.common.device import DeviceFacts, facts_for
+from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.linear import cuda, reach
-from halfbyte.kernels.linear.operands import Operands
+from halfbyte.kernels.linear.problem import Problem
 
-H200 = facts_for("sm_90")
-WEIGHT = Operands(torch.bfloat16, 4096, 4096, "nf4", 64, torch.uint8, 256)
+H200 = properties_for("sm_90")
+WEIGHT = Problem(torch.bfloat16, 4096, 4096, "nf4", 64, torch.uint8, 256)
 CACHES = (slow.no_kernels, eager.backend, reach.without_kernels, reach.without_tensor_cores)
 
 
@@ -98,7 +98,7 @@ def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NVRTC, which compiles linear's kernels, is missing" in reason
     assert "pip install nvidia-cuda-nvrtc" in reason
     reach.without_kernels.cache_clear()
-    monkeypatch.setattr(cuda, "facts_of", lambda index: H200)
+    monkeypatch.setattr(cuda, "properties_of", lambda index: H200)
     with pytest.warns(UserWarning, match="NVRTC, which compiles"):
         assert cuda.linear(torch.randn(1, 64), hb.quantize(torch.randn(32, 64)), None, False) is None
 
@@ -111,15 +111,15 @@ def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
         (H200, {"k": 4090, "dtype": torch.float32}, None),
         (H200, {"nested": 128}, "128 nested scales share an absmax"),
         (H200, {"align_packed": 4}, "packed.clone()"),
-        (facts_for("sm_75"), {}, "load the model in float16"),
-        (facts_for("sm_75"), {"dtype": torch.float16}, None),
-        (DeviceFacts("cuda", 70, 80, 98304), {"dtype": torch.float16}, "sm_75"),
+        (properties_for("sm_75"), {}, "load the model in float16"),
+        (properties_for("sm_75"), {"dtype": torch.float16}, None),
+        (DeviceProperties("cuda", 70, 80, 98304), {"dtype": torch.float16}, "sm_75"),
     ],
 )
-def test_shapes_and_gpus(facts: DeviceFacts, changes: dict[str, object], words: str | None) -> None:
+def test_shapes_and_gpus(facts: DeviceProperties, changes: dict[str, object], words: str | None) -> None:
     reason = reach.without_tensor_cores(replace(WEIGHT, **changes), facts)
     assert (reason is None) if words is None else (reason is not None and words in reason)
 
 
 def test_amd() -> None:
-    assert "AMD" in str(reach.without_kernels(DeviceFacts("hip", 0, 304)))
+    assert "AMD" in str(reach.without_kernels(DeviceProperties("hip", 0, 304)))

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from halfbyte import warm
 from halfbyte.cli import app
-from halfbyte.kernels.common import compiler, driver, nvrtc
-from halfbyte.kernels.common.device import DeviceFacts, facts_for
+from halfbyte.kernels.common import compiler, nvrtc
+from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import CUDA_TARGETS
 from halfbyte.kernels.linear import cuda, reach
-from halfbyte.kernels.linear.operands import Operands, operands_of
+from halfbyte.kernels.linear.problem import Problem, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.models import own, projections
@@ -59,7 +59,7 @@ def test_compiles_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(name.endswith(".cubin") for name in kept)
     monkeypatch.setattr(nvrtc, "compile_cubin", lambda *_: pytest.fail("compiled although it is cached"))
     assert "2 variants for sm_90, 2 of them cached already" in run(0, *arguments)
-    found = warm.variants(warm.of_shapes([(64, 1024)], [BF16], NF4), [1], facts_for("sm_90"))
+    found = warm.variants(warm.of_shapes([(64, 1024)], [BF16], NF4), [1], properties_for("sm_90"))
     for variant in found:  # by the very way that `linear` takes
         assert nvrtc.cubin(variant)[:4] == b"\x7fELF"
     assert {path.name: path.read_bytes() for path in cache.iterdir()} == kept
@@ -82,9 +82,9 @@ def test_checkpoints(tmp_path: Path) -> None:
     tensors["model.embed_tokens.weight"] = torch.randn(100, 64).half()
     source = tmp_path / "dense.safetensors"
     save_file(tensors, source)
-    gate = Operands(BF16, 96, 128, "nf4", 64, torch.uint8, 256)
-    up = Operands(BF16, 64, 128, "nf4", 64, torch.uint8, 256, bias=True)
-    down = Operands(BF16, 128, 64, "nf4", 64, torch.uint8, 256)
+    gate = Problem(BF16, 96, 128, "nf4", 64, torch.uint8, 256)
+    up = Problem(BF16, 64, 128, "nf4", 64, torch.uint8, 256, bias=True)
+    down = Problem(BF16, 128, 64, "nf4", 64, torch.uint8, 256)
     assert groups(source) == {(gate,), (up,), (down,), (gate, up)}
     for format, options in (("nf4", []), ("fp4", ["--flat", "--block-size", "128"]), ("int4", ["--group-size", "32"])):
         target = tmp_path / f"{format}.safetensors"
@@ -93,7 +93,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         size, nested = {"nf4": (64, True), "fp4": (128, False), "int4": (32, False)}[format]
         # It says itself what its weights are, and they are what was foretold of the dense one.
         assert groups(target, F16, F32) == groups(source, F16, F32, settings=warm.Settings(format, size, nested))
-    gate, up = Operands(BF16, 96, 128, "int4", 128, F16), Operands(BF16, 64, 128, "int4", 128, F16, bias=True)
+    gate, up = Problem(BF16, 96, 128, "int4", 128, F16), Problem(BF16, 64, 128, "int4", 128, F16, bias=True)
     # Groups of 128 do not divide the third's K.
     assert groups(source, settings=warm.Settings("int4", 128, False)) == {(gate,), (up,), (gate, up)}
     text = run(0, tmp_path / "nf4.safetensors", "--rows", "1", "--target", "sm_80")
@@ -109,7 +109,7 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2 * n * k)
-    assert groups(path) == {(Operands(BF16, n, k, "nf4", 64, torch.uint8, 256),)}
+    assert groups(path) == {(Problem(BF16, n, k, "nf4", 64, torch.uint8, 256),)}
 
 
 Layers = dict[str, tuple[int, int, dict[str, Any]]]  # by their paths: N, K and what else each is made with
@@ -142,14 +142,14 @@ def asked(group: list[Linear4bit], rows: int, monkeypatch: pytest.MonkeyPatch) -
     found: set[nvrtc.Variant] = set()
     x = torch.randn(rows, group[0].in_features).bfloat16()
     with monkeypatch.context() as patch:
-        patch.setattr(driver.per_thread, "ready", {})
+        patch.setattr(decode.launches, "entries", {})
         for module in (cuda, decode):
-            patch.setattr(module, "facts_of", lambda index: facts_for("sm_90"))
-        patch.setattr(reach, "without_kernels", lambda facts: None)
+            patch.setattr(module, "properties_of", lambda index: properties_for("sm_90"))
+        patch.setattr(reach, "without_kernels", lambda properties: None)
         patch.setattr(decode, "tensor_map", lambda *_: b"")
         patch.setattr(decode, "_launch", lambda *arguments: found.add(arguments[-1]))
-        patch.setattr(hopper, "group_product", lambda *_: None)  # it compiles what its weights take alone
-        cuda._group_product(rows, x, [layer.weight for layer in group], [layer.bias for layer in group])
+        patch.setattr(hopper, "bind_group", lambda *_: None)  # it compiles what its weights take alone
+        cuda.bind_group(rows, x, [layer.weight for layer in group], [layer.bias for layer in group])
     return found
 
 
@@ -162,7 +162,7 @@ def test_fused_projections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "mlp.gate_proj": (96, 1024, {}),
         "mlp.up_proj": (96, 1024, {}),
     }
-    layers = {f"layers.{i}.{name}": facts for i in range(2) for name, facts in layer.items()}
+    layers = {f"layers.{i}.{name}": properties for i in range(2) for name, properties in layer.items()}
     layers |= {
         "w1": (128, 512, {"nested": False}),  # in no module but the model itself
         "w3": (64, 512, {"nested": False}),
@@ -170,11 +170,11 @@ def test_fused_projections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "attention.key": (32, 1024, {"format": "fp4"}),  # the other two are of one kind
         "attention.value": (32, 1024, {}),
     }
-    path, facts = tmp_path / "model.safetensors", facts_for("sm_90")
+    path, properties = tmp_path / "model.safetensors", properties_for("sm_90")
     found = linked(layers, path)
     assert len(found) == 6
     x = torch.randn(1, 1024).bfloat16()
-    kinds = {tuple(operands_of(x, one.weight, one.bias) for one in group) for group in found}
+    kinds = {tuple(problem_of(x, one.weight, one.bias) for one in group) for group in found}
     assert len(kinds) == 4  # both layers are alike
     foretold = groups(path)
     alone = {group for group in foretold if len(group) == 1}
@@ -184,8 +184,8 @@ def test_fused_projections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         wanted = {variant for group in found for variant in asked(group, m, monkeypatch)}
         assert m > 8 or len(wanted) == 3  # two of the pairs take the same variant
         assert m <= 32 or not wanted
-        assert set(warm.variants(kinds, [m], facts)) == wanted
-        assert set(warm.variants(foretold, [m], facts)) == wanted | set(warm.variants(alone, [m], facts))
+        assert set(warm.variants(kinds, [m], properties)) == wanted
+        assert set(warm.variants(foretold, [m], properties)) == wanted | set(warm.variants(alone, [m], properties))
 
 
 def test_no_fused_projections(tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ def test_rows_and_shapes() -> None:
 
 def test_targets() -> None:
     for capability in CUDA_TARGETS:
-        assert facts_for(f"sm_{capability}").ptx == capability
-    assert facts_for("sm_90") == DeviceFacts("cuda", 90, 132, 232448)
-    assert facts_for("sm_90", 78).sms == 78
+        assert properties_for(f"sm_{capability}").ptx == capability
+    assert properties_for("sm_90") == DeviceProperties("cuda", 90, 132, 232448)
+    assert properties_for("sm_90", 78).sms == 78
 
 
 def test_wrong_usage_is_2(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,5 +281,5 @@ def test_interrupted(cache: Path) -> None:
     found = {path.name for path in cache.iterdir()}
     assert all(name.endswith(".cubin") and not name.startswith(".") for name in found)
     settings = warm.of_shapes([(512, 1024 * k) for k in range(1, 30)], [F16], NF4)
-    wanted = warm.variants(settings, range(1, 65), facts_for("sm_90"))
+    wanted = warm.variants(settings, range(1, 65), properties_for("sm_90"))
     assert sum(nvrtc.cached(variant) is not None for variant in wanted) == len(found) < len(wanted)

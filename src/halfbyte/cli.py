@@ -107,14 +107,14 @@ def warm(
         settings = ahead.Settings(format, size, is_nested)
         dtypes = [getattr(torch, name.value) for name in dict.fromkeys(dtype)]
         groups = ahead.of_shapes([ahead.parse_shape(text) for text in shape], dtypes, settings, bias)
-        counts, facts = ahead.parse_rows(rows), ahead.facts_of_target(target, sms)
+        counts, properties = ahead.parse_rows(rows), ahead.properties_of_target(target, sms)
         if checkpoint is None and not shape:
             raise ValueError("nothing to compile for; give a checkpoint, or weights as --shape NxK")
     if checkpoint is not None:
         groups |= ahead.of_checkpoint(checkpoint, dtypes, settings)
     with progress(of_bytes=False) as report_to:
-        report = ahead.warm(ahead.variants(groups, counts, facts), report_to)
+        report = ahead.warm(ahead.variants(groups, counts, properties), report_to)
     print(
-        f"{report.variants} variants for sm_{facts.capability}, {report.cached} of them cached already, "
+        f"{report.variants} variants for sm_{properties.capability}, {report.cached} of them cached already, "
         f"{report.seconds:.1f} s; kept in {report.folder}"
     )

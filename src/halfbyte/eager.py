@@ -23,6 +23,7 @@ from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability
 from halfbyte.kernels.linear import reference as products
 from halfbyte.kernels.linear.plan import plan as plan_linear
+from halfbyte.kernels.linear.problem import ALIGNMENT
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -99,25 +100,27 @@ def dequantize(q: QuantizedWeight, out: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
-    """x [..., K] @ W.T + bias, of x and bias with any strides."""
+    """x @ W.T + bias, of x and bias with any strides."""
     found = ready_linear(x, q, bias, batch_invariant) if x.is_cuda else None
     return linear_anew(x, q, bias, batch_invariant) if found is None else found
 
 
 def ready_linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
     """What `linear` gives, where an earlier call has prepared all and x, on a GPU, is as kernels take it; else None."""
-    found: Tensor | None = cuda_products().again(x, q, bias, batch_invariant)
+    found: Tensor | None = cuda_products().ready(x, q, bias, batch_invariant)
     return found
 
 
 def linear_anew(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
     """What `linear` gives, for those who have asked `ready_linear` and got None."""
-    given, elsewhere = x.detach(), is_elsewhere(x.device)
-    rearranged = elsewhere or not _is_plain(x) or not (bias is None or _is_plain(bias))
+    given = x.detach()
     with on(x.device):
-        x, bias = _plain(given), None if bias is None else _plain(bias.detach())
+        x = _plain(given)
+        bias = None if bias is None else _plain(bias.detach())
         if x.is_cuda:
-            found = ready_linear(x, q, bias, batch_invariant) if rearranged else None
+            x, bias = _aligned(x), None if bias is None else _aligned(bias)
+            # What another device, strides or address had kept from being ready may be so by now.
+            found = ready_linear(x, q, bias, batch_invariant)
             if found is None:
                 found = cuda_products().linear(x, q, bias, batch_invariant)
             if found is not None:
@@ -151,15 +154,16 @@ def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence
     if not x.is_cuda or len(weights) < 2:
         return None
     with on(x.device):
-        plain = [None if bias is None else _plain(bias.detach()) for bias in biases]
-        found: list[Tensor] | None = cuda_products().linear_group(_plain(x.detach()), weights, plain)
+        given = [None if bias is None else _aligned(_plain(bias.detach())) for bias in biases]
+        found: list[Tensor] | None = cuda_products().linear_group(_aligned(_plain(x.detach())), weights, given)
     return found
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _plain(tensor: Tensor) -> Tensor:
     """Contiguous, and without torch's lazy sign; the tensor itself where it is so already."""
     return tensor.contiguous().resolve_neg()
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """At an address that CUDA kernels can load 16 bytes from."""
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor

@@ -122,7 +122,7 @@ def _accelerators(versions: dict[str, str | None]) -> list[Device]:
     devices = []
     if torch.cuda.is_available():
         from halfbyte.kernels.common import slow
-        from halfbyte.kernels.common.device import facts_of
+        from halfbyte.kernels.common.device import properties_of
         from halfbyte.kernels.linear import reach
 
         runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
@@ -135,7 +135,7 @@ def _accelerators(versions: dict[str, str | None]) -> list[Device]:
                 else f"sm_{properties.major}{properties.minor}"
             )
             description = f"{properties.name}, {arch}, {memory}, {properties.multi_processor_count} SMs, {runtime}"
-            lack, no_triton = reach.without_kernels(facts_of(index)), slow.no_kernels("cuda")
+            lack, no_triton = reach.without_kernels(properties_of(index)), slow.no_kernels("cuda")
             linear = "torch (slow)" if lack else "CUDA C++"
             backend = f"linear: {linear}, all else: {'torch (slow)' if no_triton else 'Triton'}"
             notes = [f"{lack.what}; {lack.mend}"] if lack else []

@@ -1,7 +1,8 @@
 """Compile ahead what `linear` will ask for, so that no first call has to wait for a compiler.
 
-Which variants of the kernels that takes follows from the choices which `linear` itself makes (kernels/linear/cuda.py),
-and for layers that `accelerate` computes in one launch from those of models/projections.py.
+Which variants of the kernels that takes follows from the choices which `linear` itself makes
+(kernels/linear/dispatch.py), and for layers that `accelerate` computes in one launch from those of
+models/projections.py.
 No GPU is needed, and of checkpoints only headers and the few bytes that say how a weight was quantized are read.
 """
 
@@ -21,15 +22,14 @@ import torch
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE
 from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common import nvrtc
-from halfbyte.kernels.common.device import DeviceFacts, facts_for, facts_of
+from halfbyte.kernels.common.device import DeviceProperties, properties_for, properties_of
 from halfbyte.kernels.common.nvrtc import Variant
-from halfbyte.kernels.linear.cuda import choose, choose_group
-from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Operands, operands_of
-from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
+from halfbyte.kernels.linear.dispatch import choose, choose_group
+from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
 from halfbyte.models.projections import groups_of
 
 # The products of one launch: one, or those of fused projections.
-Group = tuple[Operands, ...]
+Group = tuple[Problem, ...]
 
 
 class Settings(NamedTuple):
@@ -78,7 +78,7 @@ def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings)
 
     checkpoint = open_checkpoint(path)
     x = torch.empty(0, dtype=torch.float32, device="meta")
-    weights: dict[str, Operands] = {}
+    weights: dict[str, Problem] = {}
 
     def has_bias(name: str) -> bool:
         return f"{name.removesuffix('weight')}bias" in checkpoint.entries
@@ -87,7 +87,7 @@ def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings)
     for name in names:
         q = read_quantized(checkpoint, name, planning=True)
         if len(q.shape) == 2:
-            weights[name] = operands_of(x, q, x if has_bias(name) else None)
+            weights[name] = problem_of(x, q, x if has_bias(name) else None)
     for name in () if names else select(checkpoint.entries):
         entry = checkpoint.entries[name]
         n, k = entry.shape
@@ -100,11 +100,11 @@ def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings)
     return {tuple(replace(one, dtype=dtype) for one in group) for group in groups for dtype in dtypes}
 
 
-def _fused(weights: Mapping[str, Operands]) -> Iterator[Group]:
+def _fused(weights: Mapping[str, Problem]) -> Iterator[Group]:
     """The groups that `projections.link` will make of layers with these weights, by their names in a checkpoint."""
     for parent in {re.sub(r"[^.]+\.weight$", "", name) for name in weights}:
 
-        def child(name: str, parent: str = parent) -> Operands | None:
+        def child(name: str, parent: str = parent) -> Problem | None:
             return weights.get(f"{parent}{name}.weight")
 
         yield from map(tuple, groups_of(child, lambda one: (one.k, one.format, one.block_size, one.nested)))
@@ -112,14 +112,14 @@ def _fused(weights: Mapping[str, Operands]) -> Iterator[Group]:
 
 def _to_be_quantized(
     n: int, k: int, dtype: torch.dtype, weight_dtype: torch.dtype, settings: Settings, bias: bool
-) -> Operands:
+) -> Problem:
     format, block_size, nested = settings
     plain = FORMATS[format].scale_dtype
     scale = torch.uint8 if nested else weight_dtype if plain is None else getattr(torch, plain)
-    return Operands(dtype, n, k, format, block_size, scale, nested=NESTED_BLOCK_SIZE if nested else 0, bias=bias)
+    return Problem(dtype, n, k, format, block_size, scale, nested=NESTED_BLOCK_SIZE if nested else 0, bias=bias)
 
 
-def variants(groups: Iterable[Group], rows: Iterable[int], facts: DeviceFacts) -> list[Variant]:
+def variants(groups: Iterable[Group], rows: Iterable[int], properties: DeviceProperties) -> list[Variant]:
     """What these products compile on such a GPU for x with these numbers of rows, batch-invariant or not; each once."""
     counts = sorted(set(rows))
     # With batch_invariant so many rows go at a time, and then the rest.
@@ -128,20 +128,18 @@ def variants(groups: Iterable[Group], rows: Iterable[int], facts: DeviceFacts) -
     found: dict[Variant, None] = {}
     for group in sorted(groups, key=repr):
         for m, batch_invariant in cases if all(min(one.n, one.k) for one in group) else ():
-            variant = _variant(m, group, facts, batch_invariant)
+            variant = _variant(m, group, properties, batch_invariant)
             if variant is not None:
                 found[variant] = None
     return list(found)
 
 
-def _variant(m: int, group: Group, facts: DeviceFacts, batch_invariant: bool) -> Variant | None:
+def _variant(m: int, group: Group, properties: DeviceProperties, batch_invariant: bool) -> Variant | None:
     if len(group) == 1:
-        choice = choose(m, group[0], facts, batch_invariant)
-        return choice.variant(group[0], facts) if choice else None
-    choice = None if batch_invariant else choose_group(m, group, facts)
-    if choice is None or choice.kernel is not sm90_decode:  # the others compile for each what it takes alone
-        return None
-    return sm90_decode.variant(sm90_decode.operands_of_group(group), choice.plan, facts)
+        choice = choose(m, group[0], properties, batch_invariant)
+        return choice.variant(group[0], properties) if choice else None
+    together = None if batch_invariant else choose_group(m, group, properties)
+    return together.kernel.group_variant(group, together.plan, properties) if together else None
 
 
 def warm(variants: Sequence[Variant], progress: Callable[[str, int, int], None] | None = None) -> Report:
@@ -170,15 +168,15 @@ def _compile(variant: Variant) -> None:
     nvrtc.keep(variant, nvrtc.compile_cubin(variant.source, variant.capability, dict(variant.constants)))
 
 
-def facts_of_target(target: str | None, sms: int | None) -> DeviceFacts:
-    """The facts of the target, or of the GPU at hand where none is named. Raises ValueError where there is neither."""
+def properties_of_target(target: str | None, sms: int | None) -> DeviceProperties:
+    """Those of the target, or of the GPU at hand where none is named. Raises ValueError where there is neither."""
     if target is not None:
-        return facts_for(target, sms)
+        return properties_for(target, sms)
     if sms is not None:
         raise ValueError("sms says how large another GPU is than the one here; name it with --target")
     if torch.version.hip or not torch.cuda.is_available():
         raise ValueError("there is no NVIDIA GPU here; name the one to compile for, as --target sm_90")
-    return facts_of(torch.cuda.current_device())
+    return properties_of(torch.cuda.current_device())
 
 
 def parse_shape(text: str) -> tuple[int, int]:

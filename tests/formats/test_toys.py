@@ -14,7 +14,7 @@ import halfbyte as hb
 from halfbyte import warm
 from halfbyte.formats.spec import FORMATS, Format, register
 from halfbyte.kernels.common import nvrtc
-from halfbyte.kernels.common.device import facts_for
+from halfbyte.kernels.common.device import properties_for
 from halfbyte.kernels.dequantize import reference as dequantized
 from halfbyte.kernels.quantize import reference as quantized
 
@@ -86,7 +86,7 @@ CASES = {  # target, N and K, block size: what each CUDA kernel is chosen for
 def test_compiles_in_every_cuda_kernel(toy: Format, kernel: str) -> None:
     target, shape, block_size = CASES[kernel]
     settings = warm.Settings(toy.name, block_size, False)
-    variants = warm.variants(warm.of_shapes([shape], [torch.bfloat16], settings), [1], facts_for(target))
+    variants = warm.variants(warm.of_shapes([shape], [torch.bfloat16], settings), [1], properties_for(target))
     assert variants
     for variant in variants[:1]:
         assert nvrtc.compile_cubin(variant.source, variant.capability, dict(variant.constants))

@@ -12,10 +12,11 @@ import torch
 import halfbyte as hb
 from halfbyte.formats.nf4 import NF4
 from halfbyte.formats.spec import codebook_tensor
-from halfbyte.kernels.common.device import facts_of
+from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.linear import cuda
 from halfbyte.kernels.linear.codebook import factor_of
-from halfbyte.kernels.linear.operands import operands_of
+from halfbyte.kernels.linear.kernel import plan_for, run
+from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.warm import warm
 
@@ -40,10 +41,10 @@ def fused(
     x: torch.Tensor, q: hb.QuantizedWeight, bias: torch.Tensor | None = None, invariant: bool = False
 ) -> torch.Tensor:
     """The kernel's result, with poison around it; fails where the kernel says it is not for this."""
-    plan = decode.plan_for(x, q, bias, invariant)
+    plan = plan_for(decode, x, q, bias, invariant)
     assert plan is not None
     with poisoned((len(x), q.shape[0]), x.dtype) as out:
-        decode.linear(x, q, bias, out, plan)
+        run(decode, x, q, bias, out, plan)
     return out
 
 
@@ -61,11 +62,15 @@ def test_error_is_not_above_that_of_dequantize_and_linear(dtype: torch.dtype, sh
         for m in (1, 2, 3, 7, 8, 9, 16, 17, 32, 33, 64)
     ]
     cases = [
-        (q, [(x, bias, plan) for x, bias in inputs if (plan := decode.plan_for(x, q, bias, False)) is not None])
+        (q, [(x, bias, plan) for x, bias in inputs if (plan := plan_for(decode, x, q, bias, False)) is not None])
         for q in weights
     ]
     # Side by side: one after the other these would take most of the test's time.
-    warm(list({decode.variant(operands_of(x, q, b), plan, facts_of(0)) for q, alike in cases for x, b, plan in alike}))
+    warm(
+        list(
+            {decode.variant(problem_of(x, q, b), plan, properties_of(0)) for q, alike in cases for x, b, plan in alike}
+        )
+    )
     for q, alike in cases:
         exact, dense = hb.dequantize(q, torch.float32).double(), hb.dequantize(q)
         for x, bias, _ in alike:
@@ -87,7 +92,7 @@ def test_error_is_not_above_that_of_dequantize_and_linear(dtype: torch.dtype, sh
 def test_several_weights_in_one_launch(dtype: torch.dtype, nested: bool, format: str) -> None:
     """As accurate as one after the other, the same bits every time; weights differ in code, offset and bias."""
     options: dict[str, Any] = {} if format == "int4" else {"nested": nested}
-    if facts_of(0).ptx < 90:
+    if properties_of(0).ptx < 90:
         pytest.skip("sm90_decode/kernel.cu is for sm_90 and later")
     for k, sizes in (
         (4096, (4096, 1024, 1024)),
@@ -203,7 +208,7 @@ def check_ready(
 ) -> torch.Tensor:
     """The second call, and any after it, gives the bits of the first, and those are right."""
     first = hb.linear(x, q, bias, invariant)
-    assert cuda.again(x, q, bias, invariant) is not None
+    assert cuda.ready(x, q, bias, invariant) is not None
     again = hb.linear(x, q, bias, invariant)
     assert torch.equal(again, first)
     assert again.data_ptr() != first.data_ptr()

@@ -7,8 +7,9 @@ import torch
 
 import halfbyte as hb
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale
+from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.simt import launch as exact
-from halfbyte.kernels.linear.simt.plan import ExactPlan, is_valid
+from halfbyte.kernels.linear.simt.plan import SimtPlan, is_valid
 
 from .conftest import DEVICE, POISON, captured, error, every_dtype, poisoned, weight
 
@@ -24,11 +25,11 @@ SHAPES = ((1, 1), (3, 7), (5, 33), (2, 64), (17, 96), (9, 515), (33, 528), (130,
 
 
 def multiplied(
-    x: torch.Tensor, q: hb.QuantizedWeight, bias: torch.Tensor | None = None, plan: ExactPlan | None = None
+    x: torch.Tensor, q: hb.QuantizedWeight, bias: torch.Tensor | None = None, plan: SimtPlan | None = None
 ) -> torch.Tensor:
     """The kernel's result, with poison under it and around it."""
     with poisoned((len(x), q.shape[0]), x.dtype) as out:
-        exact.linear(x, q, bias, out, plan or exact.plan_for(x, q, bias))
+        run(exact, x, q, bias, out, plan or plan_for(exact, x, q, bias))
     return out
 
 
@@ -74,7 +75,7 @@ def test_a_scale_that_is_no_number_stays_in_its_row(scale: float) -> None:
     scales = q.scale.clone()
     scales[5] = scale  # the last third of row 1
     q = hb.QuantizedWeight("nf4", q.packed, scales, q.shape, q.dtype, 32)
-    for plan in (ExactPlan(1, 4, True), ExactPlan(1, 2, False)):
+    for plan in (SimtPlan(1, 4, True), SimtPlan(1, 2, False)):
         for dtype in FLOAT_DTYPES:
             y = multiplied(torch.ones((1, 96), dtype=dtype, device=DEVICE), q, plan=plan)[0]
             assert y.isfinite().tolist() == [True, False, True]
@@ -116,7 +117,7 @@ def test_a_row_gives_the_same_bits_always(
         assert torch.equal(multiplied(x[:m], q, bias), right[:m])
         assert torch.equal(multiplied(x[m : m + 1].clone(), q, bias), right[m : m + 1])
     for rows, columns, whole in product((1, 2, 4, 8), (1, 2, 4), (False, True)):
-        plan = ExactPlan(rows, columns, whole)
+        plan = SimtPlan(rows, columns, whole)
         if is_valid(plan, shape[1], aligned=True):
             assert torch.equal(multiplied(x, q, bias, plan), right)
     for by in (1, 2, 3):
@@ -158,7 +159,7 @@ def test_cuda_graph() -> None:
     q = hb.quantize(torch.randn((130, 1001), device=DEVICE))
     x = torch.randn((3, 1001), device=DEVICE)
     right, out = multiplied(x, q), torch.empty((3, 130), device=DEVICE)
-    graph, _ = captured(lambda: exact.linear(x, q, None, out, exact.plan_for(x, q, None)))
+    graph, _ = captured(lambda: run(exact, x, q, None, out, plan_for(exact, x, q, None)))
     out.fill_(POISON)
     graph.replay()
     assert torch.equal(out, right)

@@ -14,13 +14,13 @@ import torch
 import halfbyte as hb
 from halfbyte.formats.bitsandbytes import FORMATS
 from halfbyte.formats.spec import codebook_tensor
-from halfbyte.kernels.common.device import facts_of
-from halfbyte.kernels.linear import cuda
+from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.linear import cuda, dispatch
 from halfbyte.kernels.linear.codebook import factor_of
-from halfbyte.kernels.linear.operands import INVARIANT_ROWS, operands_of
+from halfbyte.kernels.linear.kernel import plan_for, run
+from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
-from halfbyte.kernels.linear.sm90_streamk.launch import kind_of
-from halfbyte.kernels.linear.sm90_streamk.plan import DEPTH, HopperPlan, hopper_plan, is_valid
+from halfbyte.kernels.linear.sm90_streamk.plan import DEPTH, StreamKPlan, is_valid, span_of
 
 from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, sixteen_bits, weight
 
@@ -59,32 +59,29 @@ def numbers(m: int, k: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def fused(
-    x: torch.Tensor, q: hb.QuantizedWeight, plan: HopperPlan | None, bias: torch.Tensor | None = None
+    x: torch.Tensor, q: hb.QuantizedWeight, plan: StreamKPlan | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The kernel's result, with poison under it and around it; without a plan, that of any number of rows."""
-    if plan is None:
-        plan, kind = hopper.plan_for(x, q, True)
-    else:
-        kind = kind_of(x, q)
-    assert kind is not None
-    assert is_valid(plan, len(x), *q.shape, kind.span, facts_of(0))
+    plan = plan or plan_for(hopper, x, q, None, True)
+    assert plan is not None
+    assert is_valid(plan, len(x), *q.shape, span_of(problem_of(x, q, bias)), properties_of(0))
     with poisoned((len(x), q.shape[0]), x.dtype) as out:
-        hopper.linear(x, q, bias, out, plan)
+        run(hopper, x, q, bias, out, plan)
     return out
 
 
-def shared_by(tile: tuple[int, int, int], m: int, n: int, k: int) -> list[HopperPlan]:
+def shared_by(tile: tuple[int, int, int], m: int, n: int, k: int) -> list[StreamKPlan]:
     """Plans for a lone CTA, some CTAs, one for each tile, two for each and a little, one for each unit; and for CTAs
     that hold x for a unit, or two, and add up in memory or, where a cluster has room for all of a tile, in that."""
     tiles, depth = -(-n // (64 * tile[1])) * -(-m // tile[0]), -(-k // DEPTH)
     units = tiles * depth
-    shared = [HopperPlan(*tile, ctas) for ctas in sorted({1, 7, tiles, 2 * tiles + 1, units}) if ctas <= units]
-    held = [HopperPlan(*tile, tiles * -(-depth // held), held) for held in {1, min(2, depth)}]
+    shared = [StreamKPlan(*tile, ctas) for ctas in sorted({1, 7, tiles, 2 * tiles + 1, units}) if ctas <= units]
+    held = [StreamKPlan(*tile, tiles * -(-depth // held), held) for held in {1, min(2, depth)}]
     clusters = [replace(plan, cluster=plan.ctas // tiles) for plan in held if plan.ctas > tiles]
-    return shared + [plan for plan in held + clusters if is_valid(plan, m, n, k, 32, facts_of(0))]
+    return shared + [plan for plan in held + clusters if is_valid(plan, m, n, k, 32, properties_of(0))]
 
 
-def check(x: torch.Tensor, q: hb.QuantizedWeight, plans: list[HopperPlan]) -> None:
+def check(x: torch.Tensor, q: hb.QuantizedWeight, plans: list[StreamKPlan]) -> None:
     check_product(x, q, partial(fused, x, q), plans)
 
 
@@ -111,8 +108,8 @@ def test_every_tile(width: int, groups: int) -> None:
     m, n = 2 * width + 3, 777
     for k, pick in ((1024, 0), (960, -1)):
         q, x = weight(n, k), numbers(m, k)
-        plans = (HopperPlan(width, groups, stages, 1) for stages in range(2, 9))
-        stages = [plan.stages for plan in plans if is_valid(plan, m, n, k, 64, facts_of(0))][pick]
+        plans = (StreamKPlan(width, groups, stages, 1) for stages in range(2, 9))
+        stages = [plan.stages for plan in plans if is_valid(plan, m, n, k, 64, properties_of(0))][pick]
         check(x, q, shared_by((width, groups, stages), m, n, k))
 
 
@@ -131,7 +128,7 @@ def test_a_row_alone_has_the_bits_it_has_among_others(dtype: torch.dtype, parts:
 
 def cuts(n: int, k: int) -> int:
     """Into how many parts a tile of W [n, k] is cut where sums must not depend on the rows of x."""
-    plan = hopper_plan(1, n, k, 64, facts_of(0), True)
+    plan = hopper.plan(1, Problem(BF16, n, k, "nf4", 64, torch.uint8, 256), properties_of(0), True)
     return plan.ctas // -(-n // plan.rows) if plan else 0
 
 
@@ -140,18 +137,18 @@ def test_every_number_of_rows(batch_invariant: bool) -> None:
     q = weight(515, 1024)
     for m in range(1, 131):
         x = numbers(m, 1024)
-        check(x, q, [hopper.plan_for(x, q, batch_invariant)[0]])
+        check(x, q, [plan_for(hopper, x, q, None, batch_invariant)])
 
 
 @pytest.mark.parametrize("cluster", range(2, 9))
 def test_clusters_run_at_once(cluster: int) -> None:
     """As many as the planner goes by: else some would begin when others are done."""
     q, x = weight(256, 256 * cluster), numbers(16, 256 * cluster)
-    plan = HopperPlan(16, 2, 4, 2 * cluster, 1, cluster)
+    plan = StreamKPlan(16, 2, 4, 2 * cluster, 1, cluster)
     check(x, q, [plan])
-    compiled = hopper.variant(operands_of(x, q, None), plan, facts_of(0))
+    compiled = hopper.variant(problem_of(x, q, None), plan, properties_of(0))
     _, multiply = hopper._launches(x.get_device(), cluster, plan, compiled)
-    assert multiply.most_clusters() >= facts_of(0).clusters(cluster)
+    assert multiply.most_clusters() >= properties_of(0).clusters(cluster)
 
 
 @pytest.mark.parametrize("k", [32, 96, 352])
@@ -239,7 +236,7 @@ def test_more_than_two_to_the_31_weights() -> None:
     q = hb.QuantizedWeight("fp4", packed, torch.rand(n * k // 64, device=DEVICE), (n, k), F16, 64)
     last = hb.QuantizedWeight("fp4", packed[-tail * k // 2 :], q.scale[-tail * k // 64 :], (tail, k), F16, 64)
     x = numbers(3, k, F16)
-    plan, small = (HopperPlan(32, 3, 3, -(-rows // 192)) for rows in (n, tail))  # a CTA a tile: sums in one order
+    plan, small = (StreamKPlan(32, 3, 3, -(-rows // 192)) for rows in (n, tail))  # a CTA a tile: sums in one order
     assert torch.equal(fused(x, q, plan)[:, -tail:], fused(x, last, small))
 
 
@@ -258,7 +255,7 @@ def test_more_ctas_than_there_is_room_for() -> None:
     for m, (width, groups, stages) in ((8, (8, 2, 6)), (40, (64, 2, 3)), (16, (16, 3, 3))):
         x, tiles = numbers(m, 14336), -(-500 // (64 * groups))
         for ctas in (56 * tiles, 41 * tiles + 1):
-            plan = HopperPlan(width, groups, stages, ctas)
+            plan = StreamKPlan(width, groups, stages, ctas)
             check(x, q, [plan])
             first = fused(x, q, plan)
             streams = [torch.cuda.Stream() for _ in range(4)]
@@ -276,14 +273,14 @@ def test_sums_that_are_no_numbers_are_not_waited_for(value: float) -> None:
     q, x = weight(500, 4096), numbers(8, 4096)
     x[3, 4000], x[5, 10] = value, -value
     for ctas in (3, 40, 48):
-        y = fused(x, q, HopperPlan(8, 3, 3, ctas))
+        y = fused(x, q, StreamKPlan(8, 3, 3, ctas))
         assert y[[3, 5]].isfinite().sum() == 0
         assert y[[0, 1, 2, 4, 6, 7]].isfinite().all()
 
 
 def test_launches_one_after_the_other() -> None:
     """A launch may begin before the one ahead is done, whose result it multiplies, and whose memory it may take."""
-    k, plans = 2048, (HopperPlan(8, 2, 6, 31), HopperPlan(64, 2, 3, 33), HopperPlan(16, 3, 3, 29))
+    k, plans = 2048, (StreamKPlan(8, 2, 6, 31), StreamKPlan(64, 2, 3, 33), StreamKPlan(16, 3, 3, 29))
     weights, next_weights = ([weight(k, k) for _ in range(6)] for _ in range(2))
     x = numbers(8, k)
 
@@ -300,7 +297,7 @@ def test_launches_one_after_the_other() -> None:
             for plan in plans[: 1 + i % 3]:
                 if pause:
                     torch.cuda.synchronize()
-                hopper.linear(y, q, None, out, plan)
+                run(hopper, y, q, None, out, plan)
                 y, out = out, torch.empty_like(x)
             found.append(y)
         return found
@@ -316,7 +313,7 @@ def test_streams_at_once() -> None:
     q = weight(500, 14336)
     tiles = ((8, 2, 6), (64, 2, 3), (16, 3, 3), (8, 2, 6))
     inputs = [numbers(m, 14336) for m in (8, 70, 16, 5)]
-    plans = [HopperPlan(*tile, ctas) for tile, ctas in zip(tiles, (30, 37, 29, 31), strict=True)]
+    plans = [StreamKPlan(*tile, ctas) for tile, ctas in zip(tiles, (30, 37, 29, 31), strict=True)]
     outs = [fused(x, q, plan) for x, plan in zip(inputs, plans, strict=True)]
     rights, wrong = [out.clone() for out in outs], torch.zeros(4, dtype=torch.int64, device=DEVICE)
     streams = [torch.cuda.Stream() for _ in inputs]
@@ -325,8 +322,8 @@ def test_streams_at_once() -> None:
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 outs[i].fill_(POISON)
-                hopper.linear(inputs[i], q, None, outs[i], plans[i])
-                hopper.linear(inputs[i], q, None, outs[i], plans[i])
+                run(hopper, inputs[i], q, None, outs[i], plans[i])
+                run(hopper, inputs[i], q, None, outs[i], plans[i])
                 wrong[i] += (outs[i] != rights[i]).sum()
     torch.cuda.synchronize()
     assert wrong.tolist() == [0, 0, 0, 0]
@@ -344,8 +341,8 @@ def test_several_weights_of_one_x(format: str) -> None:
         weights = [hb.quantize(torch.randn((n, 2304), device=DEVICE).bfloat16(), format) for n in sizes]
         biases = [None, *(torch.randn(n, device=DEVICE).bfloat16() for n in sizes[1:])]
         x = numbers(m, 2304)
-        group = tuple(operands_of(x, q, bias) for q, bias in zip(weights, biases, strict=True))
-        choice = cuda.choose_group(m, group, facts_of(0))
+        group = tuple(problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True))
+        choice = dispatch.choose_group(m, group, properties_of(0))
         assert choice is not None
         assert choice.kernel is hopper
         cuda.linear_group(x, weights, biases)
@@ -364,15 +361,15 @@ def test_several_weights_of_one_x(format: str) -> None:
 def test_cuda_graphs_on_two_streams() -> None:
     """Two graphs beside each other and beside plain launches, and one graph on two streams, which take turns."""
     q, x = weight(500, 14336), numbers(40, 14336)
-    plans = [HopperPlan(8, 2, 6, 31), HopperPlan(64, 2, 3, 33), HopperPlan(16, 3, 3, 29)]
+    plans = [StreamKPlan(8, 2, 6, 31), StreamKPlan(64, 2, 3, 33), StreamKPlan(16, 3, 3, 29)]
     outs = [fused(x, q, plan) for plan in plans]
     rights = [out.clone() for out in outs]
     torch.cuda.synchronize()
 
-    def twice(out: torch.Tensor, plan: HopperPlan) -> None:
+    def twice(out: torch.Tensor, plan: StreamKPlan) -> None:
         for _ in range(2):
             out.fill_(POISON)
-            hopper.linear(x, q, None, out, plan)
+            run(hopper, x, q, None, out, plan)
 
     graphs = [captured(partial(twice, out, plan))[0] for out, plan in zip(outs[:2], plans[:2], strict=True)]
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -385,7 +382,7 @@ def test_cuda_graphs_on_two_streams() -> None:
                     graphs[i].replay()
                 else:
                     outs[i].fill_(POISON)
-                    hopper.linear(x, q, None, outs[i], plans[i])
+                    run(hopper, x, q, None, outs[i], plans[i])
                 wrong[i] += (outs[i] != rights[i]).sum()
         if turn % 5 == 4:
             torch.cuda.synchronize()
@@ -405,7 +402,7 @@ def test_graphs_of_torch_compile() -> None:
     """They own what is allocated while they warm up and record, and refuse what is kept beyond that."""
     q = hb.quantize(torch.randn((2048, 14336), device=DEVICE).bfloat16() / 14336**0.5)
     x = numbers(40, 14336)
-    assert cuda.choose(40, operands_of(x, q, None), facts_of(0), False).kernel is hopper
+    assert dispatch.choose(40, problem_of(x, q, None), properties_of(0), False).kernel is hopper
     step = torch.compile(lambda x: hb.linear(x, q) * 2, mode="reduce-overhead", fullgraph=True)
     with torch.cuda.stream(torch.cuda.Stream()):  # one that has no room yet
         for _ in range(5):

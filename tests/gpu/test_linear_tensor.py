@@ -8,10 +8,11 @@ import torch
 import halfbyte as hb
 from halfbyte.formats.nf4 import NF4
 from halfbyte.formats.spec import codebook_tensor
-from halfbyte.kernels.common.device import facts_of
+from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.linear.codebook import factor_of
+from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.sm80 import launch as tensor
-from halfbyte.kernels.linear.sm80.plan import TensorPlan, is_valid
+from halfbyte.kernels.linear.sm80.plan import Sm80Plan, is_valid
 from halfbyte.kernels.linear.tune.h200 import SM80_SPLITS, SM80_WARPS
 
 from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, sixteen_bits, weight
@@ -30,18 +31,18 @@ def fused(
     q: hb.QuantizedWeight,
     bias: torch.Tensor | None = None,
     invariant: bool = False,
-    plan: TensorPlan | None = None,
+    plan: Sm80Plan | None = None,
 ) -> torch.Tensor:
     """The kernel's result, with poison around it; fails where the kernel says it is not for this."""
-    plan = plan or tensor.plan_for(x, q, bias, invariant)
+    plan = plan or plan_for(tensor, x, q, bias, invariant)
     assert plan is not None
-    assert is_valid(plan, *q.shape, q.block_size, x.dtype, facts_of(0))
+    assert is_valid(plan, *q.shape, q.block_size, x.dtype, properties_of(0))
     with poisoned((len(x), q.shape[0]), x.dtype) as out:
-        tensor.linear(x, q, bias, out, plan)
+        run(tensor, x, q, bias, out, plan)
     return out
 
 
-def check(x: torch.Tensor, q: hb.QuantizedWeight, plan: TensorPlan | None = None) -> None:
+def check(x: torch.Tensor, q: hb.QuantizedWeight, plan: Sm80Plan | None = None) -> None:
     check_product(x, q, lambda plan, bias: fused(x, q, bias, plan=plan), [plan])
 
 
@@ -75,14 +76,14 @@ def test_every_way_to_share_the_work(columns: int, step: int) -> None:
     m, n, k, most = 8 * columns + 3, 777, 1344, SM80_WARPS[columns]
     x, q = torch.randn((m, k), device=DEVICE).half(), weight(n, k, dtype=F16)
     plans = [
-        TensorPlan(columns, warps // k_warps, k_warps, splits, most // warps, span, step)
+        Sm80Plan(columns, warps // k_warps, k_warps, splits, most // warps, span, step)
         for warps in (most, most // 2)
         for k_warps in range(1, warps + 1)
         if warps % k_warps == 0
         for splits in (1, 2, SM80_SPLITS)
         for span in (32, 64)
     ]
-    valid = [plan for plan in plans if is_valid(plan, n, k, q.block_size, F16, facts_of(0))]
+    valid = [plan for plan in plans if is_valid(plan, n, k, q.block_size, F16, properties_of(0))]
     assert len(valid) >= 12
     for plan in valid:
         check(x, q, plan)
@@ -95,7 +96,7 @@ def test_as_on_turing(format: str, options: dict[str, object], shape: tuple[int,
     q = weight(n, k, format, F16, **options)
     for m in (1, 16, 33):
         x = torch.randn((m, k), device=DEVICE).half()
-        check(x, q, replace(tensor.plan_for(x, q, None, False), step=8))
+        check(x, q, replace(plan_for(tensor, x, q, None, False), mma_k=8))
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -153,9 +154,9 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 
 def test_cuda_graph_and_streams() -> None:
     q, x = weight(256, 14336), torch.randn((4, 14336), device=DEVICE).bfloat16()
-    plan = replace(tensor.plan_for(x, q, None, False), splits=3)
+    plan = replace(plan_for(tensor, x, q, None, False), splits=3)
     right, y = fused(x, q, plan=plan), torch.empty((4, 256), dtype=BF16, device=DEVICE)
-    graph, _ = captured(lambda: tensor.linear(x, q, None, y, plan))
+    graph, _ = captured(lambda: run(tensor, x, q, None, y, plan))
     for _ in range(3):
         y.fill_(POISON)
         graph.replay()

@@ -28,8 +28,8 @@ SIDES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 
 @pytest.fixture(params=SHAPES)
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    kind, facts = SHAPES[request.param]
-    monkeypatch.setitem(models.SHAPES, "small", (kind, {"num_hidden_layers": 2} | SIDES | facts))
+    kind, properties = SHAPES[request.param]
+    monkeypatch.setitem(models.SHAPES, "small", (kind, {"num_hidden_layers": 2} | SIDES | properties))
     loaded = models.load("small", torch.device("cuda"), torch.bfloat16)
     loaded.requires_grad_(False)
     for name, parameter in loaded.named_parameters():

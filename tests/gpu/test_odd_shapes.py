@@ -11,13 +11,14 @@ import torch
 
 import halfbyte as hb
 from halfbyte.kernels.attention import reference
-from halfbyte.kernels.common.device import facts_of
+from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.distance import shards
 from halfbyte.kernels.linear import cuda
+from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import DecodePlan, Scales, is_valid
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
-from halfbyte.kernels.linear.sm90_streamk.plan import HopperPlan
+from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
 from halfbyte.kernels.linear.sm90_streamk.plan import is_valid as plan_fits
 
 SHAPES = ((1, 1), (1, 63), (3, 21), (5, 65), (2, 1024), (1, 2049), (17, 127), (33, 4099), (129, 1000))
@@ -68,26 +69,26 @@ def test_linear(shape: tuple[int, int]) -> None:
     [
         ((8452, 1024), DecodePlan(1, 2, 8, 2, 1)),
         ((6404, 1024), DecodePlan(1, 2, 8, 3, 1, steps=2)),
-        ((6404, 1024), DecodePlan(1, 2, 8, 5, 1, steps=2, first=2)),
-        ((6404, 1024), DecodePlan(1, 2, 8, 2, 1, steps=2, first=8)),
-        ((4228, 768), DecodePlan(1, 2, 8, 3, 1, whole=True, steps=2)),  # its second step has 4 blocks of 8
-        ((4228, 256), DecodePlan(1, 2, 8, 2, 1, whole=True, steps=2)),  # and here none
+        ((6404, 1024), DecodePlan(1, 2, 8, 5, 1, steps=2, first_stages=2)),
+        ((6404, 1024), DecodePlan(1, 2, 8, 2, 1, steps=2, first_stages=8)),
+        ((4228, 768), DecodePlan(1, 2, 8, 3, 1, bulk_scales=True, steps=2)),  # its second step has 4 blocks of 8
+        ((4228, 256), DecodePlan(1, 2, 8, 2, 1, bulk_scales=True, steps=2)),  # and here none
         ((4228, 1024), DecodePlan(2, 2, 8, 3, 1, steps=2)),
-        ((2116, 320), DecodePlan(1, 1, 8, 3, 1, whole=True, steps=2)),  # rows of 160 bytes, in chunks of 32
-        ((2116, 1152), DecodePlan(2, 5, 4, 2, 1, offset=True)),  # of 64
-        ((2116, 8448), DecodePlan(1, 11, 8, 2, 2, offset=True, steps=2, first=2)),
+        ((2116, 320), DecodePlan(1, 1, 8, 3, 1, bulk_scales=True, steps=2)),  # rows of 160 bytes, in chunks of 32
+        ((2116, 1152), DecodePlan(2, 5, 4, 2, 1, window_scales=True)),  # of 64
+        ((2116, 8448), DecodePlan(1, 11, 8, 2, 2, window_scales=True, steps=2, first_stages=2)),
         ((2116, 2048), DecodePlan(1, 2, 8, 5, 2, steps=2)),
-        ((2116, 2304), DecodePlan(1, 3, 8, 3, 2, offset=True)),  # its second CTA has 12 blocks of 24
-        ((2116, 1792), DecodePlan(1, 1, 8, 5, 4, offset=True)),
-        ((2116, 1792), DecodePlan(2, 2, 8, 4, 2, offset=True, steps=2)),
-        ((2116, 1792), DecodePlan(1, 2, 8, 4, 2, offset=True, sums=1)),
-        ((4228, 1024), DecodePlan(2, 4, 4, 3, 1, sums=1)),
+        ((2116, 2304), DecodePlan(1, 3, 8, 3, 2, window_scales=True)),  # its second CTA has 12 blocks of 24
+        ((2116, 1792), DecodePlan(1, 1, 8, 5, 4, window_scales=True)),
+        ((2116, 1792), DecodePlan(2, 2, 8, 4, 2, window_scales=True, steps=2)),
+        ((2116, 1792), DecodePlan(1, 2, 8, 4, 2, window_scales=True, sum_buffers=1)),
+        ((4228, 1024), DecodePlan(2, 4, 4, 3, 1, sum_buffers=1)),
         ((2116, 2048), DecodePlan(4, 8, 4, 2, 1, registers=232)),
-        ((2116, 4096), DecodePlan(4, 8, 4, 2, 2, registers=232, sums=1)),
-        ((8452, 1024), DecodePlan(1, 2, 8, 3, 1, steps=2, resident=2)),
-        ((2116, 4096), DecodePlan(1, 8, 8, 3, 1, steps=2, together=2)),
-        ((4228, 1024), DecodePlan(2, 4, 4, 2, 1, together=2, reducers=2)),
-        ((2116, 2048), DecodePlan(2, 4, 4, 2, 2, sums=2, reducers=2)),
+        ((2116, 4096), DecodePlan(4, 8, 4, 2, 2, registers=232, sum_buffers=1)),
+        ((8452, 1024), DecodePlan(1, 2, 8, 3, 1, steps=2, resident_ctas=2)),
+        ((2116, 4096), DecodePlan(1, 8, 8, 3, 1, steps=2, joined=2)),
+        ((4228, 1024), DecodePlan(2, 4, 4, 2, 1, joined=2, reducers=2)),
+        ((2116, 2048), DecodePlan(2, 4, 4, 2, 2, sum_buffers=2, reducers=2)),
         ((2116, 2048), DecodePlan(4, 8, 4, 2, 1, registers=232, reducers=2, batches=2)),
         ((1060, 4096), DecodePlan(4, 8, 4, 2, 2, registers=232, reducers=2, batches=2)),
         ((2116, 8192), DecodePlan(1, 16, 8, 3, 1, steps=2, registers=112)),
@@ -101,7 +102,7 @@ def test_linear_in_steps(shape: tuple[int, int], plan: DecodePlan) -> None:
     for format, options in (("nf4", {}), ("nf4", {"nested": False}), *groups):
         q = hb.quantize(torch.randn(shape, device="cuda").bfloat16() / k**0.5, format, **options)
         scales = Scales(q.scale.dtype, q.block_size)
-        if not is_valid(plan, n, k, scales, facts_of(0)):
+        if not is_valid(plan, n, k, scales, properties_of(0)):
             # Whole rows of some scales may be aligned where those of others are not.
             assert format == "int4" or (q.nested and k % 256) or plan.together > scales.blocks
             continue
@@ -111,7 +112,7 @@ def test_linear_in_steps(shape: tuple[int, int], plan: DecodePlan) -> None:
             x = torch.randn((m, k), device="cuda").bfloat16()
             bias = torch.randn(n, device="cuda").bfloat16()
             y = torch.full((m, n), 777.0, device="cuda").bfloat16()
-            decode.linear(x, q, bias, y, plan)
+            run(decode, x, q, bias, y, plan)
             right = x.float() @ exact.t() + bias.float()
             assert float((y.float() - right).norm() / right.norm()) < 4e-3
 
@@ -138,7 +139,7 @@ def test_linear_of_several_weights(k: int) -> None:
 @pytest.mark.parametrize(("width", "groups"), [(8, 2), (16, 3), (32, 2), (64, 3)])
 def test_linear_of_a_cluster(width: int, groups: int, cluster: int, held: int) -> None:
     """CTAs hold x and add up a tile among themselves: whole tiles or not, less of x than there is room for."""
-    if facts_of(0).ptx != 90:
+    if properties_of(0).ptx != 90:
         pytest.skip("sm90_streamk/kernel.cu is for sm_90")
     n, k = 131, 256 * cluster * held - 192
     for format, options in (("nf4", {}), ("nf4", {"nested": False}), ("int4", {"group_size": 64})):
@@ -146,14 +147,14 @@ def test_linear_of_a_cluster(width: int, groups: int, cluster: int, held: int) -
         exact = hb.dequantize(q, torch.float32)
         for m in (1, width - 5, width + 3):
             tiles = -(-n // (64 * groups)) * -(-m // width)
-            plan = HopperPlan(width, groups, 2, tiles * cluster, held, cluster)
-            if not plan_fits(plan, m, n, k, 64, facts_of(0)):
+            plan = StreamKPlan(width, groups, 2, tiles * cluster, held, cluster)
+            if not plan_fits(plan, m, n, k, 64, properties_of(0)):
                 # The sums of 64 rows need more room than two stages.
                 assert (width, cluster, held) in ((64, 3, 1), (64, 5, 1))
                 plan = replace(plan, stages=3)
             x, bias = torch.randn((m, k), device="cuda").bfloat16(), torch.randn(n, device="cuda").bfloat16()
             y = torch.full((m, n), 777.0, device="cuda").bfloat16()
-            hopper.linear(x, q, bias, y, plan)
+            run(hopper, x, q, bias, y, plan)
             right = x.float() @ exact.t() + bias.float()
             assert float((y.float() - right).norm() / right.norm()) < 4e-3
 

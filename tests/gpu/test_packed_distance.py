@@ -8,7 +8,7 @@ import torch
 import halfbyte as hb
 from halfbyte.formats.rows import row_chunks
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.kernels.common.device import facts_of
+from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.distance import packed, reference
 
 from .conftest import DEVICE, POISON, check_replay, every_dtype, on_another_stream
@@ -84,7 +84,7 @@ def test_special_scales(dtype: torch.dtype) -> None:
 
 
 def test_more_than_two_thousand_million_weights() -> None:
-    if facts_of(0).shared_memory < 160_000:
+    if properties_of(0).shared_memory < 160_000:
         pytest.skip("a large GPU's test")
     v, d = 1_100_000, 2048
     q = hb.quantize(torch.randn(v, d, device=DEVICE, dtype=torch.bfloat16), "nf4")

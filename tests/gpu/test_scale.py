@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfbyte.kernels.common.device import facts_of
+from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels
 from halfbyte.kernels.common.nvrtc import Variant, read_source
 from halfbyte.kernels.linear.constants import TYPES
@@ -32,7 +32,7 @@ def test_fold_rounds_once(dtype: torch.dtype) -> None:
     root = Path(simt.__file__).parents[1]
     source = read_source(root / "device" / "scale.cuh", root) + FOLD
     constants = {"x": TYPES[dtype], "scale": TYPES[torch.float32]}
-    variant = Variant.of(source, facts_of(device.index).capability, constants)
+    variant = Variant.of(source, properties_of(device.index).capability, constants)
     (function,) = kernels(device.index, variant, (("fold_all", 0),))
 
     weights = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16).view(dtype)

@@ -8,7 +8,7 @@ import torch
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.attention.plan import MOST_PARTS, AttentionPlan, plan_for
 from halfbyte.kernels.attention.triton import attend, takes
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceProperties
 
 #        texts, heads, heads of keys, tokens, size of keys, of values
 SIZES = [
@@ -87,7 +87,7 @@ def test_plans(sms: int, heads: int, size: int) -> None:
     """They cover every token, leave no program without a token for long, and are few."""
     plans = set()
     for tokens in range(1, 9000, 7):
-        plan = plan_for(DeviceFacts("cuda", 90, sms), heads, tokens, size)
+        plan = plan_for(DeviceProperties("cuda", 90, sms), heads, tokens, size)
         assert plan.block * plan.blocks * plan.parts >= tokens
         assert 1 <= plan.parts <= MOST_PARTS
         assert plan.parts == 1 or plan.parts * heads <= 4 * sms

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpus import on_targets
 
-from halfbyte.kernels.common.device import DeviceFacts, facts_for
+from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import compile_for, pointer
 
 pytest.importorskip("triton")
@@ -38,10 +38,10 @@ def test_compiles(
     target: int | str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    facts = facts_for(f"sm_{target}") if isinstance(target, int) else DeviceFacts("hip", 0, 304)
+    properties = properties_for(f"sm_{target}") if isinstance(target, int) else DeviceProperties("hip", 0, 304)
     kept: list[tuple[Any, ...]] = []
     monkeypatch.setattr(attention, "launch", lambda *launch: kept.append(launch))
-    monkeypatch.setattr(attention, "facts_of", lambda _: facts)
+    monkeypatch.setattr(attention, "properties_of", lambda _: properties)
     query = torch.empty(texts, heads, 1, size, dtype=dtype, device="meta")
     keys = torch.empty(texts, shared, tokens, size, dtype=dtype, device="meta")
     mask = torch.empty(texts, 1, 1, tokens, dtype=torch.bool, device="meta")
@@ -50,16 +50,16 @@ def test_compiles(
     if not taken:
         return
     attention.attend(query, keys, keys, mask, size**-0.5)
-    parts = plan_for(facts, texts * shared, tokens, size).parts
+    parts = plan_for(properties, texts * shared, tokens, size).parts
     assert len(kept) == (1 if parts == 1 else 2)
     for kernel, _, arguments, _, configure in kept:
         values = dict(zip(kernel.arg_names, arguments, strict=False))
         signature = {n: pointer(v.dtype) if isinstance(v, torch.Tensor) else "i32" for n, v in values.items()}
         unaligned = [name for name, value in values.items() if isinstance(value, int) and value % 16]
-        grid, options = configure(facts)
+        grid, options = configure(properties)
         assert grid == (texts * shared * parts if kernel is attention.attend_kernel else texts * heads)
         constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
         compiled = compile_for(kernel, target, signature, constants, unaligned, **options)
         assert compiled.asm["ptx" if isinstance(target, int) else "hsaco"]
         if isinstance(target, int):
-            assert compiled.metadata.shared <= facts.shared_memory
+            assert compiled.metadata.shared <= properties.shared_memory

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.kernels.common.device import DeviceFacts, facts_for
+from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS, compile_for, pointer
 
 pytest.importorskip("triton")
@@ -18,7 +18,7 @@ from halfbyte.kernels.cache import triton as cache
 @pytest.mark.parametrize("target", [*CUDA_TARGETS, *HIP_TARGETS])
 @pytest.mark.parametrize(("texts", "dtype"), [(1, torch.bfloat16), (32, torch.float16), (3, torch.float32)])
 def test_compiles(target: int | str, texts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = facts_for(f"sm_{target}") if isinstance(target, int) else DeviceFacts("hip", 0, 304)
+    properties = properties_for(f"sm_{target}") if isinstance(target, int) else DeviceProperties("hip", 0, 304)
     kept: list[tuple[Any, ...]] = []
     monkeypatch.setattr(cache, "launch", lambda *launch: kept.append(launch))
     keys, new = (torch.empty(texts, 8, tokens, 128, dtype=dtype, device="meta") for tokens in (320, 1))
@@ -29,7 +29,7 @@ def test_compiles(target: int | str, texts: int, dtype: torch.dtype, monkeypatch
     values = dict(zip(kernel.arg_names, arguments, strict=False))
     signature = {n: pointer(v.dtype) if isinstance(v, torch.Tensor) else "i32" for n, v in values.items()}
     unaligned = [name for name, value in values.items() if isinstance(value, int) and value % 16]
-    grid, options = configure(facts)
+    grid, options = configure(properties)
     assert grid == 1
     constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
     compiled = compile_for(kernel, target, signature, constants, unaligned, **options)

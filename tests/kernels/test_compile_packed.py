@@ -10,7 +10,7 @@ import torch
 from gpus import on_targets
 
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight
-from halfbyte.kernels.common.device import DeviceFacts, facts_for
+from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import compile_for, pointer
 
 triton = pytest.importorskip("triton")
@@ -48,7 +48,7 @@ WEIGHTS = {
 
 @on_targets("name", list(WEIGHTS))
 def test_compiles(name: str, target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = facts_for(f"sm_{target}") if isinstance(target, int) else DeviceFacts("hip", 0, 304)
+    properties = properties_for(f"sm_{target}") if isinstance(target, int) else DeviceProperties("hip", 0, 304)
     kept: list[tuple[Any, ...]] = []
     monkeypatch.setattr(packed, "launch", lambda *launch: kept.append(launch))
     q = WEIGHTS[name]
@@ -60,13 +60,13 @@ def test_compiles(name: str, target: int | str, monkeypatch: pytest.MonkeyPatch)
         signature[parameter] = pointer(value.dtype) if is_tensor else "i32"
         if not is_tensor and value % 16:
             unaligned.append(parameter)
-    _, options = configure(facts)
+    _, options = configure(properties)
     constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
     compiled = compile_for(kernel, target, signature, constants, unaligned, **options)
     if not isinstance(target, int):
         assert compiled.asm["hsaco"]
         return
-    assert compiled.metadata.shared <= facts.shared_memory
+    assert compiled.metadata.shared <= properties.shared_memory
     # Look-ups count on the lane that a number is in.
     assert not re.findall(r"ttg\.convert_layout .*: tensor<(\d+x\d+x\w+)", compiled.asm["ttgir"])
     ptx = compiled.asm["ptx"]

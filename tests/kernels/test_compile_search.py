@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpus import on_targets
 
-from halfbyte.kernels.common.device import DeviceFacts, facts_for
+from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import compile_for, pointer
 
 triton = pytest.importorskip("triton")
@@ -76,12 +76,12 @@ def signature_of(value: object) -> str:
 
 @on_targets("name", list(LAUNCHES))
 def test_compiles(name: str, target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = facts_for(f"sm_{target}") if isinstance(target, int) else DeviceFacts("hip", 0, 304)
+    properties = properties_for(f"sm_{target}") if isinstance(target, int) else DeviceProperties("hip", 0, 304)
     kept: list[tuple[Any, ...]] = []
     for module in (distance, products, select, shards_triton, rank):
         monkeypatch.setattr(module, "launch", lambda *launch: kept.append(launch))
-        if hasattr(module, "facts_of"):
-            monkeypatch.setattr(module, "facts_of", lambda index: facts)
+        if hasattr(module, "properties_of"):
+            monkeypatch.setattr(module, "properties_of", lambda index: properties)
     LAUNCHES[name]()
     kernel, _, arguments, _, configure = kept[-1 if name == "pairs" else 0]
     values = dict(zip(kernel.arg_names, arguments, strict=False))
@@ -91,11 +91,11 @@ def test_compiles(name: str, target: int | str, monkeypatch: pytest.MonkeyPatch)
         for parameter, value in values.items()
         if isinstance(value, TensorDescriptor) or (isinstance(value, int) and value % 16)
     ]
-    _, options = configure(facts)
+    _, options = configure(properties)
     constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
     compiled = compile_for(kernel, target, signature, constants, unaligned, **options)
     if isinstance(target, int):
-        assert compiled.metadata.shared <= facts.shared_memory
+        assert compiled.metadata.shared <= properties.shared_memory
         multiplies = re.search(r"\b(w?mma|wgmma|tcgen05)\.", compiled.asm["ptx"])
         if any(word in name for word in ("products", "bounds", "ranks")) and target >= 80:
             assert multiplies

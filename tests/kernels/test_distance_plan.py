@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from halfbyte.kernels.common.device import HOST, facts_for
+from halfbyte.kernels.common.device import HOST, properties_for
 from halfbyte.kernels.common.targets import CUDA_TARGETS
 from halfbyte.kernels.distance import plan as plans
 
-FACTS = [HOST, *(facts_for(f"sm_{target}") for target in CUDA_TARGETS)]
+FACTS = [HOST, *(properties_for(f"sm_{target}") for target in CUDA_TARGETS)]
 
 
 @pytest.mark.parametrize("dims", [0, 1, 17, 768, 4096, 16384])
@@ -19,9 +19,9 @@ def test_one_query(dims: int) -> None:
 
 @pytest.mark.parametrize("queries", [2, 5, 64, 1000])
 def test_several_queries(queries: int) -> None:
-    for facts in FACTS:
+    for properties in FACTS:
         for itemsize in (2, 4):
-            assert plans.is_valid(plans.products(queries, itemsize, facts))
+            assert plans.is_valid(plans.products(queries, itemsize, properties))
 
 
 def test_what_is_not_valid() -> None:

@@ -14,20 +14,29 @@ from hypothesis import strategies as st
 
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
-from halfbyte.kernels.common.device import DeviceFacts, facts_for
-from halfbyte.kernels.linear import rooms
-from halfbyte.kernels.linear.cuda import choose, choose_group
-from halfbyte.kernels.linear.operands import INVARIANT_ROWS, Operands
+from halfbyte.kernels.common.device import DeviceProperties, properties_for
+from halfbyte.kernels.linear import kernel, workspace
+from halfbyte.kernels.linear.constants import TYPES
+from halfbyte.kernels.linear.dispatch import choose, choose_group
+from halfbyte.kernels.linear.kernel import plan_for
+from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
-from halfbyte.kernels.linear.sm90_streamk.launch import constants, kind_of, source
-from halfbyte.kernels.linear.sm90_streamk.plan import DEPTH, HopperPlan, Kind, hopper_plan, is_valid
+from halfbyte.kernels.linear.sm90_streamk.launch import constants, source
+from halfbyte.kernels.linear.sm90_streamk.plan import (
+    DEPTH,
+    StreamKPlan,
+    is_valid,
+    loads_scales_at_once,
+    span_of,
+    streamk_plan,
+)
 from halfbyte.kernels.linear.tune.h200 import STREAMK_NARROW_SIZE
 
-H200 = DeviceFacts("cuda", 90, 132, 232448)
+H200 = DeviceProperties("cuda", 90, 132, 232448)
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 MODELS = ((28672, 8192), (8192, 28672), (14336, 4096), (4096, 14336), (1024, 4096), (25600, 5120), (5120, 25600))
-WIDTHS = (8, 16, 32, 64)
+TILES_M = (8, 16, 32, 64)
 GROUPS = (2, 3, 4)
 shapes = {
     "n": st.integers(1, 40000),
@@ -37,11 +46,17 @@ shapes = {
 }
 
 
-def tiles(plan: HopperPlan, m: int, n: int) -> int:
-    return -(-n // plan.rows) * -(-m // plan.width)
+def planned(
+    m: int, n: int, k: int, span: int, properties: DeviceProperties, batch_invariant: bool
+) -> StreamKPlan | None:
+    return streamk_plan(m, Problem(BF16, n, k, "nf4", span, torch.uint8, 256), properties, batch_invariant)
 
 
-def cuts(plan: HopperPlan, m: int, n: int, k: int) -> set[tuple[int, ...]]:
+def tiles(plan: StreamKPlan, m: int, n: int) -> int:
+    return -(-n // plan.rows) * -(-m // plan.tile_m)
+
+
+def cuts(plan: StreamKPlan, m: int, n: int, k: int) -> set[tuple[int, ...]]:
     """Where CTAs begin within tiles, as sm90_streamk/kernel.cu shares units: one tuple if all tiles are cut alike."""
     depth, found = -(-k // DEPTH), {}
     for cta in range(plan.ctas):
@@ -60,34 +75,34 @@ def cuts(plan: HopperPlan, m: int, n: int, k: int) -> set[tuple[int, ...]]:
 def test_every_plan_is_valid(
     m: int, n: int, span: int, units: int, sms: int, capability: int, batch_invariant: bool
 ) -> None:
-    facts = DeviceFacts("cuda", capability, sms, 232448)
+    properties = DeviceProperties("cuda", capability, sms, 232448)
     k = span * units
-    plan = hopper_plan(m, n, k, span, facts, batch_invariant)
+    plan = planned(m, n, k, span, properties, batch_invariant)
     if capability != 90 or m == 0:
         assert plan is None
         return
     if plan is None:
         assert m > 300  # too many units for 32 bits
         return
-    assert is_valid(plan, m, n, k, span, facts)
+    assert is_valid(plan, m, n, k, span, properties)
     # The narrowest tile that holds every row of x, or the widest there is; for few weights half of it.
-    narrowest = next((width for width in WIDTHS if width >= m), WIDTHS[-1])
-    assert plan.width == (32 if 32 < m <= 64 and n * k <= STREAMK_NARROW_SIZE else narrowest)
+    narrowest = next((width for width in TILES_M if width >= m), TILES_M[-1])
+    assert plan.tile_m == (32 if 32 < m <= 64 and n * k <= STREAMK_NARROW_SIZE else narrowest)
     work = tiles(plan, m, n) * -(-k // DEPTH)
     assert 1 <= plan.ctas <= work
     assert (work + 1) * plan.ctas <= 1 << 32  # sm90_streamk/kernel.cu multiplies them in 32 bits
     assert plan.shared_bytes(span) <= 232448
-    if plan.held:
+    if plan.resident:
         assert not batch_invariant
         assert plan.ctas <= sms
         starts = [cta * work // plan.ctas for cta in range(plan.ctas + 1)]
-        assert all(0 < end - start <= plan.held for start, end in pairwise(starts))
+        assert all(0 < end - start <= plan.resident for start, end in pairwise(starts))
         depth = -(-k // DEPTH)
         assert all(start // depth == (end - 1) // depth for start, end in pairwise(starts))  # all of one tile
     if plan.cluster > 1:
-        assert plan.held
+        assert plan.resident
         assert plan.ctas == tiles(plan, m, n) * plan.cluster
-        assert tiles(plan, m, n) <= facts.clusters(plan.cluster)
+        assert tiles(plan, m, n) <= properties.clusters(plan.cluster)
 
 
 @given(m=st.integers(1, 1000), other=st.integers(1, 1000), **shapes)
@@ -95,8 +110,8 @@ def test_the_order_of_a_sum_does_not_depend_on_the_rows_of_x(
     m: int, other: int, n: int, span: int, units: int, sms: int
 ) -> None:
     """Neither where a tile is cut along K, nor in which order its parts are added up, nor whether there is a plan."""
-    facts, k = replace(H200, sms=sms), span * units
-    plans = {rows: hopper_plan(rows, n, k, span, facts, True) for rows in (1, m, other)}
+    properties, k = replace(H200, sms=sms), span * units
+    plans = {rows: planned(rows, n, k, span, properties, True) for rows in (1, m, other)}
     if None in plans.values():
         assert m > INVARIANT_ROWS or other > INVARIANT_ROWS or set(plans.values()) == {None}
         return
@@ -108,15 +123,15 @@ def test_the_order_of_a_sum_does_not_depend_on_the_rows_of_x(
 @pytest.mark.parametrize("n", [400_000, 4_000_000])
 def test_a_weight_too_large_for_many_rows_is_refused_with_few(n: int) -> None:
     """Another kernel, which adds up in another order, would take the many."""
-    plans = {hopper_plan(m, n, 16384, 64, H200, True) for m in (1, 9, 64, INVARIANT_ROWS)}
+    plans = {planned(m, n, 16384, 64, H200, True) for m in (1, 9, 64, INVARIANT_ROWS)}
     assert plans == {None}
-    assert hopper_plan(1, n, 16384, 64, H200, False) is not None
+    assert planned(1, n, 16384, 64, H200, False) is not None
 
 
 @given(m=st.integers(1, INVARIANT_ROWS), shape=st.sampled_from((*MODELS, (152064, 8192), (256000, 28672))))
 def test_all_that_go_at_a_time_have_a_plan(m: int, shape: tuple[int, int]) -> None:
     """Another kernel would add up in another order."""
-    assert hopper_plan(m, *shape, 64, H200, True) is not None
+    assert planned(m, *shape, 64, H200, True) is not None
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -124,33 +139,40 @@ def test_all_that_go_at_a_time_have_a_plan(m: int, shape: tuple[int, int]) -> No
 def test_models_have_plans(shape: tuple[int, int], batch_invariant: bool) -> None:
     for span in (32, 64):
         for m in range(1, 257):
-            plan = hopper_plan(m, *shape, span, H200, batch_invariant)
+            plan = planned(m, *shape, span, H200, batch_invariant)
             assert plan is not None
-            if m <= plan.width and not batch_invariant:
+            if m <= plan.tile_m and not batch_invariant:
                 assert 40 <= plan.ctas <= 132
 
 
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
 def test_one_kernel_takes_all_that_must_not_depend_on_the_batch(target: str) -> None:
     for n, k in (*MODELS, (2048, 2048), (4096, 5376), (1000, 96)):
-        operands = Operands(BF16 if target != "sm_75" else F16, n, k, "nf4", 64, torch.uint8, 256)
-        kernels = {choose(m, operands, facts_for(target), True).kernel for m in range(1, INVARIANT_ROWS + 1)}
+        problem = Problem(BF16 if target != "sm_75" else F16, n, k, "nf4", 64, torch.uint8, 256)
+        kernels = {choose(m, problem, properties_for(target), True).kernel for m in range(1, INVARIANT_ROWS + 1)}
         assert len(kernels) == 1
 
 
 def test_a_group_has_x_laid_out_in_one_way() -> None:
-    """Once for all, which is not done for a weight whose CTAs hold it."""
-    group = tuple(Operands(BF16, n, 2304, "nf4", 64, torch.uint8, 256) for n in (9000, 8000, 64))
+    """Once for all, which is not done for a weight whose CTAs keep it."""
+    group = tuple(Problem(BF16, n, 2304, "nf4", 64, torch.uint8, 256) for n in (9000, 8000, 64))
     for m in (33, 64, 65, 200):
-        plans = [hopper.find_plan(m, operands, H200, False) for operands in group]
-        assert [plan.held > 0 for plan in plans] == [False, False, True]
-        assert choose_group(m, group[:2], H200) == (hopper, tuple(plans[:2]))
+        plans = [hopper.plan(m, one, H200, False) for one in group]
+        assert [plan.resident > 0 for plan in plans] == [False, False, True]
+        together = hopper.plan_group(m, group[:2], H200)
+        assert together.plans == tuple(plans[:2])
+        assert together.microseconds < sum(plan.microseconds for plan in plans[:2])
+        if m > 64:
+            assert choose_group(m, group[:2], H200) == (hopper, together)
         assert choose_group(m, group, H200) is None
         assert choose(m, group[2], H200, False).kernel is (decode if m <= 64 else hopper)  # a small one
-        assert hopper.lays_out_alike(group[:2], plans[:2])
-        assert not hopper.lays_out_alike(group[:2], [plans[0], replace(plans[1], width=32)])
     others = (replace(group[0], k=1024), replace(group[0], block_size=32), replace(group[0], dtype=F32))
     assert all(choose_group(200, (group[0], other), H200) is None for other in others)
+    small = (group[0], replace(group[0], n=256, k=2304))
+    assert hopper.plan_group(200, small, H200) is None
+    narrower = tuple(replace(one, n=n) for one, n in zip(group, (9000, 3000), strict=False))
+    assert {hopper.plan(64, one, H200, False).tile_m for one in narrower} == {32, 64}
+    assert hopper.plan_group(64, narrower, H200) is None
 
 
 def test_how_many_clusters_run_at_once() -> None:
@@ -159,70 +181,85 @@ def test_how_many_clusters_run_at_once() -> None:
     assert all(0.85 * most < H200.clusters(size) <= most for size, most in says.items())
     assert H200.clusters(1) == H200.clusters(9) == 0
     for sms in range(1, 200):
-        facts = replace(H200, sms=sms)
-        assert all(0 <= size * facts.clusters(size) <= sms for size in says)
+        properties = replace(H200, sms=sms)
+        assert all(0 <= size * properties.clusters(size) <= sms for size in says)
 
 
 def test_plans_that_would_be_wrong_are_not_valid() -> None:
-    def valid(facts: DeviceFacts = H200, m: int = 1, n: int = 300, k: int = 4096, span: int = 64, **changes) -> bool:
-        return is_valid(replace(HopperPlan(8, 3, 3, 32), **changes), m, n, k, span, facts)
+    def valid(
+        properties: DeviceProperties = H200, m: int = 1, n: int = 300, k: int = 4096, span: int = 64, **changes
+    ) -> bool:
+        return is_valid(replace(StreamKPlan(8, 3, 3, 32), **changes), m, n, k, span, properties)
 
     assert valid()
     assert valid(span=32)
     assert valid(m=9, ctas=64)
-    assert all(valid(groups=groups, width=width, stages=2) for groups in GROUPS for width in WIDTHS)
+    assert all(valid(warpgroups=groups, tile_m=width, stages=2) for groups in GROUPS for width in TILES_M)
     assert not valid(ctas=33)  # two tiles of sixteen units
     assert not valid(n=192, ctas=17)
-    assert valid(held=1)
-    assert valid(ctas=6, held=6)  # a third of sixteen units, and that is all of it
-    assert not valid(ctas=6, held=5)
-    assert not valid(ctas=5, held=16)  # a CTA has parts of two tiles
-    assert valid(ctas=6, held=6, cluster=3)
+    assert valid(resident=1)
+    assert valid(ctas=6, resident=6)  # a third of sixteen units, and that is all of it
+    assert not valid(ctas=6, resident=5)
+    assert not valid(ctas=5, resident=16)  # a CTA has parts of two tiles
+    assert valid(ctas=6, resident=6, cluster=3)
     assert not valid(ctas=6, cluster=3)  # x comes with W, behind which there is no room for sums
-    assert not valid(ctas=8, held=6, cluster=3)
-    assert not valid(ctas=6, held=6, cluster=2)
-    assert not valid(ctas=18, held=2, cluster=9)  # more than a cluster has
-    wide = {"width": 64, "m": 64, "n": 256, "groups": 4, "held": 4, "stages": 2}
-    assert valid(ctas=4, cluster=4, **wide, facts=replace(H200, shared_memory=1 << 20))
-    assert not valid(ctas=5, cluster=5, **wide, facts=replace(H200, shared_memory=1 << 20))  # no room for ten groups
+    assert not valid(ctas=8, resident=6, cluster=3)
+    assert not valid(ctas=6, resident=6, cluster=2)
+    assert not valid(ctas=18, resident=2, cluster=9)  # more than a cluster has
+    wide = {"tile_m": 64, "m": 64, "n": 256, "warpgroups": 4, "resident": 4, "stages": 2}
+    assert valid(ctas=4, cluster=4, **wide, properties=replace(H200, shared_memory=1 << 20))
+    assert not valid(
+        ctas=5, cluster=5, **wide, properties=replace(H200, shared_memory=1 << 20)
+    )  # no room for ten groups
     assert not valid(ctas=0)
-    assert not valid(groups=1)
-    assert not valid(groups=5)
+    assert not valid(warpgroups=1)
+    assert not valid(warpgroups=5)
     for width in (1, 4, 24, 256):
-        assert not valid(width=width)
+        assert not valid(tile_m=width)
     assert not valid(stages=0)
     assert not valid(stages=1)
-    assert not valid(stages=9, groups=2, facts=replace(H200, shared_memory=1 << 20))  # no room for the barriers
+    assert not valid(
+        stages=9, warpgroups=2, properties=replace(H200, shared_memory=1 << 20)
+    )  # no room for the barriers
     most = max(stages for stages in range(2, 9) if valid(stages=stages))
     assert valid(stages=most)
     assert not valid(stages=most + 1)
-    assert not valid(stages=most, facts=replace(H200, shared_memory=HopperPlan(8, 3, most, 1).shared_bytes(64) - 1))
+    assert not valid(
+        stages=most, properties=replace(H200, shared_memory=StreamKPlan(8, 3, most, 1).shared_bytes(64) - 1)
+    )
     for capability in (80, 89, 100, 103, 120):
         assert not valid(replace(H200, capability=capability))
-    assert not valid(DeviceFacts("hip", 90, 304, 232448))
-    assert not valid(DeviceFacts("host"))
+    assert not valid(DeviceProperties("hip", 90, 304, 232448))
+    assert not valid(DeviceProperties("host"))
     assert not valid(m=1 << 16, n=1 << 16, k=1 << 13, ctas=1 << 14)  # more than 32 bits count
     assert valid(m=1 << 16, n=1 << 16, k=1 << 13, ctas=1)
 
 
-# scales, log_block, span, vector, low_first
+# Weights of every kind that kernel.cu is compiled for: format, block size, scales, K, and whether that is a multiple of
+# what lets scales of a row be loaded at once.
 KINDS = (
-    (torch.uint8, 6, 64, True, False),
-    (torch.uint8, 6, 64, False, False),
-    (torch.uint8, 5, 32, True, False),
-    (torch.uint8, 5, 32, False, False),
-    (torch.uint8, 7, 64, False, False),
-    (torch.uint8, 12, 64, False, False),
-    (torch.float32, 5, 32, False, False),
-    (torch.float32, 6, 64, True, False),
-    (torch.float32, 8, 64, True, True),
-    (torch.float32, 12, 64, False, False),
-    (torch.float16, 5, 32, True, True),
-    (torch.float16, 7, 64, False, True),
-    (torch.bfloat16, 6, 64, True, True),
-    (torch.bfloat16, 5, 32, False, True),
-    (torch.bfloat16, 7, 64, True, True),
+    ("nf4", 64, torch.uint8, 1024, True),
+    ("nf4", 64, torch.uint8, 960, False),
+    ("nf4", 32, torch.uint8, 512, True),
+    ("nf4", 32, torch.uint8, 96, False),
+    ("nf4", 128, torch.uint8, 4096, False),
+    ("nf4", 4096, torch.uint8, 4096, False),
+    ("nf4", 32, torch.float32, 1024, False),
+    ("nf4", 64, torch.float32, 256, True),
+    ("int4", 256, torch.float32, 1024, True),
+    ("nf4", 4096, torch.float32, 4096, False),
+    ("int4", 32, torch.float16, 256, True),
+    ("int4", 128, torch.float16, 512, False),
+    ("int4", 64, torch.bfloat16, 512, True),
+    ("int4", 32, torch.bfloat16, 96, False),
+    ("int4", 128, torch.bfloat16, 1024, True),
 )
+
+
+def problem(dtype: torch.dtype, format: str, block_size: int, scale: torch.dtype, k: int, at_once: bool) -> Problem:
+    found = Problem(dtype, 4096, k, format, block_size, scale, 256 if scale == torch.uint8 else 0)
+    assert loads_scales_at_once(found) is at_once
+    return found
 
 
 @pytest.mark.slow
@@ -234,32 +271,32 @@ def test_what_the_planner_picks_compiles_into_registers(every: bool, tmp_path: P
         for m in (1, 16, 32, 64)
         for shape in MODELS
         for batch_invariant in (False, True)
-        if (plan := hopper_plan(m, *shape, 64, H200, batch_invariant)) is not None
+        if (plan := planned(m, *shape, 64, H200, batch_invariant)) is not None
     }
-    assert {plan.width for plan in picked} == set(WIDTHS)
+    assert {plan.tile_m for plan in picked} == set(TILES_M)
     assert any(plan.cluster > 1 for plan in picked)
-    kinds = cycle(Kind(dtype, *kind) for kind, dtype in zip(cycle(KINDS), (BF16, F16) * len(KINDS), strict=False))
+    kinds = cycle(problem(dtype, *kind) for kind, dtype in zip(cycle(KINDS), (BF16, F16) * len(KINDS), strict=False))
     if not every:
-        picked = set({(plan.width, plan.cluster > 1, plan.held > 0): plan for plan in picked}.values())
-    for plan in sorted(picked, key=lambda plan: (plan.width, plan.groups, plan.stages)):
+        picked = set({(plan.tile_m, plan.cluster > 1, plan.resident > 0): plan for plan in picked}.values())
+    for plan in sorted(picked, key=lambda plan: (plan.tile_m, plan.warpgroups, plan.stages)):
         for kind in islice(kinds, 3 if every else 1):
-            multiply, arrange = _compiled(kind, plan, tmp_path)
-            assert multiply["STACK"] == multiply["LOCAL"] == arrange["STACK"] == arrange["LOCAL"] == 0, (kind, plan)
+            multiply, lay_out = _compiled(kind, plan, tmp_path)
+            assert multiply["STACK"] == multiply["LOCAL"] == lay_out["STACK"] == lay_out["LOCAL"] == 0, (kind, plan)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", GROUPS)
 def test_what_a_tuner_may_pick_compiles(groups: int, tmp_path: Path) -> None:
-    kinds = cycle(Kind(BF16 if groups == 3 else F16, *kind) for kind in KINDS[groups::4])
-    for width, kind in zip(WIDTHS, kinds, strict=False):
-        plans = (HopperPlan(width, groups, stages, 1) for stages in range(2, 9))
-        valid = [plan for plan in plans if is_valid(plan, width, 4096, 4096, kind.span, H200)]
+    kinds = cycle(problem(BF16 if groups == 3 else F16, *kind) for kind in KINDS[groups::4])
+    for width, kind in zip(TILES_M, kinds, strict=False):
+        plans = (StreamKPlan(width, groups, stages, 1) for stages in range(2, 9))
+        valid = [plan for plan in plans if is_valid(plan, width, 4096, 4096, span_of(kind), H200)]
         multiply, _ = _compiled(kind, valid[-1], tmp_path)
         assert multiply["STACK"] <= 256  # a few spilled words, none of them an array
 
 
-def _compiled(kind: Kind, plan: HopperPlan, directory: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """What cuobjdump says of `multiply` and `arrange`: registers ("REG"), "STACK", "SHARED", "LOCAL"."""
+def _compiled(kind: Problem, plan: StreamKPlan, directory: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """What cuobjdump says of `multiply` and `lay_out`: registers ("REG"), "STACK", "SHARED", "LOCAL"."""
     import triton
 
     settings = constants(kind, plan)
@@ -269,15 +306,15 @@ def _compiled(kind: Kind, plan: HopperPlan, directory: Path) -> tuple[dict[str, 
     text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     kernels = re.findall(r"Function (\w+):\s+(REG.*)", text)
     found = {kernel: {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", used)} for kernel, used in kernels}
-    assert found.keys() == {"multiply", "arrange"}
-    warpgroups = plan.groups + 1
+    assert found.keys() == {"multiply", "lay_out"}
+    warpgroups = plan.warpgroups + 1
     assert found["multiply"]["REG"] * 128 * warpgroups <= 65536
     # A warpgroup waits for ever for registers that the CTA does not have.
-    asked = int(settings["producer_registers"]) + plan.groups * int(settings["consumer_registers"])
+    asked = int(settings["producer_registers"]) + plan.warpgroups * int(settings["consumer_registers"])
     assert asked <= found["multiply"]["REG"] * warpgroups
     # Dynamic shared memory begins where the system's ends.
     assert found["multiply"]["SHARED"] <= 1024
-    return found["multiply"], found["arrange"]
+    return found["multiply"], found["lay_out"]
 
 
 @pytest.mark.slow
@@ -291,8 +328,8 @@ def test_addresses_of_the_main_loop_are_uniform(
     import triton
 
     path = tmp_path / "hopper.cubin"
-    plan = HopperPlan(*tile, 132, held, cluster)
-    path.write_bytes(nvrtc.compile_cubin(source(), "90a", constants(Kind(BF16, *KINDS[0]), plan)))
+    plan = StreamKPlan(*tile, 132, held, cluster)
+    path.write_bytes(nvrtc.compile_cubin(source(), "90a", constants(problem(BF16, *KINDS[0]), plan)))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     text = subprocess.run([tool, path], capture_output=True, text=True, check=True).stdout
     operations = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?(\w+)", text[text.index(".text.multiply") :], re.M)
@@ -304,8 +341,8 @@ def test_addresses_of_the_main_loop_are_uniform(
 
 
 def test_source_refuses_sizes_that_are_not_its_own() -> None:
-    plan = HopperPlan(8, 3, 3, 1)
-    wrong = constants(Kind(BF16, *KINDS[0]), plan) | {"shared_bytes": plan.shared_bytes(64) + 16}
+    plan = StreamKPlan(8, 3, 3, 1)
+    wrong = constants(problem(BF16, *KINDS[0]), plan) | {"shared_bytes": plan.shared_bytes(64) + 16}
     with pytest.raises(Exception, match="reckons with other sizes"):
         nvrtc.compile_cubin(source(), "90a", wrong)
 
@@ -338,12 +375,19 @@ def test_source_refuses_sizes_that_are_not_its_own() -> None:
 )
 def test_kinds(format: str, k: int, options: dict[str, object], vector: bool) -> None:
     q, x = hb.quantize(torch.randn((3, k)).half(), format, **options), torch.zeros((2, k), dtype=BF16)
-    size = q.block_size
-    scales = torch.uint8 if q.nested else torch.float16 if format == "int4" else torch.float32
-    right = Kind(BF16, scales, size.bit_length() - 1, min(size, 64), vector, format == "int4")
-    assert kind_of(x, q) == right
-    assert kind_of(x.half(), q) == replace(right, dtype=F16)
-    assert kind_of(x, replace(q, scale=moved(q.scale))) == replace(right, vector=False)
+    for dtype in (BF16, F16):
+        found = problem_of(x.to(dtype), q, None)
+        assert loads_scales_at_once(found) is vector
+        assert not loads_scales_at_once(problem_of(x, replace(q, scale=moved(q.scale)), None))
+        config = constants(found, StreamKPlan(8, 3, 3, 1))
+        assert config["x"] == TYPES[dtype]
+        assert config["scale"] == TYPES[q.scale.dtype]
+        assert 1 << config["log_block"] == q.block_size
+        assert (config["span"], config["vector"], config["low_first"]) == (
+            min(q.block_size, 64),
+            vector,
+            format == "int4",
+        )
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -351,16 +395,9 @@ def moved(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16, F32])
-def test_kinds_of_integers_by_their_scales(dtype: torch.dtype) -> None:
-    q = hb.quantize(torch.randn((3, 512)).to(dtype), "int4", group_size=64)
-    kind = kind_of(torch.zeros((2, 512), dtype=BF16), q)
-    assert kind == Kind(BF16, dtype, 6, 64, True, True)
-
-
 @pytest.fixture
 def _as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "facts_of", lambda index: H200)
+    monkeypatch.setattr(kernel, "properties_of", lambda index: H200)
 
 
 @pytest.mark.usefixtures("_as_on_an_h200")
@@ -368,17 +405,15 @@ def test_what_the_kernel_is_for() -> None:
     x, weight = torch.randn(100, 1024).bfloat16(), torch.randn(65, 1024).bfloat16()
     q = hb.quantize(weight)
     for rows, width in ((1, 8), (8, 8), (9, 16), (17, 32), (33, 32), (65, 64), (100, 64)):
-        plan, kind = hopper.plan_for(x[:rows], q, False)
-        assert plan == hopper_plan(rows, 65, 1024, 64, H200, False)
-        assert plan.width == width
-        assert kind == kind_of(x, q)
-        assert hopper.plan_for(x[:rows], q, True) == (hopper_plan(rows, 65, 1024, 64, H200, True), kind)
+        plan = plan_for(hopper, x[:rows], q)
+        assert plan == planned(rows, 65, 1024, 64, H200, False)
+        assert plan.tile_m == width
+        assert plan_for(hopper, x[:rows], q, None, True) == planned(rows, 65, 1024, 64, H200, True)
     small = hb.quantize(weight[:, :96], block_size=32)
-    assert hopper.plan_for(x[:, :96].contiguous(), small, False) is not None
+    assert plan_for(hopper, x[:, :96].contiguous(), small) is not None
     for no in (
         (x[:0], q),
         (x.float(), q),
-        (moved(x), q),
         (x, replace(q, packed=moved(q.packed))),
         (x, replace(q, nested=q.nested._replace(absmax=q.nested.absmax[:3], block_size=512))),
         (x[:, :1000].contiguous(), hb.quantize(weight[:, :1000])),
@@ -386,20 +421,20 @@ def test_what_the_kernel_is_for() -> None:
         (x[:, :1008].contiguous(), hb.quantize(weight[:, :1008], block_size=32)),
         (x[:, :0].contiguous(), hb.quantize(weight[:, :0], nested=False)),
     ):
-        assert hopper.plan_for(*no, False) is None
-        assert hopper.plan_for(*no, True) is None
+        assert plan_for(hopper, *no) is None
+        assert plan_for(hopper, *no, None, True) is None
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20))
-def test_a_launch_finds_its_room_all_missing(counts: list[int]) -> None:
-    room = rooms.Room(4 * max(counts), torch.device("cpu"))
+def test_a_launch_finds_its_workspace_full_of_sentinels(counts: list[int]) -> None:
+    space = workspace.Workspace(4 * max(counts), torch.device("cpu"))
 
     def numbers(address: int, count: int) -> torch.Tensor:
         there = (ctypes.c_int32 * max(count, 1)).from_address(address)
         return torch.frombuffer(there, dtype=torch.int32)[:count]
 
     for count in counts:
-        partial, left, left_count = room.take(4 * count)
+        partial, left, left_count = space.take(4 * count)
         assert (numbers(partial, 4 * count) == -1).all()
         numbers(partial, 4 * count).fill_(7)  # what the launch does
         numbers(left, left_count).fill_(-1)

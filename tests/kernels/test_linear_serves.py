@@ -6,17 +6,17 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.kernels.common.device import DeviceFacts, facts_for
-from halfbyte.kernels.linear import cuda, reach
+from halfbyte.kernels.common.device import DeviceProperties, properties_for
+from halfbyte.kernels.linear import dispatch, reach
 from halfbyte.kernels.linear import serves as module
-from halfbyte.kernels.linear.operands import Operands
+from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.serves import serves
 
 HALF, FULL = torch.bfloat16, torch.float32
 
 
-def operands(dtype: torch.dtype = HALF, n: int = 4096, k: int = 4096) -> Operands:
-    return Operands(dtype, n, k, "nf4", 64, torch.uint8, 256)
+def problem(dtype: torch.dtype = HALF, n: int = 4096, k: int = 4096) -> Problem:
+    return Problem(dtype, n, k, "nf4", 64, torch.uint8, 256)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, HALF, FULL], ids=str)
@@ -36,26 +36,26 @@ def test_on_a_device_without_kernels() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, HALF, FULL], ids=str)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_120"])
 def test_on_cuda_it_is_the_kernel_that_is_chosen(target: str, dtype: torch.dtype) -> None:
-    facts = facts_for(target)
-    choice = cuda.choose(1, operands(dtype), facts, False)
+    properties = properties_for(target)
+    choice = dispatch.choose(1, problem(dtype), properties, False)
     assert choice is not None
-    name = choice.kernel.__name__.split(".")[-2]
-    assert module._on_cuda(operands(dtype), facts, None) == f"CUDA C++ {name} ({target})"
+    name = choice.kernel.NAME
+    assert module._on_cuda(problem(dtype), properties, None) == f"CUDA C++ {name} ({target})"
 
 
 def test_the_kernels_by_name() -> None:
-    assert module._on_cuda(operands(HALF), facts_for("sm_90"), None) == "CUDA C++ sm90_decode (sm_90)"
-    assert module._on_cuda(operands(HALF), facts_for("sm_80"), None) == "CUDA C++ sm80 (sm_80)"
-    assert module._on_cuda(operands(FULL), facts_for("sm_90"), None) == "CUDA C++ simt (sm_90)"
+    assert module._on_cuda(problem(HALF), properties_for("sm_90"), None) == "CUDA C++ sm90_decode (sm_90)"
+    assert module._on_cuda(problem(HALF), properties_for("sm_80"), None) == "CUDA C++ simt (sm_80)"
+    assert module._on_cuda(problem(FULL), properties_for("sm_90"), None) == "CUDA C++ simt (sm_90)"
 
 
 def test_what_is_missing_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts, amd = facts_for("sm_90"), DeviceFacts("hip")
+    properties, amd = properties_for("sm_90"), DeviceProperties("hip")
     lack = reach.Lack("the compiler is missing", "buy one")
     for there, name in ((True, "Triton"), (False, "torch")):
         monkeypatch.setattr(module, "has_triton", lambda there=there: there)
-        told = module._on_cuda(operands(), facts, lack)
+        told = module._on_cuda(problem(), properties, lack)
         assert told == f"{name} dequantize, then torch.matmul: the compiler is missing"
-    told = module._on_cuda(operands(), amd, reach.without_kernels(amd))
+    told = module._on_cuda(problem(), amd, reach.without_kernels(amd))
     assert told == "torch dequantize, then torch.matmul: linear has no kernel for AMD GPUs yet"
-    assert "no kernel is for such a weight" in module._on_cuda(operands(n=0), facts, None)
+    assert "no kernel is for such a weight" in module._on_cuda(problem(n=0), properties, None)

@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.linear import kernel
 from halfbyte.kernels.linear.constants import TYPES
+from halfbyte.kernels.linear.kernel import plan_for
+from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm80 import launch as tensor
 from halfbyte.kernels.linear.sm80.launch import constants, grid, source
-from halfbyte.kernels.linear.sm80.plan import TensorPlan, is_valid, tensor_plan
+from halfbyte.kernels.linear.sm80.plan import Sm80Plan, is_valid, sm80_plan
 from halfbyte.kernels.linear.tune.h200 import SM80_WARPS
 
 SHARED = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-FACTS = {capability: DeviceFacts("cuda", capability, 100, shared) for capability, shared in SHARED.items()}
+GPUS = {capability: DeviceProperties("cuda", capability, 100, shared) for capability, shared in SHARED.items()}
 F16, BF16 = torch.float16, torch.bfloat16
 # Tiles of x and warps: the extremes of what the planner chooses from, and a tuner may.
 TILES = [
@@ -38,38 +41,38 @@ TILES = [
     k=st.integers(1, 1000).map(lambda k: 32 * k),
     block_size=st.sampled_from([32, 64, 128, 4096]),
     dtype=st.sampled_from([F16, BF16]),
-    capability=st.sampled_from(list(FACTS)),
+    capability=st.sampled_from(list(GPUS)),
     sms=st.integers(1, 200),
 )
 def test_every_plan_is_valid(
     m: int, n: int, k: int, block_size: int, dtype: torch.dtype, capability: int, sms: int
 ) -> None:
-    facts = replace(FACTS[capability], sms=sms)
-    plan = tensor_plan(m, n, k, block_size, dtype, facts)
+    properties = replace(GPUS[capability], sms=sms)
+    plan = sm80_plan(m, n, k, block_size, dtype, properties)
     if capability == 75 and dtype == BF16:
         assert plan is None
         return
     assert plan is not None
-    assert is_valid(plan, n, k, block_size, dtype, facts)
+    assert is_valid(plan, n, k, block_size, dtype, properties)
     assert plan.span == (64 if k % 64 == 0 and block_size % 64 == 0 else 32)
-    assert plan.step == (8 if capability == 75 else 16)
-    columns = -(-m // (8 * plan.columns))
-    assert m > 4 * plan.columns or plan.columns == 1  # no tile of x is for more than twice as many rows as there are
+    assert plan.mma_k == (8 if capability == 75 else 16)
+    columns = -(-m // (8 * plan.m_tiles))
+    assert m > 4 * plan.m_tiles or plan.m_tiles == 1  # no tile of x is for more than twice as many rows as there are
     across, down = grid(n, columns, plan, sms)
     assert across == columns * plan.splits
     assert 1 <= down <= -(-n // plan.rows)
-    assert down == 1 or across * down <= sms * plan.resident
+    assert down == 1 or across * down <= sms * plan.resident_ctas
 
 
 def test_plans_that_would_be_wrong_are_not_valid() -> None:
     def valid(capability: int = 80, n: int = 1000, k: int = 4096, block_size: int = 64, dtype=BF16, **changes) -> bool:
-        plan = replace(TensorPlan(2, 2, 4, 2, 2, 64), **changes)
-        return is_valid(plan, n, k, block_size, dtype, FACTS[capability])
+        plan = replace(Sm80Plan(2, 2, 4, 2, 2, 64), **changes)
+        return is_valid(plan, n, k, block_size, dtype, GPUS[capability])
 
     assert valid()
     assert valid(k=512)
     assert valid(block_size=32, span=32)
-    assert valid(75, dtype=F16, step=8, resident=1)
+    assert valid(75, dtype=F16, mma_k=8, resident_ctas=1)
     assert not valid(k=448)  # eight warps for seven spans
     assert not valid(k=4128)
     assert not valid(k=4128, block_size=32)
@@ -77,21 +80,21 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert not valid(n=0)
     assert not valid(n=1 << 30, k=1 << 20)
     assert not valid(dtype=torch.float32)
-    assert not valid(columns=3)
-    assert not valid(columns=8)  # two CTAs would have 128 registers a thread
+    assert not valid(m_tiles=3)
+    assert not valid(m_tiles=8)  # two CTAs would have 128 registers a thread
     assert not valid(splits=0)
-    assert valid(80, columns=8, row_warps=1)
-    assert not valid(86, columns=8, row_warps=1)  # shared memory is for one CTA
-    assert not valid(75, dtype=F16, resident=1)  # a step of 16
-    assert not valid(75, dtype=BF16, step=8, resident=1)
-    assert not valid(75, dtype=F16, step=8)  # two CTAs, again
-    assert not is_valid(TensorPlan(2, 2, 4, 2, 2, 64), 1000, 4096, 64, F16, DeviceFacts("hip", 0, 304))
-    assert tensor_plan(0, 1000, 4096, 64, F16, FACTS[80]) is None
-    assert tensor_plan(1, 1000, 4100, 64, F16, FACTS[80]) is None
+    assert valid(80, m_tiles=8, n_warps=1)
+    assert not valid(86, m_tiles=8, n_warps=1)  # shared memory is for one CTA
+    assert not valid(75, dtype=F16, resident_ctas=1)  # a step of 16
+    assert not valid(75, dtype=BF16, mma_k=8, resident_ctas=1)
+    assert not valid(75, dtype=F16, mma_k=8)  # two CTAs, again
+    assert not is_valid(Sm80Plan(2, 2, 4, 2, 2, 64), 1000, 4096, 64, F16, DeviceProperties("hip", 0, 304))
+    assert sm80_plan(0, 1000, 4096, 64, F16, GPUS[80]) is None
+    assert sm80_plan(1, 1000, 4100, 64, F16, GPUS[80]) is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capability", "offset"), list(zip(FACTS, cycle((0, 1, 2)))))
+@pytest.mark.parametrize(("capability", "offset"), list(zip(GPUS, cycle((0, 1, 2)))))
 def test_compiles_into_registers(capability: int, offset: int, tmp_path: Path) -> None:
     """A third of the tiles, with one format or another: nothing is spilled, and shared memory is what the plan says."""
     kinds = cycle(
@@ -101,21 +104,23 @@ def test_compiles_into_registers(capability: int, offset: int, tmp_path: Path) -
         for format, scale in (("nf4", torch.uint8), ("nf4", torch.float32), ("int4", F16), ("int4", BF16))
         if (capability, dtype) != (75, BF16)
     )
-    for (columns, row_warps, k_warps, resident), (format, scale, dtype, span) in zip(
+    for (columns, n_warps, k_warps, resident), (format, scale, dtype, span) in zip(
         TILES[offset::3], kinds, strict=False
     ):
-        plan = TensorPlan(columns, row_warps, k_warps, 1, resident, span, 8 if capability == 75 else 16)
-        if not is_valid(plan, 4096, 4096, 64, dtype, FACTS[capability]):
+        plan = Sm80Plan(columns, n_warps, k_warps, 1, resident, span, 8 if capability == 75 else 16)
+        if not is_valid(plan, 4096, 4096, 64, dtype, GPUS[capability]):
             continue
         path = tmp_path / "tensor.cubin"
-        path.write_bytes(nvrtc.compile_cubin(source(), capability, constants(format, scale, dtype, plan)))
+        path.write_bytes(
+            nvrtc.compile_cubin(source(), capability, constants(Problem(dtype, 4096, 4096, format, 64, scale), plan))
+        )
         usage = _usage(path)
-        assert all(kernel["STACK"] == kernel["LOCAL"] == 0 for kernel in usage.values()), plan
+        assert all(one["STACK"] == one["LOCAL"] == 0 for one in usage.values()), plan
         product = usage["product"]
-        assert product["REG"] * 32 * plan.warps * plan.resident <= 65536
+        assert product["REG"] * 32 * plan.warps * plan.resident_ctas <= 65536
         system = 1024 if capability >= 90 else 0  # counted in there
         assert product["SHARED"] + plan.sum_bytes <= plan.shared_bytes + system
-        assert plan.resident * (product["SHARED"] - system + plan.sum_bytes) <= SHARED[capability]
+        assert plan.resident_ctas * (product["SHARED"] - system + plan.sum_bytes) <= SHARED[capability]
 
 
 def _usage(path: Path) -> dict[str, dict[str, int]]:
@@ -130,7 +135,7 @@ def _usage(path: Path) -> dict[str, dict[str, int]]:
 
 @pytest.fixture
 def _on(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(tensor, "facts_of", lambda index: FACTS[request.param])
+    monkeypatch.setattr(kernel, "properties_of", lambda index: GPUS[request.param])
 
 
 @pytest.mark.parametrize("_on", [80], indirect=True)
@@ -139,31 +144,30 @@ def test_what_the_kernel_is_for() -> None:
     x, weight = torch.randn(100, 1024).bfloat16(), torch.randn(65, 1024).bfloat16()
     q = hb.quantize(weight)
     for rows, columns in ((1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4), (33, 8), (65, 8), (100, 8)):
-        assert tensor.plan_for(x[:rows], q, None, False).columns == columns
-        assert tensor.plan_for(x[:rows], q, None, True) == tensor.plan_for(x[:1], q, None, True)
+        assert plan_for(tensor, x[:rows], q, None, False).m_tiles == columns
+        assert plan_for(tensor, x[:rows], q, None, True) == plan_for(tensor, x[:1], q, None, True)
     for yes in (
         hb.quantize(weight, "fp4", nested=False, block_size=32),
         hb.quantize(weight, "nf4", block_size=4096),
         *(hb.quantize(weight.to(dtype), "int4", group_size=32) for dtype in (F16, BF16, torch.float32)),
     ):
-        assert tensor.plan_for(x, yes, None, False) is not None
+        assert plan_for(tensor, x, yes, None, False) is not None
         assert yes.scale.dtype in TYPES
     shifted = torch.empty(q.packed.numel() + 1, dtype=torch.uint8)[1:]
     for no in (
         (x[:0], q, None, False),
         (x[:0], q, None, True),
         (x.float(), q, None, False),
-        (x.view(-1)[1:1025].view(1, 1024), q, None, False),
         (x, replace(q, packed=shifted), None, False),
         (x, replace(q, nested=q.nested._replace(absmax=q.nested.absmax[:3], block_size=512)), None, False),
         (x[:, :1000].contiguous(), hb.quantize(weight[:, :1000]), None, False),
     ):
-        assert tensor.plan_for(*no) is None
+        assert plan_for(tensor, *no) is None
 
 
 @pytest.mark.parametrize("_on", [75], indirect=True)
 @pytest.mark.usefixtures("_on")
 def test_turing_has_no_bf16() -> None:
     q = hb.quantize(torch.randn(64, 1024))
-    assert tensor.plan_for(torch.randn(64, 1024).bfloat16(), q, None, False) is None
-    assert tensor.plan_for(torch.randn(64, 1024).half(), q, None, False).step == 8
+    assert plan_for(tensor, torch.randn(64, 1024).bfloat16(), q, None, False) is None
+    assert plan_for(tensor, torch.randn(64, 1024).half(), q, None, False).mma_k == 8

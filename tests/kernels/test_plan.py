@@ -9,24 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfbyte.formats.spec import BLOCK_SIZES
-from halfbyte.kernels.common.device import HOST, DeviceFacts
+from halfbyte.kernels.common.device import HOST, DeviceProperties
 from halfbyte.kernels.common.targets import CUDA_TARGETS
 from halfbyte.kernels.dequantize.plan import DequantizePlan, is_valid, plan
 
-DEVICES = [HOST, DeviceFacts("hip", 0, 304), *(DeviceFacts("cuda", target, 132) for target in CUDA_TARGETS)]
-H200 = DeviceFacts("cuda", 90, 132)
+DEVICES = [HOST, DeviceProperties("hip", 0, 304), *(DeviceProperties("cuda", target, 132) for target in CUDA_TARGETS)]
+H200 = DeviceProperties("cuda", 90, 132)
 GOOD = DequantizePlan(blocks=32, warps=4, ahead=64, chunk=16)
 
 sizes = st.integers(1, 2**39) | st.sampled_from([2**24 - 1, 2**24, 2**31 - 1, 2**31])
 nested_sizes = st.none() | st.sampled_from([16, 32, 256, 4096])
 
 
-@given(numel=sizes, block_size=st.sampled_from(BLOCK_SIZES), nested=nested_sizes, facts=st.sampled_from(DEVICES))
-def test_plans_are_valid(numel: int, block_size: int, nested: int | None, facts: DeviceFacts) -> None:
-    chosen = plan(numel, block_size, nested, facts)
-    assert is_valid(chosen, block_size, nested, facts)
-    assert chosen == plan(numel, block_size, nested, facts)
-    assert (chosen.ahead > 0) == (numel >= 2**24 and facts.ptx >= 90)
+@given(numel=sizes, block_size=st.sampled_from(BLOCK_SIZES), nested=nested_sizes, properties=st.sampled_from(DEVICES))
+def test_plans_are_valid(numel: int, block_size: int, nested: int | None, properties: DeviceProperties) -> None:
+    chosen = plan(numel, block_size, nested, properties)
+    assert is_valid(chosen, block_size, nested, properties)
+    assert chosen == plan(numel, block_size, nested, properties)
+    assert (chosen.ahead > 0) == (numel >= 2**24 and properties.ptx >= 90)
     # A grid's first dimension has 31 bits.
     assert -(-numel // (block_size * chosen.blocks)) < 2**31
 
@@ -45,9 +45,9 @@ def test_the_predicate_turns_down(wrong: dict[str, int]) -> None:
 
 
 def test_the_predicate_knows_the_device() -> None:
-    for facts in DEVICES:
-        assert is_valid(GOOD, 64, 256, facts) == (facts.ptx >= 90)
-        assert is_valid(replace(GOOD, ahead=0), 64, 256, facts)
+    for properties in DEVICES:
+        assert is_valid(GOOD, 64, 256, properties) == (properties.ptx >= 90)
+        assert is_valid(replace(GOOD, ahead=0), 64, 256, properties)
 
 
 def test_a_tile_has_one_entry_of_the_nested_scales() -> None:

@@ -32,7 +32,7 @@ FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>(Flas
     [
         (ADD, ELEMENTWISE), (COPY, COPIES), (FLASH, ATTENTION), ("Memcpy DtoD (Device -> Device)", COPIES),
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", UNNAMED), ("void gemm_4bit_simt<__nv_bfloat16, 1>(int)", UNNAMED),
-        ("decode", UNNAMED), ("multiply", UNNAMED), ("arrange", UNNAMED),
+        ("decode", UNNAMED), ("multiply", UNNAMED), ("lay_out", UNNAMED),
         ("attend_kernel", ATTENTION), ("attend_parts_kernel", ATTENTION), ("append_kernel", COPIES),
         ("void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>(float*)", DEQUANTIZE),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", NORMS),

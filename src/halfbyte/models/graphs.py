@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfbyte.kernels.common.capture import capture
-from halfbyte.kernels.linear.rooms import room_of_graph
+from halfbyte.kernels.linear.workspace import workspaces_of_graph
 from halfbyte.models.attention import attention_of_steps
 from halfbyte.models.caches import COUNTER, grow, is_full, updated
 from halfbyte.models.regions import compiled_regions
@@ -101,7 +101,7 @@ class Step:
         self.tokens = inputs["input_ids"].shape[1]
         self.cache = cache
         self.graph = torch.cuda.CUDAGraph()
-        with room_of_graph() as self.rooms, capturable(cache, ours), capture(self.graph):
+        with workspaces_of_graph() as self.workspaces, capturable(cache, ours), capture(self.graph):
             outputs = model(past_key_values=cache, **inputs)
         self.kind = type(outputs)
         self.fields = {name: value for name, value in outputs.items() if name != "past_key_values"}

@@ -36,7 +36,7 @@ ATTENTION, NORMS, ELEMENTWISE, DEQUANTIZE, SAMPLING, COPIES, OTHER, GAPS = map(L
 UNNAMED = Label("products", "unnamed")  # a product outside of every projection
 
 # What the kernels of kernels/linear are called.
-OURS = ("decode", "exact", "multiply", "arrange", "product", "combine")
+OURS = ("decode", "exact", "multiply", "lay_out", "product", "combine")
 
 # What torch's compiler fuses; such a kernel's name lists what it computes, what it takes up, and no product of its own.
 FUSED = ("triton_poi", "triton_red", "triton_per")

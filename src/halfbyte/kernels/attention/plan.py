@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceProperties
 
 MOST_PARTS = 64
 
@@ -23,7 +23,7 @@ class AttentionPlan:
 
 
 @lru_cache(1 << 14)
-def plan_for(facts: DeviceFacts, heads: int, tokens: int, size: int) -> AttentionPlan:
+def plan_for(properties: DeviceProperties, heads: int, tokens: int, size: int) -> AttentionPlan:
     """heads: of keys, of all texts. tokens: of the cache. size: the larger of a head's.
 
     Four programs a multiprocessor, if each has tokens enough to be worth a part; measured on an H200. Where heads alone
@@ -32,7 +32,7 @@ def plan_for(facts: DeviceFacts, heads: int, tokens: int, size: int) -> Attentio
     """
     block = 64 if size <= 128 else 32
     blocks = _rounded(-(-tokens // block))
-    parts = max(1, min(4 * facts.sms // heads, MOST_PARTS, blocks if heads < facts.sms else blocks // 4))
+    parts = max(1, min(4 * properties.sms // heads, MOST_PARTS, blocks if heads < properties.sms else blocks // 4))
     each = -(-blocks // parts)
     return AttentionPlan(block, each, -(-blocks // each), 4, 2)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.attention.plan import AttentionPlan, plan_for
-from halfbyte.kernels.common.device import DeviceFacts, facts_of
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
 
@@ -107,7 +107,7 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> b
     return (
         {keys.dtype, values.dtype} == {query.dtype}
         and {keys.device, values.device, query.device if mask is None else mask.device} == {query.device}
-        and _computes(facts_of(query.get_device()), query.dtype)
+        and _computes(properties_of(query.get_device()), query.dtype)
         and keys.shape[:3] == values.shape[:3]
         and keys.shape[0] == texts
         and keys.shape[3] == size <= MOST_HEAD
@@ -122,8 +122,8 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> b
     )
 
 
-def _computes(facts: DeviceFacts, dtype: torch.dtype) -> bool:
-    return facts.kind != "cuda" or facts.capability >= (80 if dtype is torch.bfloat16 else 75)
+def _computes(properties: DeviceProperties, dtype: torch.dtype) -> bool:
+    return properties.kind != "cuda" or properties.capability >= (80 if dtype is torch.bfloat16 else 75)
 
 
 def _is_of(mask: Tensor, texts: int, tokens: int) -> bool:
@@ -143,17 +143,17 @@ def attend(
     texts, heads, _, size = query.shape
     shared, tokens, value = keys.shape[1], keys.shape[2], values.shape[3]
     index, group = query.get_device(), heads // shared
-    plan = plan or plan_for(facts_of(index), texts * shared, tokens, max(size, value))
+    plan = plan or plan_for(properties_of(index), texts * shared, tokens, max(size, value))
     d, e = max(16, triton.next_power_of_2(size)), max(16, triton.next_power_of_2(value))
     out = query.new_empty((texts, 1, heads, value))
     parts = plan.parts
     sums = out if parts == 1 else torch.empty(texts * heads * parts * (e + 2), dtype=torch.float32, device=out.device)
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
         constants = {
             "SCALE": scale, "GROUP": group, "ROWS": max(LEAST_ROWS, triton.next_power_of_2(group)), "KEY": size,
             "VALUE": value, "D": d, "E": e, "BLOCK": plan.block, "BLOCKS": plan.blocks, "PARTS": parts,
-            "MASKED": mask is not None, "OVERLAPS": facts.ptx >= SINCE,
+            "MASKED": mask is not None, "OVERLAPS": properties.ptx >= SINCE,
         }  # fmt: skip
         return texts * shared * parts, constants | {"num_warps": plan.warps, "num_stages": plan.stages}
 
@@ -164,9 +164,9 @@ def attend(
     launch(attend_kernel, index, arguments, key, configure)
     if parts > 1:
 
-        def add_up(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+        def add_up(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
             most = triton.next_power_of_2(parts)
-            constants = {"VALUE": value, "E": e, "PARTS": parts, "MOST": most, "OVERLAPS": facts.ptx >= SINCE}
+            constants = {"VALUE": value, "E": e, "PARTS": parts, "MOST": most, "OVERLAPS": properties.ptx >= SINCE}
             return texts * heads, constants | {"num_warps": 4}
 
         launch(attend_parts_kernel, index, (out, sums), (query.dtype, value, e, parts, texts * heads), add_up)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
 
@@ -73,9 +73,9 @@ def append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, l
     columns = triton.next_power_of_2(max(head, values.shape[3]))
     rows = min(triton.next_power_of_2(texts * heads), max(1, TILE // columns))
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
         constants = {"KEY": head, "VALUE": values.shape[3], "ROWS": rows, "D": columns}
-        return 1, constants | {"OVERLAPS": facts.ptx >= SINCE, "num_warps": 4 if rows * columns < TILE else 16}
+        return 1, constants | {"OVERLAPS": properties.ptx >= SINCE, "num_warps": 4 if rows * columns < TILE else 16}
 
     strides = (*new_keys.stride()[:2], *new_values.stride()[:2])
     arguments = (keys, values, new_keys, new_values, length, tokens, texts * heads, heads, *strides)

@@ -11,7 +11,7 @@ MOST_CLUSTER = 8  # CTAs of a cluster, everywhere clusters exist
 
 
 @dataclass(frozen=True)
-class DeviceFacts:
+class DeviceProperties:
     """kind: "cuda" (NVIDIA), "hip" (AMD) or "host". capability: 90 for sm_90, or 0. sms: its multiprocessors."""
 
     kind: str
@@ -36,20 +36,20 @@ class DeviceFacts:
         return self.sms // 2 if size == 2 else min(groups, self.sms // size)
 
 
-HOST = DeviceFacts("host")
+HOST = DeviceProperties("host")
 
 
 @cache
-def facts_of(index: int) -> DeviceFacts:
-    """The facts of CUDA (or ROCm) device number `index`; -1 stands for the host, where Triton can only interpret."""
+def properties_of(index: int) -> DeviceProperties:
+    """Those of CUDA (or ROCm) device number `index`; -1 stands for the host, where Triton can only interpret."""
     if index < 0:
         return HOST
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
-        return DeviceFacts("hip", 0, properties.multi_processor_count)
+        return DeviceProperties("hip", 0, properties.multi_processor_count)
     capability = 10 * properties.major + properties.minor
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch forgot to declare it
-    return DeviceFacts("cuda", capability, properties.multi_processor_count, shared)
+    return DeviceProperties("cuda", capability, properties.multi_processor_count, shared)
 
 
 # Multiprocessors of a common GPU of each target (T4, A100, A40, RTX 4090, H100 and H200, B200, RTX 5090), and the most
@@ -60,8 +60,8 @@ _TARGETS = {
 }  # fmt: skip
 
 
-def facts_for(target: str, sms: int | None = None) -> DeviceFacts:
-    """The facts of an NVIDIA GPU that is not here, by its target, such as "sm_90".
+def properties_for(target: str, sms: int | None = None) -> DeviceProperties:
+    """The properties of an NVIDIA GPU that is not here, by its target, such as "sm_90".
 
     sms: its multiprocessors; by default those of a common GPU. Raises ValueError for a target that is not known.
     """
@@ -71,7 +71,7 @@ def facts_for(target: str, sms: int | None = None) -> DeviceFacts:
     if sms is not None and sms < 1:
         raise ValueError(f"sms is {sms}; a GPU has one multiprocessor or more")
     usual, shared = _TARGETS[known[target]]
-    return DeviceFacts("cuda", known[target], sms or usual, shared)
+    return DeviceProperties("cuda", known[target], sms or usual, shared)
 
 
 @cache

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-import threading
-from collections.abc import Callable, Hashable
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,8 +16,6 @@ _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-
-T = TypeVar("T")
 
 
 @cache
@@ -64,29 +60,6 @@ def kernels(
             check(driver().cuFuncSetAttribute(function, _SHARED_CARVEOUT, ctypes.c_int(carveout)))
         functions.append(function)
     return tuple(functions)
-
-
-class _PerThread(threading.local):
-    """What is ready to be launched. Arguments are written right before a launch, and not shared between threads."""
-
-    def __init__(self) -> None:
-        self.ready: dict[Hashable, Any] = {}
-
-
-per_thread = _PerThread()
-_MOST_READY = 1 << 15  # entries of a few hundred bytes, for weights that came and went
-
-
-def prepared(key: Hashable, prepare: Callable[[], T]) -> T:
-    """What `prepare` made for this key when this thread first asked."""
-    ready = per_thread.ready
-    found: T | None = ready.get(key)
-    if found is None:
-        found = prepare()
-        if len(ready) >= _MOST_READY:
-            ready.clear()
-        ready[key] = found
-    return found
 
 
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from halfbyte.kernels.common.device import DeviceFacts, facts_of
-from halfbyte.kernels.common.driver import Launch, driver, per_thread
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
+from halfbyte.kernels.common.driver import Launch, driver
+from halfbyte.kernels.common.thread_cache import ThreadCache
 
 # Triton appends pointers for its global and its profiling scratch memory, depending on its version. Our kernels need
 # neither, and the driver reads only as many parameters as the function has.
@@ -32,34 +33,35 @@ def launch(
     index: int,
     arguments: tuple[Any, ...],
     key: Hashable,
-    configure: Callable[[DeviceFacts], tuple[int, dict[str, Any]]],
+    configure: Callable[[DeviceProperties], tuple[int, dict[str, Any]]],
 ) -> None:
     """Run a Triton kernel on device number `index`, which must be current, on its current stream.
 
     arguments: the kernel's tensors, tensor descriptors and integers, in order, without its constants.
     key: everything that `configure` depends on, besides the device.
-    configure: the grid and the constants and options, for the device's facts; asked once per key and thread. With a
-        constant OVERLAPS that is true, the kernel may begin before the one ahead of it is done (overlap.py).
+    configure: the grid and the constants and options, for the device's properties; asked once per key and thread. With
+        a constant OVERLAPS that is true, the kernel may begin before the one ahead of it is done (overlap.py).
     """
     integers = tuple([value for value in arguments if isinstance(value, int)])
     pointers = [value.data_ptr() for value in arguments if isinstance(value, torch.Tensor)]
     key = (id(kernel), index, key, integers)  # hashing a kernel itself means hashing its source
-    again = per_thread.ready.get(key)
+    again = launches.entries.get(key)
     aligned = not reduce(or_, pointers) % 16
     if again is not None and aligned:
         again(torch._C._cuda_getCurrentRawStream(index), arguments, pointers)
         return
-    facts = facts_of(index)
-    grid, options = configure(facts)
+    properties = properties_of(index)
+    grid, options = configure(properties)
     compiled = kernel[(grid,)](*arguments, **options)
-    if facts.kind != "cuda" or again is not None or not aligned:
+    if properties.kind != "cuda" or again is not None or not aligned:
         return
+    made: _DirectLaunch | _CompiledLaunch | None
     if len(pointers) + len(integers) == len(arguments):
-        per_thread.ready[key] = _direct_launch(compiled, grid, arguments, bool(options.get("OVERLAPS")))
+        made = _direct_launch(compiled, grid, arguments, bool(options.get("OVERLAPS")))
     else:
-        per_thread.ready[key] = _CompiledLaunch(
-            compiled, grid, [options[name] for name in kernel.arg_names if name in options]
-        )
+        made = _CompiledLaunch(compiled, grid, [options[name] for name in kernel.arg_names if name in options])
+    if made is not None:
+        launches.keep(key, made)
 
 
 class _DirectLaunch:
@@ -115,3 +117,6 @@ def _direct_launch(
         return None
     function, threads = ctypes.c_void_p(compiled.function), 32 * metadata.num_warps
     return _DirectLaunch(Launch(function, (grid, 1), threads, metadata.shared, overlaps=overlaps), arguments)
+
+
+launches: ThreadCache[Hashable, _DirectLaunch | _CompiledLaunch] = ThreadCache()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceProperties
 
 TILE_BYTES = 1024  # packed bytes a program: with four warps, 8 bytes in flight a thread
 AHEAD_BYTES = 33 << 16
@@ -28,7 +28,9 @@ class DequantizePlan:
     chunk: int = 1
 
 
-def is_valid(plan: DequantizePlan, block_size: int, nested_block_size: int | None, facts: DeviceFacts) -> bool:
+def is_valid(
+    plan: DequantizePlan, block_size: int, nested_block_size: int | None, properties: DeviceProperties
+) -> bool:
     """True if the kernel computes the right thing under `plan`: what planner, tuner and tests all go by."""
     tile = plan.blocks * block_size // 2
     powers = all(value > 0 and value & (value - 1) == 0 for value in (plan.blocks, plan.warps, plan.chunk))
@@ -38,23 +40,23 @@ def is_valid(plan: DequantizePlan, block_size: int, nested_block_size: int | Non
         and tile <= 1 << 16
         # One entry of the nested scales serves a whole program, read once.
         and (nested_block_size is None or nested_block_size % plan.blocks == 0)
-        and (plan.ahead == 0 or (plan.ahead > 0 and _can_fetch_ahead(facts) and plan.chunk * tile < 1 << 31))
+        and (plan.ahead == 0 or (plan.ahead > 0 and _can_fetch_ahead(properties) and plan.chunk * tile < 1 << 31))
     )
 
 
-def _can_fetch_ahead(facts: DeviceFacts) -> bool:
+def _can_fetch_ahead(properties: DeviceProperties) -> bool:
     """The bulk prefetch exists from sm_90 on."""
-    return facts.kind == "cuda" and facts.capability >= 90
+    return properties.kind == "cuda" and properties.capability >= 90
 
 
-def plan(numel: int, block_size: int, nested_block_size: int | None, facts: DeviceFacts) -> DequantizePlan:
+def plan(numel: int, block_size: int, nested_block_size: int | None, properties: DeviceProperties) -> DequantizePlan:
     """The plan for `numel` weights in blocks of `block_size`."""
     blocks = max(1, TILE_BYTES // (block_size // 2))
     if nested_block_size is not None:
         blocks = min(blocks, nested_block_size)
     # Two megabytes ahead is half a microsecond of the whole GPU's work, fetched in bursts of 16 KB. A weight that fits
     # into L2 beside what it becomes gains nothing.
-    fetches = numel >= 1 << 24 and _can_fetch_ahead(facts)
+    fetches = numel >= 1 << 24 and _can_fetch_ahead(properties)
     tile = blocks * block_size // 2
     ahead, chunk = (max(1, AHEAD_BYTES // tile), max(1, CHUNK_BYTES // tile)) if fetches else (0, 1)
     return DequantizePlan(blocks, 4, ahead, chunk)

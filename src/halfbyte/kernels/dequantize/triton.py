@@ -22,7 +22,7 @@ import triton.language as tl
 from halfbyte.formats.spec import Format, codebook_tensor
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common.arithmetic import add, multiply
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.dequantize.plan import DequantizePlan
 from halfbyte.kernels.dequantize.plan import plan as make_plan
@@ -137,12 +137,12 @@ def dequantize(
     words = out.itemsize == 2 and out.data_ptr() % 4 == 0
     fetch = packed.data_ptr() % 16 == 0  # what the bulk prefetch asks of an address
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
-        tile = plan or make_plan(numel, block_size, nested_size or None, facts)
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
+        tile = plan or make_plan(numel, block_size, nested_size or None, properties)
         constants = {
             "BLOCK_BYTES": block_size // 2, "BLOCKS": tile.blocks, "NESTED": nested_size, "LOW_FIRST": format.low_first,
-            "FLUSH": facts.ptx > 0 and format.flushes, "WORDS": words and facts.ptx >= PACKING, "ODD": numel % 2 == 1,
-            "AHEAD": tile.ahead if fetch else 0, "CHUNK": tile.chunk, "PTX": facts.ptx,
+            "FLUSH": properties.ptx > 0 and format.flushes, "WORDS": words and properties.ptx >= PACKING,
+            "ODD": numel % 2 == 1, "AHEAD": tile.ahead if fetch else 0, "CHUNK": tile.chunk, "PTX": properties.ptx,
         }  # fmt: skip
         grid = triton.cdiv(numel, block_size * tile.blocks)
         return grid, constants | {"num_warps": tile.warps, "enable_fp_fusion": False}

@@ -23,7 +23,7 @@ from torch import Tensor
 from halfbyte.formats.spec import codebook_tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.arithmetic import add, multiply
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin
 from halfbyte.kernels.distance import packed_plan as plans
@@ -209,8 +209,8 @@ def distances(query: Tensor, q: QuantizedWeight, out: Tensor, plan: PackedPlan |
         return
     tile = plan or plans.plan(q.shape[1], q.block_size)
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
-        return triton.cdiv(v, tile.rows) * p, _constants(q, tile, facts)
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
+        return triton.cdiv(v, tile.rows) * p, _constants(q, tile, properties)
 
     arguments = (*_arguments(query, q, tile, out), out.stride(0))
     launch(distances_kernel, out.get_device(), arguments, _key(q, tile), configure)
@@ -244,14 +244,14 @@ def _laid_out(query: Tensor, tile: PackedPlan) -> Tensor:
     return lines.view(torch.int32).view(p, -1)
 
 
-def _constants(q: QuantizedWeight, tile: PackedPlan, facts: DeviceFacts) -> dict[str, Any]:
+def _constants(q: QuantizedWeight, tile: PackedPlan, properties: DeviceProperties) -> dict[str, Any]:
     part = plans.LOAD * tile.loads
     return {
         "ROWS": tile.rows, "PARTS": tile.parts, "LOADS": tile.loads, "EVEN": q.shape[1] // part % tile.parts == 0,
         "BLOCK": (q.block_size // part).bit_length() - 1, "NESTED": q.nested is not None,
         "SHIFT": q.nested.block_size.bit_length() - 1 if q.nested else 0, "LOW_FIRST": q.spec.low_first,
-        "FLUSH": facts.ptx > 0 and q.spec.flushes, "DTYPE": TYPES[q.dtype], "PTX": facts.ptx,
-        "PACKS": facts.ptx >= PACKING, "FOLLOWED": facts.ptx >= SINCE, "num_warps": tile.warps,
+        "FLUSH": properties.ptx > 0 and q.spec.flushes, "DTYPE": TYPES[q.dtype], "PTX": properties.ptx,
+        "PACKS": properties.ptx >= PACKING, "FOLLOWED": properties.ptx >= SINCE, "num_warps": tile.warps,
         "enable_fp_fusion": False,
     }  # fmt: skip
 

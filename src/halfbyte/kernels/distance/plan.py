@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceProperties
 
 PRODUCTS = 80  # the first target whose tensor cores Triton knows
 GROUP = 16  # candidates that share a bound, where several queries look for the nearest
@@ -49,10 +49,10 @@ def direct(dims: int, itemsize: int) -> DirectPlan:
     return DirectPlan(4096 // itemsize // width if width >= 128 else 16, width, 4)
 
 
-def products(queries: int, itemsize: int, facts: DeviceFacts) -> ProductsPlan:
+def products(queries: int, itemsize: int, properties: DeviceProperties) -> ProductsPlan:
     """The plan for several queries; itemsize: bytes of an element as tensor cores see it."""
     width = max(16, min(64, power_of_two(queries)))
-    large = facts.shared_memory >= 160_000
+    large = properties.shared_memory >= 160_000
     return ProductsPlan(
         128, width, 64 if large and itemsize == 2 else 16 if itemsize == 4 else 32, 4, 4 if large else 2
     )

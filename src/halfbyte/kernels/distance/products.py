@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.common.device import DeviceFacts, facts_of
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.distance import plan as plans
 from halfbyte.kernels.distance.keys import EMPTY, key_of, leading, merged
@@ -162,7 +162,7 @@ def distances(query: Tensor, candidates: Tensor, out: Tensor) -> None:
     tile, constants = _tile(query, candidates)
     q_tiles = triton.cdiv(p, tile.queries)
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
         return triton.cdiv(v, tile.rows) * q_tiles, constants
 
     arguments = (query, candidates, out, p, v, d, query.stride(0), candidates.stride(0), out.stride(0), q_tiles)
@@ -188,7 +188,7 @@ def _bounds(query: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
     groups, q_tiles = triton.cdiv(v, plans.GROUP), triton.cdiv(p, tile.queries)
     lower, upper = query.new_empty((2, p, groups), dtype=torch.float32)
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
         return triton.cdiv(v, tile.rows) * q_tiles, constants | {"GROUP": plans.GROUP}
 
     strides = query.stride(0), candidates.stride(0)
@@ -215,7 +215,7 @@ def _examine(query: Tensor, candidates: Tensor, lower: Tensor, limits: Tensor, k
     lists = query.new_empty((p, n_lists, keep), dtype=torch.int64)
     most = max(keep, plans.GROUP)
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
         constants = {"DIMS": tile.dims, "GROUP": plans.GROUP, "K": keep, "KEEP": most, "SCANNED": SCANNED}
         return p * n_lists, constants | {"EVEN": d % tile.dims == 0, "num_warps": tile.warps}
 
@@ -226,11 +226,11 @@ def _examine(query: Tensor, candidates: Tensor, lower: Tensor, limits: Tensor, k
 
 
 def _tile(query: Tensor, candidates: Tensor) -> tuple[plans.ProductsPlan, dict[str, Any]]:
-    facts = facts_of(candidates.get_device())
+    properties = properties_of(candidates.get_device())
     # Triton's interpreter has no products of bf16.
-    stored = facts.kind != "host" and query.dtype == candidates.dtype != torch.float32
-    precision = "stored" if stored else "tf32x3" if facts.ptx >= 80 else "ieee"
-    tile = plans.products(len(query), 2 if stored else 4, facts)
+    stored = properties.kind != "host" and query.dtype == candidates.dtype != torch.float32
+    precision = "stored" if stored else "tf32x3" if properties.ptx >= 80 else "ieee"
+    tile = plans.products(len(query), 2 if stored else 4, properties)
     constants = {
         "ROWS": tile.rows, "QUERIES": tile.queries, "DIMS": tile.dims, "EVEN": candidates.shape[1] % tile.dims == 0,
         "PRECISION": precision, "num_warps": tile.warps, "num_stages": tile.stages,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
 from halfbyte.kernels.distance.keys import EMPTY, key_of, leading
@@ -159,9 +159,9 @@ def _select(source: Tensor, lists: Tensor, least: Tensor, rows: Tensor, parts: i
     (p, n), k = source.shape, least.shape[1]
     size = triton.next_power_of_2(min(n, TAKEN[source.dtype]))
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
         constants = {"N": size, "K": keep, "k": k, "ROOM": lists.shape[1] // parts, "LAST": parts == 1}
-        constants |= {"KEYS": source.dtype == torch.int64, "OVERLAPS": facts.ptx >= SINCE}
+        constants |= {"KEYS": source.dtype == torch.int64, "OVERLAPS": properties.ptx >= SINCE}
         return p * parts, constants | {"num_warps": 8 if constants["KEYS"] and size > FEW.value else 4}
 
     arguments = (source, lists, least, rows, n, parts, source.stride(0))

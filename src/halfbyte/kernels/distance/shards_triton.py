@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.launch import launch
 
 LAST = tl.constexpr(2**63 - 1)  # behind every key, as in shards.py
@@ -70,7 +70,7 @@ def pack(least: Tensor, rows: Tensor, count: int, k: int) -> Tensor:
     p, found = least.shape
     sent = rows.new_empty(1 + p * k)
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
         return p, {"k": k, "K": max(AT_ONCE.value, triton.next_power_of_2(k)), "num_warps": 1}
 
     if p:
@@ -86,7 +86,7 @@ def merge(everyone: Tensor, p: int, k: int) -> tuple[Tensor, Tensor]:
     least = everyone.new_empty((p, k), dtype=torch.float32)
     rows = everyone.new_empty((p, k))
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
         size = max(AT_ONCE.value, triton.next_power_of_2(processes * k))
         return p, {"k": k, "PROCESSES": processes, "N": size, "num_warps": 1 if size <= 128 else 4}
 

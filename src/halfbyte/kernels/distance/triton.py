@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.common.device import DeviceFacts, facts_of
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin
 from halfbyte.kernels.distance import plan as plans
@@ -57,10 +57,10 @@ def distances(query: Tensor, candidates: Tensor, out: Tensor) -> None:
         products.distances(query, candidates, out)
         return
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
         tile = plans.direct(d, candidates.itemsize)
         constants = {"ROWS": tile.rows, "DIMS": tile.dims, "EVEN": d % tile.dims == 0}
-        constants |= {"FOLLOWED": facts.ptx >= SINCE, "num_warps": tile.warps}
+        constants |= {"FOLLOWED": properties.ptx >= SINCE, "num_warps": tile.warps}
         return triton.cdiv(v, tile.rows) * p, constants
 
     arguments = (query, candidates, out, p, v, d, query.stride(0), candidates.stride(0), out.stride(0))
@@ -79,6 +79,8 @@ def nearest(query: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def shares_products(query: Tensor, candidates: Tensor) -> bool:
     """Whether so many queries go through tensor cores together."""
-    facts = facts_of(candidates.get_device())
+    properties = properties_of(candidates.get_device())
     wide = query.dtype != candidates.dtype or query.dtype == torch.float32
-    return len(query) > (FEW_WIDE if wide else FEW) and (facts.kind != "cuda" or facts.capability >= plans.PRODUCTS)
+    return len(query) > (FEW_WIDE if wide else FEW) and (
+        properties.kind != "cuda" or properties.capability >= plans.PRODUCTS
+    )

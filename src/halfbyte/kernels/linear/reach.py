@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.kernels.common import compiler
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.driver import driver
-from halfbyte.kernels.linear.operands import Operands
+from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm80 import launch as sm80
 from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
 
@@ -29,9 +29,9 @@ class Lack(NamedTuple):
 
 
 @cache
-def without_kernels(facts: DeviceFacts) -> Lack | None:
+def without_kernels(properties: DeviceProperties) -> Lack | None:
     """Why no CUDA kernel of this folder can run on a GPU; None where they can."""
-    if facts.kind != "cuda":
+    if properties.kind != "cuda":
         return Lack("linear has no kernel for AMD GPUs yet", "an NVIDIA GPU or a CPU has them")
     if driver() is None:
         return Lack("the CUDA driver's library cannot be loaded", "make sure that the system's loader finds it")
@@ -41,20 +41,18 @@ def without_kernels(facts: DeviceFacts) -> Lack | None:
 
 
 @cache
-def without_tensor_cores(operands: Operands, facts: DeviceFacts) -> str | None:
+def without_tensor_cores(problem: Problem, properties: DeviceProperties) -> str | None:
     """Why no kernel on tensor cores takes x of 16 bits with a weight; None where one does, and for x in fp32."""
-    o = operands
+    o = problem
     if o.dtype is torch.float32 or any(
-        kernel.find_plan(1, o, facts, False) is not None for kernel in (sm90_streamk, sm80)
+        kernel.plan(1, o, properties, False) is not None for kernel in (sm90_streamk, sm80)
     ):
         return None
     slow = f"so linear multiplies x [M, {o.k}] with a weight [{o.n}, {o.k}] without tensor cores, slowly"
-    if o.dtype is torch.bfloat16 and facts.ptx < 80:
-        return f"this GPU (sm_{facts.capability}) has no bfloat16 tensor cores, {slow}; load the model in float16"
-    if facts.ptx < 75:
-        return (
-            f"halfbyte's tensor-core kernels need sm_75 (Turing) or newer and this GPU is sm_{facts.capability}, {slow}"
-        )
+    if o.dtype is torch.bfloat16 and properties.ptx < 80:
+        return f"this GPU (sm_{properties.capability}) has no bfloat16 tensor cores, {slow}; load the model in float16"
+    if properties.ptx < 75:
+        return f"halfbyte's tensor-core kernels need sm_75 (Turing), this GPU is sm_{properties.capability}, {slow}"
     if o.k % 32:
         return f"K = {o.k} is no multiple of 32, {slow}; pad the layer's input to a multiple of 32"
     if not o.has_usual_nesting:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.kernels.common.device import DeviceFacts, cpu_capability, facts_of
+from halfbyte.kernels.common.device import DeviceProperties, cpu_capability, properties_of
 from halfbyte.kernels.common.slow import has_numba, has_triton
 from halfbyte.kernels.linear import reach
-from halfbyte.kernels.linear.operands import Operands, operands_of
 from halfbyte.kernels.linear.plan import plan
+from halfbyte.kernels.linear.problem import Problem, problem_of
 
 
 def serves(q: QuantizedWeight, dtype: torch.dtype) -> str:
@@ -23,9 +23,9 @@ def serves(q: QuantizedWeight, dtype: torch.dtype) -> str:
         return _on_cpu(n, k, dtype)
     if device.type != "cuda":
         return "torch reference"
-    facts = facts_of(device.index)
-    operands = operands_of(torch.empty(0, dtype=dtype, device=device), q, None)
-    return _on_cuda(operands, facts, reach.without_kernels(facts))
+    properties = properties_of(device.index)
+    problem = problem_of(torch.empty(0, dtype=dtype, device=device), q, None)
+    return _on_cuda(problem, properties, reach.without_kernels(properties))
 
 
 def _on_cpu(n: int, k: int, dtype: torch.dtype) -> str:
@@ -36,12 +36,12 @@ def _on_cpu(n: int, k: int, dtype: torch.dtype) -> str:
     return f"numba dequantize, then torch.matmul: K = {k} is no multiple of 32"
 
 
-def _on_cuda(operands: Operands, facts: DeviceFacts, lack: reach.Lack | None) -> str:
+def _on_cuda(problem: Problem, properties: DeviceProperties, lack: reach.Lack | None) -> str:
     if lack is None:
-        from halfbyte.kernels.linear.cuda import choose
+        from halfbyte.kernels.linear.dispatch import choose
 
-        choice = choose(1, operands, facts, False) if operands.n and operands.k else None
+        choice = choose(1, problem, properties, False) if problem.numel else None
         if choice is not None:
-            return f"CUDA C++ {choice.kernel.__name__.split('.')[-2]} (sm_{facts.capability})"
+            return f"CUDA C++ {choice.kernel.NAME} (sm_{properties.capability})"
     reason = "no kernel is for such a weight" if lack is None else lack.what
     return f"{'Triton' if has_triton() else 'torch'} dequantize, then torch.matmul: {reason}"

@@ -25,7 +25,7 @@ import triton.language as tl
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE, dynamic_code
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.common.arithmetic import multiply
-from halfbyte.kernels.common.device import DeviceFacts
+from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.launch import launch
 
 CELLS = 64  # 33 are in use, for x from -1 to 1; number 63 is where NaN falls
@@ -204,14 +204,14 @@ def _nearest(weight: torch.Tensor, format: Format, block_size: int, packed: torc
     numel = weight.numel()
     thresholds, below, in_cells = cells(format, weight.device)
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
         blocks = max(1, TILE_WEIGHTS // block_size)
         lower, upper = _words(format.compared[:8]), _words(format.compared[8:])
         constants = {
             "BLOCK": block_size, "BLOCKS": blocks, "SIGNED_MAGNITUDE": format.signed_magnitude, "LOWER": lower,
             "UPPER": upper, "IN_ORDER": format.compared == tuple(range(len(format.compared))), "IN_CELLS": in_cells,
             "THRESHOLDS": len(format.thresholds), "LARGEST": format.largest, "LOW_FIRST": format.low_first,
-            "PTX": facts.ptx,
+            "PTX": properties.ptx,
         }  # fmt: skip
         warps = 2 if block_size <= TILE_WEIGHTS else block_size // 512
         return triton.cdiv(numel, block_size * blocks), constants | {"num_warps": warps, "enable_fp_fusion": False}
@@ -224,7 +224,7 @@ def _nearest(weight: torch.Tensor, format: Format, block_size: int, packed: torc
 def _integers(weight: torch.Tensor, format: Format, block_size: int, packed: torch.Tensor, scale: torch.Tensor) -> None:
     blocks = scale.numel()
 
-    def configure(_: DeviceFacts) -> tuple[int, dict[str, Any]]:
+    def configure(_: DeviceProperties) -> tuple[int, dict[str, Any]]:
         at_once = 2 * TILE_WEIGHTS // block_size
         constants = {"BLOCK": block_size, "BLOCKS": at_once, "LARGEST": format.largest}
         return triton.cdiv(blocks, at_once), constants | {"num_warps": 4, "enable_fp_fusion": False}
@@ -247,8 +247,8 @@ def quantize_scales(absmax: torch.Tensor, offset: torch.Tensor) -> tuple[torch.T
     codes = absmax.new_empty(absmax.shape, dtype=torch.uint8)
     absmax2 = absmax.new_empty(blocks)
 
-    def configure(facts: DeviceFacts) -> tuple[int, dict[str, Any]]:
-        constants = {"NESTED": NESTED_BLOCK_SIZE, "BLOCKS": BLOCKS_OF_SCALES, "PTX": facts.ptx}
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
+        constants = {"NESTED": NESTED_BLOCK_SIZE, "BLOCKS": BLOCKS_OF_SCALES, "PTX": properties.ptx}
         return triton.cdiv(blocks, BLOCKS_OF_SCALES), constants | {"num_warps": 4, "enable_fp_fusion": False}
 
     if blocks:

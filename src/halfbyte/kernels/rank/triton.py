@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halfbyte.kernels.common.device import DeviceFacts, facts_of
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.launch import launch
 
 # What a sum in tensor cores may be off by. Rounding at random: MARGIN of |h| |w|, twice the worst of a million
@@ -163,7 +163,7 @@ def own_logits(hidden: Tensor, rows: Tensor, index: Tensor) -> Tensor:
     if t:
         arguments = (hidden, rows, index, own, t, n, d, hidden.stride(0), rows.stride(0))
         key = (hidden.dtype, rows.dtype)
-        launch(own_kernel, own.get_device(), arguments, key, lambda facts: (t, {"DIMS": 512, "num_warps": 4}))
+        launch(own_kernel, own.get_device(), arguments, key, lambda properties: (t, {"DIMS": 512, "num_warps": 4}))
     return own
 
 
@@ -176,7 +176,7 @@ def count_above(hidden: Tensor, lm_head: Tensor, own: Tensor, tokens: Tensor, fi
     if t == 0 or v == 0:
         return
     index = above.get_device()
-    constants = _constants(hidden, lm_head, facts_of(index))
+    constants = _constants(hidden, lm_head, properties_of(index))
     t_tiles, room, words = triton.cdiv(t, constants["TOKENS"]), PAIRS * t, triton.cdiv(v, 32)
     grid = triton.cdiv(v, constants["ROWS"]) * t_tiles
     pairs, n_pairs = above.new_empty((room, 2)), above.new_zeros(1, dtype=torch.int32)
@@ -190,23 +190,25 @@ def count_above(hidden: Tensor, lm_head: Tensor, own: Tensor, tokens: Tensor, fi
             TensorDescriptor.from_tensor(lm_head, [constants["ROWS"], constants["DIMS"]]),
         )
     key = (hidden.dtype, lm_head.dtype)
-    launch(count_kernel, index, (hidden, lm_head, *tiles, *outputs, *integers), key, lambda facts: (grid, constants))
+    launch(
+        count_kernel, index, (hidden, lm_head, *tiles, *outputs, *integers), key, lambda properties: (grid, constants)
+    )
     few = {"PROGRAMS": PROGRAMS, "EXACT_DIMS": constants["EXACT_DIMS"], "num_warps": 4}
     again = (hidden, lm_head, *outputs, t, d, first, *strides, words, room)
-    launch(pairs_kernel, index, again, key, lambda facts: (PROGRAMS, few))
+    launch(pairs_kernel, index, again, key, lambda properties: (PROGRAMS, few))
 
 
-def _constants(hidden: Tensor, lm_head: Tensor, facts: DeviceFacts) -> dict[str, Any]:
+def _constants(hidden: Tensor, lm_head: Tensor, properties: DeviceProperties) -> dict[str, Any]:
     t, d = hidden.shape
     # Triton's interpreter has no products of bf16.
-    stored = facts.kind != "host" and hidden.dtype == lm_head.dtype != torch.float32
-    large = facts.shared_memory >= 160_000
+    stored = properties.kind != "host" and hidden.dtype == lm_head.dtype != torch.float32
+    large = properties.shared_memory >= 160_000
     tokens = max(16, min(256 if large and stored else 128, triton.next_power_of_2(t)))
     dims = (64 if large else 32) // (1 if stored else 2)
     addresses = [hidden.data_ptr(), lm_head.data_ptr(), *(2 * m.stride(0) for m in (hidden, lm_head))]
     return {
         "TOKENS": tokens, "ROWS": 128, "DIMS": dims, "EXACT_DIMS": max(16, min(4096, triton.next_power_of_2(d))),
-        "DESCRIBED": facts.ptx >= 90 and stored and not any(address % 16 for address in addresses),
-        "EVEN": d % dims == 0, "PRECISION": "stored" if stored else "tf32x3" if facts.ptx >= 80 else "ieee",
+        "DESCRIBED": properties.ptx >= 90 and stored and not any(address % 16 for address in addresses),
+        "EVEN": d % dims == 0, "PRECISION": "stored" if stored else "tf32x3" if properties.ptx >= 80 else "ieee",
         "num_warps": 8, "num_stages": 4 if large else 2,
     }  # fmt: skip

@@ -6,65 +6,46 @@ fp32, and the plan has no say in their order: a row of x gives the same bits und
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from halfbyte.formats.spec import FORMATS, Format, codebook_tensor
-from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.kernels.common.device import DeviceFacts, facts_of
-from halfbyte.kernels.common.driver import Arguments, Launch, kernels, prepared
+from halfbyte.formats.spec import FORMATS, codebook_tensor
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
+from halfbyte.kernels.common.driver import Arguments, Launch, kernels
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
+from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear.constants import TYPES
-from halfbyte.kernels.linear.operands import Addresses, Operands, operands_of
-from halfbyte.kernels.linear.ready import Product, run
-from halfbyte.kernels.linear.simt.plan import WARPS, ExactPlan, exact_plan
+from halfbyte.kernels.linear.kernel import Product
+from halfbyte.kernels.linear.problem import Addresses, Problem
+from halfbyte.kernels.linear.simt.plan import WARPS, SimtPlan, simt_plan
 
+NAME = "simt"
 MOST_TILES = 65535  # along a grid's y; with more, a warp makes several
 LAYOUT = ("6Q", "4Q", "2Q2I")  # its Arguments: x, bias, out and m change
+launches: ThreadCache[Hashable, Launch] = ThreadCache()
 
 
-def find_plan(m: int, operands: Operands, facts: DeviceFacts, batch_invariant: bool = False) -> ExactPlan:
-    """The plan for x [m, K]; there is one for all operands, and batch_invariant makes no difference to any."""
-    aligned = operands.align_packed >= 8 and operands.align_x >= 16
-    return exact_plan(m, operands.n, operands.k, aligned, facts)
+def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool = False) -> SimtPlan:
+    """The plan for x [m, K]; there is one for every problem, and batch_invariant makes no difference to any."""
+    return simt_plan(m, problem.n, problem.k, problem.align_packed >= 8, properties)
 
 
-def plan_for(x: Tensor, q: QuantizedWeight, bias: Tensor | None) -> ExactPlan:
-    """The plan for these very tensors."""
-    return find_plan(len(x), operands_of(x, q, bias), facts_of(x.get_device()))
-
-
-def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, out: Tensor, plan: ExactPlan) -> None:
-    """out = x @ W.T + bias, each sum rounded once.
-
-    x [M, K], bias [N] or None and out [M, N] of one dtype, contiguous, on the current device; the plan is from
-    `plan_for`, for these very tensors.
-    """
-    (m, k), n = x.shape, out.shape[1]
-    if m == 0 or n == 0:
-        return
-    if k == 0:
-        out.copy_(out.new_zeros(n) if bias is None else bias)
-        return
-    run(product, x, q, bias, out, plan)
-
-
-def product(device: torch.device, m: int, operands: Operands, weight: Addresses, plan: ExactPlan) -> Product:
+def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan: SimtPlan) -> Product:
     """The product with a weight on the current device, of any number of rows."""
-    o, index = operands, device.index
-    compiled = variant(o, plan, facts_of(index))
-    launch = prepared(("exact", index, compiled), lambda: _launch(index, compiled))
+    o, index = problem, device.index
+    compiled = variant(o, plan, properties_of(index))
+    launch = launches.get((index, compiled), lambda: _launch(index, compiled))
     codebook = codebook_tensor(FORMATS[o.format], device)
     shifts = o.block_size.bit_length() - 1, max(o.nested, 1).bit_length() - 1
     arguments = Arguments(LAYOUT, (*weight, codebook.data_ptr()), (o.n, o.k, *shifts))
-    across = -(-o.n // (WARPS * plan.columns))
+    across = -(-o.n // (WARPS * plan.tile_n))
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
         arguments.set(x, bias, out, m)
-        launch.set_grid(across, min(-(-m // plan.rows), MOST_TILES))
+        launch.set_grid(across, min(-(-m // plan.tile_m), MOST_TILES))
         launch(stream, arguments.parameters)
 
     return multiply
@@ -75,17 +56,17 @@ def _launch(index: int, compiled: Variant) -> Launch:
     return Launch(function, (1, 1), 32 * WARPS)
 
 
-def variant(operands: Operands, plan: ExactPlan, facts: DeviceFacts) -> Variant:
-    """What is compiled for such operands."""
-    settings = constants(operands.dtype, operands.scale, FORMATS[operands.format], plan)
-    return Variant.of(source(), facts.capability, settings)
+def variant(problem: Problem, plan: SimtPlan, properties: DeviceProperties) -> Variant:
+    """What is compiled."""
+    return Variant.of(source(), properties.capability, constants(problem, plan))
 
 
-def constants(dtype: torch.dtype, scale: torch.dtype, format: Format, plan: ExactPlan) -> dict[str, Constant]:
-    """kernel.cu's Config, for dtypes of x and of q.scale."""
+def constants(problem: Problem, plan: SimtPlan) -> dict[str, Constant]:
+    """kernel.cu's Config."""
     return {
-        "x": TYPES[dtype], "scale": TYPES[scale], "low_first": format.low_first, "flushes": format.flushes,
-        "aligned": plan.whole, "tile_m": plan.rows, "tile_n": plan.columns, "warps": WARPS,
+        "x": TYPES[problem.dtype], "scale": TYPES[problem.scale], "low_first": problem.low_first,
+        "flushes": FORMATS[problem.format].flushes, "aligned": plan.aligned, "tile_m": plan.tile_m,
+        "tile_n": plan.tile_n, "warps": WARPS,
     }  # fmt: skip
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceFacts
+from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear.tune import h200
 
 BLOCK = 64  # weights that are summed up before they are scaled
@@ -42,30 +42,25 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The constants of kernel.cu. columns: groups of eight rows of x. warps: that multiply. slice: blocks of K a warp.
-    stages: tiles or steps of tiles on their way. cluster: CTAs that share K. whole: scales of a tile are copied in one
-    piece. offset: those of a row with what lies around them. parts: weights of one launch. steps: that a tile is
-    fetched in. registers: of a multiplying thread, at the expense of others, or 0 for as many as those have. sums:
-    buffers for what warps have. first: stages that are asked for before the first is there. together: blocks of K that
-    are summed up before they are scaled, which share a scale. resident: CTAs that share a multiprocessor. reducers:
-    warps that add up. batches: CTAs side by side, for rows of x."""
+    """The constants of kernel.cu, by the names of its Config, and the estimate."""
 
-    columns: int
-    warps: int
-    slice: int
-    stages: int
-    cluster: int
-    whole: bool = False
-    offset: bool = False
-    parts: int = 1
-    steps: int = 1
-    registers: int = 0
-    sums: int = 1
-    first: int = 1
-    together: int = 1
-    resident: int = 1
-    reducers: int = 1
-    batches: int = 1
+    m_tiles: int  # groups of eight rows of x
+    warps: int  # that multiply
+    slice: int  # blocks of K a warp
+    stages: int  # tiles, or steps of tiles, on their way
+    cluster: int  # CTAs that share K
+    bulk_scales: bool = False  # scales of a tile are copied in one piece
+    window_scales: bool = False  # those of a row are copied with what lies around them
+    parts: int = 1  # weights of one launch
+    steps: int = 1  # that a tile is fetched in
+    registers: int = 0  # of a multiplying thread, at the expense of others; 0: as many as those have
+    sum_buffers: int = 1  # for what warps have
+    first_stages: int = 1  # that are asked for before the first is there
+    joined: int = 1  # blocks of K that share a scale, and are summed up before they are scaled
+    resident_ctas: int = 1  # that share a multiprocessor
+    reducers: int = 1  # warps that add up
+    batches: int = 1  # CTAs side by side, for rows of x
+    microseconds: float = field(default=0.0, compare=False)
 
     @property
     def threads(self) -> int:
@@ -77,7 +72,7 @@ class DecodePlan:
         """Blocks of K that a CTA covers."""
         return self.warps * self.slice
 
-    def tiles(self, m: int) -> int:
+    def x_tiles(self, m: int) -> int:
         """Tiles of x [m, K] that launches are made for: they are the same for any m."""
         return 0
 
@@ -85,16 +80,16 @@ class DecodePlan:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         stage, tiles = ROWS * self.blocks // self.steps * 32, -(-self.stages // self.steps)
         slots = 2 if self.cluster > 4 else 4
-        sums = self.sums * self.warps * 8 * self.columns * 80 + slots * (self.cluster - 1) * self.columns * 512
+        sums = self.sum_buffers * self.warps * 8 * self.m_tiles * 80 + slots * (self.cluster - 1) * self.m_tiles * 512
         ahead = -(-(1024 * self.parts + 256 + sums) // 1024) * 1024  # of the stages, which begin at a multiple of that
-        scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested) + self.blocks // self.together * 80
+        scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested) + self.blocks // self.joined * 80
         return 256 * 256 + ahead + self.stages * stage + scaling
 
     def scale_row(self, scales: Scales) -> int:
         """Bytes of shared memory for the scales of a row."""
         count = scales.bytes_of(self.blocks)
-        if self.whole or self.offset:
-            return count if self.whole else -(-count // 16) * 16 + 32
+        if self.bulk_scales or self.window_scales:
+            return count if self.bulk_scales else -(-count // 16) * 16 + 32
         chunk = scale_chunk(self, scales)
         return -(-count // chunk) * chunk
 
@@ -110,29 +105,29 @@ def weight_chunk(k: int) -> int:
     return math.gcd(k // 2, 128)
 
 
-def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, facts: DeviceFacts) -> bool:
+def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, properties: DeviceProperties) -> bool:
     """True if kernel.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
     blocks = k // BLOCK
     return (
-        facts.ptx >= 90
+        properties.ptx >= 90
         and scales.block_size % BLOCK == 0
         and k % scales.block_size == 0
         and _can_copy_scales(plan, blocks, scales)
         and n % 4 == 0
         and 0 < n * k < 1 << 38  # blocks are counted in 32 bits
         and plan.slice in (4, 8)
-        and plan.slice % (4 * plan.steps) == plan.slice % (2 * plan.together) == 0
-        and scales.blocks % plan.together == 0
+        and plan.slice % (4 * plan.steps) == plan.slice % (2 * plan.joined) == 0
+        and scales.blocks % plan.joined == 0
         and 1 <= plan.warps <= 16
         and 1 <= plan.cluster <= MOST_CLUSTER
         and plan.blocks * (plan.cluster - 1) < blocks <= plan.blocks * plan.cluster
         and 2 <= plan.stages <= MOST_STAGES
-        and 1 <= plan.sums <= 2
-        and plan.first >= 1
+        and 1 <= plan.sum_buffers <= 2
+        and plan.first_stages >= 1
         and 1 <= plan.reducers <= 2
-        and plan.columns % plan.reducers == 0
-        and (plan.registers == 0 or (facts.ptx == 90 and _can_hand_over_registers(plan)))
-        and plan.resident * (plan.shared_bytes(scales) + RESERVED) <= facts.shared_memory + RESERVED
+        and plan.m_tiles % plan.reducers == 0
+        and (plan.registers == 0 or (properties.ptx == 90 and _can_hand_over_registers(plan)))
+        and plan.resident_ctas * (plan.shared_bytes(scales) + RESERVED) <= properties.shared_memory + RESERVED
     )
 
 
@@ -149,44 +144,65 @@ def _can_copy_scales(plan: DecodePlan, blocks: int, scales: Scales) -> bool:
     of_row, of_cta = scales.bytes_of(blocks), scales.bytes_of(plan.blocks)
     if plan.cluster > 1 and plan.blocks % scales.blocks:
         return False
-    if plan.whole or plan.offset:
-        return of_row % 4 == 0 and not (plan.whole and (plan.offset or plan.cluster > 1))
+    if plan.bulk_scales or plan.window_scales:
+        return of_row % 4 == 0 and not (plan.bulk_scales and (plan.window_scales or plan.cluster > 1))
     return of_row % 16 == of_cta % 16 == 0
 
 
 @lru_cache(maxsize=4096)  # some milliseconds of Python, and asked for whenever a product is new to its weight
-def decode_plan(m: int, n: int, k: int, scales: Scales, facts: DeviceFacts, parts: int = 1) -> DecodePlan | None:
+def decode_plan(
+    m: int, n: int, k: int, scales: Scales, properties: DeviceProperties, parts: int = 1
+) -> DecodePlan | None:
     """The plan for x [m, k] and W [n, k], or None where this kernel is not for them. parts: the weights
     that W is, none of which shares a tile with another.
 
-    A warp holds as much of K as its registers take beside x; then the least work of the busiest CTA wins, with what a
-    tile, a neighbour and a missing warp were seen to cost on an H200 (docs/notebook.md).
+    A warp holds as much of K as its registers take beside x; then the least work of the busiest CTA wins, in blocks,
+    with what a tile, a neighbour and a missing warp were seen to cost on an H200 (docs/notebook.md).
     """
     if not 1 <= m <= MOST_ROWS:
         return None
-    columns = _columns(m, n, k, parts, facts)
-    width, most_warps = h200.DECODE_SLICES[columns]
-    batches = -(-m // (8 * columns))
+    m_tiles = _m_tiles(m, n, k, parts, properties)
+    width, most_warps = h200.DECODE_SLICES[m_tiles]
+    batches = -(-m // (8 * m_tiles))
     tiles = -(-n // ROWS) * batches
 
     def cost(plan: DecodePlan) -> float:
-        turns = -(-tiles // max(1, facts.sms // plan.cluster))
+        turns = -(-tiles // max(1, properties.sms // plan.cluster))
         busy = turns * (plan.blocks * (1 + h200.DECODE_LACKING_WARP * (most_warps - plan.warps)) + h200.DECODE_TILE)
         return busy + h200.DECODE_NEIGHBOUR * plan.cluster + (h200.DECODE_CLUSTER if plan.cluster > 1 else 0)
 
     unaligned = scales.bytes_of(k // BLOCK) % 16 != 0
-    alike = DecodePlan(columns, 1, width, stages=2, cluster=1, parts=parts, batches=batches)
+    alike = DecodePlan(m_tiles, 1, width, stages=2, cluster=1, parts=parts, batches=batches)
     shapes = (
-        replace(alike, warps=warps, cluster=cluster, whole=unaligned and cluster == 1, offset=unaligned and cluster > 1)
+        replace(
+            alike,
+            warps=warps,
+            cluster=cluster,
+            bulk_scales=unaligned and cluster == 1,
+            window_scales=unaligned and cluster > 1,
+        )
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
     )
-    plans = (_refined(shape, tiles / max(1, facts.sms // shape.cluster), scales, facts) for shape in shapes)
-    fitting = (one for plan in plans for one in _smaller(plan) if is_valid(one, n, k, scales, facts))
-    return min(fitting, key=cost, default=None)  # the first of equals, which has the most room
+    plans = (_refined(shape, tiles / max(1, properties.sms // shape.cluster), scales, properties) for shape in shapes)
+    fitting = (one for plan in plans for one in _smaller(plan) if is_valid(one, n, k, scales, properties))
+    best = min(fitting, key=cost, default=None)  # the first of equals, which has the most room
+    return None if best is None else replace(best, microseconds=_microseconds(best, n, k, scales, properties))
 
 
-def _columns(m: int, n: int, k: int, parts: int, facts: DeviceFacts) -> int:
+def _microseconds(plan: DecodePlan, n: int, k: int, scales: Scales, properties: DeviceProperties) -> float:
+    """The estimated time of one launch: of reading W, of the busiest CTA's tiles, and of all that overlaps neither."""
+    times = h200.DECODE_TIMES[plan.m_tiles]
+    scale_bytes = n * scales.bytes_of(k // BLOCK)
+    turns = -(-(-(-n // ROWS) * plan.batches) // max(1, properties.sms // plan.cluster))
+    reading = (n * k / 2 + scale_bytes) / 1e6 / times.bandwidth
+    multiplying = turns * (plan.blocks * times.block + times.tile)
+    shared = times.cluster + times.neighbour * (plan.cluster - 1) if plan.cluster > 1 else 0.0
+    alone = times.start + times.x * plan.blocks + times.scales * scale_bytes * plan.batches / 1e6 + shared
+    return alone + math.hypot(reading, multiplying)
+
+
+def _m_tiles(m: int, n: int, k: int, parts: int, properties: DeviceProperties) -> int:
     """Groups of eight rows of x that a CTA takes, others taking the rest; several weights in one launch leave none.
 
     One that takes 32 rows has registers for 2048 of K at most, and is ahead there, unless each tile has a
@@ -197,14 +213,14 @@ def _columns(m: int, n: int, k: int, parts: int, facts: DeviceFacts) -> int:
         return 1
     tiles = -(-n // ROWS)
     fewest_k, most_k = h200.DECODE_FEWER_ROWS_K
-    if parts == 1 and m <= 32 and fewest_k <= k <= most_k and tiles * -(-m // 8) <= facts.sms:
+    if parts == 1 and m <= 32 and fewest_k <= k <= most_k and tiles * -(-m // 8) <= properties.sms:
         return 1
-    even = 24 < m <= 32 and k % h200.DECODE_EVEN_K == 0 and tiles <= facts.sms
+    even = 24 < m <= 32 and k % h200.DECODE_EVEN_K == 0 and tiles <= properties.sms
     short = k <= h200.DECODE_SHORT_K and not even
     return 4 if m > 16 and (short or parts > 1) else 2
 
 
-def _refined(plan: DecodePlan, turns: float, scales: Scales, facts: DeviceFacts) -> DecodePlan:
+def _refined(plan: DecodePlan, turns: float, scales: Scales, properties: DeviceProperties) -> DecodePlan:
     """The plan with what is best for its warps. turns: tiles of a CTA, on average.
 
     Three halves of a tile on their way are better than more, which come in any order. Sixteen warps would like more
@@ -213,26 +229,26 @@ def _refined(plan: DecodePlan, turns: float, scales: Scales, facts: DeviceFacts)
     codes would wait behind it. So it is where two CTAs share the one tile that they have. Few warps leave room for two
     CTAs. Measured on an H200 (docs/notebook.md).
     """
-    full, columns = plan.warps == 16, plan.columns
-    if columns == 1:
+    full, m_tiles = plan.warps == 16, plan.m_tiles
+    if m_tiles == 1:
         halves = turns > 1 or plan.warps >= h200.DECODE_HALVES_WARPS
         shared = plan.cluster == 2 and plan.warps >= h200.DECODE_PATIENT_PAIR_WARPS and turns <= 1
         patient = shared or (plan.warps >= h200.DECODE_PATIENT_WARPS and (scales.nested or turns <= 1))
-        plan = replace(plan, steps=2 if halves else 1, stages=3 if halves else 2, first=1 if patient else 2)
-    elif columns == 2 and plan.offset:
-        plan = replace(plan, stages=3, first=2, sums=2)
-    if turns > 1 and plan.warps <= h200.DECODE_PAIR_WARPS[columns]:
-        plan = replace(plan, resident=2)
-    if facts.ptx == 90 and full and (plan.cluster == 1 or columns == 1):
+        plan = replace(plan, steps=2 if halves else 1, stages=3 if halves else 2, first_stages=1 if patient else 2)
+    elif m_tiles == 2 and plan.window_scales:
+        plan = replace(plan, stages=3, first_stages=2, sum_buffers=2)
+    if turns > 1 and plan.warps <= h200.DECODE_PAIR_WARPS[m_tiles]:
+        plan = replace(plan, resident_ctas=2)
+    if properties.ptx == 90 and full and (plan.cluster == 1 or m_tiles == 1):
         plan = replace(plan, registers=h200.DECODE_REGISTERS_16_WARPS)
-    elif facts.ptx == 90 and plan.warps == 8 and columns == 4 and plan.cluster <= 2:
+    elif properties.ptx == 90 and plan.warps == 8 and m_tiles == 4 and plan.cluster <= 2:
         plan = replace(plan, registers=h200.DECODE_REGISTERS_8_WARPS)
     elif full:
-        plan = replace(plan, sums=2)
+        plan = replace(plan, sum_buffers=2)
     # Fewer wait for sums that take longer; six were slower all the same.
-    if plan.warps >= h200.DECODE_TOGETHER_WARPS and plan.warps != h200.DECODE_ALONE_WARPS:
-        plan = replace(plan, together=min(scales.blocks, plan.slice // 2))
-    if columns > 1 and plan.resident == 1 and _has_room_for_a_warp(plan):
+    if plan.warps >= h200.DECODE_JOINED_WARPS and plan.warps != h200.DECODE_ALONE_WARPS:
+        plan = replace(plan, joined=min(scales.blocks, plan.slice // 2))
+    if m_tiles > 1 and plan.resident_ctas == 1 and _has_room_for_a_warp(plan):
         plan = replace(plan, reducers=2)
     return plan
 
@@ -240,12 +256,12 @@ def _refined(plan: DecodePlan, turns: float, scales: Scales, facts: DeviceFacts)
 def _has_room_for_a_warp(plan: DecodePlan) -> bool:
     """True if one more takes no registers that the others need: a quarter of all is for every fourth warp."""
     warps = plan.warps + 2
-    return plan.registers > 0 or warps % 4 != 0 or (plan.columns == 2 and warps < 16)
+    return plan.registers > 0 or warps % 4 != 0 or (plan.m_tiles == 2 and warps < 16)
 
 
 def _smaller(plan: DecodePlan) -> Iterable[DecodePlan]:
     """The plan, and what needs less shared memory: for GPUs that have less."""
-    for resident in range(plan.resident, 0, -1):
+    for resident_ctas in range(plan.resident_ctas, 0, -1):
         for stages in range(plan.stages, 1, -1):
-            for sums in range(plan.sums, 0, -1):
-                yield replace(plan, resident=resident, stages=stages, sums=sums)
+            for sums in range(plan.sum_buffers, 0, -1):
+                yield replace(plan, resident_ctas=resident_ctas, stages=stages, sum_buffers=sums)

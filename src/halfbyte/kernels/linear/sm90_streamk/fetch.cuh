@@ -111,7 +111,7 @@ __device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const W
       : "memory");
   if constexpr (Config::resident == 0) {
     wait_for_prior_kernel();  // until x is laid out
-    const uint4* from = a.arranged + u64(at.column_tile * a.depth_units + at.depth) * (X_BYTES / 16);
+    const uint4* from = a.laid_out + u64(at.column_tile * a.depth_units + at.depth) * (X_BYTES / 16);
     copy(to + W_BYTES, from, X_BYTES, full);
   }
 }
@@ -161,7 +161,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       }
     asm volatile("bar.sync 1, 128;" ::: "memory");
   }
-  u32 stale = blockIdx.x * 128 + thread;  // the launch before is done, and `arrange` with it
+  u32 stale = blockIdx.x * 128 + thread;  // the launch before is done, and `lay_out` with it
   const auto clear_some = [&] {
     const float none = __uint_as_float(SENTINEL);
     a.stale[stale] = make_float4(none, none, none, none);

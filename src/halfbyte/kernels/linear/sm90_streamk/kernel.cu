@@ -16,7 +16,7 @@
 // order of K, or by the cluster reduce where they form a cluster (device/split_k.cuh). The same input gives the same
 // bits.
 //
-// x. The kernel `arrange` writes x in the swizzled tiles that wgmma reads, with zeros beyond M and K; `multiply` may
+// x. The kernel `lay_out` writes x in the swizzled tiles that wgmma reads, with zeros beyond M and K; `multiply` may
 // start before it is done (programmatic dependent launch). Where all units of a CTA belong to one tile and shared
 // memory has room for their x, the CTA lays it out itself and keeps it there. No other kernel runs first then.
 //
@@ -148,7 +148,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
   }
 }
 
-// Lays out x for units `first` to `last`, all of one tile, as `arrange` would. A warp takes 8 rows of x by 64 of K.
+// Lays out x for units `first` to `last`, all of one tile, as `lay_out` would. A warp takes 8 rows of x by 64 of K.
 __device__ __forceinline__ void lay_out_x(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
   constexpr u32 BATCH = Config::tile_m >= 32 || PRODUCERS_WAIT ? 8 : 4;  // loads in flight a lane, of two halves each
   const WorkUnit at(a, first);
@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
 // Prepares for `multiply`. For each CTA of that kernel one CTA here prefetches scales to L2; the others lay x [m, k]
 // out as [tile of x][K / 64][tile_m rows][128 bytes, whose 16-byte pieces are swizzled by the row]. A word is two
 // neighbouring k; piece j of a span holds word j of each of a quad's four lanes.
-extern "C" __global__ void __launch_bounds__(128) arrange(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant__ Arguments a) {
   // `multiply` waits for this kernel alone and reads W at once, so it may start only when all work before is done.
   wait_for_prior_kernel();
   launch_dependents();
@@ -225,5 +225,5 @@ extern "C" __global__ void __launch_bounds__(128) arrange(const __grid_constant_
     const u32 at = k + 2 * (word + OWN * member);
     words[member] = m < a.m && at < a.k ? *reinterpret_cast<const u32*>(a.x + u64(m) * a.k + at) : 0;
   }
-  a.arranged[u64(index) / 8 * 8 + (piece ^ (row & 7))] = make_uint4(words[0], words[1], words[2], words[3]);
+  a.laid_out[u64(index) / 8 * 8 + (piece ^ (row & 7))] = make_uint4(words[0], words[1], words[2], words[3]);
 }

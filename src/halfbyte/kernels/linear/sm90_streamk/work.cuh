@@ -44,7 +44,7 @@ struct Arguments {
   const float *code, *absmax, *offset;
   const unsigned short *x, *bias;  // bias: null for none
   unsigned short* y;
-  uint4* arranged;
+  uint4* laid_out;
   float4* workspace;  // all SENTINEL before this launch
   float4* stale;      // sums of the launch before, which this one overwrites with SENTINEL
   u32 stale_count, m, n, k, row_tiles, column_tiles, depth_units, ctas;  // depth_units: units of 256 along K

@@ -1,43 +1,54 @@
-"""Every measured constant of the planners and of the choice among kernels, from an H200 (docs/notebook.md).
+"""Every measured constant of the planners and of the estimates that kernels compete with, from an H200.
 
-Estimated times are in µs and say which plan is faster, not how long it takes; `sm90_decode` counts in blocks of 64
-weights instead, and `sm80` in cycles. Sizes are N * K, numbers in W. Other GPUs go by the same constants.
+Estimates are in µs. Each is the sum of what does not overlap, and of the root of the sum of the squares of what does:
+reading W from memory, and the busiest CTA's work. Over 5,170 products (38 shapes of common models, 1 to 384 rows of x,
+NF4 and int4) the kernel with the least estimate was 0.1 % slower in the mean than the fastest one (docs/notebook.md).
+Other GPUs go by the same constants.
 """
 
 from __future__ import annotations
 
-# -- Which kernel ------------------------------------------------------------------------------------------------------
+from typing import NamedTuple
 
-# The most rows of x for which decoding W anew for each tile of them beats making the dense weight once. `sm80`'s is a
-# guess.
-STREAMK_ROWS, SM80_ROWS, SIMT_ROWS = 384, 64, 8
-# On GPUs after Hopper, which have no `sm90_streamk`, `sm90_decode` takes up to so many rows and `sm80` more. A guess.
-DECODE_ROWS_AFTER_HOPPER = 32
+# -- The dense weight --------------------------------------------------------------------------------------------------
 
-# Where `sm90_decode`, which starts earlier, beats `sm90_streamk`, which then reads faster. By rows of x:
-# up to 8, K or N * K up to these, or any weight with many bytes of scales (a byte and more for each 16 weights)
-DECODE_K_8, DECODE_SIZE_8 = 1 << 15, 3 << 25
-# up to 16, few bytes of scales: N * K below the first on one CTA along K; up to the second on a pair of CTAs with all
-# their warps; up to the third on other clusters
-DECODE_SIZE_16, DECODE_SIZE_16_PAIR, DECODE_SIZE_16_CLUSTER = 1 << 27, 1 << 26, 1 << 25
-# up to 16, many bytes of scales: N * K below DECODE_SIZE_16 where K is up to the first; else K and N * K up to the
-# others
-DECODE_SHORT_K_16, DECODE_K_16, DECODE_LONG_SIZE_16 = 4096, 1 << 14, 1 << 26
-# above, N * K where a CTA takes 32 rows: with eight warps for up to 32 rows of x, and otherwise
-DECODE_SIZE_WIDE_8_WARPS, DECODE_SIZE_WIDE = 64 << 20, 16 << 20
-# above, N * K where CTAs share K: up to 48 rows, and more
-DECODE_SIZE_CLUSTER_48, DECODE_SIZE_CLUSTER = 12 << 20, 6 << 20
-# above, N * K elsewhere: more than 48 rows; fewer with nested scales; fewer with flat ones
-DECODE_SIZE_64, DECODE_SIZE_48_NESTED, DECODE_SIZE_48 = 13 << 20, 15 << 20, 16 << 20
-# Several weights in one launch of `sm90_decode` against a launch of `sm90_streamk` for each, the sum of their N * K:
-# up to 16 rows of x, and more. Up to 8 rows one launch always wins.
-GROUP_SIZE_16, GROUP_SIZE = 5 << 25, 3 << 25
+# µs: two launches; per million weights writing them, and reading them from L2 and memory; and the product's TFLOP/s.
+DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.5, 0.285, 0.816, 744.0
+# How many times slower cuBLAS is where rows of the result begin at odd multiples of two bytes.
+DENSE_ODD = 7.5
+# How many times faster it must be to be worth the memory of the dense weight.
+DENSE_GAIN = 1.1
+# The most rows of x for which these kernels beat that on GPUs which have no other. Guesses.
+SM80_ROWS, SIMT_ROWS = 64, 8
 
 # -- sm90_decode -------------------------------------------------------------------------------------------------------
 
-# Columns (groups of eight rows of x) to blocks of K that a warp holds x for, and the most warps of a CTA.
+
+class DecodeTimes(NamedTuple):
+    """µs, but for the bandwidth. start: a launch. x: for each block of K whose x a CTA loads. bandwidth: MB a µs.
+    block, tile: of the busiest CTA, for each of its blocks of K and tiles. scales: a MB of them, for each CTA that
+    takes other rows of x. cluster: adding up among CTAs, and neighbour: for each of them beyond the first."""
+
+    start: float
+    x: float
+    bandwidth: float
+    block: float
+    tile: float
+    scales: float
+    cluster: float
+    neighbour: float
+
+
+# By groups of eight rows of x.
+DECODE_TIMES = {
+    1: DecodeTimes(1.054, 0.02086, 5.588, 0.0075, 0.367, 0.0704, 0.505, 0.805),
+    2: DecodeTimes(1.265, 0.02492, 9.0, 0.0175, 0.225, 0.0425, 0.0, 1.629),
+    4: DecodeTimes(2.799, 0.0, 7.897, 0.0242, 0.254, 0.0746, 3.0, 1.013),
+}
+
+# Groups of eight rows of x to blocks of K that a warp holds x for, and the most warps of a CTA.
 DECODE_SLICES = {1: (8, 16), 2: (4, 16), 4: (4, 8)}
-# Columns to the most warps of each of two CTAs that share a multiprocessor.
+# The same to the most warps of each of two CTAs that share a multiprocessor.
 DECODE_PAIR_WARPS = {1: 5, 2: 6, 4: 0}
 # From the first K to the last a CTA is better off with eight rows of x, if there are multiprocessors for all.
 DECODE_FEWER_ROWS_K = (4096, 8192)
@@ -46,51 +57,80 @@ DECODE_SHORT_K, DECODE_EVEN_K = 2048, 1024
 # Of a tile, in blocks: how much longer a block takes for each warp that a CTA lacks; what a tile costs besides; what
 # each CTA of a cluster does, and being one at all.
 DECODE_LACKING_WARP, DECODE_TILE, DECODE_NEIGHBOUR, DECODE_CLUSTER = 0.045, 8, 8, 32
-# Warps from which on, with one group of columns: a tile comes in halves though it is the CTA's only one; a second stage
+# Warps from which on, with one group of rows: a tile comes in halves though it is the CTA's only one; a second stage
 # waits for the first in a pair of CTAs with one tile; it does so with nested scales, or one tile.
 DECODE_HALVES_WARPS, DECODE_PATIENT_PAIR_WARPS, DECODE_PATIENT_WARPS = 5, 6, 12
 # Registers of a multiplying thread: of sixteen warps, and of eight that hold 32 rows of x.
 DECODE_REGISTERS_16_WARPS, DECODE_REGISTERS_8_WARPS = 112, 232
 # Warps from which on blocks that share a scale are summed up before they are scaled; and the one number that is
 # slower so.
-DECODE_TOGETHER_WARPS, DECODE_ALONE_WARPS = 5, 6
+DECODE_JOINED_WARPS, DECODE_ALONE_WARPS = 5, 6
 
 # -- sm90_streamk ------------------------------------------------------------------------------------------------------
 
-# Width (rows of x a tile) and groups (64 rows of W each) to stages, and µs a unit (256 of K).
+
+class StreamKTimes(NamedTuple):
+    """µs, but for the bandwidth, MB a µs, and `busy`, which multiplies what the planner reckons for the busiest CTA.
+    scales: a MB of them, for each tile of x. result: a MB of y. again: a MB of W, for each tile of x but the first."""
+
+    start: float
+    bandwidth: float
+    busy: float
+    scales: float
+    result: float
+    again: float
+
+
+# By tile_m, and whether CTAs keep their x.
+STREAMK_TIMES = {
+    (8, False): StreamKTimes(3.867, 4.915, 0.621, 0.545, 0.738, 0.0),
+    (8, True): StreamKTimes(1.778, 4.757, 0.676, 0.405, 3.0, 0.0),
+    (16, False): StreamKTimes(4.907, 6.0, 0.664, 0.589, 0.0, 0.0),
+    (16, True): StreamKTimes(1.323, 6.0, 0.867, 0.531, 2.408, 0.0),
+    (32, False): StreamKTimes(5.05, 5.997, 0.851, 0.585, 0.0, 0.01),
+    (32, True): StreamKTimes(1.119, 6.0, 1.019, 0.150, 2.038, 0.087),
+    (64, False): StreamKTimes(4.567, 3.0, 0.667, 0.555, 0.071, 0.140),
+    (64, True): StreamKTimes(2.069, 3.0, 0.918, 1.677, 0.263, 0.008),
+}  # fmt: skip
+# What a product saves whose x is laid out already.
+STREAMK_LAYING_OUT = 1.5
+
+# tile_m (rows of x) and warpgroups (64 rows of W each) to stages, and µs a unit (256 of K).
 STREAMK_TILES = {
     (8, 4): (3, 1.15), (8, 3): (3, 1.29), (16, 4): (3, 1.45), (16, 3): (3, 1.42), (32, 4): (3, 1.78),
     (32, 3): (3, 1.135), (64, 3): (2, 1.72), (64, 2): (3, 1.22),
 }  # fmt: skip
-# By width, µs: where every tile is cut into equal parts; where all units are dealt out in equal runs; and for each
-# part of a tile and group.
+# By tile_m, µs: where every tile is cut into equal parts; where all units are dealt out in equal runs; and for each
+# part of a tile and warpgroup.
 STREAMK_CUT = {8: 4.5, 16: 2.6, 32: 1.3, 64: 3.0}
 STREAMK_RUN = {8: 2.5, 16: 1.35, 32: 1.0, 64: 2.5}
 STREAMK_PART = {8: 0.093, 16: 0.096, 32: 0.095, 64: 0.3}
-# Where a plan must not depend on the rows of x: groups; parts that a tile's first CTA adds up one by one; and µs of a
-# unit, of a cut and of a part, which stand for all widths.
-INVARIANT_GROUPS, INVARIANT_DIRECT = 3, 8
+# Where a plan must not depend on the rows of x: warpgroups; parts that a tile's first CTA adds up one by one; and µs of
+# a unit, of a cut and of a part, which stand for every tile_m.
+INVARIANT_WARPGROUPS, INVARIANT_DIRECT = 3, 8
 INVARIANT_UNIT, INVARIANT_CUT, INVARIANT_PART = 1.0, 2.0, 0.3
-# N * K up to which there are multiprocessors left for tiles of half the width.
+# N * K up to which there are multiprocessors left for tiles of half as many rows of x.
 STREAMK_NARROW_SIZE = 1 << 23
-# Where each CTA keeps its x in shared memory: groups to µs a unit, and how many times that by width.
+# Where each CTA keeps its x in shared memory: warpgroups to µs a unit, and how many times that by tile_m.
 RESIDENT_UNIT = {2: 0.91, 3: 1.09}
-RESIDENT_WIDTH = {8: 1.0, 16: 1.0, 32: 1.2, 64: 2.25}
-# How many times that, with three groups, where K is no multiple of the second: scales are then loaded one by one.
+RESIDENT_TILE_M = {8: 1.0, 16: 1.0, 32: 1.2, 64: 2.25}
+# How many times that, with three warpgroups, where K is no multiple of the second: scales are then loaded one by one.
 RESIDENT_SCATTERED, RESIDENT_SCALES_K = 1.13, 1024
-# µs: a group besides; a fix-up in memory, and each of its parts and groups; each part of a cluster reduce.
-RESIDENT_GROUP, FIX_UP, FIX_UP_PART, CLUSTER_PART = 0.47, 0.7, 0.075, 0.19
+# µs: a warpgroup besides; a fix-up in memory, and each of its parts and warpgroups; each part of a cluster reduce.
+RESIDENT_WARPGROUP, FIX_UP, FIX_UP_PART, CLUSTER_PART = 0.47, 0.7, 0.075, 0.19
 # Stages: with fewer than the first, or than the CTA has units, x laid out ahead is faster; more than the last gain
 # nothing.
 RESIDENT_STAGES, RESIDENT_MOST_STAGES = 3, 4
 
-# -- sm80: a model in cycles, not measured -----------------------------------------------------------------------------
+# -- sm80: a model in cycles ------------------------------------------------------------------------------------------
 
-# On a SM, by columns: warps beyond which registers do not hold the sums; and the most CTAs that share K.
+# µs of a launch, and of a cycle as the model counts them; fitted, within 25 %.
+SM80_START, SM80_CYCLE = 3.43, 0.000706
+# On a SM, by groups of eight rows of x: warps beyond which registers do not hold the sums. The most CTAs that share K.
 SM80_WARPS = {1: 16, 2: 16, 4: 12, 8: 8}
 SM80_SPLITS = 8
-# A warp's span: what its loads of W take of the L1 pipe, those of x for each group of columns, and each row of x of L2.
-SM80_SPAN, SM80_SPAN_COLUMNS, SM80_SPAN_X = 50, 16, 3
+# A warp's span: what its loads of W take of the L1 pipe, those of x for each group of rows, and each row of x of L2.
+SM80_SPAN, SM80_SPAN_M_TILE, SM80_SPAN_X = 50, 16, 3
 # A lone warp's span; filling the pipeline and adding up, for each turn; a second launch.
 SM80_LONE_SPAN, SM80_TURN, SM80_LAUNCH = 400, 800, 6000
 
@@ -98,3 +138,5 @@ SM80_LONE_SPAN, SM80_TURN, SM80_LAUNCH = 400, 800, 6000
 
 # Warps a multiprocessor wants before a warp takes more than one row of W.
 SIMT_WARPS_WANTED = 8
+# µs: a launch; per million weights, decoding them for each tile of x, and multiplying them with each row of x.
+SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078

@@ -1,4 +1,4 @@
-"""What the choice of a CUDA kernel and its machine code depend on, of x, W and bias, besides how many rows x has."""
+"""What is multiplied: all that the choice of a CUDA kernel and its machine code depend on, but for the rows of x."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
 
 Addresses = tuple[int, int, int, int, int]
-ALIGNED = 16  # bytes; what memory of its own always is, and all that any kernel asks for
+ALIGNMENT = 16  # bytes: x, bias and the result always have it (eager.py), and of W no kernel asks for more
 # With batch_invariant so many rows go at a time: no kernel refuses as few, so that all of them take the same one.
 INVARIANT_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Operands:
-    """dtype: of x. n, k: the sides of W. format, block_size: of W. scale: the dtype of its scales. nested: how many of
-    them share an entry of the nested ones, or 0. bias: whether there is one.
+class Problem:
+    """x [M, K] @ W.T + bias, but for M.
 
-    align_..: the largest power of two, up to 16, that divides the address. It is 16 without a bias.
+    dtype: of x, the bias and the result. n, k: the sides of W. format, block_size: of W. scale: the dtype of its
+    scales, uint8 where they are nested. nested: how many of them share an entry of the nested ones, or 0. bias:
+    whether there is one. align_packed, align_scale: the largest power of two, up to 16, that divides the address.
     """
 
     dtype: torch.dtype
@@ -33,10 +34,8 @@ class Operands:
     scale: torch.dtype
     nested: int = 0
     bias: bool = False
-    align_packed: int = ALIGNED
-    align_scale: int = ALIGNED
-    align_x: int = ALIGNED
-    align_bias: int = ALIGNED
+    align_packed: int = ALIGNMENT
+    align_scale: int = ALIGNMENT
 
     @property
     def low_first(self) -> bool:
@@ -48,17 +47,36 @@ class Operands:
         """True if nested scales, where there are any, are nested as bitsandbytes does it."""
         return self.nested in (0, NESTED_BLOCK_SIZE)
 
+    @property
+    def numel(self) -> int:
+        """Weights in W."""
+        return self.n * self.k
 
-def operands_of(x: Tensor, q: QuantizedWeight, bias: Tensor | None) -> Operands:
+    @property
+    def scale_megabytes(self) -> float:
+        """Of the scales, without what nested ones share."""
+        return self.numel // self.block_size * self.scale.itemsize / 1e6
+
+    @property
+    def megabytes(self) -> float:
+        """Of W: nibbles and scales."""
+        return self.numel / 2e6 + self.scale_megabytes
+
+    def result_megabytes(self, m: int) -> float:
+        """Of y [m, N]."""
+        return m * self.n * self.dtype.itemsize / 1e6
+
+
+def problem_of(x: Tensor, q: QuantizedWeight, bias: Tensor | None) -> Problem:
     n, k = q.shape
-    return Operands(
+    return Problem(
         x.dtype, n, k, q.format, q.block_size, q.scale.dtype, q.nested.block_size if q.nested else 0, bias is not None,
-        _alignment(q.packed), _alignment(q.scale), _alignment(x), ALIGNED if bias is None else _alignment(bias),
+        _alignment(q.packed), _alignment(q.scale),
     )  # fmt: skip
 
 
 def _alignment(tensor: Tensor) -> int:
-    address = tensor.data_ptr() | ALIGNED
+    address = tensor.data_ptr() | ALIGNMENT
     return address & -address
 
 

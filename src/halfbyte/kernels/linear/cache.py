@@ -1,0 +1,48 @@
+"""Products that are ready, kept from call to call: what `linear` costs on the host beside its launch is decided here.
+
+A thread has products of its own, since a launch writes its arguments first. They are known by addresses, sizes and
+dtypes, never by tensors: nothing is kept alive, and a weight whose memory has moved is another weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.linear.dispatch import Choice
+from halfbyte.kernels.linear.kernel import GroupProduct, Product
+from halfbyte.kernels.linear.problem import Addresses, Problem
+
+# By `key`, then by the rows of x: what was computed before with these very addresses.
+products: ThreadCache[Hashable, dict[int, Product]] = ThreadCache()
+# By what a bound product depends on; it may serve several numbers of rows.
+bound: ThreadCache[Hashable, Product] = ThreadCache()
+# By rows and the keys of a group's weights; None where the group gains nothing.
+groups: ThreadCache[Hashable, tuple[GroupProduct | None]] = ThreadCache()
+
+
+def key(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Hashable:
+    """By which the products with a weight are known: where its numbers are, what they mean, and what x and bias are."""
+    packed, scale = q.packed, q.scale
+    code, absmax, offset, size = q.nested or (scale, scale, scale, 0)
+    return (
+        packed.data_ptr(), scale.data_ptr(), code.data_ptr(), absmax.data_ptr(), offset.data_ptr(), size, *q.shape,
+        q.format, q.block_size, scale.dtype, x.dtype, x.get_device(), bias is None, not batch_invariant,
+    )  # fmt: skip
+
+
+def group_key(m: int, x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> Hashable:
+    return (m, *(key(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)))
+
+
+def bind(choice: Choice, device: torch.device, m: int, problem: Problem, weight: Addresses) -> Product:
+    """The chosen product with a weight on the current device, of m rows and all that are as many tiles of x."""
+    kernel, plan = choice
+    return bound.get(
+        (kernel.NAME, device, plan.x_tiles(m), problem, weight, plan),
+        lambda: kernel.bind(device, m, problem, weight, plan),
+    )

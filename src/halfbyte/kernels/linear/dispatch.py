@@ -1,0 +1,102 @@
+"""Which CUDA kernel multiplies: that with the least estimated time, of those in this folder.
+
+sm90_streamk  wgmma, any number of rows of x: sm_90
+sm90_decode   a few rows, blocks of 64 weights and more, from the lightest start: sm_90 and later
+sm80          mma.sync, every format: sm_75 and later
+simt          CUDA cores: whatever is left, fp32 x above all
+
+The other way is to make the dense weight and to leave the product to torch. It is in the competition, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.common.nvrtc import Variant
+from halfbyte.kernels.linear.kernel import GroupKernel, Kernel, Plan
+from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.simt import launch as simt
+from halfbyte.kernels.linear.sm80 import launch as sm80
+from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
+from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
+from halfbyte.kernels.linear.tune import h200
+
+KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm80, simt)
+GROUP_KERNELS: tuple[GroupKernel[Any], ...] = (sm90_decode, sm90_streamk)
+# The most rows of x for which a kernel beats the dense weight on GPUs whose dense products were not measured.
+MOST_ROWS = {sm80.NAME: h200.SM80_ROWS, simt.NAME: h200.SIMT_ROWS}
+# With batch_invariant no choice may depend on the rows of x: it is the best one for so many.
+TYPICAL_INVARIANT_ROWS = 32
+
+
+class Choice(NamedTuple):
+    """A kernel and its plan."""
+
+    kernel: Kernel[Any]
+    plan: Any
+
+    def variant(self, problem: Problem, properties: DeviceProperties) -> Variant:
+        """What is compiled for it."""
+        return self.kernel.variant(problem, self.plan, properties)
+
+
+class GroupChoice(NamedTuple):
+    """A kernel and its plan for several weights at once."""
+
+    kernel: GroupKernel[Any]
+    plan: Plan
+
+
+@lru_cache(1 << 14)
+def choose(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> Choice | None:
+    """How x [m, K] is multiplied, m and no side of W being 0, or None where the dense weight is the faster way.
+
+    With batch_invariant m is up to INVARIANT_ROWS, and there always is a way, which depends on the weight alone.
+    """
+    if batch_invariant:
+        typical = _fastest(KERNELS, TYPICAL_INVARIANT_ROWS, problem, properties, True)
+        assert typical is not None  # `simt` supports every problem
+        kernel = typical.kernel
+        return Choice(kernel, kernel.plan(m, problem, properties, True))
+    kernels = tuple(kernel for kernel in KERNELS if m <= MOST_ROWS.get(kernel.NAME, m))
+    choice = _fastest(kernels, m, problem, properties, False)
+    if choice is None or choice.kernel.NAME in MOST_ROWS:
+        return choice
+    return choice if choice.plan.microseconds <= h200.DENSE_GAIN * dense_microseconds(m, problem) else None
+
+
+def _fastest(
+    kernels: Sequence[Kernel[Any]], m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool
+) -> Choice | None:
+    """Of those that support the problem."""
+    plans = ((kernel, kernel.plan(m, problem, properties, batch_invariant)) for kernel in kernels)
+    found = [Choice(kernel, plan) for kernel, plan in plans if plan is not None]
+    return min(found, key=lambda choice: choice.plan.microseconds, default=None)
+
+
+def dense_microseconds(m: int, problem: Problem) -> float:
+    """The estimated time of making the dense weight, and of torch's product with it."""
+    millions = problem.numel / 1e6
+    product = math.hypot(millions * h200.DENSE_READ, 2 * m * millions / h200.DENSE_TERAFLOPS)
+    if problem.n % 2 and problem.dtype is not torch.float32:
+        product *= h200.DENSE_ODD
+    return h200.DENSE_START + millions * h200.DENSE_WRITE + product
+
+
+@lru_cache(1 << 14)
+def choose_group(m: int, group: tuple[Problem, ...], properties: DeviceProperties) -> GroupChoice | None:
+    """How x [m, K] is multiplied with several weights at once, or None where one after the other is as fast."""
+    alone = [choose(m, problem, properties, False) for problem in group]
+    best = sum(math.inf if one is None else one.plan.microseconds for one in alone)
+    found = None
+    for kernel in GROUP_KERNELS:
+        plan = kernel.plan_group(m, group, properties)
+        if plan is not None and plan.microseconds < best:
+            best, found = plan.microseconds, GroupChoice(kernel, plan)
+    return found
