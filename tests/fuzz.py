@@ -25,6 +25,7 @@ import halfbyte as hb
 from halfbyte.formats.int4 import INT4
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.dequantize import reference
+from halfbyte.measure.error import relative_error
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("contiguous", "columns of a wider x", "every second row", "transpose", "odd address", "three dimensions")
@@ -132,7 +133,7 @@ def _check_product(x: Tensor, q: QuantizedWeight, bias: Tensor | None, invariant
         yield f"an output is off by {float(((found - right).abs() / sizes).max()):.2e} of its terms"
     theirs = functional.linear(x, weight, bias).reshape(right.shape).double()
     if torch.isfinite(theirs).all():
-        ours, most = (float((a - right).norm() / right.norm()) for a in (found, theirs))
+        ours, most = (relative_error(a, right) for a in (found, theirs))
         # Few outputs make a noisy norm; two sums of the same numbers in two orders differ in some of many roundings.
         if ours > most * (1.002 if right.numel() >= 1 << 14 else 1.5 if right.numel() >= 1000 else 4.0) + 1e-9:
             yield f"the error is {ours:.3e}, that of dequantize and F.linear {most:.3e}"

@@ -22,6 +22,7 @@ from halfbyte.formats.parts import group_parts
 from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.linear import reference
 from halfbyte.kernels.linear.plan import plan
+from halfbyte.measure.error import relative_error
 from halfbyte.ops import linear_group
 
 # Format, block or group size, nested.
@@ -46,10 +47,6 @@ def exact(x: Tensor, q: hb.QuantizedWeight, bias: Tensor | None = None) -> Tenso
     return reference.linear_exact(x, hb.dequantize(q, torch.float32), bias)
 
 
-def error(result: Tensor, right: Tensor) -> float:
-    return float((result.double() - right).norm() / right.norm())
-
-
 # What is computed.
 
 
@@ -65,7 +62,7 @@ def test_no_less_exact_than_dequantizing(format: str, size: int, nested: bool, d
                 right, dense = exact(x, q, added), functional.linear(x, hb.dequantize(q, dtype), added)
                 ours = hb.linear(x, q, added)
                 assert ours.dtype == dtype
-                assert error(ours, right) <= error(dense, right)
+                assert relative_error(ours, right) <= relative_error(dense, right)
 
 
 @dtypes
@@ -87,8 +84,8 @@ def test_no_less_exact_on_trained_weights(dtype: torch.dtype) -> None:
             for m in (1, 8):
                 x = torch.randn(m, weight.shape[1]).to(dtype)
                 right, dense = exact(x, q, bias), functional.linear(x, hb.dequantize(q, dtype), bias)
-                ours.append(error(hb.linear(x, q, bias), right))
-                theirs.append(error(dense, right))
+                ours.append(relative_error(hb.linear(x, q, bias), right))
+                theirs.append(relative_error(dense, right))
     if dtype == torch.float32:  # nothing is rounded but sums, in whatever order torch has for this CPU
         assert sum(ours) <= sum(theirs)
     else:
@@ -130,7 +127,7 @@ def test_any_k(shape: tuple[int, int]) -> None:
     q = hb.quantize(torch.randn(shape))
     for m in (1, 7, 200):
         x = torch.randn(m, shape[1])
-        assert error(hb.linear(x, q), exact(x, q)) < 1e-6
+        assert relative_error(hb.linear(x, q), exact(x, q)) < 1e-6
 
 
 @dtypes
@@ -205,7 +202,7 @@ def test_gradients_are_those_of_the_dense_product(format: str, size: int, nested
     for one, other in zip(ours, wanted, strict=True):
         assert one.grad is not None
         assert other.grad is not None
-        assert error(one.grad, other.grad) < 1e-6
+        assert relative_error(one.grad, other.grad) < 1e-6
 
 
 def test_gradients_only_where_they_are_asked_for() -> None:
@@ -240,7 +237,7 @@ def test_used_twice_checkpointed_and_differentiated_twice() -> None:
     right = gradients(dense_twice)
     for function in (twice, checkpointed):
         for one, other in zip(gradients(function), right, strict=True):
-            assert error(one, other.double()) < 1e-5
+            assert relative_error(one, other.double()) < 1e-5
 
 
 # What traces it.
