@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from toys import toy as toy
 
 import halfbyte as hb
 from halfbyte import warm
@@ -18,8 +19,6 @@ from halfbyte.kernels.common.device import facts_for
 from halfbyte.kernels.dequantize import reference as dequantized
 from halfbyte.kernels.quantize import reference as quantized
 from halfbyte.measure.error import relative_error
-
-from .toys import toy as toy
 
 N, K = 48, 192
 SOURCE = Path(hb.__file__).parent

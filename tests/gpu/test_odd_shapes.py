@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kinds import quantize
 
 import halfbyte as hb
+from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.common.device import facts_of
 from halfbyte.kernels.distance import shards
@@ -207,10 +209,9 @@ def test_search(v: int, d: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("v", "d"), [(1, 64), (17, 128), (257, 192)])
-@pytest.mark.parametrize("format", ["nf4", "fp4", "int4"])
+@pytest.mark.parametrize("format", sorted(FORMATS))
 def test_search_among_packed_rows(format: str, v: int, d: int) -> None:
-    size = {"group_size": 64} if format == "int4" else {"block_size": 64}
-    q = hb.quantize(torch.randn(v, d).bfloat16(), format, **size).to("cuda")
+    q = quantize(torch.randn(v, d).bfloat16(), format, 64, FORMATS[format].nests).to("cuda")
     for p in (1, 3, 9):
         query = torch.randn(p, d, device="cuda").bfloat16()
         dense = hb.dequantize(q)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.formats.toys import toy as toy
 from torch.nn import functional
+from toys import toy as toy
 
 import halfbyte as hb
 from halfbyte.formats.spec import Format
