@@ -14,6 +14,7 @@ CUDA := $(shell find src -name '*.cu' -o -name '*.cuh')
 # Few tests at a time for each worker, so that the slow ones, which come first, are shared out.
 PARALLEL = $(PY) -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --maxschedchunk 4
 CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format; clang_format()'
+LINT_IMPORTS = $(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-dev.txt)
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 
@@ -35,10 +36,11 @@ quick: $(READY)  ## the tests but for those that take long, in under three minut
 compile-all: $(READY)  ## every variant of the CUDA kernels that planners pick, for all GPUs, where `make test` takes a few
 	$(PARALLEL) -m compile_all
 
-lint: $(READY)  ## ruff, mypy and clang-format
+lint: $(READY)  ## ruff, mypy, the directions of imports, clang-format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(LINT_IMPORTS) --no-cache --no-logo
 	$(CLANG_FORMAT) --dry-run --Werror $(CUDA)
 
 format: $(READY)  ## put the code into its form

@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 
 import halfbyte as hb
-from halfbyte.formats.int4 import INT4
+from halfbyte.formats.bitsandbytes import FORMATS as OF_BITSANDBYTES
+from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.dequantize import reference
+from halfbyte.measure.error import relative_error
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("contiguous", "columns of a wider x", "every second row", "transpose", "odd address", "three dimensions")
@@ -58,15 +60,15 @@ def draw(seed: int, number: int) -> Problem:
         unit = r.choice((1, 1, 8, 16, 32, 64, 64, 256, 256))
         return min(most, max(1, unit * r.randint(1, max(1, most // unit)) + r.choice((0, 0, 0, 0, 1, -1))))
 
-    format = r.choice(("nf4", "nf4", "fp4", "int4"))
-    block_size = r.choice((32, 64, 128)) if format == "int4" else r.choice((32, 64, 64, 64, 128, 256, 512, 4096))
+    format = FORMATS[r.choice(("nf4", *FORMATS))]  # most weights are NF4, in blocks of 64
+    block_size = r.choice((*format.block_sizes, *[format.block_size] * 3))
     n, k = side(r.choice((40, 600, 4200))), side(r.choice((300, 3000, 9000)))
-    if format == "int4":
+    if format.along_k:
         k = -(-k // block_size) * block_size
     dtype = r.choice((*DTYPES[:2], *DTYPES))
     return Problem(
         n, k, r.choice((1, 1, 2, 3, 5, 8, 9, 13, 16, 17, 24, 32, 33, 48, 64, 65, 100, 200, 257, 400)),
-        format, block_size, format != "int4" and r.random() < 0.5, r.choice((dtype, *DTYPES)), dtype,
+        format.name, block_size, format.nests and r.random() < 0.5, r.choice((dtype, *DTYPES)), dtype,
         r.choice((LAYOUTS[0], *LAYOUTS)), r.random() < 0.1, r.random() < 0.5, r.random() < 0.4,
     )  # fmt: skip
 
@@ -80,8 +82,9 @@ def check(problem: Problem, device: str, seed: int) -> Iterator[str]:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
 
     dense = (randn(p.n, p.k) * p.k**-0.5).to(p.weight_dtype)
-    size = {"group_size": p.block_size} if p.format == "int4" else {"block_size": p.block_size, "nested": p.nested}
-    q = hb.quantize(dense, p.format, **size)
+    spec = FORMATS[p.format]
+    nested = {"nested": p.nested} if spec.nests else {}
+    q = hb.quantize(dense, p.format, **{spec.size_name: p.block_size}, **nested)
     yield from _check_bits(dense, q, p)
     if p.odd_weight:
         q = _moved(q)
@@ -96,9 +99,7 @@ def _check_bits(dense: Tensor, q: QuantizedWeight, p: Problem) -> Iterator[str]:
     if not ((buffer[:64] == POISON).all() and (buffer[-64:] == POISON).all()):
         yield "dequantize wrote beyond its result"
     right = torch.empty_like(out)
-    if p.format == "int4":
-        reference.dequantize(q.packed, q.scale, None, INT4, q.block_size, right)
-    elif dense.is_cuda:
+    if dense.is_cuda and p.format in OF_BITSANDBYTES:
         from bitsandbytes import functional as theirs
 
         packed, state = hb.to_bitsandbytes(q)
@@ -132,7 +133,7 @@ def _check_product(x: Tensor, q: QuantizedWeight, bias: Tensor | None, invariant
         yield f"an output is off by {float(((found - right).abs() / sizes).max()):.2e} of its terms"
     theirs = functional.linear(x, weight, bias).reshape(right.shape).double()
     if torch.isfinite(theirs).all():
-        ours, most = (float((a - right).norm() / right.norm()) for a in (found, theirs))
+        ours, most = (relative_error(a, right) for a in (found, theirs))
         # Few outputs make a noisy norm; two sums of the same numbers in two orders differ in some of many roundings.
         if ours > most * (1.002 if right.numel() >= 1 << 14 else 1.5 if right.numel() >= 1000 else 4.0) + 1e-9:
             yield f"the error is {ours:.3e}, that of dequantize and F.linear {most:.3e}"

@@ -1,4 +1,4 @@
-"""What `import halfbyte` and the quick commands cost, and that names looked up late are as good as any."""
+"""Imports point down; what `import halfbyte` and the quick commands cost; names looked up late are as good as any."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from importlinter.cli import lint_imports
 
 import halfbyte as hb
 from halfbyte import recover
 
+ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "numpy", "numba", "triton", "transformers", "safetensors", "pydantic")
 QUICK = (["--version"], ["--help"], ["explain", "0.347"], ["explain", "--help"], ["quantize", "--help"])
 
@@ -24,6 +26,11 @@ def fresh(code: str, *arguments: object) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def test_imports_point_down(capsys: pytest.CaptureFixture[str]) -> None:
+    """The contracts in pyproject.toml, which `make lint` checks too."""
+    assert lint_imports(str(ROOT / "pyproject.toml"), no_cache=True, no_logo=True) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", QUICK, ids=" ".join)

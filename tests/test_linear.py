@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kinds import KINDS, kinds, quantize
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -22,11 +23,9 @@ from halfbyte.formats.parts import group_parts
 from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.linear import reference
 from halfbyte.kernels.linear.plan import plan
+from halfbyte.measure.error import relative_error
 from halfbyte.ops import linear_group
 
-# Format, block or group size, nested.
-WEIGHTS = [("nf4", 64, True), ("nf4", 128, False), ("fp4", 64, True), ("fp4", 32, False), ("int4", 128, False)]
-weights = pytest.mark.parametrize(("format", "size", "nested"), WEIGHTS)
 dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 
@@ -36,25 +35,15 @@ def _anew() -> None:
     torch._dynamo.reset()
 
 
-def quantize(weight: Tensor, format: str, size: int, nested: bool) -> hb.QuantizedWeight:
-    if format == "int4":
-        return hb.quantize(weight, format, group_size=size)
-    return hb.quantize(weight, format, block_size=size, nested=nested)
-
-
 def exact(x: Tensor, q: hb.QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     return reference.linear_exact(x, hb.dequantize(q, torch.float32), bias)
-
-
-def error(result: Tensor, right: Tensor) -> float:
-    return float((result.double() - right).norm() / right.norm())
 
 
 # What is computed.
 
 
 @dtypes
-@weights
+@kinds
 def test_no_less_exact_than_dequantizing(format: str, size: int, nested: bool, dtype: torch.dtype) -> None:
     for n, k in ((512, 4096), (384, 1536)):
         q = quantize(torch.randn(n, k).to(dtype), format, size, nested)
@@ -65,7 +54,7 @@ def test_no_less_exact_than_dequantizing(format: str, size: int, nested: bool, d
                 right, dense = exact(x, q, added), functional.linear(x, hb.dequantize(q, dtype), added)
                 ours = hb.linear(x, q, added)
                 assert ours.dtype == dtype
-                assert error(ours, right) <= error(dense, right)
+                assert relative_error(ours, right) <= relative_error(dense, right)
 
 
 @dtypes
@@ -82,13 +71,13 @@ def test_no_less_exact_on_trained_weights(dtype: torch.dtype) -> None:
     ours, theirs = [], []
     for name in matrices:
         weight, bias = tensors[name].to(dtype), tensors[name.replace("weight", "bias")].to(dtype)
-        for format, size, nested in WEIGHTS:
+        for format, size, nested in KINDS:
             q = quantize(weight, format, size, nested)
             for m in (1, 8):
                 x = torch.randn(m, weight.shape[1]).to(dtype)
                 right, dense = exact(x, q, bias), functional.linear(x, hb.dequantize(q, dtype), bias)
-                ours.append(error(hb.linear(x, q, bias), right))
-                theirs.append(error(dense, right))
+                ours.append(relative_error(hb.linear(x, q, bias), right))
+                theirs.append(relative_error(dense, right))
     if dtype == torch.float32:  # nothing is rounded but sums, in whatever order torch has for this CPU
         assert sum(ours) <= sum(theirs)
     else:
@@ -96,7 +85,7 @@ def test_no_less_exact_on_trained_weights(dtype: torch.dtype) -> None:
 
 
 @dtypes
-@weights
+@kinds
 def test_identity_gives_the_weights(format: str, size: int, nested: bool, dtype: torch.dtype) -> None:
     q = quantize(torch.randn(96, 256), format, size, nested)
     for batch_invariant in (False, True):
@@ -130,11 +119,11 @@ def test_any_k(shape: tuple[int, int]) -> None:
     q = hb.quantize(torch.randn(shape))
     for m in (1, 7, 200):
         x = torch.randn(m, shape[1])
-        assert error(hb.linear(x, q), exact(x, q)) < 1e-6
+        assert relative_error(hb.linear(x, q), exact(x, q)) < 1e-6
 
 
 @dtypes
-@weights
+@kinds
 def test_batch_invariant(format: str, size: int, nested: bool, dtype: torch.dtype) -> None:
     q, bias = quantize(torch.randn(130, 512), format, size, nested), torch.randn(130).to(dtype)
     x = torch.randn(200, 512).to(dtype)
@@ -181,7 +170,7 @@ def test_autocast_has_no_say(m: int) -> None:
     assert torch.equal(result, hb.linear(x, q))
 
 
-@weights
+@kinds
 def test_on_a_device_without_memory(format: str, size: int, nested: bool) -> None:
     q = quantize(torch.empty(8, 256, device="meta"), format, size, nested)
     for batch_invariant in (False, True):
@@ -193,7 +182,7 @@ def test_on_a_device_without_memory(format: str, size: int, nested: bool) -> Non
 
 
 @pytest.mark.parametrize("m", [1, 5, 100])
-@weights
+@kinds
 def test_gradients_are_those_of_the_dense_product(format: str, size: int, nested: bool, m: int) -> None:
     q = quantize(torch.randn(40, 256), format, size, nested)
     x, bias, grad = torch.randn(2, m, 256), torch.randn(40), torch.randn(2, m, 40)
@@ -205,7 +194,7 @@ def test_gradients_are_those_of_the_dense_product(format: str, size: int, nested
     for one, other in zip(ours, wanted, strict=True):
         assert one.grad is not None
         assert other.grad is not None
-        assert error(one.grad, other.grad) < 1e-6
+        assert relative_error(one.grad, other.grad) < 1e-6
 
 
 def test_gradients_only_where_they_are_asked_for() -> None:
@@ -240,14 +229,14 @@ def test_used_twice_checkpointed_and_differentiated_twice() -> None:
     right = gradients(dense_twice)
     for function in (twice, checkpointed):
         for one, other in zip(gradients(function), right, strict=True):
-            assert error(one, other.double()) < 1e-5
+            assert relative_error(one, other.double()) < 1e-5
 
 
 # What traces it.
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-@weights
+@kinds
 def test_operator(format: str, size: int, nested: bool, needs_grad: bool) -> None:
     q = quantize(torch.randn(40, 256), format, size, nested)
     for x, bias in ((torch.randn(3, 256), None), (torch.randn(2, 3, 256).bfloat16(), torch.randn(40).bfloat16())):
@@ -257,7 +246,7 @@ def test_operator(format: str, size: int, nested: bool, needs_grad: bool) -> Non
 
 
 @pytest.mark.parametrize("m", [1, 100])
-@weights
+@kinds
 def test_compiles_whole_forward_and_backward(format: str, size: int, nested: bool, m: int) -> None:
     q, bias = quantize(torch.randn(40, 256), format, size, nested), torch.randn(40, requires_grad=True)
 
@@ -287,7 +276,7 @@ def test_compiles_with_any_number_of_rows() -> None:
 
 
 @dtypes
-@weights
+@kinds
 @pytest.mark.parametrize("m", [1, 100])
 def test_a_group_has_the_bits_of_each(format: str, size: int, nested: bool, dtype: torch.dtype, m: int) -> None:
     qs = [quantize(torch.randn(n, 256), format, size, nested) for n in (40, 8, 64)]
@@ -304,7 +293,7 @@ def test_a_group_has_the_bits_of_each(format: str, size: int, nested: bool, dtyp
 
 
 @dtypes
-@weights
+@kinds
 @pytest.mark.parametrize("sides", [(1500,), (3, 500)])
 def test_many_rows_are_dequantize_and_linear_of_x_as_it_is_given(
     format: str, size: int, nested: bool, dtype: torch.dtype, sides: tuple[int, ...]
@@ -318,7 +307,7 @@ def test_many_rows_are_dequantize_and_linear_of_x_as_it_is_given(
 
 
 def test_a_group_of_weights_of_every_kind() -> None:
-    qs, x = [quantize(torch.randn(8, 256), *kind) for kind in WEIGHTS], torch.randn(3, 256)
+    qs, x = [quantize(torch.randn(8, 256), *kind) for kind in KINDS], torch.randn(3, 256)
     right = [hb.linear(x, q) for q in qs]
 
     def group(x: Tensor) -> list[Tensor]:
@@ -348,7 +337,7 @@ def test_gradients_of_a_group() -> None:
                 assert tensor.grad is None or torch.allclose(tensor.grad, other.grad, rtol=1e-5, atol=1e-5)
 
 
-@weights
+@kinds
 def test_operator_of_a_group(format: str, size: int, nested: bool) -> None:
     qs = [quantize(torch.randn(n, 256), format, size, nested) for n in (40, 8)]
     for x, biases in (
@@ -361,7 +350,7 @@ def test_operator_of_a_group(format: str, size: int, nested: bool) -> None:
         assert all(torch.equal(y, hb.linear(x, q, b)) for y, q, b in zip(results, qs, biases, strict=True))
 
 
-@weights
+@kinds
 def test_a_traced_group_is_one_operator(format: str, size: int, nested: bool) -> None:
     qs = [quantize(torch.randn(n, 256), format, size, nested) for n in (40, 8, 64)]
     bias, graphs = torch.randn(8), []

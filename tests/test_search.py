@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kinds import kinds, quantize
 from torch import Tensor
 
 import halfbyte as hb
@@ -99,13 +100,12 @@ def test_lists_of_fewer_rows_than_k() -> None:
     assert torch.equal(rows, torch.sort(hb.distances(torch.zeros(4), candidates), stable=True).indices[:128])
 
 
-@pytest.mark.parametrize(("format", "size", "nested"), [("nf4", 64, True), ("fp4", 32, False), ("int4", 32, False)])
-@pytest.mark.parametrize("shape", [(300, 64), (33, 96)])
+@kinds
+@pytest.mark.parametrize("shape", [(300, 128), (33, 384)])
 def test_packed_candidates_are_what_dequantize_gives(
     format: str, size: int, nested: bool, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keywords = {"group_size": size} if format == "int4" else {"block_size": size, "nested": nested}
-    q = hb.quantize(torch.randn(shape).bfloat16(), format, **keywords)  # type: ignore[arg-type]
+    q = quantize(torch.randn(shape).bfloat16(), format, size, nested)
     monkeypatch.setattr(eager_search, "CHUNK", {"cpu": 1})  # as small as they come
     dense, query, tokens = hb.dequantize(q), torch.randn(2, shape[1]).bfloat16(), torch.tensor([5, 32])
     torch.testing.assert_close(hb.distances(query, q), hb.distances(query, dense), rtol=1e-6, atol=0)

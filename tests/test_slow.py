@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpus import H200, MI300X
 
 import halfbyte as hb
 from halfbyte import eager
@@ -17,7 +18,6 @@ from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.linear import cuda, reach
 from halfbyte.kernels.linear.problem import Problem
 
-H200 = properties_for("sm_90")
 WEIGHT = Problem(torch.bfloat16, 4096, 4096, "nf4", 64, torch.uint8, 256)
 CACHES = (slow.no_kernels, eager.backend, reach.without_kernels, reach.without_tensor_cores)
 
@@ -122,4 +122,4 @@ def test_shapes_and_gpus(facts: DeviceProperties, changes: dict[str, object], wo
 
 
 def test_amd() -> None:
-    assert "AMD" in str(reach.without_kernels(DeviceProperties("hip", 0, 304)))
+    assert "AMD" in str(reach.without_kernels(MI300X))

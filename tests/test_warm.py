@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import H200
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -59,7 +60,7 @@ def test_compiles_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(name.endswith(".cubin") for name in kept)
     monkeypatch.setattr(nvrtc, "compile_cubin", lambda *_: pytest.fail("compiled although it is cached"))
     assert "2 variants for sm_90, 2 of them cached already" in run(0, *arguments)
-    found = warm.variants(warm.of_shapes([(64, 1024)], [BF16], NF4), [1], properties_for("sm_90"))
+    found = warm.variants(warm.of_shapes([(64, 1024)], [BF16], NF4), [1], H200)
     for variant in found:  # by the very way that `linear` takes
         assert nvrtc.cubin(variant)[:4] == b"\x7fELF"
     assert {path.name: path.read_bytes() for path in cache.iterdir()} == kept
@@ -144,7 +145,7 @@ def asked(group: list[Linear4bit], rows: int, monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr(decode.launches, "entries", {})
         for module in (cuda, decode):
-            patch.setattr(module, "properties_of", lambda index: properties_for("sm_90"))
+            patch.setattr(module, "properties_of", lambda index: H200)
         patch.setattr(reach, "without_kernels", lambda properties: None)
         patch.setattr(decode, "tensor_map", lambda *_: b"")
         patch.setattr(decode, "_launch", lambda *arguments: found.add(arguments[-1]))
@@ -170,7 +171,7 @@ def test_fused_projections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "attention.key": (32, 1024, {"format": "fp4"}),  # the other two are of one kind
         "attention.value": (32, 1024, {}),
     }
-    path, properties = tmp_path / "model.safetensors", properties_for("sm_90")
+    path, properties = tmp_path / "model.safetensors", H200
     found = linked(layers, path)
     assert len(found) == 6
     x = torch.randn(1, 1024).bfloat16()
@@ -281,5 +282,5 @@ def test_interrupted(cache: Path) -> None:
     found = {path.name for path in cache.iterdir()}
     assert all(name.endswith(".cubin") and not name.startswith(".") for name in found)
     settings = warm.of_shapes([(512, 1024 * k) for k in range(1, 30)], [F16], NF4)
-    wanted = warm.variants(settings, range(1, 65), properties_for("sm_90"))
+    wanted = warm.variants(settings, range(1, 65), H200)
     assert sum(nvrtc.cached(variant) is not None for variant in wanted) == len(found) < len(wanted)

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from halfbyte.lazy import names_of
+from halfbyte.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from halfbyte import nn as nn
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from halfbyte.search import fidelity as fidelity
     from halfbyte.search import nearest as nearest
     from halfbyte.search import token_ranks as token_ranks
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Fidelity",

@@ -39,7 +39,7 @@ def main(
     version: bool = typer.Option(False, "--version", help="Print the version and leave."),
 ) -> None:
     if version:
-        from halfbyte import __version__
+        from halfbyte.version import __version__
 
         print(f"halfbyte {__version__}")
     elif context.invoked_subcommand is None:

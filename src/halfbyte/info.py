@@ -13,7 +13,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-import halfbyte
+from halfbyte.version import __version__
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def collect() -> Info:
     )
     versions = {package.name: package.version for package in packages}
     return Info(
-        halfbyte=halfbyte.__version__,
+        halfbyte=__version__,
         python=f"{platform.python_version()} ({sys.executable})",
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         devices=(_cpu(versions), *_accelerators(versions)),

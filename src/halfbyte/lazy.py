@@ -21,7 +21,8 @@ def names_of(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable
         home = home_of.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        import_module("halfbyte.library")
+        import halfbyte.library  # noqa: F401
+
         module = import_module(home)
         space[name] = module if home == f"{package}.{name}" else getattr(module, name)
         return space[name]

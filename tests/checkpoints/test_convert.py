@@ -18,6 +18,7 @@ from halfbyte import ops
 from halfbyte.checkpoints import SafetensorsWriter, Spec, dequantize_checkpoint, open_checkpoint, quantize_checkpoint
 from halfbyte.checkpoints.select import is_linear
 from halfbyte.formats import bitsandbytes, compressed_tensors
+from halfbyte.measure.error import relative_error
 
 
 @pytest.mark.parametrize("format", ["nf4", "fp4", "int4"])
@@ -53,8 +54,7 @@ def test_directory_there_and_back(source: Path, tmp_path: Path, format: str) -> 
         again = ops.dequantize(ops.quantize(dense, format))
         assert torch.equal(ops.dequantize(q), again)
         assert layer.shape == tuple(dense.shape)
-        difference = (dense.double() - again.double()).norm() / dense.double().norm()
-        assert layer.relative_error == pytest.approx(difference.item(), rel=1e-5)
+        assert layer.relative_error == pytest.approx(relative_error(again, dense.double()), rel=1e-5)
         assert layer.max_error == pytest.approx((dense.float() - again.float()).abs().max().item())
         parts = [t for key, t in written.items() if key.startswith(layer.name)]
         assert layer.bytes_after == sum(t.nbytes for t in parts)
@@ -192,6 +192,7 @@ def test_memory_stays_near_the_largest_tensor(tmp_path: Path) -> None:
 import re, sys, torch
 from pathlib import Path
 from halfbyte import checkpoints, ops
+from halfbyte.measure.error import relative_error
 
 def memory(what):
     return int(re.search(what + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_checkpoint import LINEAR, K, everything, left, tensors
 
-from halfbyte.checkpoints import dequantize_checkpoint, hub, quantize_checkpoint
+from halfbyte import hub
+from halfbyte.checkpoints import dequantize_checkpoint, quantize_checkpoint
 
 
 def refused(match: str, source: Path, target: Path, error: type[Exception] = ValueError, **settings: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from toys import toy as toy
 
 import halfbyte as hb
 from halfbyte import warm
@@ -17,8 +18,7 @@ from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import properties_for
 from halfbyte.kernels.dequantize import reference as dequantized
 from halfbyte.kernels.quantize import reference as quantized
-
-from .toys import toy as toy
+from halfbyte.measure.error import relative_error
 
 N, K = 48, 192
 SOURCE = Path(hb.__file__).parent
@@ -62,8 +62,8 @@ def test_linear(toy: Format, m: int, dtype: torch.dtype) -> None:
     x, bias = torch.randn(m, K).to(dtype), torch.randn(N).to(dtype)
     exact = functional.linear(x.double(), hb.dequantize(q, torch.float32).double(), bias.double())
     theirs = functional.linear(x, hb.dequantize(q, dtype), bias)
-    error = (hb.linear(x, q, bias).double() - exact).norm() / exact.norm()
-    assert error <= 1.05 * (theirs.double() - exact).norm() / exact.norm() + torch.finfo(torch.float32).eps
+    most = 1.05 * relative_error(theirs, exact) + torch.finfo(torch.float32).eps
+    assert relative_error(hb.linear(x, q, bias), exact) <= most
 
 
 def test_in_search(toy: Format) -> None:

@@ -12,14 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from kinds import kinds, options_of
 
 import halfbyte as hb
-from halfbyte.formats.spec import FORMATS
-
-KINDS = [(name, options) for name in FORMATS for options in (
-    [{"group_size": 32}, {"group_size": 128}] if name == "int4" else [{}, {"nested": False}, {"block_size": 256}]
-)]  # fmt: skip
-kinds = pytest.mark.parametrize(("format", "options"), KINDS)
 
 
 def weight(format: str = "nf4", **options: Any) -> hb.QuantizedWeight:
@@ -39,8 +34,8 @@ def reloaded(thing: Any, **options: Any) -> Any:
 
 @kinds
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_torch_load(format: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    q = weight(format, dtype=dtype, **options)
+def test_torch_load(format: str, size: int, nested: bool, dtype: torch.dtype) -> None:
+    q = weight(format, dtype=dtype, **options_of(format, size, nested))
     for found in (reloaded(q), reloaded(q, weights_only=False), pickle.loads(pickle.dumps(q)), copy.deepcopy(q)):
         assert same(found, q)
         assert type(found.shape) is tuple
@@ -131,8 +126,8 @@ def test_a_dtype_is_refused_with_what_to_do(cast: Callable[[hb.QuantizedWeight],
 
 
 @kinds
-def test_moves(format: str, options: dict[str, Any]) -> None:
-    q = weight(format, **options)
+def test_moves(format: str, size: int, nested: bool) -> None:
+    q = weight(format, **options_of(format, size, nested))
     assert q.cpu() is q
     assert q.to("cpu") is q
     assert q.to(torch.device("meta")).device.type == "meta"

@@ -14,6 +14,7 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.common.capture import capture
+from halfbyte.measure.error import relative_error as error
 
 DEVICE = torch.device("cuda", 0)
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -52,11 +53,6 @@ def weight(n: int, k: int, format: str = "nf4", dtype: torch.dtype = BF16, **opt
     if k % options.get("group_size", 1):
         pytest.skip("groups do not divide K")
     return hb.quantize((torch.randn((n, k), device=DEVICE) / k**0.5).to(dtype), format, **options)
-
-
-def error(y: Tensor, right: Tensor) -> float:
-    """‖y - right‖ / ‖right‖, in fp64."""
-    return float((y.double() - right).norm() / right.norm())
 
 
 def check_product(

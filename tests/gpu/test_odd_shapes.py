@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kinds import quantize
 
 import halfbyte as hb
+from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.distance import shards
@@ -20,6 +22,7 @@ from halfbyte.kernels.linear.sm90_decode.plan import DecodePlan, Scales, is_vali
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
 from halfbyte.kernels.linear.sm90_streamk.plan import is_valid as plan_fits
+from halfbyte.measure.error import relative_error
 
 SHAPES = ((1, 1), (1, 63), (3, 21), (5, 65), (2, 1024), (1, 2049), (17, 127), (33, 4099), (129, 1000))
 
@@ -61,7 +64,7 @@ def test_linear(shape: tuple[int, int]) -> None:
         bias = torch.randn(n, device="cuda").bfloat16() if m % 2 else None
         y = hb.linear(x, q, bias)
         right = x.float() @ exact.t() + (0.0 if bias is None else bias.float())
-        assert float((y.float() - right).norm() / right.norm()) < 4e-3
+        assert relative_error(y, right) < 4e-3
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_linear_in_steps(shape: tuple[int, int], plan: DecodePlan) -> None:
             y = torch.full((m, n), 777.0, device="cuda").bfloat16()
             run(decode, x, q, bias, y, plan)
             right = x.float() @ exact.t() + bias.float()
-            assert float((y.float() - right).norm() / right.norm()) < 4e-3
+            assert relative_error(y, right) < 4e-3
 
 
 @pytest.mark.parametrize("k", [256, 1024, 5376, 9216])
@@ -132,7 +135,7 @@ def test_linear_of_several_weights(k: int) -> None:
             assert found is not None
             for y, q, bias in zip(found, group, biases, strict=True):
                 right = x.float() @ hb.dequantize(q, torch.float32).t() + (0.0 if bias is None else bias.float())
-                assert float((y.float() - right).norm() / right.norm()) < 4e-3
+                assert relative_error(y, right) < 4e-3
 
 
 @pytest.mark.parametrize(("cluster", "held"), [(2, 1), (3, 1), (5, 1), (8, 1), (1, 3), (2, 3)])
@@ -156,7 +159,7 @@ def test_linear_of_a_cluster(width: int, groups: int, cluster: int, held: int) -
             y = torch.full((m, n), 777.0, device="cuda").bfloat16()
             run(hopper, x, q, bias, y, plan)
             right = x.float() @ exact.t() + bias.float()
-            assert float((y.float() - right).norm() / right.norm()) < 4e-3
+            assert relative_error(y, right) < 4e-3
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (7, 63), (33, 320), (129, 1088), (200, 2304)])
@@ -175,7 +178,7 @@ def test_linear_of_every_format(dtype: torch.dtype, shape: tuple[int, int]) -> N
             bias = torch.randn(n, device="cuda").to(dtype) if m % 2 else None
             y = hb.linear(x, q, bias, batch_invariant=invariant)
             right = x.double() @ exact.double().t() + (0.0 if bias is None else bias.double())
-            assert float((y.double() - right).norm() / right.norm()) < 5e-3
+            assert relative_error(y, right) < 5e-3
 
 
 @pytest.mark.parametrize("k", [3840, 4864])
@@ -207,10 +210,9 @@ def test_search(v: int, d: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("v", "d"), [(1, 64), (17, 128), (257, 192)])
-@pytest.mark.parametrize("format", ["nf4", "fp4", "int4"])
+@pytest.mark.parametrize("format", sorted(FORMATS))
 def test_search_among_packed_rows(format: str, v: int, d: int) -> None:
-    size = {"group_size": 64} if format == "int4" else {"block_size": 64}
-    q = hb.quantize(torch.randn(v, d).bfloat16(), format, **size).to("cuda")
+    q = quantize(torch.randn(v, d).bfloat16(), format, 64, FORMATS[format].nests).to("cuda")
     for p in (1, 3, 9):
         query = torch.randn(p, d, device="cuda").bfloat16()
         dense = hb.dequantize(q)
@@ -280,4 +282,4 @@ def test_attention_of_one_token(texts: int, heads: int, shared: int, tokens: int
             found = kernels.attend(query, keys, values, seen, 0.25)
             assert torch.equal(found, kernels.attend(query, keys, values, seen, 0.25))
             right = reference.attend(query.double(), keys.double(), values.double(), seen, 0.25)
-            assert float((found.double() - right).norm() / right.norm()) < (8e-4 if dtype is torch.float16 else 6e-3)
+            assert relative_error(found, right) < (8e-4 if dtype is torch.float16 else 6e-3)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.bench.nearest import Settings, nearest_rows
+from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.distance.reference import first_of
 from halfbyte.kernels.rank import reference as ranks_reference
 
@@ -119,7 +120,7 @@ def test_more_than_two_thousand_million_elements(p: int, k: int) -> None:
     assert (some[:, -p:].diagonal() - least[:, 0]).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("format", ["nf4", "fp4", "int4"])
+@pytest.mark.parametrize("format", sorted(FORMATS))
 def test_packed_candidates_are_what_dequantize_gives(format: str) -> None:
     q = hb.quantize(torch.randn(9000, 1024, device=DEVICE, dtype=torch.bfloat16), format)
     dense = hb.dequantize(q)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.formats.toys import toy as toy
 from torch.nn import functional
+from toys import toy as toy
 
 import halfbyte as hb
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.dequantize import reference as dequantized
 from halfbyte.kernels.quantize import reference as quantized
+from halfbyte.measure.error import relative_error
 
-from .conftest import DEVICE, error
+from .conftest import DEVICE
 
 
 @pytest.mark.parametrize("block_size", [32, 64])
@@ -39,4 +40,4 @@ def test_linear(toy: Format, dtype: torch.dtype, shape: tuple[int, int, int], m:
     x, bias = torch.randn((m, k), device=DEVICE).to(dtype), torch.randn(n, device=DEVICE).to(dtype)
     exact = functional.linear(x.double(), hb.dequantize(q, torch.float32).double(), bias.double())
     theirs = functional.linear(x, hb.dequantize(q, dtype), bias)
-    assert error(hb.linear(x, q, bias), exact) <= 1.02 * error(theirs, exact)
+    assert relative_error(hb.linear(x, q, bias), exact) <= 1.02 * relative_error(theirs, exact)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kinds import kinds, quantize
 from torch import Tensor
 
 import halfbyte as hb
@@ -17,19 +18,13 @@ from halfbyte.kernels.distance.packed_plan import PackedPlan, is_valid
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow).*:RuntimeWarning")
 POISON = 768.0
-WEIGHTS = [
-    ("nf4", {"nested": True}), ("nf4", {"nested": False, "block_size": 32}), ("fp4", {"block_size": 128}),
-    ("int4", {"group_size": 64}),
-]  # fmt: skip
-
-weights = pytest.mark.parametrize(("format", "settings"), WEIGHTS, ids=str)
 dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 
-def made(v: int, d: int, dtype: torch.dtype, format: str, settings: dict[str, int]) -> tuple[QuantizedWeight, Tensor]:
+def made(v: int, d: int, dtype: torch.dtype, format: str, size: int, nested: bool) -> tuple[QuantizedWeight, Tensor]:
     """A weight, and the dense one that the interpreter makes of it."""
     torch.manual_seed(v + d)
-    q = hb.quantize(torch.randn(v, d).to(dtype), format, **settings)  # type: ignore[arg-type]
+    q = quantize(torch.randn(v, d).to(dtype), format, size, nested)
     if dtype != torch.bfloat16:
         return q, hb.dequantize(q)
     exact = hb.dequantize(q, torch.float32)
@@ -37,10 +32,10 @@ def made(v: int, d: int, dtype: torch.dtype, format: str, settings: dict[str, in
 
 
 @dtypes
-@weights
+@kinds
 @pytest.mark.parametrize(("p", "v", "d"), [(2, 37, 384), (1, 5, 2176)])
-def test_distances(p: int, v: int, d: int, dtype: torch.dtype, format: str, settings: dict[str, int]) -> None:
-    q, dense = made(v, d, dtype, format, settings)
+def test_distances(p: int, v: int, d: int, dtype: torch.dtype, format: str, size: int, nested: bool) -> None:
+    q, dense = made(v, d, dtype, format, size, nested)
     assert packed.takes(q, p)
     for query in (torch.randn(p, d).to(dtype), dense[-1:].expand(p, d)):
         out, right = torch.full((p, v + 3), POISON), torch.empty(p, v)
@@ -52,10 +47,10 @@ def test_distances(p: int, v: int, d: int, dtype: torch.dtype, format: str, sett
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
-@weights
+@kinds
 @pytest.mark.parametrize(("p", "v", "k"), [(1, 1, 1), (2, 40, 1), (1, 70, 40)])
-def test_nearest(p: int, v: int, k: int, dtype: torch.dtype, format: str, settings: dict[str, int]) -> None:
-    q, dense = made(v, 128, dtype, format, settings)
+def test_nearest(p: int, v: int, k: int, dtype: torch.dtype, format: str, size: int, nested: bool) -> None:
+    q, dense = made(v, 128, dtype, format, size, nested)
     query = torch.randn(p, 128)
     least, rows = packed.nearest(query, q, k)
     right, right_rows = reference.nearest(query.double(), dense.double(), k)
@@ -67,7 +62,7 @@ def test_nearest(p: int, v: int, k: int, dtype: torch.dtype, format: str, settin
     PackedPlan(16, 1, 1, 1), PackedPlan(4, 8, 2, 4), PackedPlan(8, 32, 1, 4), PackedPlan(4, 16, 2, 2),
 ], ids=str)  # fmt: skip
 def test_any_valid_plan(plan: PackedPlan) -> None:
-    q, dense = made(67, 448, torch.float16, "nf4", {"nested": True})
+    q, dense = made(67, 448, torch.float16, "nf4", 64, True)
     assert is_valid(plan, 448, 64)
     query, out, right = torch.randn(1, 448), torch.empty(1, 67), torch.empty(1, 67)
     packed.distances(query, q, out, plan)
@@ -78,7 +73,7 @@ def test_any_valid_plan(plan: PackedPlan) -> None:
 
 def test_small_nested_blocks_and_special_scales() -> None:
     """An entry of the nested scales for 16 of them; NaN is farthest, and equal rows come in order."""
-    q, _ = made(96, 64, torch.float32, "nf4", {"nested": True})
+    q, _ = made(96, 64, torch.float32, "nf4", 64, True)
     assert q.nested is not None
     absmax = torch.rand(6) + 1
     absmax[2], absmax[4] = float("nan"), float("inf")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.formats.toys import toy as toy
+from toys import toy as toy
 
 import halfbyte as hb
 from halfbyte.formats.spec import Format

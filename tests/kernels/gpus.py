@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
+from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS
 
 TARGETS: tuple[int | str, ...] = (*CUDA_TARGETS, *HIP_TARGETS)
+H200, A100 = properties_for("sm_90"), properties_for("sm_80")
+MI300X = DeviceProperties("hip", 0, 304)
+
+
+def gpu_of(target: int | str) -> DeviceProperties:
+    """A common GPU of a target: 90 for sm_90, or a name of AMD's."""
+    return properties_for(f"sm_{target}") if isinstance(target, int) else MI300X
 
 
 def on_targets(name: str, cases: Sequence[Any]) -> pytest.MarkDecorator:

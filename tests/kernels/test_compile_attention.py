@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import on_targets
+from gpus import gpu_of, on_targets
 
-from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import compile_for, pointer
 
 pytest.importorskip("triton")
@@ -38,7 +37,7 @@ def test_compiles(
     target: int | str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    properties = properties_for(f"sm_{target}") if isinstance(target, int) else DeviceProperties("hip", 0, 304)
+    properties = gpu_of(target)
     kept: list[tuple[Any, ...]] = []
     monkeypatch.setattr(attention, "launch", lambda *launch: kept.append(launch))
     monkeypatch.setattr(attention, "properties_of", lambda _: properties)

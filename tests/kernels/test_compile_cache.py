@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import gpu_of
 
-from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS, compile_for, pointer
 
 pytest.importorskip("triton")
@@ -18,7 +18,7 @@ from halfbyte.kernels.cache import triton as cache
 @pytest.mark.parametrize("target", [*CUDA_TARGETS, *HIP_TARGETS])
 @pytest.mark.parametrize(("texts", "dtype"), [(1, torch.bfloat16), (32, torch.float16), (3, torch.float32)])
 def test_compiles(target: int | str, texts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = properties_for(f"sm_{target}") if isinstance(target, int) else DeviceProperties("hip", 0, 304)
+    properties = gpu_of(target)
     kept: list[tuple[Any, ...]] = []
     monkeypatch.setattr(cache, "launch", lambda *launch: kept.append(launch))
     keys, new = (torch.empty(texts, 8, tokens, 128, dtype=dtype, device="meta") for tokens in (320, 1))

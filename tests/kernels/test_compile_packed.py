@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import on_targets
+from gpus import gpu_of, on_targets
 
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale, QuantizedWeight
-from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import compile_for, pointer
 
 triton = pytest.importorskip("triton")
@@ -48,7 +47,7 @@ WEIGHTS = {
 
 @on_targets("name", list(WEIGHTS))
 def test_compiles(name: str, target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = properties_for(f"sm_{target}") if isinstance(target, int) else DeviceProperties("hip", 0, 304)
+    properties = gpu_of(target)
     kept: list[tuple[Any, ...]] = []
     monkeypatch.setattr(packed, "launch", lambda *launch: kept.append(launch))
     q = WEIGHTS[name]

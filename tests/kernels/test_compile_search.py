@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import on_targets
+from gpus import gpu_of, on_targets
 
-from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import compile_for, pointer
 
 triton = pytest.importorskip("triton")
@@ -76,7 +75,7 @@ def signature_of(value: object) -> str:
 
 @on_targets("name", list(LAUNCHES))
 def test_compiles(name: str, target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = properties_for(f"sm_{target}") if isinstance(target, int) else DeviceProperties("hip", 0, 304)
+    properties = gpu_of(target)
     kept: list[tuple[Any, ...]] = []
     for module in (distance, products, select, shards_triton, rank):
         monkeypatch.setattr(module, "launch", lambda *launch: kept.append(launch))

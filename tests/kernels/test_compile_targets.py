@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import gpu_of
 
 from halfbyte.formats.int4 import INT4
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import NestedScale
-from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS, compile_for, pointer
 
 triton = pytest.importorskip("triton")
@@ -125,9 +125,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compile:
             signature[parameter] = pointer(value.dtype) if is_tensor else ("i32" if value < 2**31 else "i64")
             if (value.data_ptr() if is_tensor else value) % 16:
                 unaligned.append(parameter)
-        properties = (
-            DeviceProperties("cuda", target, 132) if isinstance(target, int) else DeviceProperties("hip", 0, 304)
-        )
+        properties = gpu_of(target)
         _, options = configure(properties)
         constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
         return compile_for(kernel, target, signature, constants, unaligned, **options)

@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfbyte.formats.bitsandbytes import FORMATS
-from halfbyte.formats.int4 import INT4
 from halfbyte.formats.nested import dynamic_code
-from halfbyte.formats.spec import BLOCK_SIZES
+from halfbyte.formats.spec import BLOCK_SIZES, FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale
 from halfbyte.kernels.dequantize import reference as dequantize
 from halfbyte.kernels.linear import cpu
@@ -29,7 +27,10 @@ POISON = 12345.0
 # Sums of K products in fp32, then one rounding: far below what a wrong weight, scale or row would make.
 BOUND = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
-formats = pytest.mark.parametrize("format", [*FORMATS, "int4"])
+formats = pytest.mark.parametrize("format", sorted(FORMATS))
+# Whose blocks run over the weight flattened, and whose lie along K.
+FLAT = sorted(name for name, spec in FORMATS.items() if not spec.along_k)
+ALONG_K = sorted(FORMATS.keys() - FLAT)
 dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 
@@ -37,33 +38,23 @@ class Weight:
     """Random bytes and scales, as a kernel takes them."""
 
     def __init__(self, format: str, n: int, k: int, size: int, nested: bool = False) -> None:
-        self.format, self.shape, self.size = format, (n, k), size
-        blocks = -(-n * k // size)
+        self.spec, self.shape, self.size = FORMATS[format], (n, k), size
         self.nested: NestedScale | None = None
-        self.packed = torch.randint(0, 256, ((n * k + 1) // 2,), dtype=torch.uint8)
-        self.scale = torch.rand(blocks) + 0.1
-        if format == "int4":
-            self.packed, self.scale = self.packed.view(torch.int32).view(n, k // 8), self.scale.view(n, k // size)
-        elif nested:
-            self.scale = torch.randint(0, 256, (blocks,), dtype=torch.uint8)
-            self.nested = NestedScale(dynamic_code(CPU), torch.rand(-(-blocks // 256)), torch.rand(()))
+        packed = torch.randint(0, 256, ((n * k + 1) // 2,), dtype=torch.uint8)
+        self.packed = packed.view(getattr(torch, self.spec.packed_dtype)).view(self.spec.packed_shape((n, k)))
+        self.scale = torch.rand(self.spec.scale_shape((n, k), size)) + 0.1
+        if nested:
+            self.scale = torch.randint(0, 256, self.scale.shape, dtype=torch.uint8)
+            self.nested = NestedScale(dynamic_code(CPU), torch.rand(-(-len(self.scale) // 256)), torch.rand(()))
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         out = torch.full((len(x), self.shape[0]), POISON, dtype=x.dtype)
-        if self.format == "int4":
-            cpu.linear(x, self.packed, self.scale, None, INT4, self.size, bias, out)
-        else:
-            spec = FORMATS[self.format]
-            cpu.linear(x, self.packed, self.scale, self.nested, spec, self.size, bias, out)
+        cpu.linear(x, self.packed, self.scale, self.nested, self.spec, self.size, bias, out)
         return out
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         out = torch.full(self.shape, POISON, dtype=dtype)
-        if self.format == "int4":
-            dequantize.dequantize(self.packed, self.scale, None, INT4, self.size, out)
-        else:
-            spec = FORMATS[self.format]
-            dequantize.dequantize(self.packed, self.scale, self.nested, spec, self.size, out)
+        dequantize.dequantize(self.packed, self.scale, self.nested, self.spec, self.size, out)
         return out
 
 
@@ -81,7 +72,7 @@ def check(weight: Weight, m: int, dtype: torch.dtype, with_bias: bool = False) -
 @formats
 def test_identity_gives_the_weights_to_the_bit(format: str, dtype: torch.dtype) -> None:
     """Every byte is there many times over; nothing is added but zeros."""
-    for nested in (False, True) if format != "int4" else (False,):
+    for nested in {False, FORMATS[format].nests}:
         for size in (32, 64, 128):
             weight = Weight(format, 70, 256, size, nested)
             assert torch.equal(weight.linear(torch.eye(256, dtype=dtype)).t(), weight.dense(dtype))
@@ -91,7 +82,7 @@ def test_identity_gives_the_weights_to_the_bit(format: str, dtype: torch.dtype) 
 @dtypes
 @formats
 def test_rows_of_x(format: str, dtype: torch.dtype, m: int) -> None:
-    check(Weight(format, 37, 384, 64, nested=format != "int4"), m, dtype, with_bias=m % 2 == 0)
+    check(Weight(format, 37, 384, 64, nested=FORMATS[format].nests), m, dtype, with_bias=m % 2 == 0)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 129])
@@ -102,7 +93,7 @@ def test_rows_of_the_weight(format: str, n: int) -> None:
 
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("size", BLOCK_SIZES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FLAT)
 def test_block_sizes(format: str, size: int, nested: bool) -> None:
     """Rows of whole blocks, rows that begin in the middle of a block, and rows that begin in the middle of a byte."""
     for k in (32, 96, 4096, 4160, 33, 63, 100, 4097):
@@ -110,10 +101,10 @@ def test_block_sizes(format: str, size: int, nested: bool) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("size", INT4.block_sizes)
-def test_group_sizes(size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("format", "size"), [(name, size) for name in ALONG_K for size in FORMATS[name].block_sizes])
+def test_group_sizes(format: str, size: int, dtype: torch.dtype) -> None:
     for k in (size, 3 * size, 32 * size):
-        weight = Weight("int4", 9, k, size)
+        weight = Weight(format, 9, k, size)
         check(weight, 5, dtype)
         weight.scale = weight.scale.to(dtype)
         check(weight, 5, dtype)
@@ -124,7 +115,7 @@ def test_group_sizes(size: int, dtype: torch.dtype) -> None:
     n=st.integers(0, 40),
     k=st.integers(1, 300),
     m=st.integers(0, 10),
-    format=st.sampled_from(list(FORMATS)),
+    format=st.sampled_from(FLAT),
     dtype=st.sampled_from(FLOAT_DTYPES),
     size=st.sampled_from(BLOCK_SIZES),
     nested=st.booleans(),
@@ -140,7 +131,7 @@ def test_any_shape(
 @pytest.mark.parametrize("k", [256, 96, 99])
 @formats
 def test_a_row_does_not_know_of_others(format: str, k: int) -> None:
-    if format == "int4" and k % 32:
+    if format in ALONG_K and k % 32:
         pytest.skip("groups divide K")
     weight = Weight(format, 130, k, 32)
     x = torch.randn(23, k)

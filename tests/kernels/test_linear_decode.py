@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gpus import H200
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +35,6 @@ from halfbyte.kernels.linear.sm90_decode.plan import (
     weight_chunk,
 )
 
-H200 = DeviceProperties("cuda", 90, 132, 232448)
 NESTED, FLAT, GROUPS = Scales(torch.uint8), Scales(torch.float32), Scales(torch.bfloat16, 128)
 SCALES = (NESTED, FLAT, GROUPS, Scales(torch.float16), Scales(torch.uint8, 512), Scales(torch.float32, 4096))
 MODELS = ((28672, 8192), (8192, 28672), (14336, 4096), (4096, 14336), (1024, 4096), (25600, 5120), (5120, 25600))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpus import H200
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +34,6 @@ from halfbyte.kernels.linear.sm90_streamk.plan import (
 )
 from halfbyte.kernels.linear.tune.h200 import STREAMK_NARROW_SIZE
 
-H200 = DeviceProperties("cuda", 90, 132, 232448)
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 MODELS = ((28672, 8192), (8192, 28672), (14336, 4096), (4096, 14336), (1024, 4096), (25600, 5120), (5120, 25600))
 TILES_M = (8, 16, 32, 64)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import A100, H200
 
 import halfbyte as hb
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
@@ -32,7 +33,6 @@ from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-H200, A100 = DeviceProperties("cuda", 90, 132, 232448), DeviceProperties("cuda", 80, 108, 166912)
 KERNELS = {b"decode": decode, b"multiply": hopper, b"product": tensor, b"exact": exact}
 
 

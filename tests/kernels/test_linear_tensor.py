@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpus import MI300X
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,7 +89,7 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert not valid(75, dtype=F16, resident_ctas=1)  # a step of 16
     assert not valid(75, dtype=BF16, mma_k=8, resident_ctas=1)
     assert not valid(75, dtype=F16, mma_k=8)  # two CTAs, again
-    assert not is_valid(Sm80Plan(2, 2, 4, 2, 2, 64), 1000, 4096, 64, F16, DeviceProperties("hip", 0, 304))
+    assert not is_valid(Sm80Plan(2, 2, 4, 2, 2, 64), 1000, 4096, 64, F16, MI300X)
     assert sm80_plan(0, 1000, 4096, 64, F16, GPUS[80]) is None
     assert sm80_plan(1, 1000, 4100, 64, F16, GPUS[80]) is None
 

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kinds import kinds, quantize
 
 import halfbyte as hb
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
 from halfbyte.kernels.distance import cpu, packed_cpu, reference
 
 POISON = 768.0
-WEIGHTS = [
-    ("nf4", {"nested": True}), ("nf4", {"nested": False}), ("fp4", {"nested": True, "block_size": 128}),
-    ("int4", {"group_size": 32}),
-]  # fmt: skip
-
-weights = pytest.mark.parametrize(("format", "settings"), WEIGHTS, ids=str)
 dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 
-def made(v: int, d: int, dtype: torch.dtype, format: str, settings: dict[str, int]) -> QuantizedWeight:
+def made(v: int, d: int, dtype: torch.dtype, format: str, size: int, nested: bool) -> QuantizedWeight:
     torch.manual_seed(v + d)
-    return hb.quantize(torch.randn(v, d).to(dtype), format, **settings)  # type: ignore[arg-type]
+    return quantize(torch.randn(v, d).to(dtype), format, size, nested)
 
 
 @dtypes
-@weights
+@kinds
 @pytest.mark.parametrize(("p", "v", "d"), [(1, 1, 128), (1, 77, 384), (3, 300, 1152)])
-def test_distances(p: int, v: int, d: int, dtype: torch.dtype, format: str, settings: dict[str, int]) -> None:
-    q = made(v, d, dtype, format, settings)
+def test_distances(p: int, v: int, d: int, dtype: torch.dtype, format: str, size: int, nested: bool) -> None:
+    q = made(v, d, dtype, format, size, nested)
     assert packed_cpu.takes(q, p)
     dense = hb.dequantize(q)
     for query in (torch.randn(p, d), dense[:1].expand(p, d).contiguous()):
@@ -41,10 +36,10 @@ def test_distances(p: int, v: int, d: int, dtype: torch.dtype, format: str, sett
 
 
 @dtypes
-@weights
+@kinds
 @pytest.mark.parametrize(("p", "v", "k"), [(1, 1, 1), (1, 500, 7), (2, 90, 33), (2, 4000, 1)])
-def test_nearest(p: int, v: int, k: int, dtype: torch.dtype, format: str, settings: dict[str, int]) -> None:
-    q = made(v, 128, dtype, format, settings)
+def test_nearest(p: int, v: int, k: int, dtype: torch.dtype, format: str, size: int, nested: bool) -> None:
+    q = made(v, 128, dtype, format, size, nested)
     query = torch.randn(p, 128)
     least, rows = packed_cpu.nearest(query, q, k)
     right, right_rows = reference.nearest(query.double(), hb.dequantize(q).double(), k)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from gpus import H200, TARGETS, gpu_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halfbyte.formats.spec import BLOCK_SIZES
 from halfbyte.kernels.common.device import HOST, DeviceProperties
-from halfbyte.kernels.common.targets import CUDA_TARGETS
 from halfbyte.kernels.dequantize.plan import DequantizePlan, is_valid, plan
 
-DEVICES = [HOST, DeviceProperties("hip", 0, 304), *(DeviceProperties("cuda", target, 132) for target in CUDA_TARGETS)]
-H200 = DeviceProperties("cuda", 90, 132)
+DEVICES = [HOST, *map(gpu_of, TARGETS)]
 GOOD = DequantizePlan(blocks=32, warps=4, ahead=64, chunk=16)
 
 sizes = st.integers(1, 2**39) | st.sampled_from([2**24 - 1, 2**24, 2**31 - 1, 2**31])

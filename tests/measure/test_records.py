@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -63,7 +62,7 @@ def test_there_and_back(record: dict[str, Any], tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["dequantize.json"]
 
 
-@pytest.mark.parametrize("name", ["replace", "chmod", "fdopen"])
+@pytest.mark.parametrize("name", ["replace", "chmod", "fsync"])
 def test_a_failure_leaves_what_was_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record.json"
     path.write_text("old")
@@ -83,11 +82,11 @@ def test_a_failure_leaves_what_was_there(name: str, tmp_path: Path, monkeypatch:
 def test_an_interruption_leaves_nothing(
     error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: object, file: Any, **__: object) -> None:
-        file.write('{"bench": "deq')
+    def fail(path: Path, *_: object, **__: object) -> None:
+        path.write_bytes(b'{"bench": "deq')
         raise error
 
-    monkeypatch.setattr(json, "dump", fail)
+    monkeypatch.setattr(Path, "write_text", fail)
     with pytest.raises(error):
         records.write(tmp_path / "record.json", {"bench": "dequantize"})
     assert list(tmp_path.iterdir()) == []

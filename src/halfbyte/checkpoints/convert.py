@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from halfbyte import ops
-from halfbyte.checkpoints import hub, select
-from halfbyte.checkpoints.atomic import check_destination
+from halfbyte import hub, ops
+from halfbyte.atomic import check_destination
+from halfbyte.checkpoints import select
 from halfbyte.checkpoints.plan import Weight, plan_dequantized, plan_quantized, quantized_names, read_quantized
 from halfbyte.checkpoints.reader import DTYPES, Checkpoint, open_checkpoint, read_json
 from halfbyte.checkpoints.stream import Converted, Left, Output, Progress, Summary, stream

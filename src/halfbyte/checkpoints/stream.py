@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.atomic import atomic_output, check_space
+from halfbyte.atomic import atomic_output, check_space
 from halfbyte.checkpoints.plan import Weight
 from halfbyte.checkpoints.reader import Checkpoint, Entry, readable
 from halfbyte.checkpoints.writer import SafetensorsWriter, Spec

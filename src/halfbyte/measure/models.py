@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfbyte import ops
-from halfbyte.checkpoints import hub
+from halfbyte import hub, ops
 from halfbyte.formats.bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from halfbyte.models import bitsandbytes
 

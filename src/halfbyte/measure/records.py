@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from halfbyte.atomic import atomic_output
+from halfbyte.version import __version__
 
 SAME = ("device", "driver", "torch", "bitsandbytes", "transformers")  # where rows of two runs may stand in one record
 PACKAGES = ("torch", "triton", "numba", "bitsandbytes", "peft", "transformers")
@@ -78,16 +80,8 @@ def beside_earlier(
 def write(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1, ensure_ascii=False)
-            file.write("\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with atomic_output(path, directory=False, overwrite=True) as output:
+        output.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -101,8 +95,6 @@ def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
-        from halfbyte import __version__
-
         return __version__ if package == "halfbyte" else None
 
 

@@ -138,7 +138,7 @@ def _load(name: str, device: str | None, dtype: str, needs_tokenizer: bool) -> t
 def _save(path: Path, states: Tensor, layer: int) -> None:
     from safetensors.torch import save_file
 
-    from halfbyte.checkpoints.atomic import atomic_output
+    from halfbyte.atomic import atomic_output
 
     with atomic_output(path, directory=False, overwrite=True) as output:
         save_file({KEY: states.contiguous().cpu()}, output, metadata={"layer": str(layer)})

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.atomic import atomic_output
 from halfbyte.recover.result import Calibration, Position
 
 SAMPLES = 64  # values of each parameter that stand for all in a fingerprint
@@ -42,9 +43,6 @@ class State:
         return calibration, positions
 
     def save(self, calibration: Calibration, positions: list[Position]) -> None:
-        # It comes with safetensors, which the command's help need not load.
-        from halfbyte.checkpoints.atomic import atomic_output
-
         kept = {
             "fingerprint": self.fingerprint,
             "calibration": asdict(calibration),

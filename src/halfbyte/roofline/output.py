@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfbyte.checkpoints.atomic import atomic_output
+from halfbyte.atomic import atomic_output
 from halfbyte.roofline import page, plot, record
 from halfbyte.roofline.run import Run
 

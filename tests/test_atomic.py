@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.checkpoints import atomic
-from halfbyte.checkpoints.atomic import atomic_output, check_space
+from halfbyte import atomic
+from halfbyte.atomic import atomic_output, check_space
 
 
 def write(
@@ -146,7 +146,7 @@ def test_what_dead_processes_left_is_removed(tmp_path: Path, directory: bool, mo
 def test_the_temporary_name_is_one_that_is_found_again(tmp_path: Path) -> None:
     """A killed process cannot tidy up, so the next one must know its leavings by their name."""
     code = (
-        "import os, sys\nfrom halfbyte.checkpoints.atomic import atomic_output\n"
+        "import os, sys\nfrom halfbyte.atomic import atomic_output\n"
         "with atomic_output(sys.argv[1], directory=True) as place:\n    os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")]).returncode == 9
