@@ -283,7 +283,7 @@ def test_ready_looks_at_x_and_bias(shape: tuple[int, int]) -> None:
         assert torch.equal(hb.linear(x, q, like(bias)).detach(), right)
     assert torch.equal(hb.linear(x.t().contiguous().t(), q, bias), right)
     assert torch.equal(hb.linear(shifted(x), q, bias), right)
-    torch.testing.assert_close(hb.linear(x, q, shifted(bias)), right, rtol=2e-2, atol=2e-2)  # may be another kernel
+    assert torch.equal(hb.linear(x, q, shifted(bias)), right)
     assert torch.equal(hb.linear(x, q, bias), right)
     for wrong in (x[:, :-1], x.cpu(), x.double(), x.to_sparse()):
         with pytest.raises((ValueError, TypeError), match=r"x (is|has)"):

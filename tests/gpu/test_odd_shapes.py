@@ -107,11 +107,11 @@ def test_linear_in_steps(shape: tuple[int, int], plan: DecodePlan) -> None:
         scales = Scales(q.scale.dtype, q.block_size)
         if not is_valid(plan, n, k, scales, properties_of(0)):
             # Whole rows of some scales may be aligned where those of others are not.
-            assert format == "int4" or (q.nested and k % 256) or plan.together > scales.blocks
+            assert format == "int4" or (q.nested and k % 256) or plan.joined > scales.blocks
             continue
         exact = hb.dequantize(q, torch.float32)
-        most = 8 * plan.columns * plan.batches
-        for m in (8 * plan.columns * (plan.batches - 1) + 1, most):
+        most = 8 * plan.m_tiles * plan.batches
+        for m in (8 * plan.m_tiles * (plan.batches - 1) + 1, most):
             x = torch.randn((m, k), device="cuda").bfloat16()
             bias = torch.randn(n, device="cuda").bfloat16()
             y = torch.full((m, n), 777.0, device="cuda").bfloat16()

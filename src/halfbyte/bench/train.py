@@ -44,9 +44,9 @@ def train_rows(name: str, device: torch.device, settings: Settings, say: Callabl
     contest = Contest(model)
     if device.type == "cuda":
         contest.providers["unsloth's way"] = partial(_unsloth_way, model)
-    ours = Step(model)  # one optimizer where there is one model: its state is in everybody's peak of memory
+    ours = Step(contest.ours)  # one optimizer where there is one model: its state is in everybody's peak of memory
     steps = dict.fromkeys(contest.providers, ours)
-    if contest.theirs is not model:
+    if contest.theirs is not contest.ours:
         steps["bitsandbytes"] = Step(contest.theirs)
     for tokens in settings.tokens:
         say(f"{name}: {tokens} tokens")

@@ -21,9 +21,10 @@ class Contest:
     """A model and the ways to run it, by provider: each gives a context within which its model computes."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
-        # On some CPUs bitsandbytes rounds the scales of the weights that it runs, so it gets its own.
-        self.theirs = model if model.device.type == "cuda" else copy.deepcopy(model)
+        # On some CPUs bitsandbytes repacks the weights that it runs, with rounded scales, and `accelerate` leaves layers
+        # to it there. So each has its own copy, and the model stays as it is.
+        on_gpu = model.device.type == "cuda"
+        self.ours, self.theirs = (model, model) if on_gpu else (copy.deepcopy(model), copy.deepcopy(model))
         self.providers: dict[str, Callable[[], Any]] = {"bitsandbytes": self._plain, "halfbyte": self._accelerated}
 
     @contextmanager
@@ -32,11 +33,11 @@ class Contest:
 
     @contextmanager
     def _accelerated(self) -> Iterator[Any]:
-        accelerate(self.model)
+        accelerate(self.ours)
         try:
-            yield self.model
+            yield self.ours
         finally:
-            restore(self.model)
+            restore(self.ours)
 
 
 def random_ids(model: Any, texts: int, tokens: int, seed: int) -> Tensor:

@@ -3,7 +3,6 @@ fused. And how far its logits are from those of the same weights in fp32."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -121,8 +120,6 @@ def errors_against_fp32(
     ids = random_ids(model, 4, 48, seed=2)
     results = {}
     contest = Contest(model)
-    # On a CPU a provider may leave its weights repacked, with other scales.
-    model = model if device.type == "cuda" else copy.deepcopy(model)
     for provider, run_by in contest.providers.items():
         with run_by() as contestant:
             for mode in modes or modes_of(device):

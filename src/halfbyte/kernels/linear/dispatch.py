@@ -84,8 +84,8 @@ def dense_microseconds(m: int, problem: Problem) -> float:
     """The estimated time of making the dense weight, and of torch's product with it."""
     millions = problem.numel / 1e6
     product = math.hypot(millions * h200.DENSE_READ, 2 * m * millions / h200.DENSE_TERAFLOPS)
-    if problem.n % 2 and problem.dtype is not torch.float32:
-        product *= h200.DENSE_ODD
+    if problem.n % 8 and problem.dtype is not torch.float32:  # cuBLAS has slower kernels for such rows of the result
+        product *= h200.DENSE_ODD if problem.n % 2 else h200.DENSE_EVEN
     return h200.DENSE_START + millions * h200.DENSE_WRITE + product
 
 

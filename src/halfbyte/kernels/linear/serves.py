@@ -8,6 +8,7 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceProperties, cpu_capability, properties_of
 from halfbyte.kernels.common.slow import has_numba, has_triton
 from halfbyte.kernels.linear import reach
+from halfbyte.kernels.linear.dispatch import choose
 from halfbyte.kernels.linear.plan import plan
 from halfbyte.kernels.linear.problem import Problem, problem_of
 
@@ -38,8 +39,6 @@ def _on_cpu(n: int, k: int, dtype: torch.dtype) -> str:
 
 def _on_cuda(problem: Problem, properties: DeviceProperties, lack: reach.Lack | None) -> str:
     if lack is None:
-        from halfbyte.kernels.linear.dispatch import choose
-
         choice = choose(1, problem, properties, False) if problem.numel else None
         if choice is not None:
             return f"CUDA C++ {choice.kernel.NAME} (sm_{properties.capability})"

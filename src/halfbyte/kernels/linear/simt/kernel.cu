@@ -13,7 +13,7 @@
 // The codebook lies in the lanes of the warp: one shuffle looks a nibble up, and the hardware reads only its four bits.
 //
 // Config: x, scale, low_first (the first weight of a byte is in its low half), flushes (subnormal numbers count as
-// zero), aligned (K is a multiple of 16, packed aligned to 8 bytes, x to 16), tile_m, tile_n, warps.
+// zero), aligned (K is a multiple of 16, packed aligned to 8 bytes), tile_m, tile_n, warps.
 
 #include "device/scale.cuh"
 
