@@ -21,8 +21,8 @@ class Contest:
     """A model and the ways to run it, by provider: each gives a context within which its model computes."""
 
     def __init__(self, model: Any) -> None:
-        # On some CPUs bitsandbytes repacks the weights that it runs, with rounded scales, and `accelerate` leaves layers
-        # to it there. So each has its own copy, and the model stays as it is.
+        # On some CPUs bitsandbytes repacks the weights that it runs, with rounded scales, and there `accelerate` leaves
+        # layers to it. So each has its own copy, and the model stays as it is.
         on_gpu = model.device.type == "cuda"
         self.ours, self.theirs = (model, model) if on_gpu else (copy.deepcopy(model), copy.deepcopy(model))
         self.providers: dict[str, Callable[[], Any]] = {"bitsandbytes": self._plain, "halfbyte": self._accelerated}

@@ -1,9 +1,8 @@
 """Every measured constant of the planners and of the estimates that kernels compete with, from an H200.
 
 Estimates are in µs. Each is the sum of what does not overlap, and of the root of the sum of the squares of what does:
-reading W from memory, and the busiest CTA's work. Over 5,170 products (38 shapes of common models, 1 to 384 rows of x,
-NF4 and int4) the kernel with the least estimate was 0.1 % slower in the mean than the fastest one (docs/notebook.md).
-Other GPUs go by the same constants.
+reading W from memory, and the busiest CTA's work. They were fitted to benchmarks/results/h200/estimates.csv, and
+benchmarks/estimates.py says how well (docs/notebook.md). Other GPUs go by the same constants.
 """
 
 from __future__ import annotations
