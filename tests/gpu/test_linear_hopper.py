@@ -15,7 +15,7 @@ import halfbyte as hb
 from halfbyte.formats.bitsandbytes import FORMATS
 from halfbyte.formats.spec import codebook_tensor
 from halfbyte.kernels.common.device import properties_of
-from halfbyte.kernels.linear import cuda, dispatch
+from halfbyte.kernels.linear import cuda, dispatch, laid_out
 from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
@@ -147,7 +147,7 @@ def test_clusters_run_at_once(cluster: int) -> None:
     plan = StreamKPlan(16, 2, 4, 2 * cluster, 1, cluster)
     check(x, q, [plan])
     compiled = hopper.variant(problem_of(x, q, None), plan, properties_of(0))
-    _, multiply = hopper._launches(x.get_device(), cluster, plan, compiled)
+    _, multiply = laid_out._launches(x.get_device(), cluster, plan, compiled)
     assert multiply.most_clusters() >= properties_of(0).clusters(cluster)
 
 

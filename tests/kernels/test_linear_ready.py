@@ -24,7 +24,7 @@ import halfbyte as hb
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.kernels.common import driver, nvrtc, tensor_map
 from halfbyte.kernels.common.device import DeviceProperties
-from halfbyte.kernels.linear import cache, cuda, kernel, reach, workspace
+from halfbyte.kernels.linear import cache, cuda, kernel, laid_out, reach, workspace
 from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.kernels.linear.simt import launch as exact
@@ -83,10 +83,11 @@ class Driver:
         if kernel is decode:
             self._decode(ctypes.string_at(parameters[0], struct.calcsize("".join(decode.layout(len(self.group) or 1)))))
             return 0
-        first, *rest = struct.unpack_from("".join(kernel.LAYOUT), ctypes.string_at(parameters[0], 320))
+        layout = laid_out.LAYOUT if kernel is hopper else kernel.LAYOUT
+        first, *rest = struct.unpack_from("".join(layout), ctypes.string_at(parameters[0], 320))
         packed = struct.unpack_from("Q", first)[0] if kernel is hopper else first
         x, bias, out = rest[5:8] if kernel is exact else rest[4:7]
-        changing = len(struct.unpack(kernel.LAYOUT[1], bytes(struct.calcsize(kernel.LAYOUT[1]))))
+        changing = len(struct.unpack(layout[1], bytes(struct.calcsize(layout[1]))))
         m, n, k = rest[(5 if kernel is exact else 4) + changing - 1 :][:3]
         self.seen.append((kernel, m))
         if kernel is hopper:
@@ -145,7 +146,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> Itera
     there = Driver()
     for module in (driver, tensor_map):
         monkeypatch.setattr(module, "driver", lambda: there)
-    for module in (cuda, kernel, decode, exact, hopper, tensor):
+    for module in (cuda, kernel, laid_out, decode, exact, tensor):
         monkeypatch.setattr(module, "properties_of", lambda index: properties)
     monkeypatch.setattr(reach, "without_kernels", lambda properties: None)
     monkeypatch.setattr(driver, "cubin", lambda variant: b"")
@@ -160,7 +161,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> Itera
         cache.groups,
         decode.launches,
         exact.launches,
-        hopper.launches,
+        laid_out.launches,
         tensor.launches,
     )
     caches = (driver.kernels.cache_clear, tensor_map.tensor_map.cache_clear, *(one.entries.clear for one in kept))

@@ -27,6 +27,19 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
                : "memory");
 }
 
+// The same to the same place, and with the same barrier, in every CTA of the cluster whose bit of `ctas` is set.
+__device__ __forceinline__ void copy_to_all(u32 to, const void* from, u32 bytes, u32 barrier, u32 ctas) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "h"((u16)ctas)
+      : "memory");
+}
+// At the barrier of the CTA of this rank.
+__device__ __forceinline__ void arrive_in(u32 barrier, u32 rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(barrier, rank)) : "memory");
+}
+
 struct Ring {  // a position in a ring of `size` buffers, and the parity of its barriers there
   u32 at = 0, parity;
   __device__ explicit Ring(u32 parity) : parity(parity) {}

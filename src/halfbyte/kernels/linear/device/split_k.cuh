@@ -29,6 +29,8 @@ __device__ __forceinline__ bool is_missing(float4 v) {
          __float_as_uint(v.w) == SENTINEL;
 }
 
+// Of the CTA in its cluster.
+__device__ __forceinline__ u32 own_rank() { return Config::cluster > 1 ? blockIdx.y : 0; }
 // Of column groups: which the CTA adds up and stores.
 __device__ __forceinline__ bool is_own(u32 group) {
   return Config::cluster == 1 || group % Config::cluster == blockIdx.y;
@@ -70,7 +72,8 @@ __device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Argum
 // The sums of the tile of `unit`, which the CTAs `first` to `last` of the schedule share; this is `cta`. A CTA that
 // starts mid-tile stores its partial sums in the workspace and goes on: the tile is the first that it works on. The
 // tile's first CTA comes to it last of all, waits for the partial sums of the others and adds them up in the order of
-// K. True for that one. `a` has the schedule and the workspace; an argument of its own for either costs registers.
+// K. True for that one. `a` has the schedule and the workspace; an argument of its own for either costs registers. Where
+// the schedule deals out work to clusters, `cta` is the cluster, and CTAs of one rank add up among themselves.
 //
 // Where there are more than Direct, every third, fourth or so adds up those that follow it before it stores its own: it
 // ends with this tile as well, unless nobody follows. All wait for CTAs of higher numbers only. Direct decides in which
@@ -82,39 +85,45 @@ template <u32 Direct, u32 Warps, int Sums, class Arguments>
 __device__ __forceinline__ bool fix_up(float (&total)[Sums], const Arguments& a, const WorkUnit& unit, u32 cta,
                                        u32 warp, u32 lane) {
   constexpr u32 AT_ONCE = Sums < 16 ? 16 / Sums : 1;  // CTAs whose sums are loaded at once
+  constexpr int CHUNK = Sums / 4 < 8 ? Sums / 4 : 8;  // column groups that are
   const u32 units = count_units(a), tile = unit.row_tile * a.column_tiles + unit.column_tile;
   const u32 begin = tile * a.depth_units, limit = begin + a.depth_units;
   auto cta_of = [&](u32 unit) { return ((unit + 1) * a.ctas - 1) / units; };
   const u32 first = cta_of(begin), last = cta_of(limit - 1);
-  auto place_of = [&](u32 cta) { return a.workspace + (u64(cta) * Warps + warp) * (Sums / 4 * 32) + lane; };
+  auto place_of = [&](u32 cta) {
+    return a.workspace + ((u64(cta) * Config::cluster + own_rank()) * Warps + warp) * (Sums / 4 * 32) + lane;
+  };
   const u32 parts = last - first + 1;
   const u32 group = parts <= Direct ? parts : parts <= 9 ? 3 : parts <= 16 ? 4 : parts <= 36 ? 6 : 8;
   const bool leads = (cta - first) % group == 0;
   u32 next = cta + 1, stride = 1, end = leads ? min(cta + group - 1, last) : cta;
   for (;;) {
-    for (; next <= end; next += AT_ONCE * stride) {
-      float4 part[AT_ONCE][Sums / 4];
-      bool missing;
-      do {  // until all are there
-        missing = false;
+    for (; next <= end; next += AT_ONCE * stride)
+#pragma unroll
+      for (int chunk = 0; chunk < Sums / 4; chunk += CHUNK) {
+        float4 part[AT_ONCE][CHUNK];
+        bool missing;
+        do {  // until all are there
+          missing = false;
+#pragma unroll
+          for (u32 j = 0; j < AT_ONCE; j++)
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) {
+              const u32 other = next + j * stride;
+              part[j][i] = load_partial(place_of(other <= end ? other : next) + 32 * (chunk + i));
+            }
+#pragma unroll
+          for (u32 j = 0; j < AT_ONCE; j++)
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) missing |= is_missing(part[j][i]);
+        } while (
+            __any_sync(~0u, missing));  // of the whole warp: else nothing that comes after is the same in all lanes
 #pragma unroll
         for (u32 j = 0; j < AT_ONCE; j++)
 #pragma unroll
-          for (int i = 0; i < Sums / 4; i++) {
-            const u32 other = next + j * stride;
-            part[j][i] = load_partial(place_of(other <= end ? other : next) + 32 * i);
-          }
-#pragma unroll
-        for (u32 j = 0; j < AT_ONCE; j++)
-#pragma unroll
-          for (int i = 0; i < Sums / 4; i++) missing |= is_missing(part[j][i]);
-      } while (__any_sync(~0u, missing));  // of the whole warp: else nothing that comes after is the same in all lanes
-#pragma unroll
-      for (u32 j = 0; j < AT_ONCE; j++)
-#pragma unroll
-        for (int i = 0; i < Sums / 4; i++)
-          if (next + j * stride <= end) add_group(total, i, part[j][i]);
-    }
+          for (int i = 0; i < CHUNK; i++)
+            if (next + j * stride <= end) add_group(total, chunk + i, part[j][i]);
+      }
     if (cta != first || end == last) break;
     next = first + group, stride = group, end = last;  // those that have added up others
   }

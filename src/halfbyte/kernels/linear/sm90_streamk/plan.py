@@ -42,6 +42,16 @@ class StreamKPlan:
         """Rows of W in a tile."""
         return 64 * self.warpgroups
 
+    @property
+    def copied_rows(self) -> int:
+        """Of W, by one copy."""
+        return self.rows
+
+    @property
+    def workers(self) -> int:
+        """That share the units."""
+        return self.ctas
+
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         stage = self.rows * DEPTH // 2 + DEPTH // span * self.rows * 4

@@ -139,3 +139,11 @@ SM80_LONE_SPAN, SM80_TURN, SM80_LAUNCH = 400, 800, 6000
 SIMT_WARPS_WANTED = 8
 # µs: a launch; per million weights, decoding them for each tile of x, and multiplying them with each row of x.
 SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
+
+# -- sm90_gemm ---------------------------------------------------------------------------------------------------------
+
+# tile_m (rows of x) to µs a unit (256 of K), and what a cluster makes of it.
+GEMM_UNIT = {96: 1.25, 128: 1.6, 160: 1.95, 192: 2.25, 224: 2.6, 256: 2.9}
+GEMM_CLUSTER = {1: 1.0, 2: 0.95}
+# µs: two launches; a part of a tile of 256 rows. MB a µs that W comes with.
+GEMM_START, GEMM_PART, GEMM_BANDWIDTH = 5.0, 2.0, 3.0

@@ -1,0 +1,29 @@
+// The kernel that runs ahead of `multiply` where x is laid out in memory: it writes x in the swizzled tiles that wgmma
+// reads, with zeros beyond M and K. The includer has X_BYTES (of a unit), SPAN_WORDS and OWN (words of a span, and those
+// of one lane of a quad); its Arguments have x, laid_out, ctas, m, n, k, column_tiles and depth_units.
+
+#include "ptx.cuh"
+#include "scale_rows.cuh"
+
+// Prepares for `multiply`. For each CTA of that kernel one CTA here prefetches scales to L2; the others lay x [m, k]
+// out as [tile of x][K / 64][tile_m rows][128 bytes, whose 16-byte pieces are swizzled by the row]. A word is two
+// neighbouring k; piece j of a span holds word j of each of a quad's four lanes.
+extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant__ Arguments a) {
+  // `multiply` waits for this kernel alone and reads W at once, so it may start only when all work before is done.
+  wait_for_prior_kernel();
+  launch_dependents();
+  if (blockIdx.x < a.ctas) return prefetch_scales(a, blockIdx.x, threadIdx.x);
+  const u32 index = (blockIdx.x - a.ctas) * 128 + threadIdx.x, pieces = a.column_tiles * a.depth_units * (X_BYTES / 16);
+  if (index >= pieces) return;
+  const u32 piece = index % 8, row = index / 8 % Config::tile_m, block = index / (8 * Config::tile_m),
+            blocks = a.depth_units * 4;
+  const u32 m = block / blocks * Config::tile_m + row, k = block % blocks * 64;
+  const u32 word = piece / OWN * SPAN_WORDS + piece % OWN;
+  u32 words[4];
+#pragma unroll
+  for (u32 member = 0; member < 4; member++) {
+    const u32 at = k + 2 * (word + OWN * member);
+    words[member] = m < a.m && at < a.k ? *reinterpret_cast<const u32*>(a.x + u64(m) * a.k + at) : 0;
+  }
+  a.laid_out[u64(index) / 8 * 8 + (piece ^ (row & 7))] = make_uint4(words[0], words[1], words[2], words[3]);
+}

@@ -1,0 +1,153 @@
+"""How the kernels for which x is laid out are launched: `lay_out`, then `multiply` of one kernel.cu, for any number of
+weights."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
+from halfbyte.kernels.common.driver import Arguments, Launch, kernels
+from halfbyte.kernels.common.nvrtc import Variant
+from halfbyte.kernels.common.tensor_map import tensor_map
+from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.linear import workspace
+from halfbyte.kernels.linear.kernel import GroupProduct, Product
+from halfbyte.kernels.linear.problem import Addresses, Problem
+
+UNIT_K = 256  # of K, a unit of work
+# Arguments in kernel.cu, aligned to 64 bytes: x, bias, out, x laid out, partial, left, its length and m change.
+LAYOUT = ("128s4Q", "6Q2I", "6If64s12x")
+launches: ThreadCache[Hashable, tuple[Launch, Launch]] = ThreadCache()
+
+
+class LaidOutPlan(Protocol):
+    """tile_m, rows: rows of x and of W in a tile. copied_rows: of W that one copy brings. ctas: in all. workers: that
+    share the work, CTAs or clusters. cluster: CTAs of one, or 1. resident: units of x that a CTA lays out itself, or 0.
+    threads: of a CTA."""
+
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def copied_rows(self) -> int: ...
+    @property
+    def ctas(self) -> int: ...
+    @property
+    def workers(self) -> int: ...
+    @property
+    def cluster(self) -> int: ...
+    @property
+    def resident(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def microseconds(self) -> float: ...
+    def x_tiles(self, m: int) -> int: ...
+
+
+class LaidOutKernel(Protocol):
+    """The module `launch` of such a kernel."""
+
+    def variant(self, problem: Problem, plan: Any, properties: DeviceProperties) -> Variant: ...
+    def codebook(self, problem: Problem) -> tuple[float, bytes]:
+        """What sums are multiplied by in the end, and the sixteen numbers of nibbles, fp32."""
+
+
+class Part(NamedTuple):
+    """The launches of a product and their arguments. laid_out: bytes of x laid out, or 0 where CTAs keep x. partial:
+    sums that CTAs leave for others."""
+
+    device: torch.device
+    lay_out: Launch
+    multiply: Launch
+    arguments: Arguments
+    laid_out: int
+    partial: int
+
+    def __call__(
+        self, stream: int, x: int, bias: int, out: int, laid_out: int, m: int, is_laid_out: bool = False
+    ) -> None:
+        (partial, left, count), held = (0, 0, 0), None
+        if self.partial:
+            (partial, left, count), held = workspace.take(self.device, stream, self.partial)
+        self.arguments.set(x, bias, out, laid_out, partial, left, count // 4, m)
+        if self.laid_out and not is_laid_out:
+            self.lay_out(stream, self.arguments.parameters)
+        self.multiply(stream, self.arguments.parameters)
+        del held  # the launch is in the stream
+
+
+def bind(
+    kernel: LaidOutKernel, device: torch.device, m: int, problem: Problem, weight: Addresses, plan: LaidOutPlan
+) -> Product:
+    """The product with a weight on the current device, of as many rows as there are tiles of x for m."""
+    part = prepare(kernel, device, m, problem, weight, plan)
+
+    def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
+        laid_out = torch.empty(part.laid_out, dtype=torch.uint8, device=device) if part.laid_out else None
+        part(stream, x, bias, out, 0 if laid_out is None else laid_out.data_ptr(), m)
+
+    return multiply
+
+
+def bind_group(
+    kernel: LaidOutKernel,
+    device: torch.device,
+    m: int,
+    group: Sequence[Problem],
+    weights: Sequence[Addresses],
+    plans: Sequence[LaidOutPlan],
+) -> GroupProduct:
+    """The products of m rows of x with several weights, one after the other; x is laid out once."""
+    parts = [prepare(kernel, device, m, *each) for each in zip(group, weights, plans, strict=True)]
+    first = parts[0]
+
+    def multiply(stream: int, x: int, results: Iterable[int]) -> None:
+        laid_out = torch.empty(first.laid_out, dtype=torch.uint8, device=device)
+        addresses = iter(results)
+        for part in parts:
+            bias, out = next(addresses), next(addresses)
+            part(stream, x, bias, out, laid_out.data_ptr(), m, is_laid_out=part is not first)
+
+    return multiply
+
+
+def prepare(
+    kernel: LaidOutKernel, device: torch.device, m: int, problem: Problem, weight: Addresses, plan: LaidOutPlan
+) -> Part:
+    """The launches of a product on the current device, of as many rows as there are tiles of x for m."""
+    o, index = problem, device.index
+    row_tiles, x_tiles, units = -(-o.n // plan.rows), plan.x_tiles(m), -(-o.k // UNIT_K)
+    compiled = kernel.variant(o, plan, properties_of(index))
+    key = index, x_tiles * units, plan, compiled
+    both = launches.get(key, lambda: _launches(index, x_tiles * units, plan, compiled))
+    fixes_up = plan.workers != row_tiles * x_tiles * (plan.cluster if plan.resident else 1)
+    partial = plan.ctas * plan.copied_rows * plan.tile_m if fixes_up else 0
+    packed, *scales = weight
+    sizes = (o.n, o.k, row_tiles, x_tiles, units, plan.workers)
+    weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), (UNIT_K // 2, plan.copied_rows))
+    arguments = Arguments(LAYOUT, (weights, *scales), (*sizes, *kernel.codebook(o)))
+    laid_out = 0 if plan.resident else x_tiles * units * plan.tile_m * UNIT_K * 2
+    return Part(device, *both, arguments, laid_out, partial)
+
+
+def _launches(index: int, x_units: int, plan: LaidOutPlan, compiled: Variant) -> tuple[Launch, Launch]:
+    """What lays x out, and the product."""
+    shared = int(dict(compiled.constants)["shared_bytes"])
+    lay_out, multiply = kernels(index, compiled, (("lay_out", 0), ("multiply", shared)), carveout=100)
+    pieces = x_units * plan.tile_m * UNIT_K // 8
+    return (
+        Launch(lay_out, (plan.workers + -(-pieces // 128), 1), 128, overlaps=True),
+        Launch(
+            multiply,
+            (plan.ctas // plan.cluster, plan.cluster),
+            plan.threads,
+            shared,
+            cluster=plan.cluster if plan.cluster > 1 else 0,
+            overlaps=True,
+        ),
+    )

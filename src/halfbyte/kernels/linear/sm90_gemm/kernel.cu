@@ -1,0 +1,205 @@
+// Many rows of x with Hopper's wgmma: y[m, n] = sum over k of x[m, k] * W[n, k] (+ bias[n]), W in 4 bits.
+//
+// Bytes moved: W's nibbles and scales once for every tile_m rows of x, x once for every TILE_N rows of W, mostly from
+// L2. Flops: 2 M N K, which is what bounds it from some 150 rows on.
+//
+// Operands. The kernel computes out.T = W @ x.T: W is the A operand and comes from registers, x is B and comes from
+// shared memory. A register of A holds two neighbouring k of one row of W, which is one packed byte. Within a span of
+// weights that share a scale K is permuted, and x is laid out alike (device/lay_out.cuh): a thread takes neighbouring
+// bytes of W. A table in shared memory turns a byte into two fp32 numbers of the codebook; times the scale, and rounded
+// once to 16 bits, they are the weights that dequantize gives, bit for bit. So nothing is left to do for the sums.
+//
+// Work. Tiles of TILE_ROWS rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every cluster
+// takes an equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and decodes
+// scales. The others multiply, 16 rows of W a warp: while the tensor cores work on one step, a warp decodes the next.
+// CTAs of a cluster have neighbouring rows of W, and each brings a part of x to all of them. Clusters that share a tile
+// add their sums by the split-K fix-up, always in the order of K.
+//
+// Needs sm_90a, K % span == 0, packed aligned to 16 bytes, and units times CTAs below 2^32.
+//
+// Config:
+//   tile_m, warpgroups, cluster              rows of x a tile, warpgroups that multiply, CTAs that share x
+//   w_stages, x_stages                       units of W and steps of x on their way
+//   direct                                   the most parts of a tile that its first CTA adds up one by one
+//   span, log_block                          weights that share a scale, 64 or 32; log2 of the block size
+//   vector                                   a thread loads 16 bytes of a row's scales at a time
+//   x, scale, low_first, flushes             types; whether the first weight of a byte is in its low half; whether
+//                                            subnormal weights count as zero
+//   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
+
+#include "fetch.cuh"
+
+// Below Arguments, which it reads.
+#include "device/lay_out.cuh"
+
+constexpr int STEPS = Config::span / 16, WORDS = Config::span / 32;  // MMAs a span; words of it that a lane takes
+constexpr int OPERANDS = STEP_K / 4;                                 // registers of A a step of x
+
+// The table, by WARPS warps: row b has the two numbers of byte b, a copy for every lane.
+__device__ __forceinline__ void make_wide_table(const Arguments& a, u32 warp, u32 lane) {
+  const float own = a.codebook[lane % 16];
+  for (u32 byte = warp; byte < 256; byte += WARPS) {
+    const float high = __shfl_sync(~0u, own, byte >> 4), low = __shfl_sync(~0u, own, byte & 15);
+    const u32 at = shared() + byte * TABLE_ROW + lane * 8;
+    if constexpr (Config::low_first) store_pair(at, low, high);
+    else store_pair(at, high, low);
+  }
+}
+
+// Two weights of byte J of `bytes`, as dequantize rounds them. column: the lane's place in a row of the table.
+__device__ __forceinline__ float scaled(float number, float scale) {
+  float product;
+  if constexpr (Config::flushes) asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(number), "f"(scale));
+  else asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(number), "f"(scale));
+  return product;
+}
+template <int J> __device__ __forceinline__ u32 weights_of(u32 bytes, u32 column, float scale) {
+  float first, second;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2 + %3];"
+               : "=f"(first), "=f"(second)
+               : "r"(__byte_perm(bytes, column, 0x7604 | (J << 4))), "n"(BASE));
+  return pack(scaled(first, scale), scaled(second, scale));
+}
+
+// Where a thread finds its part of W, and of the scales, in a stage: rows `row` (even) and `row` + 1 of 128 bytes, whose
+// 16-byte pieces are swizzled by the row. The address of a span is that of the first span, exclusive or the span's
+// place in the row.
+struct Addresses {
+  u32 upper, lower, scales;
+  __device__ Addresses(u32 row, u32 member) {
+    upper =
+        row * 128 + (Config::span == 64 ? (member / 2 ^ row & 7) * 16 + member % 2 * 8 : (row & 7) * 16 + member * 4);
+    lower = (upper ^ 16) + 128;
+    scales = row * 4;
+  }
+};
+
+__device__ __forceinline__ void load(u32 (&words)[2], u32 at) {
+  const uint2 pair = load_pair(at);
+  words[0] = pair.x, words[1] = pair.y;
+}
+__device__ __forceinline__ void load(u32 (&words)[1], u32 at) { words[0] = load_number(at); }
+
+// This thread's A operands of a step of a unit. stage, scales: addresses of the unit's.
+__device__ __forceinline__ void decode(u32 (&a)[OPERANDS], u32 stage, u32 scales, const Addresses& mine, int step,
+                                       u32 column) {
+#pragma unroll
+  for (int s = 0; s < STEP_SPANS; s++) {
+    const int span = step * STEP_SPANS + s;
+    const uint2 both = load_pair(scales + mine.scales + span / JOINED * TILE_N * 4);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float scale = __uint_as_float(half ? both.y : both.x);
+      u32 words[WORDS];
+      load(words, stage + ((half ? mine.lower : mine.upper) ^ span * (Config::span / 2)));
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) {
+        const u32 word = words[i / 2], to = 4 * (s * STEPS + i) + half;
+        a[to] = i % 2 ? weights_of<2>(word, column, scale) : weights_of<0>(word, column, scale);
+        a[to + 2] = i % 2 ? weights_of<3>(word, column, scale) : weights_of<1>(word, column, scale);
+      }
+    }
+  }
+}
+
+// Stores a tile of y.
+__device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const WorkUnit& at, u32 row,
+                                      u32 member) {
+  const u32 n = first_row(at) + row;
+  if (n >= a.n) return;
+  const bool both = n + 1 < a.n;
+  float bias[2] = {0, 0};
+  if (a.bias) {
+    bias[0] = unpack(a.bias[n]);
+    if (both) bias[1] = unpack(a.bias[n + 1]);
+  }
+#pragma unroll
+  for (u32 i = 0; i < Config::tile_m / 8; i++)
+#pragma unroll
+    for (u32 j = 0; j < 2; j++) {
+      const u32 m = at.column_tile * Config::tile_m + 8 * i + 2 * member + j;
+      if (m >= a.m) continue;
+      const u32 word = pack(__fadd_rn(total[4 * i + j], bias[0]), __fadd_rn(total[4 * i + 2 + j], bias[1]));
+      store_two(a.y + u64(m) * a.n + n, word, a.n % 2 == 0, both);
+    }
+}
+
+__device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
+  const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = lane * 8 | shared() & ~0u << 24;
+  const Addresses mine(row, member);
+  const auto release = [&](u32 barrier) {
+    __syncwarp();
+    if (lane == 0) arrive(barrier);
+  };
+  const auto release_x = [&](u32 barrier) {  // for the copies of every CTA of the cluster
+    __syncwarp();
+    if constexpr (Config::cluster == 1) {
+      if (lane == 0) arrive(barrier);
+    } else {
+      if (lane < Config::cluster) arrive_in(barrier, lane);
+    }
+  };
+  Ring w(0), x(0);
+  WorkUnit at(a, first);
+  float total[SUMS];
+  u32 even[OPERANDS], odd[OPERANDS];  // A operands of two steps: one is multiplied while the next is decoded
+  u32 used = 0;                       // the barrier of the stage of x that is multiplied; 0: none
+  bool fresh = true;                  // the tile's sums are zero
+  wait(shared() + W_FULL, 0);
+  decode(even, shared() + W_AT, shared() + SCALE, mine, 0, column);
+  for (u32 unit = first; unit < last; unit++) {
+    const u32 stage = shared() + W_AT + w.at * W_BYTES, scales = shared() + SCALE + w.at * SCALE_BYTES;
+    const u32 empty = shared() + W_EMPTY + 8 * w.at;
+    w.next(Config::w_stages);
+    auto turn = [&](const u32(&now)[OPERANDS], u32(&next)[OPERANDS], int step) __attribute__((always_inline)) {
+      wait(shared() + X_FULL + 8 * x.at, x.parity);
+      const u32 tile = lower_half(shared() + X_AT + x.at * X_STEP);
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int i = 0; i < STEP_K / 16; i++)
+        multiply_add(total, now[4 * i], now[4 * i + 1], now[4 * i + 2], now[4 * i + 3], descriptor(tile + 2 * i),
+                     i > 0 || step > 0 || !fresh);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      // The step before is done: its stage of x is free, and its operands make room for the next.
+      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      if (used) release_x(used);
+      used = shared() + X_EMPTY + 8 * x.at;
+      x.next(Config::x_stages);
+      if (step + 1 < UNIT_K / STEP_K) {
+        decode(next, stage, scales, mine, step + 1, column);
+        if (step + 2 == UNIT_K / STEP_K) release(empty);
+      } else if (unit + 1 < last) {
+        wait(shared() + W_FULL + 8 * w.at, w.parity);
+        decode(next, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, mine, 0, column);
+      }
+    };
+    turn(even, odd, 0), turn(odd, even, 1), turn(even, odd, 2), turn(odd, even, 3);
+    fresh = false;
+    if (at.depth + 1 == a.depth_units || unit + 1 == last) {
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      release_x(used);
+      used = 0;
+      if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane)) store(a, total, at, row, member);
+      fresh = true;
+    }
+    at.next(a);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Arguments a) {
+  if ((u32(__cvta_generic_to_shared(memory)) & 0xffffff) != BASE) __trap();
+  const u32 first = first_unit(a, own_number()), last = first_unit(a, own_number() + 1), lane = threadIdx.x % 32;
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
+  if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");
+  if (warp >= WARPS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::producer_registers));
+    fetch(a, reinterpret_cast<u64>(a.map), first, last, warp - WARPS, lane);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::consumer_registers));
+    make_wide_table(a, warp, lane);
+    if constexpr (Config::cluster > 1) sync_cluster();
+    sync_all();
+    multiply_units(a, first, last, warp, lane);
+  }
+  if constexpr (Config::cluster > 1) sync_cluster();  // shared memory stays until the other CTA needs it no longer
+}

@@ -1,0 +1,69 @@
+"""The product of many rows of x on Hopper's tensor cores: which variant of kernel.cu."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from halfbyte.formats.spec import FORMATS
+from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
+from halfbyte.kernels.linear import laid_out
+from halfbyte.kernels.linear.constants import TYPES
+from halfbyte.kernels.linear.kernel import Product
+from halfbyte.kernels.linear.problem import Addresses, Problem
+from halfbyte.kernels.linear.sm90_gemm.plan import (
+    DIRECT,
+    REGISTERS,
+    GemmPlan,
+    gemm_plan,
+    loads_scales_at_once,
+    span_of,
+    supports,
+)
+
+NAME = "sm90_gemm"
+
+
+def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> GemmPlan | None:
+    """The plan for x [m, K], or None where this kernel does not support the problem."""
+    return gemm_plan(m, problem, properties) if supports(problem) and not batch_invariant else None
+
+
+def codebook(problem: Problem) -> tuple[float, bytes]:
+    """The codebook that a GPU dequantizes with."""
+    format = FORMATS[problem.format]
+    return 1.0, struct.pack("16f", *(format.cuda_codebook or format.codebook))
+
+
+def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan: GemmPlan) -> Product:
+    """The product with a weight on the current device, of as many rows as there are tiles of x for m."""
+    return laid_out.bind(sys.modules[__name__], device, m, problem, weight, plan)
+
+
+def variant(problem: Problem, plan: GemmPlan, properties: DeviceProperties) -> Variant:
+    """What is compiled."""
+    return Variant.of(source(), "90a", constants(problem, plan))
+
+
+def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
+    """kernel.cu's Config."""
+    producer, consumer = REGISTERS[plan.warpgroups]
+    return {
+        "x": TYPES[problem.dtype], "scale": TYPES[problem.scale], "low_first": problem.low_first,
+        "flushes": FORMATS[problem.format].flushes, "log_block": problem.block_size.bit_length() - 1,
+        "span": span_of(problem), "vector": loads_scales_at_once(problem), "tile_m": plan.tile_m,
+        "warpgroups": plan.warpgroups, "w_stages": plan.w_stages, "x_stages": plan.x_stages, "direct": DIRECT,
+        "cluster": plan.cluster, "producer_registers": producer, "consumer_registers": consumer,
+        "shared_bytes": plan.shared_bytes(span_of(problem)),
+    }  # fmt: skip
+
+
+@cache
+def source() -> str:
+    path = Path(__file__).with_name("kernel.cu")
+    return read_source(path, root=path.parents[1])

@@ -1,0 +1,130 @@
+"""Which shape of kernel.cu is for a product: its constants, what it needs, and the planner that picks among them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.linear.laid_out import UNIT_K
+from halfbyte.kernels.linear.problem import ALIGNMENT, Problem
+from halfbyte.kernels.linear.tune import h200
+
+STEP_K = 64  # of K, what x comes in
+REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
+TILES_M = (96, 128, 160, 192, 224, 256)
+MOST_STAGES = 8  # that there are barriers for
+DIRECT = 8
+W_STAGES = 3
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """The constants of kernel.cu, by the names of its Config, `workers`, and the estimate."""
+
+    tile_m: int  # rows of x
+    warpgroups: int  # that multiply, 64 rows of W each
+    w_stages: int  # units of W on their way
+    x_stages: int  # steps of x on their way
+    workers: int  # clusters that share the work
+    cluster: int = 2  # CTAs with neighbouring rows of W, which share x
+    microseconds: float = field(default=0.0, compare=False)
+
+    resident: int = field(default=0, init=False)
+
+    @property
+    def copied_rows(self) -> int:
+        """Rows of W of a CTA."""
+        return 64 * self.warpgroups
+
+    @property
+    def rows(self) -> int:
+        """Rows of W in a tile, which a cluster shares."""
+        return self.copied_rows * self.cluster
+
+    @property
+    def ctas(self) -> int:
+        return self.workers * self.cluster
+
+    def shared_bytes(self, span: int) -> int:
+        """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
+        unit = self.copied_rows * (UNIT_K // 2 + UNIT_K // span * 4)
+        return 256 * 256 + 2048 + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
+
+    def x_tiles(self, m: int) -> int:
+        """Tiles of x [m, K]."""
+        return -(-m // self.tile_m)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+
+def span_of(problem: Problem) -> int:
+    """Weights of a row that share a scale, as far as a step goes."""
+    return min(problem.block_size, STEP_K)
+
+
+def loads_scales_at_once(problem: Problem) -> bool:
+    """True if the scales of a row are loaded 4, 8 or 16 bytes at a time."""
+    o, size = problem, problem.scale.itemsize
+    return (
+        UNIT_K // o.block_size * size in (4, 8, 16)
+        and o.k % UNIT_K == 0
+        and o.k // o.block_size * size % 16 == 0
+        and o.align_scale == ALIGNMENT
+    )
+
+
+def supports(problem: Problem) -> bool:
+    """True for every format, x of 16 bits and K % 64 == 0 (K % 32 where 32 weights share a scale)."""
+    o = problem
+    return (
+        o.dtype in (torch.float16, torch.bfloat16)
+        and o.k % span_of(o) == 0 < o.k
+        and o.has_usual_nesting
+        and o.align_packed == ALIGNMENT
+    )
+
+
+def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
+    """True if kernel.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
+    units = -(-n // plan.rows) * plan.x_tiles(m) * -(-k // UNIT_K)
+    return (
+        properties.ptx == 90
+        and plan.tile_m in TILES_M
+        and plan.warpgroups in REGISTERS
+        and 2 <= plan.w_stages <= MOST_STAGES
+        and 2 <= plan.x_stages <= MOST_STAGES
+        and plan.cluster in (1, 2)
+        and 1 <= plan.workers <= units
+        and units * plan.workers < 1 << 32
+        and m * k < 1 << 31
+        and n < 1 << 31
+        and plan.shared_bytes(span) <= properties.shared_memory
+    )
+
+
+def gemm_plan(m: int, problem: Problem, properties: DeviceProperties) -> GemmPlan | None:
+    """The plan for x [m, K], or None where this kernel is not for it: clusters take equal parts of all units."""
+    n, k, span = problem.n, problem.k, span_of(problem)
+    found = []
+    for tile_m, unit in h200.GEMM_UNIT.items() if m and properties.ptx == 90 else ():
+        for cluster in (1, 2):
+            tiles = -(-n // (128 * cluster)) * -(-m // tile_m)
+            units = tiles * -(-k // UNIT_K)
+            workers = min(properties.sms // cluster, units)
+            parts = min(1 + workers / tiles, DIRECT) if workers != tiles else 0
+            busy = -(-units // workers) * unit * h200.GEMM_CLUSTER[cluster] + h200.GEMM_PART * tile_m / 256 * parts
+            time = h200.GEMM_START + math.hypot(busy, problem.megabytes / h200.GEMM_BANDWIDTH)
+            plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), workers, cluster, time)
+            if is_valid(plan, m, n, k, span, properties):
+                found.append(plan)
+    return min(found, key=lambda plan: plan.microseconds, default=None)
+
+
+def x_stages(tile_m: int) -> int:
+    """As many as there is room for."""
+    return min(MOST_STAGES, 3 * 256 // tile_m)

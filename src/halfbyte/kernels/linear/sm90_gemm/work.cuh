@@ -1,0 +1,58 @@
+// Sizes, the layout of shared memory, and arguments of kernel.cu, which says what Config holds.
+
+#include "device/decode.cuh"
+#include "device/epilogue.cuh"
+#include "device/pipeline.cuh"
+#include "device/scale.cuh"
+#include "device/split_k.cuh"
+#include "device/wgmma.cuh"
+
+constexpr int WARPS = 4 * Config::warpgroups;  // that multiply
+constexpr int THREADS = 128 * (Config::warpgroups + 1);
+constexpr int TILE_N = 64 * Config::warpgroups, TILE_ROWS = TILE_N * Config::cluster;  // of a CTA, of a cluster
+constexpr int UNIT_K = 256, STEP_K = 64;                                               // W comes by units, x by steps
+constexpr int SPANS = UNIT_K / Config::span, STEP_SPANS = STEP_K / Config::span;       // weights that share a scale
+constexpr int SUMS = sums_of(Config::tile_m);
+
+// How many spans share a scale. With `vector` no row begins within a block.
+constexpr int BLOCK_SPANS = (1 << Config::log_block) / Config::span;
+constexpr int JOINED = Config::vector ? (BLOCK_SPANS < SPANS ? BLOCK_SPANS : SPANS) : 1;
+constexpr int UNIT_SCALES = SPANS / JOINED;  // of a row of W
+
+// In words, each two neighbouring k: a span, and what a quad's lane takes of it.
+constexpr u32 SPAN_WORDS = Config::span / 2, OWN = Config::span / 8;
+
+// Shared memory: the table, barriers, the code of nested scales, stages of W, stages of x, decoded scales.
+constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K * 2,
+              X_STEP = Config::tile_m * STEP_K * 2;
+constexpr u32 SCALE_BYTES = SPANS * TILE_N * 4;
+constexpr u32 W_FULL = 256 * TABLE_ROW, W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128, X_EMPTY = W_FULL + 192;
+constexpr u32 CODE = W_FULL + 1024, W_AT = CODE + 1024, X_AT = W_AT + Config::w_stages * W_BYTES;
+constexpr u32 SCALE = X_AT + Config::x_stages * X_STEP;
+static_assert(SCALE + Config::w_stages * SCALE_BYTES == Config::shared_bytes, "plan.py reckons with other sizes");
+
+extern __shared__ __align__(1024) unsigned char memory[];
+// The address of shared memory. In a cluster the CTA's rank is on top of BASE.
+__device__ __forceinline__ u32 shared() { return Config::cluster > 1 ? u32(__cvta_generic_to_shared(memory)) : BASE; }
+
+struct Arguments {
+  alignas(64) unsigned char map[128];  // the tensor map of packed
+  const void* scale;
+  const float *code, *absmax, *offset;
+  const unsigned short *x, *bias;  // bias: null for none
+  unsigned short* y;
+  uint4* laid_out;
+  float4* workspace;  // all SENTINEL before this launch
+  float4* stale;      // sums of the launch before, which this one overwrites with SENTINEL
+  u32 stale_count, m, n, k, row_tiles, column_tiles, depth_units,
+      ctas;                  // depth_units: units of 256 along K; ctas: clusters
+  float unit, codebook[16];  // unit: 1
+};
+
+// The hardware starts CTAs in the order of blockIdx, and a CTA waits for CTAs of higher numbers only; so numbers go the
+// other way, and whoever is waited for has started. Both of a cluster have the same number.
+__device__ __forceinline__ u32 own_number() { return gridDim.x - 1 - blockIdx.x; }
+// Pipeline barriers and table are ready.
+__device__ __forceinline__ void sync_all() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
+// The CTA's own rows of a tile.
+__device__ __forceinline__ u32 first_row(const WorkUnit& at) { return at.row_tile * TILE_ROWS + own_rank() * TILE_N; }
