@@ -1,0 +1,226 @@
+"""transformers' loop over tokens, `GenerationMixin._sample`: on a kept cache, and in a captured step where that can be.
+
+Taken are the calls whose cache `generate` made for our asking (`mark`). A call whose logits processors, stopping
+criteria and outputs the captured loop knows runs there (loop.py); any other one runs transformers' own loop, with a
+graph for its step (graphs.py). Either way the cache is one that is kept (steps.py), and the results are copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.models.caches import grow
+from halfbyte.models.loop import AHEAD, Kind, TokenBuffers, TokenStep, choose, run
+from halfbyte.models.rotation import Rotation, mask_names
+from halfbyte.models.rules import Rule, rules_of
+from halfbyte.models.steps import Bucket, StepPool, pool_of
+
+OURS = "_halfbyte_ours"  # attribute of a cache: made by `generate` for our asking, and empty
+INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # of a model that we know
+PREPARES = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")  # what may be of transformers only
+CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
+KNOWN = ("Phi3ForCausalLM",)  # whose own preparation is for a rotary embedding that switches, see `_is_plain`
+
+
+def mark(cache: Any) -> None:
+    """Say of a cache that it was made for our asking: `_sample` may take another one."""
+    setattr(cache, OURS, True)
+
+
+def apply(mixin: Any) -> None:
+    """Let a class of transformers that has `_sample` use ours."""
+    theirs = mixin._sample
+    if hasattr(theirs, OURS):
+        return
+
+    @wraps(theirs)
+    def _sample(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        pool, cache = pool_of(self), kwargs.get("past_key_values")
+        if pool is None or args or not getattr(cache, OURS, False):
+            return theirs(self, input_ids, *args, **kwargs)
+        return _on_kept_cache(self, pool, theirs, input_ids, kwargs)
+
+    setattr(_sample, OURS, theirs)
+    mixin._sample = _sample
+
+
+def undo(mixin: Any) -> None:
+    theirs = getattr(mixin._sample, OURS, None)
+    if theirs is not None:
+        mixin._sample = theirs
+
+
+def _on_kept_cache(
+    model: Any, pool: StepPool, theirs: Callable[..., Any], input_ids: Tensor, kwargs: dict[str, Any]
+) -> Any:
+    """theirs: transformers' `_sample`. kwargs: what it is called with."""
+    asked = kwargs["past_key_values"]
+    config = kwargs["generation_config"]
+    tokens = max(config.max_length - 1, input_ids.shape[1])
+    with pool.lease(model, type(asked), len(input_ids), tokens) as bucket:
+        if bucket is None:
+            return theirs(model, input_ids, **kwargs)
+        kwargs["past_key_values"] = bucket.store.begin(len(input_ids))
+        rules = _rules(model, input_ids, kwargs)
+        if rules is None:
+            outputs = theirs(model, input_ids, **kwargs)
+            if config.return_dict_in_generate:
+                bucket.store.copy_to(asked, len(input_ids), outputs.sequences.shape[1] - 1)
+                outputs.past_key_values = asked
+            return outputs
+        return _Call(model, pool, bucket, rules, input_ids, asked, kwargs).run()
+
+
+def _rules(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> list[Rule] | None:
+    """The logits processors for a captured loop; None where transformers' own loop must run."""
+    config, criteria = kwargs["generation_config"], kwargs["stopping_criteria"]
+    inputs = set(kwargs) - {"generation_config", "stopping_criteria", "logits_processor", "synced_gpus", "streamer"}
+    positions = kwargs.get("position_ids")
+    if (
+        not inputs <= INPUTS
+        or kwargs.get("synced_gpus")
+        or config.output_attentions
+        or config.output_hidden_states
+        or positions is None
+        or positions.dim() != 2
+        or input_ids.device != model.device
+        or input_ids.dim() != 2
+        or not input_ids.numel()
+        or any(type(c).__name__ not in CRITERIA or not _is_theirs(type(c)) for c in criteria)
+        or not isinstance(kwargs.get("logits_to_keep", 0), int)
+        or criteria.max_length is None
+        or criteria.max_length > config.max_length
+        or not _is_plain(model)
+    ):
+        return None
+    return rules_of(kwargs["logits_processor"])
+
+
+def _is_theirs(kind: type) -> bool:
+    return kind.__module__.startswith("transformers.")
+
+
+def _is_plain(model: Any) -> bool:
+    """True where `generate` prepares the model's inputs and masks as it does for most."""
+    from transformers import GenerationMixin
+
+    text = model.config.get_text_config(decoder=True)
+    own = [name for name in PREPARES if getattr(type(model), name) is not getattr(GenerationMixin, name)]
+    if own and type(model).__name__ in KNOWN and _is_theirs(type(model)):
+        rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+        own = own if rope.get("rope_type", "default") != "default" else []
+    return (
+        not own
+        and not any(name in vars(model) for name in PREPARES)
+        and not hasattr(model, "create_masks_for_generate")
+        and mask_names(text) is not None
+    )
+
+
+class _Call:
+    """One call of `generate` in a captured loop."""
+
+    def __init__(
+        self,
+        model: Any,
+        pool: StepPool,
+        bucket: Bucket,
+        rules: list[Rule],
+        input_ids: Tensor,
+        asked: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.model, self.pool, self.bucket, self.rules = model, pool, bucket, rules
+        self.ids, self.asked = input_ids, asked
+        self.config = kwargs.pop("generation_config")
+        self.processor, self.criteria = kwargs.pop("logits_processor"), kwargs.pop("stopping_criteria")
+        self.streamer = kwargs.pop("streamer", None)
+        kwargs.pop("synced_gpus", None)
+        self.inputs = kwargs
+        wants = self.config.return_dict_in_generate
+        self.kind = Kind(
+            samples=bool(self.config.do_sample),
+            ends=tuple(t for c in self.criteria if hasattr(c, "eos_token_id") for t in c.eos_token_id.tolist()),
+            logits=bool(wants and self.config.output_logits),
+            scores=bool(wants and self.config.output_scores),
+            extras=tuple((name, kwargs[name]) for name in ("logits_to_keep",) if name in kwargs),
+        )
+        # Before the prompt is launched: some ask the GPU for what their processor keeps there.
+        self.rule_keys = tuple((type(rule.processor).__name__, rule.key) for rule in rules)
+        self.kept: dict[str, list[Tensor]] = {"logits": [], "scores": []}
+
+    def run(self) -> Any:
+        texts, prompt = self.ids.shape
+        with self.model._optimize_model_for_decode():
+            step = self._first_token()
+            shift = step.rotation.begin(prompt)
+            # A window forgets its oldest token with every step, so none may be made too many if it is handed out.
+            loses = self.config.return_dict_in_generate and step.rotation.slides_any
+            most = max(1, self.criteria.max_length - prompt)
+            made = run(step, most, texts, 0 if loses else AHEAD, self.streamer, lambda: self._keep(step.outputs))
+        if self.streamer is not None:
+            self.streamer.end()
+        sequences = step.buffers.ids[:texts, : prompt + made].clone()
+        if not self.config.return_dict_in_generate:
+            return sequences
+        from transformers.generation import GenerateDecoderOnlyOutput
+
+        self.bucket.store.copy_to(self.asked, texts, prompt + made - 1, shift)
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=tuple(self.kept["scores"][:made]) if self.kind.scores else None,
+            logits=tuple(self.kept["logits"][:made]) if self.kind.logits else None,
+            past_key_values=self.asked,
+        )
+
+    def _first_token(self) -> TokenStep:
+        """The prompt, and its token as transformers computes it; the step that makes the others."""
+        outputs = self.model._prefill(
+            self.ids, self.config, self.inputs, is_first_iteration=not self.config.is_assistant
+        )
+        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+        del outputs
+        cache = self.inputs["past_key_values"]
+        self.pool.retried(lambda: grow(cache))
+        scores = self.processor(self.ids, logits)
+        self._keep({"logits": logits, "scores": scores})
+        step = self._step(scores.shape[-1])
+        pad = self.config._pad_token_tensor
+        step.buffers.begin(
+            self.ids, self.inputs.get("attention_mask"), self.inputs["position_ids"], 0 if pad is None else pad
+        )
+        step.begin(self.rules)
+        beyond = len(step.buffers.ids) - len(self.ids)
+        tokens, broken = choose(scores, self.kind.samples)
+        tokens = torch.nn.functional.pad(tokens, (0, beyond))
+        broken = None if broken is None else torch.nn.functional.pad(broken, (0, beyond))
+        step.buffers.put(tokens, broken, step.ends)
+        return step
+
+    def _step(self, vocabulary: int) -> TokenStep:
+        bucket, store = self.bucket, self.bucket.store
+        if bucket.buffers is None:
+            bucket.buffers = TokenBuffers(store.rows, store.tokens, self.ids.device)
+        if bucket.rotation is None:
+            names = mask_names(store.config)
+            assert names is not None
+            floats = self.model.dtype if store.config._attn_implementation == "eager" else None
+            bucket.rotation = Rotation(store, names, floats)
+        rotation, buffers = bucket.rotation, bucket.buffers
+        key = (self.kind, vocabulary, self.rule_keys)
+        return bucket.loop(
+            key,
+            lambda: TokenStep(self.model, rotation, buffers, self.rules, self.kind, vocabulary, self.pool.retried),
+        )
+
+    def _keep(self, outputs: dict[str, Tensor]) -> None:
+        texts = len(self.ids)
+        if self.kind.logits:
+            self.kept["logits"].append(outputs["logits"][:texts].clone())
+        if self.kind.scores:
+            self.kept["scores"].append(outputs["scores"][:texts].clone())
