@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from halfbyte.models import sampling
@@ -173,9 +174,16 @@ def _may_be_static(model: Any, generation_config: Any, given: Any) -> bool:
         and not generation_config.is_assistant
         and given["model_kwargs"].get("past_key_values") is None
         and getattr(given["generation_mode"], "name", None) in MODES
+        and not _mixes_dtypes(model)
         and model.config._attn_implementation in ATTENTION
         and _needs(model, generation_config, given) < MOST_OF_FREE_MEMORY * _free_bytes(model)
     )
+
+
+def _mixes_dtypes(model: Any) -> bool:
+    """True under an autocast to another dtype, where keys and values differ in theirs: a static cache has only one."""
+    kind = model.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not model.dtype
 
 
 def _needs(model: Any, generation_config: Any, given: Any) -> int:
