@@ -50,7 +50,8 @@ class Rotation:
             self.lengths = torch.tensor(store.lengths, device=device)
             self.slides = torch.tensor([int(layer.is_sliding) for layer in self.cache.layers], device=device)
             self.shift = torch.zeros((), dtype=torch.int64, device=device)
-            self.slots = torch.zeros_like(self.lengths)  # [layers]: where the step's token goes
+            # [layers]: where the step's token goes. Each is aligned to 16 bytes, so that Triton compiles one kernel.
+            self.slots = torch.zeros((len(store.lengths), 2), dtype=torch.int64, device=device)[:, 0]
             self.places = torch.arange(max(self.tokens, self.window), device=device)
         for index, (layer, kept) in enumerate(zip(self.cache.layers, store.layers, strict=True)):
             assert kept is not None
@@ -77,7 +78,7 @@ class Rotation:
 
         visible: bool [rows, tokens], false for padding.
         """
-        torch.remainder(place - self.slides * self.shift, self.lengths, out=self.slots)
+        self.slots.copy_(torch.remainder(place - self.slides * self.shift, self.lengths))
         if isinstance(self.names, str):
             return self._mask(self.names, place, visible)
         return {name: self._mask(name, place, visible) for name in self.names}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.models.caches import grow
+from halfbyte.models.captured import current
 from halfbyte.models.loop import AHEAD, Kind, TokenBuffers, TokenStep, choose, run
 from halfbyte.models.rotation import Rotation, mask_names
 from halfbyte.models.rules import Rule, rules_of
@@ -155,13 +156,17 @@ class _Call:
         self.kept: dict[str, list[Tensor]] = {"logits": [], "scores": []}
 
     def run(self) -> Any:
+        with current(self.ids.device):
+            return self._run()
+
+    def _run(self) -> Any:
         texts, prompt = self.ids.shape
+        step = self._first_token()
+        shift = step.rotation.begin(prompt)
+        # A window forgets its oldest token with every step, so none may be made too many if it is handed out.
+        loses = self.config.return_dict_in_generate and step.rotation.slides_any
+        most = max(1, self.criteria.max_length - prompt)
         with self.model._optimize_model_for_decode():
-            step = self._first_token()
-            shift = step.rotation.begin(prompt)
-            # A window forgets its oldest token with every step, so none may be made too many if it is handed out.
-            loses = self.config.return_dict_in_generate and step.rotation.slides_any
-            most = max(1, self.criteria.max_length - prompt)
             made = run(step, most, texts, 0 if loses else AHEAD, self.streamer, lambda: self._keep(step.outputs))
         if self.streamer is not None:
             self.streamer.end()

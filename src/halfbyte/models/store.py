@@ -98,7 +98,9 @@ class CacheStore:
         if kept is None:
             with torch.inference_mode(False), torch.no_grad():
                 if self.counters is None:
-                    self.counters = torch.zeros(len(self.layers), dtype=torch.int64, device=layer.keys.device)
+                    # Each is aligned to 16 bytes, so that Triton compiles one kernel.
+                    pairs = torch.zeros((len(self.layers), 2), dtype=torch.int64, device=layer.keys.device)
+                    self.counters = pairs[:, 0]
                 self.counters[index].copy_(layer.cumulative_length)
                 layer.cumulative_length = self.counters[index]
                 kept = self._room(layer.keys, length), self._room(layer.values, length)
