@@ -250,7 +250,7 @@ FALLS_BACK = {
 
 
 @pytest.mark.parametrize("why", FALLS_BACK)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_calls_that_transformers_drives(why: str, family: str, made: list[int], driven: list[int]) -> None:
     """They replay a step a token, on a kept cache, and in a second call from the first step on."""
     model = hooked(make(family))

@@ -41,10 +41,10 @@ class Captured:
         if self.graph is None:
             self.function = function
             return
-        before = torch.cuda.memory_reserved(device)
         with room_of_graph() as self.rooms, capture(self.graph):
+            before = torch.cuda.memory_reserved(device)  # here, because a capture begins with an emptied cache
             self.outputs = function()
-        self.nbytes = max(0, torch.cuda.memory_reserved(device) - before)
+            self.nbytes = max(0, torch.cuda.memory_reserved(device) - before)
 
     def replay(self) -> Any:
         if self.graph is not None:

@@ -41,9 +41,13 @@ def _facts(model: nn.Module) -> Iterator[Hashable]:
 
 def _places(tensor: Tensor) -> Iterator[Hashable]:
     """Addresses of a tensor, and of the scales that bitsandbytes keeps on it."""
-    yield tensor.data_ptr()
+    try:
+        yield tensor.data_ptr()
+    except RuntimeError:  # a tensor that is made of others, as torchao's are
+        yield id(tensor)
     state = getattr(tensor, "quant_state", None)
-    if state is not None:
-        yield state.absmax.data_ptr()
-        if state.nested:
-            yield state.state2.absmax.data_ptr()
+    while state is not None:  # of the weight, then of its scales where they are nested
+        scales = getattr(state, "absmax", None)
+        if isinstance(scales, Tensor):
+            yield scales.data_ptr()
+        state = getattr(state, "state2", None)

@@ -138,7 +138,9 @@ class Step:
 
 def _has_masks(cache: Any, inputs: dict[str, Any]) -> bool:
     """False where a step would make its masks itself, from a number that Python counts: a graph would repeat it."""
-    return isinstance(inputs.get("attention_mask"), dict) or not any(hasattr(layer, COUNTER) for layer in cache.layers)
+    mask = inputs.get("attention_mask")
+    made = isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.dim() == 4)
+    return made or not any(hasattr(layer, COUNTER) for layer in cache.layers)
 
 
 def _count(cache: Any, tokens: int) -> None:
