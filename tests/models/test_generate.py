@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.models import graphs, loop, steps
+from halfbyte.models import graphs, loop, stepping, steps
 from halfbyte.models import transformers as host
 
 from .families import DEVICE, FAMILIES, WINDOW, counted, generate, make, plainly, prompt
@@ -380,6 +380,7 @@ def test_restore(llama: Any, made: list[int]) -> None:
     assert steps.POOL not in vars(llama)
     assert not any(name in vars(llama) for name in host.HOOKS)
     assert transformers.GenerationMixin._sample is theirs.__wrapped__
+    assert not hasattr(transformers.GenerationMixin._assisted_decoding, "__wrapped__")
     assert torch.equal(generate(llama, inputs), right)
     assert len(made) == count
     hooked(llama)
@@ -463,12 +464,12 @@ def test_a_step_that_cannot_be_captured_goes_on_without(llama: Any, monkeypatch:
     inputs = prompt(1, 9)
     right = plainly(llama, inputs)
 
-    class Refused(loop.Captured):
+    class Refused(stepping.Captured):
         def __init__(self, *_: Any) -> None:
             raise RuntimeError("not permitted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "Captured", Refused)
+        patch.setattr(stepping, "Captured", Refused)
         patch.setattr(graphs, "Captured", Refused)
         for options in ({}, {"max_time": 100.0}):
             with pytest.warns(UserWarning, match="cannot be captured in a CUDA graph and goes on without one"):

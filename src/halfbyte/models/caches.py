@@ -40,7 +40,7 @@ def grow(cache: Any) -> None:
     for index, (layer, length) in enumerate(zip(cache.layers, lengths, strict=True)):
         short = layer.max_cache_len
         if layer.is_initialized and store is not None:
-            store.settle(layer, index, length)
+            store.settle(layer, index)
         elif layer.is_initialized and short < length:
             layer.keys, layer.values = (_longer(tensor, length) for tensor in (layer.keys, layer.values))
         layer.max_cache_len = length

@@ -8,20 +8,17 @@ late; what came after the end is dropped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte.models.attention import attention_of_steps
-from halfbyte.models.captured import Captured, current
-from halfbyte.models.graphs import building, warn_of_no_graph
-from halfbyte.models.regions import compiled_regions
+from halfbyte.models.captured import Captured
 from halfbyte.models.rotation import Rotation
 from halfbyte.models.rules import Numbers, Rule
+from halfbyte.models.stepping import Stepper
 
 AHEAD = 2  # steps that are launched before the report of an earlier one is read: one runs while the next one waits
 BROKEN = -1  # in a report: probabilities that are no numbers
@@ -103,12 +100,8 @@ class Kind:
     extras: tuple[tuple[str, Any], ...]
 
 
-class TokenStep:
-    """Makes one token of each row after the other. The first call of `advance` compiles what it needs, the second
-    captures, all others replay, in this call of `generate` and in later ones.
-
-    retried: calls a function again where memory was short, once there is more.
-    """
+class TokenStep(Stepper):
+    """Makes one token of each row after the other. `outputs` are what the caller wants of each: logits and scores."""
 
     def __init__(
         self,
@@ -120,47 +113,20 @@ class TokenStep:
         vocabulary: int,
         retried: Callable[[Callable[[], Captured]], Captured],
     ) -> None:
-        self.model, self.rotation, self.buffers, self.rules, self.kind = model, rotation, buffers, rules, kind
-        self.device, self.retried = buffers.ids.device, retried
+        super().__init__(model, buffers.ids.device, retried)
+        self.rotation, self.buffers, self.rules, self.kind = rotation, buffers, rules, kind
         with torch.inference_mode(False), torch.no_grad():
             self.numbers = Numbers(rules, len(buffers.ids), self.device)
             self.ends = torch.tensor(kind.ends, device=self.device) if kind.ends else None
             for rule in rules:
                 rule.prepare(vocabulary, self.device)
-        self.captured: Captured | None = None
-        self.is_compiled, self.works = False, True
-        self.outputs: dict[str, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return self.captured.nbytes if self.captured is not None else 0
 
     def begin(self, rules: list[Rule]) -> None:
         """Take the numbers of a call. rules: of the same keys as this step's own."""
         self.numbers.fill(rules)
-        self.works = True
+        self.try_again()
 
-    def advance(self) -> None:
-        """One token more. `outputs` then holds what the caller wants of it, until the next call."""
-        with current(self.device):
-            if self.captured is None and self.is_compiled and self.works:
-                self._capture()
-            if self.captured is not None:
-                self.outputs = self.captured.replay()
-                return
-            with _built(self.model):
-                self.outputs = self._step()
-            self.is_compiled = True
-
-    def _capture(self) -> None:
-        try:
-            with _built(self.model):
-                self.captured = self.retried(lambda: Captured(self._step, self.device))
-        except RuntimeError as error:
-            self.works = False
-            warn_of_no_graph(self.model, error)
-
-    def _step(self) -> dict[str, Tensor]:
+    def step(self) -> dict[str, Tensor]:
         buffers = self.buffers
         place = buffers.length - 1
         outputs = self.model(
@@ -179,13 +145,6 @@ class TokenStep:
         buffers.positions.add_(1)
         wanted = {"logits": logits} if self.kind.logits else {}
         return wanted | ({"scores": scores} if self.kind.scores else {})
-
-
-@contextmanager
-def _built(model: Any) -> Iterator[None]:
-    """Within, a step computes what is captured of it."""
-    with building, compiled_regions(model), attention_of_steps():
-        yield
 
 
 class Reports:

@@ -1,4 +1,4 @@
-"""transformers' loop over tokens, `GenerationMixin._sample`: on a kept cache, and in a captured step where that can be.
+"""transformers' loops over tokens, on a kept cache, and in a captured step where that can be.
 
 Taken are the calls whose cache `generate` made for our asking (`mark`). A call whose logits processors, stopping
 criteria and outputs the captured loop knows runs there (loop.py); any other one runs transformers' own loop, with a
@@ -19,10 +19,13 @@ from halfbyte.models.captured import current
 from halfbyte.models.loop import AHEAD, Kind, TokenBuffers, TokenStep, choose, run
 from halfbyte.models.rotation import Rotation, mask_names
 from halfbyte.models.rules import Rule, rules_of
+from halfbyte.models.speculation import Verifier, attends_to_all, room
 from halfbyte.models.steps import Bucket, StepPool, pool_of
 
 OURS = "_halfbyte_ours"  # attribute of a cache: made by `generate` for our asking, and empty
 INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # of a model that we know
+LOOPS = {"generation_config", "stopping_criteria", "logits_processor", "synced_gpus", "streamer"}  # of its loops
+GUESSES = {"assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"}  # of the one that speculates
 PREPARES = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")  # what may be of transformers only
 CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
 KNOWN = ("Phi3ForCausalLM",)  # whose own preparation is for a rotary embedding that switches, see `_is_plain`
@@ -34,26 +37,62 @@ def mark(cache: Any) -> None:
 
 
 def apply(mixin: Any) -> None:
-    """Let a class of transformers that has `_sample` use ours."""
-    theirs = mixin._sample
-    if hasattr(theirs, OURS):
-        return
+    """Let a class of transformers that has `_sample` and `_assisted_decoding` use ours."""
+    for name, ours in (("_sample", _on_kept_cache), ("_assisted_decoding", _speculate)):
+        theirs = getattr(mixin, name)
+        if not hasattr(theirs, OURS):
+            setattr(mixin, name, _around(theirs, ours))
+
+
+def _around(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A loop of transformers where a call is not for us. ours: of the model, its pool, theirs, and the arguments."""
 
     @wraps(theirs)
-    def _sample(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def loop(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         pool, cache = pool_of(self), kwargs.get("past_key_values")
         if pool is None or args or not getattr(cache, OURS, False):
             return theirs(self, input_ids, *args, **kwargs)
-        return _on_kept_cache(self, pool, theirs, input_ids, kwargs)
+        return ours(self, pool, theirs, input_ids, kwargs)
 
-    setattr(_sample, OURS, theirs)
-    mixin._sample = _sample
+    setattr(loop, OURS, theirs)
+    return loop
 
 
 def undo(mixin: Any) -> None:
-    theirs = getattr(mixin._sample, OURS, None)
-    if theirs is not None:
-        mixin._sample = theirs
+    for name in ("_sample", "_assisted_decoding"):
+        theirs = getattr(getattr(mixin, name), OURS, None)
+        if theirs is not None:
+            setattr(mixin, name, theirs)
+
+
+def _speculate(
+    model: Any, pool: StepPool, theirs: Callable[..., Any], input_ids: Tensor, kwargs: dict[str, Any]
+) -> Any:
+    """`_assisted_decoding`, of a model that looks at guessed tokens in captured steps."""
+    from transformers import StaticCache
+
+    config = kwargs["generation_config"]
+    if (
+        not set(kwargs) - LOOPS - GUESSES <= INPUTS
+        or config.return_dict_in_generate
+        or kwargs.get("position_ids") is None
+        or kwargs["position_ids"].dim() != 2
+        or input_ids.device != model.device
+        or len(input_ids) > 1
+        or not attends_to_all(model)
+        or not _is_plain(model)
+    ):
+        return theirs(model, input_ids, **kwargs)
+    with pool.lease(model, StaticCache, 1, room(config.max_length)) as bucket:
+        if bucket is None:
+            return theirs(model, input_ids, **kwargs)
+        verifier = Verifier(model, pool, bucket)
+        kwargs["past_key_values"] = verifier.cache
+        try:
+            with current(input_ids.device):
+                return theirs(verifier, input_ids, **kwargs)
+        finally:
+            verifier.close()
 
 
 def _on_kept_cache(
@@ -80,7 +119,7 @@ def _on_kept_cache(
 def _rules(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> list[Rule] | None:
     """The logits processors for a captured loop; None where transformers' own loop must run."""
     config, criteria = kwargs["generation_config"], kwargs["stopping_criteria"]
-    inputs = set(kwargs) - {"generation_config", "stopping_criteria", "logits_processor", "synced_gpus", "streamer"}
+    inputs = set(kwargs) - LOOPS
     positions = kwargs.get("position_ids")
     if (
         not inputs <= INPUTS

@@ -19,14 +19,16 @@ from torch import nn
 from halfbyte.models.buckets import cache_bytes, longest_text, texts_bucket, tokens_bucket, total_bytes
 from halfbyte.models.fingerprint import fingerprint
 from halfbyte.models.graphs import building
-from halfbyte.models.loop import TokenBuffers, TokenStep
+from halfbyte.models.loop import TokenBuffers
 from halfbyte.models.rotation import Rotation
+from halfbyte.models.stepping import Stepper
 from halfbyte.models.store import CacheStore
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Stepper)
 POOL = "_halfbyte_steps"  # attribute of a model that generates
 SHARE = 0.1  # of the device's memory, for what is kept between calls
-MOST_KINDS = 8  # of token loops captured for one bucket
+MOST_KINDS = 8  # of steps captured for one bucket, besides those that transformers drives
 
 
 class Bucket:
@@ -36,7 +38,7 @@ class Bucket:
         self.key, self.store, self.expected = key, store, expected
         self.buffers: TokenBuffers | None = None
         self.rotation: Rotation | None = None
-        self.loops: OrderedDict[Hashable, TokenStep] = OrderedDict()
+        self.loops: OrderedDict[Hashable, Stepper] = OrderedDict()
         self.is_busy, self.is_stale = False, False
         self.done: torch.cuda.Event | None = None  # recorded behind the last call's work
 
@@ -48,14 +50,15 @@ class Bucket:
         graphs = sum(int(step.nbytes) for step in steps)
         return cache + buffers + graphs
 
-    def loop(self, key: Hashable, make: Callable[[], TokenStep]) -> TokenStep:
+    def loop(self, key: Hashable, make: Callable[[], S]) -> S:
         """The step of a key, new or kept."""
-        if key not in self.loops:
-            self.loops[key] = make()
+        step: Any = self.loops.get(key)
+        if step is None:
+            step = self.loops[key] = make()
             while len(self.loops) > MOST_KINDS:
-                self.loops.popitem(last=False)
+                self.loops.popitem(last=False)[1].close()
         self.loops.move_to_end(key)
-        return self.loops[key]
+        return step  # type: ignore[no-any-return]
 
     def record(self, device: torch.device) -> None:
         if device.type == "cuda":
@@ -74,7 +77,7 @@ class Bucket:
         if self.done is not None:
             self.done.synchronize()
         for step in self.loops.values():
-            step.captured = None
+            step.close()
         self.loops.clear()
         self.store.close()
         if self.rotation is not None:

@@ -58,11 +58,7 @@ class CacheStore:
         It is the same object in every call, because captured steps count in it. All memory is zeros again: a masked
         value that is not finite would still spoil a sum.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            if kept := [tensor for pair in self.layers if pair is not None for tensor in pair]:
-                torch._foreach_zero_(kept)
-            if self.counters is not None:
-                self.counters.zero_()
+        self.clear()
         cache = self.caches.get(texts)
         if cache is None:
             cache = self.caches[texts] = self.make()
@@ -78,6 +74,13 @@ class CacheStore:
         begin_short(cache)
         return cache
 
+    def clear(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if kept := [tensor for pair in self.layers if pair is not None for tensor in pair]:
+                torch._foreach_zero_(kept)
+            if self.counters is not None:
+                self.counters.zero_()
+
     def _initialize(self, layer: Any, index: int, keys: Tensor, values: Tensor) -> None:
         """In the place of a layer's `lazy_initialization`, which would allocate."""
         kept = self.layers[index]
@@ -91,29 +94,35 @@ class CacheStore:
         layer.cumulative_length = self.counters[index]
         layer.is_initialized = True
 
-    def settle(self, layer: Any, index: int, length: int) -> None:
+    def settle(self, layer: Any, index: int) -> None:
         """Let a layer that has its prompt use kept memory of full length; the first prompt is copied there."""
         texts = len(layer.keys)
         kept = self.layers[index]
         if kept is None:
+            counted = layer.cumulative_length
+            kept = self.allocate(index, layer.keys, layer.values)
+            assert self.counters is not None
             with torch.inference_mode(False), torch.no_grad():
-                if self.counters is None:
-                    # Each is aligned to 16 bytes, so that Triton compiles one kernel.
-                    pairs = torch.zeros((len(self.layers), 2), dtype=torch.int64, device=layer.keys.device)
-                    self.counters = pairs[:, 0]
-                self.counters[index].copy_(layer.cumulative_length)
-                layer.cumulative_length = self.counters[index]
-                kept = self._room(layer.keys, length), self._room(layer.values, length)
-                self.layers[index] = kept
+                self.counters[index].copy_(counted)
+                for room, prompt in zip(kept, (layer.keys, layer.values), strict=True):
+                    room[:texts, :, : prompt.shape[2]].copy_(prompt)
+            layer.cumulative_length = self.counters[index]
         layer.keys, layer.values = (tensor[:texts] for tensor in kept)
 
-    def _room(self, prompt: Tensor, length: int) -> Tensor:
-        """[rows, heads, length, head size] that begins with the prompt's [texts, heads, tokens, head size]."""
-        room = torch.zeros(
-            (self.rows, prompt.shape[1], length, prompt.shape[3]), dtype=prompt.dtype, device=prompt.device
-        )
-        room[: len(prompt), :, : prompt.shape[2]].copy_(prompt)
-        return room
+    def allocate(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The memory of a layer, which has none, for keys and values [texts, heads, tokens, head size] like these."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self.counters is None:
+                # Each is aligned to 16 bytes, so that Triton compiles one kernel.
+                pairs = torch.zeros((len(self.layers), 2), dtype=torch.int64, device=keys.device)
+                self.counters = pairs[:, 0]
+            length = self.lengths[index]
+            made = (
+                torch.zeros((self.rows, like.shape[1], length, like.shape[3]), dtype=like.dtype, device=like.device)
+                for like in (keys, values)
+            )
+            kept = self.layers[index] = next(made), next(made)
+        return kept
 
     def copy_to(self, cache: Any, texts: int, seen: int, shift: int | None = None) -> None:
         """Fill an empty StaticCache, which then holds what transformers' own would after `seen` tokens of each text.

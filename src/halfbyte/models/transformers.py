@@ -2,9 +2,9 @@
 
 `generate` asks its model for a cache, for the prompt's logits, whether the decoding step may be compiled, and what to
 call for it; all that is answered here. The loop over tokens is a function of transformers (`GenerationMixin._sample`)
-that is looked up on the class, so it is replaced there for as long as any model is accelerated (sampling.py). A call
-that says something of its own about the cache or compilation, and any mode of generation but greedy search and
-sampling, goes as before.
+that is looked up on the class, so it is replaced there for as long as any model is accelerated (sampling.py); so is the
+one that verifies guessed tokens (speculation.py). A call that says something of its own about the cache or compilation,
+and any other mode of generation, goes as before.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from halfbyte.models.steps import POOL, StepPool, pool_of
 HOOKS = ("_prepare_cache_for_generation", "_prefill", "_valid_auto_compile_criteria", "get_compiled_call")
 ON_GRAPHS = "on CUDA graphs, from the second token on"
 MODES = ("GREEDY_SEARCH", "SAMPLE")
+SPECULATION = "ASSISTED_GENERATION"
+OTHER_GUESSES = ("assistant_early_exit", "use_mtp", "prefill_chunk_size")  # where the model itself guesses, or in parts
 ATTENTION = ("sdpa", "eager")
 MOST_OF_FREE_MEMORY = 0.5  # that a cache for the longest possible text may take; beyond it, one that grows is better
 
@@ -92,7 +94,13 @@ def _prepare_cache_for_generation(
 ) -> Any:
     original = type(self)._prepare_cache_for_generation
     given = inspect.signature(original).bind(self, generation_config, model_kwargs, *args, **kwargs).arguments
-    if _may_be_static(self, generation_config, given):
+    mode = getattr(given["generation_mode"], "name", None)
+    ours = _is_left_to_us(self, generation_config, given)
+    if ours and mode == SPECULATION and not any(getattr(generation_config, name, None) for name in OTHER_GUESSES):
+        original(self, generation_config, model_kwargs, *args, **kwargs)
+        sampling.mark(model_kwargs["past_key_values"])
+        return None
+    if ours and mode in MODES:
         generation_config.cache_implementation = "static"
         # transformers keeps the longest length ever seen, to compile no second time; we capture anew and need not.
         self._previous_max_cache_length = -1
@@ -165,15 +173,14 @@ def _may_be_captured(model: Any, generation_config: Any) -> bool:
     )
 
 
-def _may_be_static(model: Any, generation_config: Any, given: Any) -> bool:
-    """True if this call of `generate` leaves the cache to us and a static one serves it well."""
+def _is_left_to_us(model: Any, generation_config: Any, given: Any) -> bool:
+    """True if this call of `generate` says nothing of its cache, and one of full length serves it well."""
     return (
         _may_be_captured(model, generation_config)
         and generation_config.cache_implementation is None
         and generation_config.use_cache
         and not generation_config.is_assistant
         and given["model_kwargs"].get("past_key_values") is None
-        and getattr(given["generation_mode"], "name", None) in MODES
         and not _mixes_dtypes(model)
         and model.config._attn_implementation in ATTENTION
         and _needs(model, generation_config, given) < MOST_OF_FREE_MEMORY * _free_bytes(model)
