@@ -157,7 +157,6 @@ def test_calls_that_choose_their_own_way_are_left_alone(model: Any, replays: lis
 
     ids = prompt(1)
     hb.accelerate(model)
-    generate(model, ids, num_beams=2)
     generate(model, ids, use_cache=False, max_new_tokens=4)
     generate(model, ids, cache_implementation="dynamic")
     generate(model, ids, past_key_values=DynamicCache(config=model.config))

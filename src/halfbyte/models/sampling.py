@@ -16,10 +16,10 @@ from torch import Tensor
 
 from halfbyte.models.caches import grow
 from halfbyte.models.captured import current
+from halfbyte.models.driven import StandIn, attends_to_all, room
 from halfbyte.models.loop import AHEAD, Kind, TokenBuffers, TokenStep, choose, run
 from halfbyte.models.rotation import Rotation, mask_names
 from halfbyte.models.rules import Rule, rules_of
-from halfbyte.models.speculation import Verifier, attends_to_all, room
 from halfbyte.models.steps import Bucket, StepPool, pool_of
 
 OURS = "_halfbyte_ours"  # attribute of a cache: made by `generate` for our asking, and empty
@@ -37,8 +37,8 @@ def mark(cache: Any) -> None:
 
 
 def apply(mixin: Any) -> None:
-    """Let a class of transformers that has `_sample` and `_assisted_decoding` use ours."""
-    for name, ours in (("_sample", _on_kept_cache), ("_assisted_decoding", _speculate)):
+    """Let a class of transformers that has its loops use ours."""
+    for name, ours in OURS_OF.items():
         theirs = getattr(mixin, name)
         if not hasattr(theirs, OURS):
             setattr(mixin, name, _around(theirs, ours))
@@ -59,40 +59,36 @@ def _around(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
 
 
 def undo(mixin: Any) -> None:
-    for name in ("_sample", "_assisted_decoding"):
+    for name in OURS_OF:
         theirs = getattr(getattr(mixin, name), OURS, None)
         if theirs is not None:
             setattr(mixin, name, theirs)
 
 
-def _speculate(
-    model: Any, pool: StepPool, theirs: Callable[..., Any], input_ids: Tensor, kwargs: dict[str, Any]
-) -> Any:
-    """`_assisted_decoding`, of a model that looks at guessed tokens in captured steps."""
+def _driven(model: Any, pool: StepPool, theirs: Callable[..., Any], input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
+    """`_assisted_decoding` or `_beam_search`, whose steps are captured."""
     from transformers import StaticCache
 
-    config = kwargs["generation_config"]
+    config, asked = kwargs["generation_config"], kwargs["past_key_values"]
     if (
         not set(kwargs) - LOOPS - GUESSES <= INPUTS
-        or config.return_dict_in_generate
-        or kwargs.get("position_ids") is None
-        or kwargs["position_ids"].dim() != 2
-        or input_ids.device != model.device
-        or len(input_ids) > 1
+        or not _is_simple(model, input_ids, kwargs)
         or not attends_to_all(model)
-        or not _is_plain(model)
     ):
         return theirs(model, input_ids, **kwargs)
-    with pool.lease(model, StaticCache, 1, room(config.max_length)) as bucket:
+    with pool.lease(model, StaticCache, len(input_ids), room(config.max_length)) as bucket:
         if bucket is None:
             return theirs(model, input_ids, **kwargs)
-        verifier = Verifier(model, pool, bucket)
-        kwargs["past_key_values"] = verifier.cache
+        stand_in = StandIn(model, pool, bucket, len(input_ids))
+        kwargs["past_key_values"] = stand_in.cache
         try:
             with current(input_ids.device):
-                return theirs(verifier, input_ids, **kwargs)
+                outputs = theirs(stand_in, input_ids, **kwargs)
+            if config.return_dict_in_generate:
+                outputs.past_key_values = stand_in.copy_to(asked)
+            return outputs
         finally:
-            verifier.close()
+            stand_in.close()
 
 
 def _on_kept_cache(
@@ -119,26 +115,32 @@ def _on_kept_cache(
 def _rules(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> list[Rule] | None:
     """The logits processors for a captured loop; None where transformers' own loop must run."""
     config, criteria = kwargs["generation_config"], kwargs["stopping_criteria"]
-    inputs = set(kwargs) - LOOPS
-    positions = kwargs.get("position_ids")
     if (
-        not inputs <= INPUTS
-        or kwargs.get("synced_gpus")
-        or config.output_attentions
-        or config.output_hidden_states
-        or positions is None
-        or positions.dim() != 2
-        or input_ids.device != model.device
-        or input_ids.dim() != 2
-        or not input_ids.numel()
+        not set(kwargs) - LOOPS <= INPUTS
+        or not _is_simple(model, input_ids, kwargs)
         or any(type(c).__name__ not in CRITERIA or not _is_theirs(type(c)) for c in criteria)
         or not isinstance(kwargs.get("logits_to_keep", 0), int)
         or criteria.max_length is None
         or criteria.max_length > config.max_length
-        or not _is_plain(model)
     ):
         return None
     return rules_of(kwargs["logits_processor"])
+
+
+def _is_simple(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> bool:
+    """True where a captured step can have all inputs of the model and gives all outputs that the caller wants."""
+    config, positions = kwargs["generation_config"], kwargs.get("position_ids")
+    return (
+        not kwargs.get("synced_gpus")
+        and not config.output_attentions
+        and not config.output_hidden_states
+        and positions is not None
+        and positions.dim() == 2
+        and input_ids.device == model.device
+        and input_ids.dim() == 2
+        and input_ids.numel() > 0
+        and _is_plain(model)
+    )
 
 
 def _is_theirs(kind: type) -> bool:
@@ -160,6 +162,9 @@ def _is_plain(model: Any) -> bool:
         and not hasattr(model, "create_masks_for_generate")
         and mask_names(text) is not None
     )
+
+
+OURS_OF = {"_sample": _on_kept_cache, "_assisted_decoding": _driven, "_beam_search": _driven}  # by transformers' loop
 
 
 class _Call:

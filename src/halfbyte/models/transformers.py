@@ -2,9 +2,9 @@
 
 `generate` asks its model for a cache, for the prompt's logits, whether the decoding step may be compiled, and what to
 call for it; all that is answered here. The loop over tokens is a function of transformers (`GenerationMixin._sample`)
-that is looked up on the class, so it is replaced there for as long as any model is accelerated (sampling.py); so is the
-one that verifies guessed tokens (speculation.py). A call that says something of its own about the cache or compilation,
-and any other mode of generation, goes as before.
+that is looked up on the class, so it is replaced there for as long as any model is accelerated (sampling.py); so are
+those of beam search and of speculation (driven.py). A call that says something of its own about the cache or
+compilation, and any other mode of generation, goes as before.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from halfbyte.models.steps import POOL, StepPool, pool_of
 HOOKS = ("_prepare_cache_for_generation", "_prefill", "_valid_auto_compile_criteria", "get_compiled_call")
 ON_GRAPHS = "on CUDA graphs, from the second token on"
 MODES = ("GREEDY_SEARCH", "SAMPLE")
-SPECULATION = "ASSISTED_GENERATION"
-OTHER_GUESSES = ("assistant_early_exit", "use_mtp", "prefill_chunk_size")  # where the model itself guesses, or in parts
+DRIVEN = ("ASSISTED_GENERATION", "BEAM_SEARCH", "BEAM_SAMPLE")  # whose loop stays transformers'
+OTHERS = ("assistant_early_exit", "use_mtp", "prefill_chunk_size")  # the model itself guesses; or a prompt in parts
 ATTENTION = ("sdpa", "eager")
 MOST_OF_FREE_MEMORY = 0.5  # that a cache for the longest possible text may take; beyond it, one that grows is better
 
@@ -96,7 +96,7 @@ def _prepare_cache_for_generation(
     given = inspect.signature(original).bind(self, generation_config, model_kwargs, *args, **kwargs).arguments
     mode = getattr(given["generation_mode"], "name", None)
     ours = _is_left_to_us(self, generation_config, given)
-    if ours and mode == SPECULATION and not any(getattr(generation_config, name, None) for name in OTHER_GUESSES):
+    if ours and mode in DRIVEN and not any(getattr(generation_config, name, None) for name in OTHERS):
         original(self, generation_config, model_kwargs, *args, **kwargs)
         sampling.mark(model_kwargs["past_key_values"])
         return None
@@ -195,7 +195,8 @@ def _mixes_dtypes(model: Any) -> bool:
 
 def _needs(model: Any, generation_config: Any, given: Any) -> int:
     """Bytes of the cache of the longest text that this call may make."""
-    return cache_bytes(model, given["batch_size"] * generation_config.num_return_sequences, given["max_cache_length"])
+    rows = max(generation_config.num_return_sequences, generation_config.num_beams or 1)
+    return cache_bytes(model, given["batch_size"] * rows, given["max_cache_length"])
 
 
 def _free_bytes(model: Any) -> int:

@@ -1,4 +1,4 @@
-"""Guessed tokens are looked at in captured steps, and the text is the one without guesses."""
+"""Beam search and speculation give on captured steps what they give without them."""
 
 import gc
 import weakref
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.models import speculation, steps
+from halfbyte.models import driven, steps
 from halfbyte.models import transformers as host
 
 from .families import DEVICE, counted, generate, make, plainly, prompt
@@ -34,7 +34,7 @@ def _library() -> Iterator[None]:
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every captured step."""
-    return counted(monkeypatch, speculation.Verification, "advance")
+    return counted(monkeypatch, driven.DrivenStep, "advance")
 
 
 def repeating(tokens: int) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ def test_calls_that_go_as_before(verified: list[int]) -> None:
     model = hooked(make("llama"))
     right = plainly(model, inputs)
     options = {"prompt_lookup_num_tokens": 4}
-    found = generate(model, inputs, return_dict_in_generate=True, output_scores=True, **options)
+    found = generate(model, inputs, return_dict_in_generate=True, output_hidden_states=True, **options)
     assert torch.equal(found.sequences, right)
     own = transformers.DynamicCache(config=model.config)
     assert torch.equal(generate(model, inputs, past_key_values=own, **options), right)
@@ -130,6 +130,44 @@ def test_calls_that_go_as_before(verified: list[int]) -> None:
     assert verified
     hb.restore(model)
     hb.restore(windowed)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("beams", [2, 3])
+def test_beams(family: str, beams: int, verified: list[int]) -> None:
+    model = hooked(make(family))
+    for texts, tokens, padding in ((1, 9, 0), (2, 14, 3), (3, 21, 1)):
+        inputs = prompt(texts, tokens, padding)
+        eos = int(plainly(model, inputs)[0, tokens + 9])
+        for options in ({}, {"eos_token_id": eos, "length_penalty": 2.0}, {"num_return_sequences": 2}):
+            verified.clear()
+            found = generate(model, inputs, num_beams=beams, **options)
+            assert torch.equal(found, plainly(model, inputs, num_beams=beams, **options))
+            assert 0 < len(verified) < 24
+    torch.manual_seed(1)
+    samples = generate(model, inputs, num_beams=beams, do_sample=True)
+    torch.manual_seed(1)
+    assert torch.equal(samples, plainly(model, inputs, num_beams=beams, do_sample=True))
+
+
+@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 4}, {"num_beams": 3}])
+def test_what_is_handed_out(options: dict[str, Any], verified: list[int]) -> None:
+    model = hooked(make("llama"))
+    inputs = repeating(20)
+    settings = options | {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    found, right = generate(model, inputs, **settings), plainly(model, inputs, **settings)
+    assert verified
+    assert type(found) is type(right)
+    assert torch.equal(found.sequences, right.sequences)
+    for ours, theirs in ((found.scores, right.scores), (found.logits, right.logits)):
+        torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-4, atol=1e-3)
+    cache = found.past_key_values
+    assert type(cache) is transformers.DynamicCache
+    generate(model, prompt(1, 12), **options)  # does not write to what was handed out
+    for ours, theirs in zip(cache.layers, right.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-4)
+        assert "update" not in vars(ours)
 
 
 def test_more_guesses_than_a_step_takes(verified: list[int]) -> None:
