@@ -278,6 +278,29 @@ def test_calls_that_transformers_drives(why: str, family: str, made: list[int], 
     assert len(pool_of(model).buckets) == 1
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_embeddings_in_the_place_of_tokens(family: str, made: list[int], driven: list[int]) -> None:
+    """Their number is not that of tokens, of which there are none at first."""
+    model = hooked(make(family))
+    for tokens in (30, 126):
+        inputs = prompt(2, tokens, 3)
+        embedded = {
+            "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]),
+            "attention_mask": inputs["attention_mask"],
+        }
+        right = plainly(model, embedded, return_dict_in_generate=True, cache_implementation="static")
+        assert right.sequences.shape == (2, 24)
+        for _ in range(2):
+            found = generate(model, embedded, return_dict_in_generate=True)
+            assert torch.equal(found.sequences, right.sequences)
+            for ours, theirs in zip(found.past_key_values.layers, right.past_key_values.layers, strict=True):
+                assert int(ours.get_seq_length()) == int(theirs.get_seq_length()) == tokens + 23
+                held = min(tokens + 23, theirs.max_cache_len)
+                torch.testing.assert_close(ours.keys[:, :, :held], theirs.keys[:, :, :held], rtol=1e-4, atol=1e-4)
+    assert driven
+    assert not made
+
+
 def test_calls_that_choose_their_own_way(llama: Any, made: list[int], driven: list[int]) -> None:
     inputs = prompt(1, 9)
     generate(llama, inputs, use_cache=False, max_new_tokens=4)

@@ -12,13 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of PEFT's layers
+IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")  # attributes of a model's configuration
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def fingerprint(model: nn.Module) -> Hashable:
     """Equal as long as graphs of the model's forward stay right. It takes about a microsecond a tensor."""
     config: Any = getattr(model, "config", None)
-    return getattr(config, "_attn_implementation", None), tuple(_facts(model))
+    return tuple(getattr(config, name, None) for name in IMPLEMENTATIONS), tuple(_facts(model))
 
 
 def _facts(model: nn.Module) -> Iterator[Hashable]:

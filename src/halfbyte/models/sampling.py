@@ -1,8 +1,9 @@
 """transformers' loops over tokens, on a kept cache, and in a captured step where that can be.
 
-Taken are the calls whose cache `generate` made for our asking (`mark`). A call whose logits processors, stopping
-criteria and outputs the captured loop knows runs there (loop.py); any other one runs transformers' own loop, with a
-graph for its step (graphs.py). Either way the cache is one that is kept (steps.py), and the results are copies.
+Taken are the calls whose cache `generate` made for our asking (`mark`). Greedy search and sampling run in the captured
+loop (loop.py) if it knows the logits processors, the stopping criteria and the outputs of the call. Otherwise
+transformers' own loop runs, with a graph for its step (graphs.py), as it always does for beam search and speculation
+(driven.py). Either way the cache is one that is kept (steps.py), and the results are copies.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from halfbyte.models.rotation import Rotation, mask_names
 from halfbyte.models.rules import Rule, rules_of
 from halfbyte.models.steps import Bucket, StepPool, pool_of
 
-OURS = "_halfbyte_ours"  # attribute of a cache: made by `generate` for our asking, and empty
+OURS = "_halfbyte_ours"  # attribute of a function: transformers' own
+TOKENS = "_halfbyte_tokens"  # attribute of a cache that `generate` made for our asking: how many it must hold
 INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # of a model that we know
 LOOPS = {"generation_config", "stopping_criteria", "logits_processor", "synced_gpus", "streamer"}  # of its loops
 GUESSES = {"assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"}  # of the one that speculates
@@ -31,9 +33,9 @@ CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
 KNOWN = ("Phi3ForCausalLM",)  # whose own preparation is for a rotary embedding that switches, see `_is_plain`
 
 
-def mark(cache: Any) -> None:
-    """Say of a cache that it was made for our asking: `_sample` may take another one."""
-    setattr(cache, OURS, True)
+def mark(cache: Any, tokens: int) -> None:
+    """Say of a cache, empty and made to hold so many tokens, that the loop over tokens may take another one."""
+    setattr(cache, TOKENS, tokens)
 
 
 def apply(mixin: Any) -> None:
@@ -50,7 +52,7 @@ def _around(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
     @wraps(theirs)
     def loop(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         pool, cache = pool_of(self), kwargs.get("past_key_values")
-        if pool is None or args or not getattr(cache, OURS, False):
+        if pool is None or args or not hasattr(cache, TOKENS):
             return theirs(self, input_ids, *args, **kwargs)
         return ours(self, pool, theirs, input_ids, kwargs)
 
@@ -94,19 +96,19 @@ def _driven(model: Any, pool: StepPool, theirs: Callable[..., Any], input_ids: T
 def _on_kept_cache(
     model: Any, pool: StepPool, theirs: Callable[..., Any], input_ids: Tensor, kwargs: dict[str, Any]
 ) -> Any:
-    """theirs: transformers' `_sample`. kwargs: what it is called with."""
+    """`_sample`. theirs: transformers' own. kwargs: what it is called with."""
     asked = kwargs["past_key_values"]
     config = kwargs["generation_config"]
-    tokens = max(config.max_length - 1, input_ids.shape[1])
+    tokens = max(getattr(asked, TOKENS), input_ids.shape[1])
     with pool.lease(model, type(asked), len(input_ids), tokens) as bucket:
         if bucket is None:
             return theirs(model, input_ids, **kwargs)
-        kwargs["past_key_values"] = bucket.store.begin(len(input_ids))
+        cache = kwargs["past_key_values"] = bucket.store.begin(len(input_ids))
         rules = _rules(model, input_ids, kwargs)
         if rules is None:
             outputs = theirs(model, input_ids, **kwargs)
             if config.return_dict_in_generate:
-                bucket.store.copy_to(asked, len(input_ids), outputs.sequences.shape[1] - 1)
+                bucket.store.copy_to(asked, len(input_ids), int(cache.get_seq_length()))
                 outputs.past_key_values = asked
             return outputs
         return _Call(model, pool, bucket, rules, input_ids, asked, kwargs).run()

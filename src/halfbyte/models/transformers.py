@@ -98,7 +98,7 @@ def _prepare_cache_for_generation(
     ours = _is_left_to_us(self, generation_config, given)
     if ours and mode in DRIVEN and not any(getattr(generation_config, name, None) for name in OTHERS):
         original(self, generation_config, model_kwargs, *args, **kwargs)
-        sampling.mark(model_kwargs["past_key_values"])
+        sampling.mark(model_kwargs["past_key_values"], given["max_cache_length"])
         return None
     if ours and mode in MODES:
         generation_config.cache_implementation = "static"
@@ -106,7 +106,7 @@ def _prepare_cache_for_generation(
         self._previous_max_cache_length = -1
         original(self, generation_config, model_kwargs, *args, **kwargs)
         if generation_config.prefill_chunk_size is None and can_capture(model_kwargs.get("past_key_values")):
-            sampling.mark(model_kwargs["past_key_values"])
+            sampling.mark(model_kwargs["past_key_values"], given["max_cache_length"])
         return None
     return original(self, generation_config, model_kwargs, *args, **kwargs)
 
