@@ -189,7 +189,7 @@ def run(step: TokenStep, most: int, texts: int, ahead: int, streamer: Any, keep:
                 keep()
             reports.send()
             made += 1
-            if made - read <= ahead and made < most:
+            if made - read <= ahead and made < most:  # launch the next one before the oldest report is read
                 continue
         report = reports.read()
         read += 1
