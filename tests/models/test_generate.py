@@ -18,7 +18,7 @@ import halfbyte as hb
 from halfbyte.models import graphs, loop, stepping, steps
 from halfbyte.models import transformers as host
 
-from .families import DEVICE, FAMILIES, WINDOW, counted, generate, make, plainly, prompt
+from .families import DEVICE, FAMILIES, MIXED, SIDES, WINDOW, counted, generate, make, plainly, prompt
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("captures")
@@ -89,6 +89,33 @@ def test_greedy_tokens_of_every_family(model: Any, made: list[int]) -> None:
     assert {(bucket.store.rows, bucket.store.tokens) for bucket in pool_of(model).buckets} == {
         (1, 128), (2, 128), (4, 128), (8, 128), (2, 192),
     }  # fmt: skip
+
+
+def test_a_model_that_sees(made: list[int]) -> None:
+    """Images and types of tokens concern the prompt; all further steps are those of text."""
+    sides = {name: SIDES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
+    text = sides | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": WINDOW}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text | {"layer_types": MIXED, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None},
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_id=90,
+    )
+    torch.manual_seed(0)
+    model = hooked(transformers.Gemma3ForConditionalGeneration(config).to(DEVICE).eval().requires_grad_(False))
+    model.generation_config.eos_token_id = None
+    inputs = prompt(2, 15, 3)
+    inputs["input_ids"][inputs["input_ids"] >= 90] = 5
+    seen = {name: tensor.clone() for name, tensor in inputs.items()}
+    seen["input_ids"][:, 5:9] = 90
+    seen["token_type_ids"] = (seen["input_ids"] == 90).long()
+    seen["pixel_values"] = torch.randn(2, 3, 28, 28, device=DEVICE)
+    for given in (inputs, seen, inputs):
+        made.clear()
+        assert torch.equal(generate(model, given), plainly(model, given))
+        assert len(made) == 23
+    assert torch.equal(generate(model, seen, max_time=100.0), plainly(model, seen))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -30,7 +30,10 @@ LOOPS = {"generation_config", "stopping_criteria", "logits_processor", "synced_g
 GUESSES = {"assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"}  # of the one that speculates
 PREPARES = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")  # what may be of transformers only
 CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
-KNOWN = ("Phi3ForCausalLM",)  # whose own preparation is for a rotary embedding that switches, see `_is_plain`
+PROMPTS = {"token_type_ids", "mm_token_type_ids", "pixel_values", "mm_encoder_outputs"}  # of a prompt with images
+# Models whose own preparation does not concern a step, and what else their prompts may have: that of Gemma 3 is for
+# images in the prompt, that of Phi 3 for a rotary embedding that switches (see `_is_plain`).
+KNOWN: dict[str, set[str]] = {"Gemma3ForConditionalGeneration": PROMPTS, "Phi3ForCausalLM": set()}
 
 
 def mark(cache: Any, tokens: int) -> None:
@@ -118,7 +121,7 @@ def _rules(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> list[Rule] 
     """The logits processors for a captured loop; None where transformers' own loop must run."""
     config, criteria = kwargs["generation_config"], kwargs["stopping_criteria"]
     if (
-        not set(kwargs) - LOOPS <= INPUTS
+        not set(kwargs) - LOOPS <= INPUTS | (KNOWN[type(model).__name__] if _is_known(model) else set())
         or not _is_simple(model, input_ids, kwargs)
         or any(type(c).__name__ not in CRITERIA or not _is_theirs(type(c)) for c in criteria)
         or not isinstance(kwargs.get("logits_to_keep", 0), int)
@@ -154,16 +157,17 @@ def _is_plain(model: Any) -> bool:
     from transformers import GenerationMixin
 
     text = model.config.get_text_config(decoder=True)
-    own = [name for name in PREPARES if getattr(type(model), name) is not getattr(GenerationMixin, name)]
-    if own and type(model).__name__ in KNOWN and _is_theirs(type(model)):
+    if any(name in vars(model) for name in PREPARES) or mask_names(text) is None:
+        return False
+    if _is_known(model):
         rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-        own = own if rope.get("rope_type", "default") != "default" else []
-    return (
-        not own
-        and not any(name in vars(model) for name in PREPARES)
-        and not hasattr(model, "create_masks_for_generate")
-        and mask_names(text) is not None
-    )
+        return bool(rope.get("rope_type") != "longrope")
+    own = any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in PREPARES)
+    return not own and not hasattr(model, "create_masks_for_generate")
+
+
+def _is_known(model: Any) -> bool:
+    return type(model).__name__ in KNOWN and _is_theirs(type(model))
 
 
 OURS_OF = {"_sample": _on_kept_cache, "_assisted_decoding": _driven, "_beam_search": _driven}  # by transformers' loop
