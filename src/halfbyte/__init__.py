@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from halfbyte.formats.weight import NestedScale as NestedScale
     from halfbyte.formats.weight import QuantizedWeight as QuantizedWeight
     from halfbyte.models.accelerate import accelerate as accelerate
+    from halfbyte.models.accelerate import release as release
     from halfbyte.models.accelerate import restore as restore
     from halfbyte.models.quantizer import HalfbyteConfig as HalfbyteConfig
     from halfbyte.ops import dequantize as dequantize
@@ -48,6 +49,7 @@ __all__ = [
     "nn",
     "quantize",
     "recover_tokens",
+    "release",
     "restore",
     "to_bitsandbytes",
     "token_ranks",
@@ -61,7 +63,7 @@ if not TYPE_CHECKING:  # so that a checker still knows which names there are not
             "halfbyte.formats.bitsandbytes": ("from_bitsandbytes", "to_bitsandbytes"),
             "halfbyte.formats.compressed_tensors": ("from_compressed_tensors",),
             "halfbyte.formats.weight": ("NestedScale", "QuantizedWeight"),
-            "halfbyte.models.accelerate": ("accelerate", "restore"),
+            "halfbyte.models.accelerate": ("accelerate", "release", "restore"),
             "halfbyte.models.quantizer": ("HalfbyteConfig",),
             "halfbyte.nn": ("nn",),
             "halfbyte.ops": ("dequantize", "linear", "quantize"),

@@ -12,7 +12,7 @@ import halfbyte as hb
 from halfbyte.kernels.linear import cuda
 from halfbyte.measure import models
 from halfbyte.measure.error import relative_error
-from halfbyte.models import graphs, norms, projections
+from halfbyte.models import captured, norms, projections
 
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -43,13 +43,13 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every step that a graph makes."""
     made: list[int] = []
-    replay = graphs.Step.replay
+    replay = captured.Captured.replay
 
-    def counted(step: graphs.Step) -> Any:
+    def counted(step: captured.Captured) -> Any:
         made.append(1)
         return replay(step)
 
-    monkeypatch.setattr(graphs.Step, "replay", counted)
+    monkeypatch.setattr(captured.Captured, "replay", counted)
     return made
 
 
@@ -157,7 +157,6 @@ def test_calls_that_choose_their_own_way_are_left_alone(model: Any, replays: lis
 
     ids = prompt(1)
     hb.accelerate(model)
-    generate(model, ids, num_beams=2)
     generate(model, ids, use_cache=False, max_new_tokens=4)
     generate(model, ids, cache_implementation="dynamic")
     generate(model, ids, past_key_values=DynamicCache(config=model.config))
@@ -191,16 +190,20 @@ def test_a_model_that_cannot_be_captured_goes_on_without_a_graph(model: Any, rep
     assert replays
 
 
-def test_no_memory_is_kept_between_calls(model: Any) -> None:
+def test_what_is_kept_does_not_grow_and_release_frees_it(model: Any) -> None:
     ids = prompt(2)
     hb.accelerate(model)
+    generate(model, ids, disable_compile=True)  # bitsandbytes settles its dtypes in a first call
+    gc.collect()
+    empty = torch.cuda.memory_allocated()
     generate(model, ids)
-    gc.collect()
     before = torch.cuda.memory_allocated()
-    for _ in range(3):
-        generate(model, ids, max_new_tokens=40)
-    gc.collect()
+    for new in (40, 7, 60):
+        generate(model, ids, max_new_tokens=new)
+        generate(model, ids[:, new % 5 :], max_new_tokens=new)
     assert torch.cuda.memory_allocated() - before < 1 << 20
+    hb.release(model)
+    assert torch.cuda.memory_allocated() - empty < 1 << 20
 
 
 def test_with_an_adapter(model: Any, replays: list[int]) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte.kernels.common import slow
+from halfbyte.models import attention, caches, captured, regions
 
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -20,6 +22,17 @@ LENGTH = 48
 def _halfbyte_is_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU with AVX512-BF16 `accelerate` would leave bitsandbytes' layers alone, and there were nothing to test."""
     monkeypatch.setattr("halfbyte.models.bitsandbytes.is_faster", lambda facts: False)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps can be captured: without a GPU they run as they are, and nothing is compiled for them."""
+    if torch.cuda.is_available():
+        return
+    monkeypatch.setattr(captured, "ON_CPU", True)
+    for module in (attention, caches, slow):
+        monkeypatch.setattr(module, "has_triton", lambda: False)
+    monkeypatch.setattr(regions, "_compiled", lambda function: lambda *given, **named: function(*given, **named))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from halfbyte.kernels.linear.serves import serves
-from halfbyte.models import projections
+from halfbyte.models import projections, transformers
 from halfbyte.models.hosts import LAYERS, LIBRARIES, Layers, apply_around, layers_of, undo_everything
 from halfbyte.models.repacked import FASTER
 from halfbyte.models.report import Report, told, weigh
@@ -91,6 +91,19 @@ def _warn(model: nn.Module, taken: tuple[str, ...], skipped: Mapping[str, str]) 
 def is_accelerated(model: nn.Module) -> bool:
     """Whether `accelerate` was called with this very model, and `restore` not since."""
     return model in _accelerated
+
+
+def release(model: nn.Module) -> None:
+    """Free the caches and captured steps that an accelerated model keeps between calls of `generate`.
+
+    They go back to torch's allocator; `torch.cuda.empty_cache()` gives that memory to other processes. What a call in
+    another thread uses is freed when that call returns. The model stays accelerated, and its next call makes anew what
+    it needs. A model that keeps nothing is left as it is. Raises TypeError for what is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; release takes the torch.nn.Module that was accelerated")
+    for module in model.modules():
+        transformers.release(module)
 
 
 def restore(model: nn.Module) -> None:

@@ -2,8 +2,9 @@
 
 It is as long as the whole text will be, and transformers allocates it while the prompt is computed, when activations
 take most memory. Here its layers are as long as the prompt until that is done; then they grow, one after the other,
-before the first step looks at them. So the peak of memory is that of a cache that grows by itself. In a step a token is
-put into a layer in one launch.
+before the first step looks at them. So the peak of memory is that of a cache that grows by itself. A cache that lies in
+memory kept between calls (store.py) begins short and grows too, without a copy: prefill attends to no more than its
+prompt. In a step a token is put into a layer in one launch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from halfbyte.models.patch import is_method_of
 
 COUNTER = "cumulative_length_int"  # attribute of a layer with a sliding window: its length, which Python counts
 LENGTHS = "_halfbyte_lengths"  # attribute of a cache: of its layers, at their full length
+STORE = "_halfbyte_store"  # attribute of a cache: the CacheStore whose memory it uses
 
 
 def begin_short(cache: Any) -> None:
@@ -30,14 +32,20 @@ def begin_short(cache: Any) -> None:
 
 
 def grow(cache: Any) -> None:
-    """Give a cache the length that it was made for, if it has not."""
-    if is_method_of(_mask_sizes, vars(cache).get("get_mask_sizes")):
-        del cache.get_mask_sizes
-    for layer, length in zip(cache.layers, vars(cache).pop(LENGTHS, ()), strict=False):
+    """Give a cache the length that it was made for, if it has not. After an OutOfMemoryError it can be called again."""
+    if not is_method_of(_mask_sizes, vars(cache).get("get_mask_sizes")):
+        return
+    store = vars(cache).get(STORE)
+    lengths = vars(cache).get(LENGTHS) or [layer.max_cache_len for layer in cache.layers]
+    for index, (layer, length) in enumerate(zip(cache.layers, lengths, strict=True)):
         short = layer.max_cache_len
-        layer.max_cache_len = length
-        if short < length and layer.is_initialized:
+        if layer.is_initialized and store is not None:
+            store.settle(layer, index)
+        elif layer.is_initialized and short < length:
             layer.keys, layer.values = (_longer(tensor, length) for tensor in (layer.keys, layer.values))
+        layer.max_cache_len = length
+    vars(cache).pop(LENGTHS, None)
+    del cache.get_mask_sizes
 
 
 def _mask_sizes(cache: Any, query_length: Any, *args: Any, **kwargs: Any) -> Any:

@@ -53,7 +53,7 @@ class Library(Protocol):
 
 LAYERS: tuple[Layers, ...] = (bitsandbytes, compressed_tensors, own)
 OTHERS: tuple[Others, ...] = (peft, norms)
-LIBRARIES: tuple[Library, ...] = (peft, unsloth)
+LIBRARIES: tuple[Library, ...] = (peft, unsloth, transformers)
 
 
 def layers_of(module: nn.Module) -> Layers | None:

@@ -1,13 +1,16 @@
-"""transformers' `generate`: a plain call decodes on CUDA graphs.
+"""transformers' `generate`: a plain call decodes on captured steps, which are kept between calls.
 
-`generate` asks its model three things that are answered here: which cache to make (a static one, whose memory stays
-where it is), whether the decoding step may be compiled, and what to call for it. A call that says something of its own
-about the cache or compilation, and any mode of generation but greedy search and sampling, goes as before.
+`generate` asks its model for a cache, for the prompt's logits, whether the decoding step may be compiled, and what to
+call for it; all that is answered here. The loop over tokens is a function of transformers (`GenerationMixin._sample`)
+that is looked up on the class, so it is replaced there for as long as any model is accelerated (sampling.py); so are
+those of beam search and of speculation (driven.py). A call that says something of its own about the cache or
+compilation, and any other mode of generation, goes as before.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -15,13 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfbyte.models.caches import begin_short
+from halfbyte.models import sampling
+from halfbyte.models.buckets import cache_bytes, free_bytes
+from halfbyte.models.caches import STORE, begin_short
+from halfbyte.models.captured import can_replay
 from halfbyte.models.graphs import DecodeGraphs, can_capture
 from halfbyte.models.patch import is_method_of
+from halfbyte.models.steps import POOL, StepPool, pool_of
 
-HOOKS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
+HOOKS = ("_prepare_cache_for_generation", "_prefill", "_valid_auto_compile_criteria", "get_compiled_call")
 ON_GRAPHS = "on CUDA graphs, from the second token on"
 MODES = ("GREEDY_SEARCH", "SAMPLE")
+DRIVEN = ("ASSISTED_GENERATION", "BEAM_SEARCH", "BEAM_SAMPLE")  # whose loop stays transformers'
+OTHERS = ("assistant_early_exit", "use_mtp", "prefill_chunk_size")  # the model itself guesses; or a prompt in parts
 ATTENTION = ("sdpa", "eager")
 MOST_OF_FREE_MEMORY = 0.5  # that a cache for the longest possible text may take; beyond it, one that grows is better
 
@@ -45,6 +54,22 @@ def undo(model: nn.Module) -> None:
         _unhook(module)
 
 
+def release(module: nn.Module) -> None:
+    """Free what a module keeps between calls of `generate`, if anything."""
+    if pool := pool_of(module):
+        pool.release()
+
+
+def apply_to_library() -> None:
+    if generation := sys.modules.get("transformers.generation.utils"):
+        sampling.apply(generation.GenerationMixin)
+
+
+def undo_in_library() -> None:
+    if generation := sys.modules.get("transformers.generation.utils"):
+        sampling.undo(generation.GenerationMixin)
+
+
 def _hook(generator: Any) -> str | None:
     """Answer for one model; returns None, or why it was left alone."""
     _unhook(generator)  # of an earlier call, after which the model may have moved
@@ -52,10 +77,13 @@ def _hook(generator: Any) -> str | None:
         return reason
     for name in HOOKS:
         setattr(generator, name, MethodType(globals()[name], generator))
+    setattr(generator, POOL, StepPool())
     return None
 
 
 def _unhook(module: nn.Module) -> None:
+    release(module)
+    vars(module).pop(POOL, None)
     for name in HOOKS:
         if is_method_of(globals()[name], vars(module).get(name)):
             delattr(module, name)
@@ -66,17 +94,43 @@ def _prepare_cache_for_generation(
 ) -> Any:
     original = type(self)._prepare_cache_for_generation
     given = inspect.signature(original).bind(self, generation_config, model_kwargs, *args, **kwargs).arguments
-    if _may_be_static(self, generation_config, given):
+    mode = getattr(given["generation_mode"], "name", None)
+    ours = _is_left_to_us(self, generation_config, given)
+    if ours and mode in DRIVEN and not any(getattr(generation_config, name, None) for name in OTHERS):
+        original(self, generation_config, model_kwargs, *args, **kwargs)
+        sampling.mark(model_kwargs["past_key_values"], given["max_cache_length"])
+        return None
+    if ours and mode in MODES:
         generation_config.cache_implementation = "static"
         # transformers keeps the longest length ever seen, to compile no second time; we capture anew and need not.
         self._previous_max_cache_length = -1
+        original(self, generation_config, model_kwargs, *args, **kwargs)
+        if generation_config.prefill_chunk_size is None and can_capture(model_kwargs.get("past_key_values")):
+            sampling.mark(model_kwargs["past_key_values"], given["max_cache_length"])
+        return None
     return original(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _prefill(self: Any, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+    """A prompt into kept memory; once more where memory is short, after all is freed that is kept and not in use."""
+    original = type(self)._prefill
+    pool, store = pool_of(self), getattr(model_kwargs.get("past_key_values"), STORE, None)
+    if pool is None or store is None:
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def fill() -> Any:
+        if any(layer.is_initialized for layer in model_kwargs["past_key_values"].layers):  # a first attempt failed
+            store.begin(len(input_ids))
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    return pool.retried(fill)
 
 
 def _valid_auto_compile_criteria(self: Any, model_kwargs: Any, generation_config: Any) -> bool:
     cache = model_kwargs.get("past_key_values")
     if _may_be_captured(self, generation_config) and can_capture(cache):
-        if generation_config.prefill_chunk_size is None and not any(layer.is_initialized for layer in cache.layers):
+        begins = generation_config.prefill_chunk_size is None and STORE not in vars(cache)
+        if begins and not any(layer.is_initialized for layer in cache.layers):
             begin_short(cache)  # what is asked for next is the call of DecodeGraphs, which lets it grow
         return True
     result: bool = type(self)._valid_auto_compile_criteria(self, model_kwargs, generation_config)
@@ -84,7 +138,7 @@ def _valid_auto_compile_criteria(self: Any, model_kwargs: Any, generation_config
 
 
 def get_compiled_call(self: Any, compile_config: Any) -> Any:
-    if compile_config is None and self.device.type == "cuda":
+    if compile_config is None and can_replay(self.device):
         return DecodeGraphs(self)
     return type(self).get_compiled_call(self, compile_config)
 
@@ -103,7 +157,7 @@ def _reason(model: Any) -> str | None:
     if replaced := [name for name in HOOKS if name in vars(model)]:
         return f"its {replaced[0]} is not that of its class: other code has replaced it"
     devices = {parameter.device for parameter in model.parameters()}
-    if {device.type for device in devices} != {"cuda"}:
+    if not all(map(can_replay, devices)):
         return f"CUDA graphs need a GPU, and the model is on {', '.join(sorted(map(str, devices)))}"
     if len(devices) > 1 or any(getattr(getattr(x, "_hf_hook", None), "offload", False) for x in model.modules()):
         return "its parts are on several devices or offloaded"
@@ -114,35 +168,38 @@ def _reason(model: Any) -> str | None:
 
 def _may_be_captured(model: Any, generation_config: Any) -> bool:
     """True if the model is still on a GPU and this call of `generate` says nothing about compilation."""
-    on_gpu = model.device.type == "cuda"
-    return on_gpu and generation_config.compile_config is None and not generation_config.disable_compile
+    return (
+        can_replay(model.device) and generation_config.compile_config is None and not generation_config.disable_compile
+    )
 
 
-def _may_be_static(model: Any, generation_config: Any, given: Any) -> bool:
-    """True if this call of `generate` leaves the cache to us and a static one serves it well."""
+def _is_left_to_us(model: Any, generation_config: Any, given: Any) -> bool:
+    """True if this call of `generate` says nothing of its cache, and one of full length serves it well."""
     return (
         _may_be_captured(model, generation_config)
         and generation_config.cache_implementation is None
         and generation_config.use_cache
         and not generation_config.is_assistant
         and given["model_kwargs"].get("past_key_values") is None
-        and getattr(given["generation_mode"], "name", None) in MODES
+        and not _mixes_dtypes(model)
         and model.config._attn_implementation in ATTENTION
-        and _cache_bytes(model, generation_config, given) < MOST_OF_FREE_MEMORY * _free_bytes(model.device)
+        and _needs(model, generation_config, given) < MOST_OF_FREE_MEMORY * _free_bytes(model)
     )
 
 
-def _free_bytes(device: torch.device) -> int:
-    """What the device has left, torch's own reserve included."""
-    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0] + reserve)
+def _mixes_dtypes(model: Any) -> bool:
+    """True under an autocast to another dtype, where keys and values differ in theirs: a static cache has only one."""
+    kind = model.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not model.dtype
 
 
-def _cache_bytes(model: Any, generation_config: Any, given: Any) -> int:
-    """Bytes of keys and values for the longest text that this call may make, counted as if no window slid."""
-    config = model.config.get_text_config(decoder=True)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    texts = given["batch_size"] * generation_config.num_return_sequences
-    values = 2 * config.num_hidden_layers * heads * head * given["max_cache_length"] * texts
-    return int(values * model.dtype.itemsize)
+def _needs(model: Any, generation_config: Any, given: Any) -> int:
+    """Bytes of the cache of the longest text that this call may make."""
+    rows = max(generation_config.num_return_sequences, generation_config.num_beams or 1)
+    return cache_bytes(model, given["batch_size"] * rows, given["max_cache_length"])
+
+
+def _free_bytes(model: Any) -> int:
+    """What the device has left, what we keep included."""
+    pool = pool_of(model)
+    return free_bytes(model.device) + (pool.nbytes if pool is not None else 0)

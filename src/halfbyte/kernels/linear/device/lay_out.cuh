@@ -1,6 +1,6 @@
 // The kernel that runs ahead of `multiply` where x is laid out in memory: it writes x in the swizzled tiles that wgmma
-// reads, with zeros beyond M and K. The includer has X_BYTES (of a unit), SPAN_WORDS and OWN (words of a span, and those
-// of one lane of a quad); its Arguments have x, laid_out, ctas, m, n, k, column_tiles and depth_units.
+// reads, with zeros beyond M and K. The includer has X_BYTES (of a unit), SPAN_WORDS and OWN (words of a span, and
+// those of one lane of a quad); its Arguments have x, laid_out, ctas, m, n, k, column_tiles and depth_units.
 
 #include "ptx.cuh"
 #include "scale_rows.cuh"

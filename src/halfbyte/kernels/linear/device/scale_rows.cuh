@@ -1,6 +1,6 @@
-// Scales of rows of W, as a producer loads them: unit by unit, some units before they are used. The includer has TILE_ROWS
-// (rows of W that a WorkUnit counts as one), UNIT_K (weights of a row a unit), SPANS (of a unit), JOINED (spans that share a scale) and
-// UNIT_SCALES (of a row and unit); its Arguments have scale, absmax, n and k.
+// Scales of rows of W, as a producer loads them: unit by unit, some units before they are used. The includer has
+// TILE_ROWS (rows of W that a WorkUnit counts as one), UNIT_K (weights of a row a unit), SPANS (of a unit), JOINED
+// (spans that share a scale) and UNIT_SCALES (of a row and unit); its Arguments have scale, absmax, n and k.
 
 #include "scale.cuh"
 #include "scheduler.cuh"

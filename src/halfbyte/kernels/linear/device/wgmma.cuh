@@ -1,5 +1,5 @@
-// Hopper's tensor cores: wgmma of a warpgroup's 64 rows of W by Columns rows of x (8, 16, and 32 to 256 in steps of 32), m64nColumnsk16
-// with fp32 sums. Needs sm_90a.
+// Hopper's tensor cores: wgmma of a warpgroup's 64 rows of W by Columns rows of x (8, 16, and 32 to 256 in steps of
+// 32), m64nColumnsk16 with fp32 sums. Needs sm_90a.
 //
 // W is the A operand as in device/mma.cuh, in registers, and out.T = W @ x.T: warp w of the four has rows 16 w to 16 w
 // + 15, its lanes have of A and of the sums what they have of m16n8k16, sums 4 i to 4 i + 3 being those of columns 8 i

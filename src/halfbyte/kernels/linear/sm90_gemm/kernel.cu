@@ -9,11 +9,11 @@
 // bytes of W. A table in shared memory turns a byte into two fp32 numbers of the codebook; times the scale, and rounded
 // once to 16 bits, they are the weights that dequantize gives, bit for bit. So nothing is left to do for the sums.
 //
-// Work. Tiles of TILE_ROWS rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every cluster
-// takes an equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and decodes
-// scales. The others multiply, 16 rows of W a warp: while the tensor cores work on one step, a warp decodes the next.
-// CTAs of a cluster have neighbouring rows of W, and each brings a part of x to all of them. Clusters that share a tile
-// add their sums by the split-K fix-up, always in the order of K.
+// Work. Tiles of TILE_ROWS rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every cluster takes
+// an equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and
+// decodes scales. The others multiply, 16 rows of W a warp: while the tensor cores work on one step, a warp decodes the
+// next. CTAs of a cluster have neighbouring rows of W, and each brings a part of x to all of them. Clusters that share
+// a tile add their sums by the split-K fix-up, always in the order of K.
 //
 // Needs sm_90a, K % span == 0, packed aligned to 16 bytes, and units times CTAs below 2^32.
 //
@@ -61,8 +61,8 @@ template <int J> __device__ __forceinline__ u32 weights_of(u32 bytes, u32 column
   return pack(scaled(first, scale), scaled(second, scale));
 }
 
-// Where a thread finds its part of W, and of the scales, in a stage: rows `row` (even) and `row` + 1 of 128 bytes, whose
-// 16-byte pieces are swizzled by the row. The address of a span is that of the first span, exclusive or the span's
+// Where a thread finds its part of W, and of the scales, in a stage: rows `row` (even) and `row` + 1 of 128 bytes, in
+// 16-byte pieces that are swizzled by the row. The address of a span is that of the first span, exclusive or the span's
 // place in the row.
 struct Addresses {
   u32 upper, lower, scales;

@@ -1,0 +1,63 @@
+"""The sizes of caches that are kept between calls: a call of any size uses the next larger one.
+
+So a new prompt length rarely needs a new cache and a new capture. A cache has at most twice the texts and 1.5 times
+the tokens of the call that uses it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+LEAST_TOKENS = 128
+ALIGNMENT = 64  # of a cache that is longer than the model's longest text
+
+
+def texts_bucket(texts: int) -> int:
+    """The power of two that is not below `texts`."""
+    return 1 << max(0, texts - 1).bit_length()
+
+
+def tokens_bucket(tokens: int, most: int) -> int:
+    """128, 192, 256, 384, 512, ...: the first that is not below `tokens`, but not above `most` unless tokens is.
+
+    most: the longest text that the model was made for.
+    """
+    if tokens >= most:
+        return -(-tokens // ALIGNMENT) * ALIGNMENT
+    size = LEAST_TOKENS
+    while size < tokens:
+        step = size + size // 2
+        size = step if step >= tokens else 2 * size
+    return min(size, most)
+
+
+def longest_text(model: Any) -> int:
+    """Tokens of the longest text that a model of transformers was made for."""
+    found: Any = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else 1 << 62
+
+
+def cache_bytes(model: Any, texts: int, tokens: int) -> int:
+    """Bytes of keys and values, counted as if no window slid."""
+    config = model.config.get_text_config(decoder=True)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head * tokens * texts * model.dtype.itemsize)
+
+
+def total_bytes(device: torch.device) -> int:
+    """Memory of the device that a tensor lies on."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_bytes(device: torch.device) -> int:
+    """What the device has left, torch's own reserve included."""
+    if device.type != "cuda":
+        return total_bytes(device)
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + reserve)

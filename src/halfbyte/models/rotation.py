@@ -1,0 +1,112 @@
+"""A bucket's cache in a captured step: no Python number in it, so that one graph does for every position.
+
+transformers' window of W tokens moves all of them by one slot with every new one. Here a token of position p lies in
+slot (p - shift) % W and takes the place of the one that just left the window. Attention does not care in which order
+keys come, since their positions are in them already. The first slot is the oldest one that prefill left: shift is the
+prompt's length less W, or 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.common import slow
+from halfbyte.models.store import CacheStore
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # what transformers calls layers and their masks
+
+
+def mask_names(config: Any) -> tuple[str, ...] | str | None:
+    """How a model of this text configuration takes its masks: by name, or one of a name; None if in another way."""
+    if hasattr(config, "layer_types"):
+        names = tuple(sorted(set(config.layer_types)))
+        return names if set(names) <= {FULL, SLIDING} else None
+    if getattr(config, "sliding_window", None) is not None:
+        return SLIDING
+    return None if getattr(config, "attention_chunk_size", None) is not None else FULL
+
+
+class Rotation:
+    """All rows of a store that has its memory, for steps of one token each.
+
+    floats: of this dtype masks are numbers to add, as transformers' attention in plain torch wants them; None for
+    booleans.
+    """
+
+    def __init__(self, store: CacheStore, names: tuple[str, ...] | str, floats: torch.dtype | None) -> None:
+        self.names, self.floats, self.tokens = names, floats, store.tokens
+        self.cache = store.make()
+        windows = {n for layer, n in zip(self.cache.layers, store.lengths, strict=True) if layer.is_sliding}
+        self.slides_any = bool(windows)
+        self.window = windows.pop() if windows else store.tokens
+        assert not windows, "transformers has one window a model"
+        device = store.layers[0][0].device  # type: ignore[index]
+        with torch.inference_mode(False), torch.no_grad():
+            self.lengths = torch.tensor(store.lengths, device=device)
+            self.slides = torch.tensor([int(layer.is_sliding) for layer in self.cache.layers], device=device)
+            self.shift = torch.zeros((), dtype=torch.int64, device=device)
+            # [layers]: where the step's token goes. Each is aligned to 16 bytes, so that Triton compiles one kernel.
+            self.slots = torch.zeros((len(store.lengths), 2), dtype=torch.int64, device=device)[:, 0]
+            self.places = torch.arange(max(self.tokens, self.window), device=device)
+        for index, (layer, kept) in enumerate(zip(self.cache.layers, store.layers, strict=True)):
+            assert kept is not None
+            layer.keys, layer.values = kept
+            layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
+            layer.cumulative_length = self.slots[index]
+            layer.is_initialized = True
+            layer.update = MethodType(_write, layer)
+
+    def close(self) -> None:
+        """Let go of the store's memory."""
+        for layer in self.cache.layers:
+            layer.keys = layer.values = None
+            del layer.update
+
+    def begin(self, prompt: int) -> int:
+        """Take over from prefill, which has put `prompt` tokens into the store; returns the shift."""
+        shift = max(0, prompt - self.window)
+        self.shift.fill_(shift)
+        return shift
+
+    def turn(self, place: Tensor, visible: Tensor) -> Mapping[str, Tensor] | Tensor:
+        """Make ready for the token of position `place`, an int64 without dimensions; returns the step's masks.
+
+        visible: bool [rows, tokens], false for padding.
+        """
+        self.slots.copy_(torch.remainder(place - self.slides * self.shift, self.lengths))
+        if isinstance(self.names, str):
+            return self._mask(self.names, place, visible)
+        return {name: self._mask(name, place, visible) for name in self.names}
+
+    def _mask(self, name: str, place: Tensor, visible: Tensor) -> Tensor:
+        """[rows, 1, 1, tokens or window]"""
+        if name == FULL:
+            mask = visible & (self.places[: self.tokens] <= place)
+        else:
+            held = place - torch.remainder(place - self.shift - self.places[: self.window], self.window)
+            mask = visible.index_select(1, held.clamp(min=0)) & (held >= 0)
+        mask = mask[:, None, None]
+        if self.floats is None:
+            return mask
+        return torch.where(mask, torch.zeros((), dtype=self.floats, device=mask.device), torch.finfo(self.floats).min)
+
+
+def _write(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """In the place of a layer's `update`: one token of each text, into the slot that `turn` has chosen."""
+    slot = layer.cumulative_length
+    if slow.has_triton():
+        from halfbyte.kernels.cache.triton import append, takes
+
+        if takes(layer.keys, layer.values, keys, values, slot):
+            append(
+                layer.keys, layer.values, keys, values, slot
+            )  # the slot is counted up, and chosen anew in every step
+            return layer.keys, layer.values
+    layer.keys.index_copy_(2, slot[None], keys)
+    layer.values.index_copy_(2, slot[None], values)
+    return layer.keys, layer.values

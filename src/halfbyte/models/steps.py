@@ -1,0 +1,206 @@
+"""Caches and captured steps that a model keeps between calls of `generate`, within a bounded share of memory.
+
+One `StepPool` a model, one `Bucket` for each size that was used. Two threads that generate at once use two buckets of
+that size. What was used least recently goes first; all goes with `release`, with `restore`, where the model has changed
+since, and where memory is short.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from halfbyte.models.buckets import cache_bytes, longest_text, texts_bucket, tokens_bucket, total_bytes
+from halfbyte.models.fingerprint import fingerprint
+from halfbyte.models.graphs import building
+from halfbyte.models.loop import TokenBuffers
+from halfbyte.models.rotation import Rotation
+from halfbyte.models.stepping import Stepper
+from halfbyte.models.store import CacheStore
+
+T = TypeVar("T")
+S = TypeVar("S", bound=Stepper)
+POOL = "_halfbyte_steps"  # attribute of a model that generates
+SHARE = 0.1  # of the device's memory, for what is kept between calls
+MOST_KINDS = 8  # of steps captured for one bucket, besides those that transformers drives
+
+
+class Bucket:
+    """A cache of one size, and the steps that were captured for it."""
+
+    def __init__(self, key: Hashable, store: CacheStore, expected: int) -> None:
+        self.key, self.store, self.expected = key, store, expected
+        self.buffers: TokenBuffers | None = None
+        self.rotation: Rotation | None = None
+        self.loops: OrderedDict[Hashable, Stepper] = OrderedDict()
+        self.is_busy, self.is_stale = False, False
+        self.done: torch.cuda.Event | None = None  # recorded behind the last call's work
+
+    @property
+    def nbytes(self) -> int:
+        steps = [step for step in (*self.loops.values(), *self.store.steps.values()) if step is not None]
+        buffers = self.buffers.nbytes if self.buffers is not None else 0
+        cache = self.store.nbytes if self.store.is_filled else self.expected
+        graphs = sum(int(step.nbytes) for step in steps)
+        return cache + buffers + graphs
+
+    def loop(self, key: Hashable, make: Callable[[], S]) -> S:
+        """The step of a key, new or kept."""
+        step: Any = self.loops.get(key)
+        if step is None:
+            step = self.loops[key] = make()
+            while len(self.loops) > MOST_KINDS:
+                self.loops.popitem(last=False)[1].close()
+        self.loops.move_to_end(key)
+        return step  # type: ignore[no-any-return]
+
+    def record(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self.done = torch.cuda.Event()
+                self.done.record()
+
+    def wait(self, device: torch.device) -> None:
+        """Let what follows on this stream begin after the last call, which may have used another one."""
+        if self.done is not None:
+            torch.cuda.current_stream(device).wait_event(self.done)
+
+    def close(self) -> None:
+        """Give all memory back at once, not when Python looks for circles. The last call's work may have been on
+        another stream, so it must be over."""
+        if self.done is not None:
+            self.done.synchronize()
+        for step in self.loops.values():
+            step.close()
+        self.loops.clear()
+        self.store.close()
+        if self.rotation is not None:
+            self.rotation.close()
+
+
+class StepPool:
+    """The buckets of one model. A copy of the model begins with an empty one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.buckets: list[Bucket] = []  # the most recently used last
+        self.fingerprint: Hashable = None
+
+    def __reduce__(self) -> tuple[type[StepPool], tuple[()]]:
+        return type(self), ()
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept."""
+        with self.lock:
+            return self._nbytes()
+
+    @contextmanager
+    def lease(self, model: Any, kind: type, texts: int, tokens: int) -> Iterator[Bucket | None]:
+        """A bucket for a call of so many texts and so many tokens in the cache, which is the caller's alone within.
+
+        kind: transformers' StaticCache. None where other calls of this model have taken the memory that there is.
+        """
+        with building:  # no other thread has changed what its modules are
+            found = fingerprint(model)
+        with self.lock:
+            if found != self.fingerprint:
+                self._forget()
+                self.fingerprint = found
+            bucket = self._take(model, kind, texts, tokens)
+        try:
+            if bucket is not None:
+                bucket.wait(model.device)
+            yield bucket
+        finally:
+            if bucket is not None:
+                bucket.record(model.device)
+                with self.lock:
+                    self._give_back(bucket, model.device)
+
+    def retried(self, function: Callable[[], T]) -> T:
+        """What `function` returns; where memory is short, everything that is kept and not in use is freed first."""
+        with suppress(torch.OutOfMemoryError):
+            return function()
+        with self.lock:
+            self._trim(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return function()
+
+    def release(self) -> None:
+        """Free everything but what calls use at this moment, which is freed after them."""
+        with self.lock:
+            self._forget()
+
+    def _take(self, model: Any, kind: type, texts: int, tokens: int) -> Bucket | None:
+        limit = int(SHARE * total_bytes(model.device))
+        rows, length = texts_bucket(texts), tokens_bucket(tokens, longest_text(model))
+        if cache_bytes(model, rows, length) > limit:  # too large to be kept, so no larger than it must be
+            rows, length = texts, tokens
+        key = (rows, length, model.device, model.dtype, _settings(model.device))
+        for bucket in reversed(self.buckets):
+            if bucket.key == key and not bucket.is_busy and not bucket.is_stale:
+                break
+        else:
+            need = cache_bytes(model, rows, length)
+            self._trim(limit - need)
+            if any(bucket.is_busy for bucket in self.buckets) and self._nbytes() + need > limit:
+                return None
+            config = model.config.get_text_config(decoder=True)
+            bucket = Bucket(key, CacheStore(kind, config, rows, length), need)
+            self.buckets.append(bucket)
+        self.buckets.remove(bucket)
+        self.buckets.append(bucket)
+        bucket.is_busy = True
+        return bucket
+
+    def _give_back(self, bucket: Bucket, device: torch.device) -> None:
+        bucket.is_busy = False
+        if bucket.is_stale:
+            self._drop(bucket)
+        self._trim(int(SHARE * total_bytes(device)))
+
+    def _nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def _trim(self, most: int) -> None:
+        """Drop what was used least recently until at most so many bytes are kept, or everything is in use."""
+        for bucket in list(self.buckets):
+            if self._nbytes() <= most:
+                return
+            if not bucket.is_busy:
+                self._drop(bucket)
+
+    def _forget(self) -> None:
+        for bucket in list(self.buckets):
+            bucket.is_stale = True
+            if not bucket.is_busy:
+                self._drop(bucket)
+
+    def _drop(self, bucket: Bucket) -> None:
+        self.buckets.remove(bucket)
+        bucket.close()
+
+
+def _settings(device: torch.device) -> Hashable:
+    """What changes a model's computation without being a part of it."""
+    autocast = torch.is_autocast_enabled(device.type)
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_autocast_dtype(device.type) if autocast else None,
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def pool_of(model: nn.Module) -> StepPool | None:
+    """The pool of a model that keeps its steps, or None."""
+    found = vars(model).get(POOL)
+    return found if isinstance(found, StepPool) else None
