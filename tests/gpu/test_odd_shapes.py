@@ -239,7 +239,8 @@ def test_shards_of_a_matrix(p: int, k: int, counts: tuple[int, ...]) -> None:
     ("texts", "heads", "tokens", "key", "value"),
     [(1, 1, 1, 1, 1), (2, 3, 5, 16, 8), (1, 8, 70, 128, 128), (33, 7, 4, 80, 72), (32, 8, 33, 256, 256)],
 )
-def test_append_to_a_cache(texts: int, heads: int, tokens: int, key: int, value: int) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_append_to_a_cache(texts: int, heads: int, tokens: int, key: int, value: int, count: int) -> None:
     kernels = pytest.importorskip("halfbyte.kernels.cache.triton")
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         keys, values, length = (
@@ -248,15 +249,16 @@ def test_append_to_a_cache(texts: int, heads: int, tokens: int, key: int, value:
             torch.tensor(0, device="cuda"),
         )
         for place in range(tokens + 1):  # the last one does not fit
-            new = [torch.randn(texts, 1, heads, n, device="cuda").to(dtype).transpose(1, 2) for n in (key, value)]
+            new = [torch.randn(texts, count, heads, n, device="cuda").to(dtype).transpose(1, 2) for n in (key, value)]
             right = keys.clone(), values.clone()
-            if place < tokens:
-                right[0][:, :, place], right[1][:, :, place] = new[0][:, :, 0], new[1][:, :, 0]
-            assert kernels.takes(keys, values, *new, length)
+            for there, tensor in zip(right, new, strict=True):
+                there[:, :, place : place + count] = tensor[:, :, : tokens - place]
+            assert kernels.takes(keys, values, *new, length, count)
             kernels.append(keys, values, *new, length)
             assert torch.equal(keys, right[0])
             assert torch.equal(values, right[1])
-            assert int(length) == place + 1
+            assert int(length) == place + count
+            length.fill_(place + 1)
 
 
 @pytest.mark.parametrize(
