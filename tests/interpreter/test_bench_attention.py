@@ -1,5 +1,7 @@
-"""The bench of attention: every provider is right, and its record becomes a table. In fp16: the interpreter keeps bf16 as
-integers, and multiplies these."""
+"""The bench of attention: every provider is right, and its record becomes a table.
+
+In fp16: the interpreter keeps bf16 as integers, and multiplies these.
+"""
 
 from __future__ import annotations
 

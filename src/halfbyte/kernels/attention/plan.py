@@ -11,8 +11,10 @@ MOST_PARTS = 128
 LEAST_ROWS = 16  # of a product on tensor cores
 MOST_ROWS = 64  # of one program: its sums are held in registers
 OVERHEAD = 1.5  # what a program takes beside its blocks, in blocks: its start, its first loads, its sums
-OTHER_SHARED = 8192  # bytes of a program beside the blocks on their way, of which there is one less than stages
 MOST_RESIDENT = 4  # programs of a multiprocessor at once; more of them only make more parts
+TENSOR_CORES = 80  # the first target whose tensor cores Triton uses; before it, more than LEAST_ROWS are spilled
+OTHER_SHARED = 2048  # bytes that a program takes beside queries and the blocks on their way, about
+RESERVED = 1024  # bytes of shared memory that the driver takes of each program
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,17 @@ def plan_for(properties: DeviceProperties, heads: int, tokens: int, size: int, r
     As many programs as the GPU holds at once, or several times as many: a last round that is mostly empty costs as much
     as a full one.
     """
-    tile = min(max(LEAST_ROWS, _power(rows)), MOST_ROWS)
+    tensor_cores = properties.kind != "cuda" or properties.capability >= TENSOR_CORES
+    tile = min(max(LEAST_ROWS, _power(rows)), MOST_ROWS if tensor_cores else LEAST_ROWS)
     width = max(16, _power(size))
-    block = 64 if width <= 128 else 32
+    block = 64 if width <= 128 and tensor_cores else 32
     stage = 4 * block * width  # bytes, of keys and of values
-    stages = 3 if 2 * (2 * stage + OTHER_SHARED) <= properties.shared_memory else 2
-    resident = max(1, min(MOST_RESIDENT, properties.shared_memory // ((stages - 1) * stage + OTHER_SHARED)))
+    other = 2 * tile * width + OTHER_SHARED + RESERVED
+    shared = properties.shared_memory + RESERVED
+    # From sm_90 on, products of 64 rows read shared memory while they run, and take a block more.
+    ahead = 1 if tile < 64 or properties.ptx < 90 else 0
+    stages = 3 if ahead and 2 * (2 * stage + other) <= shared else 2
+    resident = max(1, min(MOST_RESIDENT, shared // ((stages - ahead) * stage + other)))
     programs = heads * -(-rows // tile)
     blocks = -(-tokens // block)
 

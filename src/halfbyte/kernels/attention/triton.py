@@ -61,6 +61,9 @@ def attend_kernel(
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     TILES: tl.constexpr = (GROUP * NEW + ROWS - 1) // ROWS
+    # Up to 32 rows are shared by warps, which meet for every sum over tokens: so weights are summed place by place in a
+    # block, and over its places at the end. From 64 rows on a warp has rows of its own (wgmma), and few registers left.
+    PLACES: tl.constexpr = BLOCK if ROWS < 64 else 1
     part = tl.program_id(0) % parts
     which = tl.program_id(0) // parts
     owner = which // TILES
@@ -82,10 +85,10 @@ def attend_kernel(
     at = query + text * query_text + head * query_head + row % NEW * query_new
     q = tl.load(at[:, None] + d[None, :], inside[:, None] & (d < KEY)[None, :], 0)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
-    weights = tl.zeros((ROWS,), tl.float32)
+    weights = tl.zeros((ROWS, PLACES), tl.float32)
     if SINKS:  # of the first part: a score that has no value
         highest = tl.load(sinks + head, inside & (part == 0), float("-inf")).to(tl.float32) * LOG2E
-        weights += tl.where(part == 0, 1.0, 0.0)
+        weights += tl.where((part == 0) & (tl.arange(0, PLACES) == 0), 1.0, 0.0)[None, :]
     total = tl.zeros((ROWS, E), tl.float32)
     keys += text * key_text + shared * key_head
     values += text * value_text + shared * value_head
@@ -118,19 +121,20 @@ def attend_kernel(
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
         weight = tl.exp2(score - base[:, None])
         shrunk = tl.exp2(highest - base)
-        weights = weights * shrunk + tl.sum(weight, axis=1)
+        weights = weights * shrunk[:, None] + (weight if PLACES > 1 else tl.sum(weight, axis=1)[:, None])
         total = tl.dot(weight.to(v.dtype), v, total * shrunk[:, None])
         highest = higher
+    sum_of_weights = tl.sum(weights, axis=1)
     out += text * heads * GROUP * NEW * VALUE  # of this text: [new, heads, VALUE]
     if used == 1:
-        alone = total / tl.maximum(weights, 1.0)[:, None]  # the highest score's weight alone is 1
+        alone = total / tl.maximum(sum_of_weights, 1.0)[:, None]  # the highest score's weight alone is 1
         store_rows(out, alone, row, inside, shared, heads, GROUP, NEW, VALUE, E)
     else:
         held = tl.arange(0, ROWS)  # HELD of them are inside, at most
         place = (which * parts + part).to(tl.int64)
         tl.store(sums + (place * HELD + held[:, None]) * E + e[None, :], total, inside[:, None])
         tl.store(statistics + place * 2 * HELD + held, highest, inside)
-        tl.store(statistics + place * 2 * HELD + HELD + held, weights, inside)
+        tl.store(statistics + place * 2 * HELD + HELD + held, sum_of_weights, inside)
         if MERGES:
             tl.debug_barrier()  # every warp has stored
             counter = spans + text * WIDTH + 2 + shared * TILES + which % TILES
