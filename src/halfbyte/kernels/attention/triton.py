@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.attention.merge import added, attend_merge_kernel, cut, store_rows
-from halfbyte.kernels.attention.plan import AttentionPlan, plan_for
+from halfbyte.kernels.attention.plan import FEW_PARTS, MOST_PARTS, AttentionPlan, plan_for
 from halfbyte.kernels.attention.spans import COUNTERS, WIDTH, lowest, spans_of
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.launch import launch
@@ -223,7 +223,7 @@ def attend(
         places = texts * shared * tiles * parts * held
         memory = torch.empty(places * (e + 2), dtype=torch.float32, device=out.device)
         sums, statistics = memory[: places * e], memory[places * e :]
-    most = triton.next_power_of_2(parts)
+    most = FEW_PARTS if parts <= FEW_PARTS else MOST_PARTS  # two compiled kernels, not one for each number
 
     def constants_of(properties: DeviceProperties, rows: int, warps: int) -> dict[str, Any]:
         """rows: that one program adds up."""
