@@ -110,7 +110,7 @@ def test_spans(one_launch: bool) -> None:
 def test_spans_without_a_mask() -> None:
     given = inputs(2, 4, 2, 2, 90, 16, 16)
     spans = torch.zeros(2, WIDTH, dtype=torch.int32)
-    spans[:, :2] = torch.tensor([[5, 90], [0, 33]])
+    spans[:, :2] = torch.tensor([[5, 200], [-3, 33]])  # nothing is read behind the cache, nor before it
     place = torch.arange(90)
     mask = torch.stack([place >= 5, place < 33])[:, None, None].expand(2, 1, 2, 90)
     found = attend(*given, None, 0.2, spans=spans, plan=AttentionPlan(16, 3))

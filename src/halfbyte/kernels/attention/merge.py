@@ -17,8 +17,8 @@ def cut(spans, text, tokens, parts, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LE
     """The first token that a text sees, the one behind the last, the first block, the number of blocks, and how many
     parts these are worth."""
     if SPANS:
-        first = tl.load(spans + text * WIDTH)
-        end = tl.load(spans + text * WIDTH + 1)
+        first = tl.maximum(tl.load(spans + text * WIDTH), 0)
+        end = tl.minimum(tl.load(spans + text * WIDTH + 1), tokens)  # a caller's own may say more than there is
     else:
         first = 0 * tokens
         end = tokens
