@@ -176,6 +176,7 @@ case("bench dequantize")(micro_bench("halfbyte.bench.dequantize.dequantize_cases
 case("bench quantize")(micro_bench("halfbyte.bench.dequantize.quantize_cases", wrong=False))
 case("bench linear")(micro_bench("halfbyte.bench.linear.linear_cases", wrong=False))
 case("bench search")(micro_bench("halfbyte.bench.search.search_cases", wrong=False))
+case("bench attention")(micro_bench("halfbyte.bench.attention.attention_cases", wrong=False))
 
 
 @case("bench nearest")

@@ -46,7 +46,7 @@ def write_figures(results: Path, root: Path, check: bool) -> str:
 
 def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
     """The Markdown of every record, by device and bench; plots go to `figures`."""
-    from halfbyte.bench import nearest, recover, search, sweep, wholes
+    from halfbyte.bench import attention, nearest, recover, search, sweep, wholes
     from halfbyte.bench import report as reports
     from halfbyte.measure import records
     from halfbyte.roofline import markdown as roofline
@@ -57,6 +57,7 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
         "linear": (sweep.markdown, sweep.plot),
         "search": (search.markdown, None),
         "nearest": (nearest.markdown, None),
+        "attention": (attention.markdown, None),
         "decode": (wholes.markdown, wholes.plot),
         "train": (partial(wholes.markdown, key="tokens"), None),
         "recover": (recover.markdown, None),

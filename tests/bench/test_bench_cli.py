@@ -84,6 +84,16 @@ def test_wrong_usage_is_2() -> None:
     for name in ("dequantize", "search"):
         assert "dtype 'int8' is not float16, bfloat16 or float32" in fails(2, name, "--dtype", "int8")
     assert "format 'int4' is not nf4 or fp4" in fails(2, "quantize", "--format", "int4")
+    for name, given, told in (
+        ("--models", "llama", "'llama' cannot be measured; write one of llama-3-8b, "),
+        ("--models", "32x8", "'32x8' cannot be measured"),
+        ("--models", "5x2x64", "5x2x64: 5 heads cannot share 2 heads of keys evenly"),
+        ("--loads", "8x512", "'8x512' cannot be measured; write 8x32768x16384 or"),
+        ("--loads", "8x512x513", "8 × 513 of 512 tokens: a cache holds"),
+        ("--loads", "8x512x3x4", "8 × 3 of 512 tokens, 4 new: a cache holds"),
+        ("--dtype", "float32", "dtype 'float32' is not float16 or bfloat16"),
+    ):
+        assert told in fails(2, "attention", "--device", "cpu", name, given)
     assert "the bench runs on cpu and cuda, not on meta" in fails(2, "dequantize", "--device", "meta")
     assert "device 'toaster' is none; write cpu, cuda or cuda:1" in fails(2, "dequantize", "--device", "toaster")
     assert "Invalid value for '--rounds'" in fails(2, "dequantize", "--rounds", 0)
@@ -93,4 +103,5 @@ def test_wrong_usage_is_2() -> None:
 def test_without_a_gpu() -> None:
     """One clear line each."""
     assert "the puzzle needs an NVIDIA GPU" in fails(1, "puzzle")
+    assert "attention is a Triton kernel for GPUs, and cannot be measured on cpu" in fails(1, "attention")
     assert "there is no CUDA device here; --device cpu always works" in fails(2, "dequantize", "--device", "cuda")

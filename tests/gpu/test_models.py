@@ -83,9 +83,9 @@ def test_attention_of_steps_is_ours(model: Any, monkeypatch: pytest.MonkeyPatch)
     asked: list[Any] = []
     attend = kernels.attend
 
-    def counted(query: Tensor, *others: Any) -> Tensor:
+    def counted(query: Tensor, *others: Any, **named: Any) -> Tensor:
         asked.append(tuple(query.shape))
-        return attend(query, *others)
+        return attend(query, *others, **named)
 
     monkeypatch.setattr(kernels, "attend", counted)
     hb.accelerate(model)

@@ -239,7 +239,8 @@ def test_shards_of_a_matrix(p: int, k: int, counts: tuple[int, ...]) -> None:
     ("texts", "heads", "tokens", "key", "value"),
     [(1, 1, 1, 1, 1), (2, 3, 5, 16, 8), (1, 8, 70, 128, 128), (33, 7, 4, 80, 72), (32, 8, 33, 256, 256)],
 )
-def test_append_to_a_cache(texts: int, heads: int, tokens: int, key: int, value: int) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_append_to_a_cache(texts: int, heads: int, tokens: int, key: int, value: int, count: int) -> None:
     kernels = pytest.importorskip("halfbyte.kernels.cache.triton")
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         keys, values, length = (
@@ -248,38 +249,43 @@ def test_append_to_a_cache(texts: int, heads: int, tokens: int, key: int, value:
             torch.tensor(0, device="cuda"),
         )
         for place in range(tokens + 1):  # the last one does not fit
-            new = [torch.randn(texts, 1, heads, n, device="cuda").to(dtype).transpose(1, 2) for n in (key, value)]
+            new = [torch.randn(texts, count, heads, n, device="cuda").to(dtype).transpose(1, 2) for n in (key, value)]
             right = keys.clone(), values.clone()
-            if place < tokens:
-                right[0][:, :, place], right[1][:, :, place] = new[0][:, :, 0], new[1][:, :, 0]
-            assert kernels.takes(keys, values, *new, length)
+            for there, tensor in zip(right, new, strict=True):
+                there[:, :, place : place + count] = tensor[:, :, : tokens - place]
+            assert kernels.takes(keys, values, *new, length, count)
             kernels.append(keys, values, *new, length)
             assert torch.equal(keys, right[0])
             assert torch.equal(values, right[1])
-            assert int(length) == place + 1
+            assert int(length) == place + count
+            length.fill_(place + 1)
 
 
 @pytest.mark.parametrize(
-    ("texts", "heads", "shared", "tokens", "size", "value"),
+    ("texts", "heads", "shared", "new", "tokens", "size", "value"),
     [
-        (1, 1, 1, 1, 8, 8),
-        (2, 6, 3, 37, 80, 80),
-        (3, 8, 1, 64, 128, 64),
-        (1, 20, 1, 4099, 256, 256),
-        (33, 16, 8, 130, 96, 96),
-        (1, 32, 8, 1000, 128, 128),
+        (1, 1, 1, 1, 1, 8, 8),
+        (2, 6, 3, 3, 37, 80, 80),
+        (3, 8, 1, 8, 64, 128, 64),
+        (1, 20, 1, 1, 4099, 256, 256),
+        (2, 24, 2, 8, 1000, 192, 128),
+        (33, 16, 8, 2, 130, 96, 96),
+        (1, 32, 8, 1, 1000, 128, 128),
     ],
 )
-def test_attention_of_one_token(texts: int, heads: int, shared: int, tokens: int, size: int, value: int) -> None:
+def test_attention(texts: int, heads: int, shared: int, new: int, tokens: int, size: int, value: int) -> None:
     kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
-    for dtype in (torch.float16, torch.bfloat16):
-        query = torch.randn(texts, 1, heads, size + 3, device="cuda")[..., :size].transpose(1, 2).to(dtype)
+    rows = heads // shared * new
+    usual = kernels.plan_for(properties_of(0), texts * shared, tokens, max(size, value), rows)
+    for dtype, one_launch in ((torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, False)):
+        query = torch.randn(texts, new, heads, size + 3, device="cuda")[..., :size].transpose(1, 2).to(dtype)
         keys, values = (torch.randn(texts, shared, tokens, d, device="cuda").to(dtype) for d in (size, value))
-        mask = torch.rand(texts, 1, 1, tokens, device="cuda") < 0.7
+        mask = torch.rand(texts, 1, new, tokens, device="cuda") < 0.7
         mask[..., 0] = True
+        plan = replace(usual, one_launch=one_launch)
         for seen in (mask, mask[:1], None):
             assert kernels.takes(query, keys, values, seen)
-            found = kernels.attend(query, keys, values, seen, 0.25)
-            assert torch.equal(found, kernels.attend(query, keys, values, seen, 0.25))
+            found = kernels.attend(query, keys, values, seen, 0.25, plan=plan)
+            assert torch.equal(found, kernels.attend(query, keys, values, seen, 0.25, plan=plan))
             right = reference.attend(query.double(), keys.double(), values.double(), seen, 0.25)
             assert relative_error(found, right) < (8e-4 if dtype is torch.float16 else 6e-3)

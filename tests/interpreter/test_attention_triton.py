@@ -1,96 +1,188 @@
-"""Attention of one token agrees with fp64, whatever the sizes, the strides, the mask and the cut."""
+"""Attention of few new tokens agrees with fp64, whatever the sizes, the strides, the mask and the cut."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from halfbyte.kernels.attention import reference
-from halfbyte.kernels.attention.plan import MOST_PARTS, AttentionPlan, plan_for
+from halfbyte.kernels.attention.plan import LEAST_ROWS, MOST_PARTS, MOST_ROWS, AttentionPlan, plan_for
+from halfbyte.kernels.attention.spans import WIDTH, spans_of
 from halfbyte.kernels.attention.triton import attend, takes
-from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.common.device import DeviceProperties, properties_for
 
-#        texts, heads, heads of keys, tokens, size of keys, of values
+#        texts, heads, heads of keys, new tokens, tokens, size of keys, of values
 SIZES = [
-    (1, 1, 1, 1, 8, 8),
-    (2, 6, 3, 37, 80, 80),
-    (3, 8, 1, 64, 128, 64),
-    (1, 20, 1, 130, 256, 256),
-    (2, 2, 2, 9, 96, 1),
+    (1, 1, 1, 1, 1, 8, 8),
+    (2, 6, 3, 2, 37, 80, 80),
+    (3, 8, 1, 1, 64, 128, 64),
+    (1, 20, 1, 4, 130, 256, 256),
+    (2, 2, 2, 8, 9, 96, 1),
 ]
-PLANS = [None, AttentionPlan(16, 1, 9, 4, 1), AttentionPlan(32, 2, 3, 4, 2), AttentionPlan(64, 3, 1, 4, 1)]
+PLANS = [
+    None,
+    AttentionPlan(16, 9, 16, 4, 1),
+    AttentionPlan(32, 3, 32, 4, 2, one_launch=False),
+    AttentionPlan(16, 4, 16, 4, 1, least=2),
+    AttentionPlan(64, 1, 64),
+]
+LOWEST = torch.finfo(torch.float16).min
+RIGHT = {"rtol": 2e-3, "atol": 2e-3}
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).half()
+
+
+def inputs(texts: int, heads: int, shared: int, new: int, tokens: int, size: int, value: int) -> list[Tensor]:
+    """A query as a projection leaves it, a part of something larger; keys and values of a cache."""
+    query = random(texts, new, heads, size + 3)[..., :size].transpose(1, 2)
+    return [query, random(texts, shared, tokens, size), random(texts, shared, tokens, value)]
+
+
+def exact(given: list[Tensor], mask: Tensor | None, *others: object) -> Tensor:
+    if mask is not None and mask.is_floating_point():
+        mask = mask.double().masked_fill(mask == LOWEST, torch.finfo(torch.float64).min)
+    return reference.attend(*(tensor.double() for tensor in given), mask, *others)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("masked", [True, False])
-def test_attend(sizes: tuple[int, ...], plan: AttentionPlan | None, masked: bool) -> None:
-    texts, heads, shared, tokens, size, value = sizes
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).half()
-
-    query = random(texts, 1, heads, size + 3)[..., :size].transpose(1, 2)
-    keys, values = random(texts, shared, tokens, size), random(texts, shared, tokens, value)
-    masks = [None]
-    if masked:
-        mask = torch.rand((texts, 1, 1, tokens), generator=generator) < 0.6
+@pytest.mark.parametrize("kind", ["no mask", "mask", "numbers and cap", "sinks and cap"])
+def test_attend(sizes: tuple[int, ...], plan: AttentionPlan | None, kind: str) -> None:
+    texts, heads, _, new, tokens, _, _ = sizes
+    given = inputs(*sizes)
+    masks: list[Tensor | None] = [None]
+    if kind != "no mask":
+        mask = random(texts, 1, new, tokens, seed=1) < 0.3
         mask[0] = False  # sees nothing
         mask[-1, ..., 0] = True
-        masks = [mask, mask[-1:], mask[-1:].expand(texts, 1, 1, tokens)]
+        masks = [mask, mask[-1:], mask[-1:].expand(texts, 1, new, tokens)][: 3 if kind == "mask" else 1]
+    if kind == "numbers and cap":
+        masks = [torch.where(mask, random(texts, 1, new, tokens), LOWEST)]
+    cap = 1.5 if "cap" in kind else None
+    sinks = random(heads) if "sinks" in kind else None
     for mask in masks:
-        assert takes(query, keys, values, mask)
-        found = attend(query, keys, values, mask, 0.3, plan)
-        right = reference.attend(query.double(), keys.double(), values.double(), mask, 0.3)
+        assert takes(*given, mask, sinks)
+        found = attend(*given, mask, 0.3, softcap=cap, sinks=sinks, plan=plan)
+        right = exact(given, mask, 0.3, cap, sinks)
         assert found.shape == right.shape
-        torch.testing.assert_close(found.double(), right, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(found.double(), right, **RIGHT)
 
 
-def test_what_is_masked_is_not_read() -> None:
-    query, keys = torch.randn(1, 2, 1, 16).half(), torch.randn(1, 2, 40, 16).half()
-    values, mask = torch.randn(1, 2, 40, 16).half(), torch.arange(40)[None, None, None] < 21
-    right = attend(query, keys, values, mask, 1.0)
-    keys[:, :, 21:], values[:, :, 21:] = float("nan"), float("inf")
-    assert torch.equal(attend(query, keys, values, mask, 1.0), right)
-    keys[:, :, 20] = float("nan")
-    assert attend(query, keys, values, mask, 1.0).isnan().all()
+@pytest.mark.parametrize("one_launch", [True, False])
+def test_spans(one_launch: bool) -> None:
+    """Texts of different lengths, padded on the left, verify several tokens that are causal among themselves. What lies
+    outside of their spans is not read, the counters are zeros again, and the same spans serve once more."""
+    new, tokens, lengths = 3, 150, ((0, 0), (7, 8), (20, 150), (64, 128), (33, 97))
+    texts = len(lengths)
+    given = inputs(texts, 4, 2, new, tokens, 32, 32)
+    place = torch.arange(tokens)
+    mask = torch.stack(
+        [
+            torch.stack([(place >= first) & (place < max(first, end - new + row + 1)) for row in range(new)])
+            for first, end in lengths
+        ]
+    )[:, None]
+    mask[0] = False
+    spans = spans_of(mask, texts)
+    assert spans.shape == (texts, WIDTH)
+    assert spans[:, :2].tolist() == [list(pair) for pair in lengths]
+    plan = AttentionPlan(16, 4, 16, 4, 1, one_launch=one_launch)
+    right = attend(*given, mask, 0.2, plan=plan)
+    torch.testing.assert_close(right.double(), exact(given, mask, 0.2), **RIGHT)
+    assert not right[0].any()
+    for text, (first, end) in enumerate(lengths):
+        for tensor in given[1:]:
+            tensor[text, :, :first] = float("nan")
+            tensor[text, :, end:] = float("inf")
+    for _ in range(2):
+        assert torch.equal(attend(*given, mask, 0.2, spans=spans, plan=plan), right)
+        assert not spans[:, 2:].any()
+    given[1][2, :, 149] = float("nan")
+    assert attend(*given, mask, 0.2, spans=spans, plan=plan)[2, 2].isnan().all()
+
+
+def test_spans_without_a_mask() -> None:
+    given = inputs(2, 4, 2, 2, 90, 16, 16)
+    spans = torch.zeros(2, WIDTH, dtype=torch.int32)
+    spans[:, :2] = torch.tensor([[5, 200], [-3, 33]])  # nothing is read behind the cache, nor before it
+    place = torch.arange(90)
+    mask = torch.stack([place >= 5, place < 33])[:, None, None].expand(2, 1, 2, 90)
+    found = attend(*given, None, 0.2, spans=spans, plan=AttentionPlan(16, 3))
+    torch.testing.assert_close(found.double(), exact(given, mask, 0.2), **RIGHT)
+
+
+def test_blocks_outside_of_spans_cost_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a part that has no block: its program ends before it reads a query."""
+    given, mask = inputs(1, 2, 2, 1, 4096, 16, 16), torch.zeros(1, 1, 1, 4096, dtype=torch.bool)
+    mask[..., 1000:1040] = True
+    turns = []
+    dot = InterpreterBuilder.create_dot
+
+    def counted(*args: Any) -> Any:
+        turns.append(1)
+        return dot(*args)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", counted)
+    attend(*given, mask, 0.2, plan=AttentionPlan(16, 8, 16, 4, 1))
+    assert len(turns) == 2 * 2 * 3  # products, heads, blocks from 992 to 1040
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_caches_within_larger_ones(tiles: int) -> None:
+    """The first texts of a bucket, and heads behind tokens in its memory; queries of more rows than a program has."""
+    heads = 16 * tiles
+    keys, values = random(4, 80, 1, 24).transpose(1, 2)[:2], random(5, 1, 96, 16)[1:3, :, :80]
+    given = [random(2, heads, 1, 24), keys, values]
+    assert takes(*given, None)
+    found = attend(*given, None, 0.2, plan=AttentionPlan(16, 2, 16))
+    torch.testing.assert_close(found.double(), exact(given, None, 0.2), **RIGHT)
 
 
 def test_what_it_does_not_take() -> None:
     query, keys, mask = torch.zeros(2, 4, 1, 16).half(), torch.zeros(2, 2, 8, 16).half(), torch.ones(2, 1, 1, 8).bool()
-    assert takes(query, keys, keys, mask)
+    sinks = torch.zeros(4)
+    assert takes(query, keys, keys, mask, sinks)
+    assert takes(query.expand(2, 4, 8, 16), keys, keys, mask.expand(2, 1, 8, 8))
+    assert takes(query, keys, keys, mask.half())
     for found in (
         (query.float(), keys.float(), keys.float(), mask),
         (query.bfloat16(), keys, keys, mask),
+        (query.expand(2, 4, 9, 16), keys, keys, mask.expand(2, 1, 9, 8)),
         (query.expand(2, 4, 2, 16), keys, keys, mask),
         (query[:1], keys, keys, mask),
         (query[:, :3], keys, keys, mask),
-        (query, keys.transpose(0, 1), keys, mask),
+        (query, keys.mT.contiguous().mT, keys, mask),
         (query, keys, keys[:, :, :7], mask),
-        (query, keys, keys, mask.half()),
+        (query, keys, keys, mask.float()),
         (query, keys, keys, mask.expand(2, 4, 1, 8)),
         (query, keys, keys, mask[..., :7]),
         (query, keys[:, :, :0], keys[:, :, :0], mask[..., :0]),
         (query[0], keys[0], keys[0], mask),
         (torch.zeros(2, 4, 1, 512).half(), torch.zeros(2, 2, 8, 512).half(), keys, mask),
-        (torch.zeros(2, 128, 1, 16).half(), keys, keys, mask),
+        (torch.zeros(2, 1024, 1, 16).half(), keys, keys, mask),
         (query.to("meta"), keys, keys, mask),
+        (query, keys, keys, mask, sinks[:3]),
+        (query, keys, keys, mask, sinks.to("meta")),
     ):
         assert not takes(*found)
 
 
-@pytest.mark.parametrize("sms", [20, 132])
+@pytest.mark.parametrize("properties", [*map(properties_for, ("sm_90", "sm_75")), DeviceProperties("hip", 0, 304)])
 @pytest.mark.parametrize("heads", [1, 8, 64, 256, 5000])
-@pytest.mark.parametrize("size", [64, 256])
-def test_plans(sms: int, heads: int, size: int) -> None:
-    """They cover every token, leave no program without a token for long, and are few."""
-    plans = set()
-    for tokens in range(1, 9000, 7):
-        plan = plan_for(DeviceProperties("cuda", 90, sms), heads, tokens, size)
-        assert plan.block * plan.blocks * plan.parts >= tokens
-        assert 1 <= plan.parts <= MOST_PARTS
-        assert plan.parts == 1 or plan.parts * heads <= 4 * sms
-        assert plan.block * plan.blocks * (plan.parts - 1) < 1.25 * tokens
-        plans.add(plan)
-    assert len(plans) <= 4 * (9000 // 32).bit_length()
+@pytest.mark.parametrize("size", [64, 80, 256])
+def test_plans(properties: DeviceProperties, heads: int, size: int) -> None:
+    """No part has less than a block, and programs are on most multiprocessors where there are tokens enough."""
+    for tokens in range(1, 40000, 97):
+        for rows in (1, 32):
+            plan = plan_for(properties, heads, tokens, size, rows)
+            blocks = -(-tokens // plan.block)
+            assert 1 <= plan.parts <= min(blocks, MOST_PARTS)
+            assert LEAST_ROWS <= plan.rows <= MOST_ROWS
+            programs = heads * plan.tiles(rows)
+            assert plan.parts * programs > 0.3 * min(properties.sms, blocks * programs)

@@ -1,4 +1,4 @@
-"""A token is put where it belongs and nowhere else, whatever the sizes and strides."""
+"""New tokens are put where they belong and nowhere else, whatever the sizes and strides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ SIZES = [(1, 1, 1, 1, 1), (2, 3, 5, 16, 8), (1, 8, 70, 128, 128), (33, 7, 4, 80,
 @pytest.mark.parametrize(("texts", "heads", "tokens", "key", "value"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
-def test_append(texts: int, heads: int, tokens: int, key: int, value: int, dtype: torch.dtype, turned: bool) -> None:
+@pytest.mark.parametrize("tokens_at_once", [1, 3])
+def test_append(
+    texts: int, heads: int, tokens: int, key: int, value: int, dtype: torch.dtype, turned: bool, tokens_at_once: int
+) -> None:
+    count = tokens_at_once
+
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -21,7 +26,9 @@ def test_append(texts: int, heads: int, tokens: int, key: int, value: int, dtype
 
     def new(size: int) -> torch.Tensor:  # as a projection leaves it, and a part of something larger
         return (
-            random(texts, 1, heads, size + 3)[..., :size].transpose(1, 2) if turned else random(texts, heads, 1, size)
+            random(texts, count, heads, size + 3)[..., :size].transpose(1, 2)
+            if turned
+            else random(texts, heads, count, size)
         )
 
     keys, values = random(texts, heads, tokens, key), random(texts, heads, tokens, value)
@@ -30,13 +37,13 @@ def test_append(texts: int, heads: int, tokens: int, key: int, value: int, dtype
         right = keys.clone(), values.clone()
         length.fill_(place if place < 3 else tokens)  # the last one does not fit
         there, new_keys, new_values = int(length), new(key), new(value)
-        assert takes(keys, values, new_keys, new_values, length)
+        assert takes(keys, values, new_keys, new_values, length, count)
         append(keys, values, new_keys, new_values, length)
-        if there < tokens:
-            right[0][:, :, there], right[1][:, :, there] = new_keys[:, :, 0], new_values[:, :, 0]
+        for at in range(there, min(there + count, tokens)):
+            right[0][:, :, at], right[1][:, :, at] = new_keys[:, :, at - there], new_values[:, :, at - there]
         assert torch.equal(keys, right[0])
         assert torch.equal(values, right[1])
-        assert int(length) == there + 1
+        assert int(length) == there + count
 
 
 def test_what_it_does_not_take() -> None:
@@ -44,6 +51,8 @@ def test_what_it_does_not_take() -> None:
     assert takes(keys, keys, new, new, length)
     for found in (
         (keys, keys, torch.zeros(2, 4, 2, 16), new, length),
+        (keys, keys, torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 2, 16), length),
+        (keys, keys, torch.zeros(2, 4, 9, 16), torch.zeros(2, 4, 9, 16), length, 9),
         (keys, keys, new.double(), new, length),
         (keys, keys, new[:1], new[:1], length),
         (keys, keys, torch.zeros(2, 4, 16, 1).transpose(2, 3)[..., ::2], new, length),

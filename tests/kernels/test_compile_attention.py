@@ -12,53 +12,72 @@ from halfbyte.kernels.common.targets import compile_for, pointer
 
 pytest.importorskip("triton")
 
+from halfbyte.kernels.attention import merge, spans
 from halfbyte.kernels.attention import triton as attention
-from halfbyte.kernels.attention.plan import plan_for
+from halfbyte.kernels.attention.plan import AttentionPlan, plan_for
 
 pytestmark = pytest.mark.slow
 
 
 @on_targets(
-    "texts, heads, shared, tokens, size, dtype",
+    "texts, heads, shared, new, tokens, size, dtype, kind",
     [
-        (1, 32, 8, 320, 128, torch.float16),
-        (1, 64, 8, 4099, 80, torch.bfloat16),
-        (32, 16, 16, 4099, 256, torch.float16),
-        (128, 32, 1, 8, 64, torch.bfloat16),
+        (1, 32, 8, 1, 320, 128, torch.float16, "mask"),
+        (1, 64, 8, 8, 4099, 80, torch.bfloat16, "mask"),
+        (32, 16, 16, 1, 4099, 256, torch.float16, "cap"),
+        (8, 16, 4, 4, 32768, 256, torch.float16, "two launches"),
+        (2, 64, 8, 8, 8192, 192, torch.bfloat16, "no mask"),
+        (128, 32, 1, 1, 8, 64, torch.bfloat16, "sinks"),
     ],
 )
 def test_compiles(
     texts: int,
     heads: int,
     shared: int,
+    new: int,
     tokens: int,
     size: int,
     dtype: torch.dtype,
+    kind: str,
     target: int | str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     properties = gpu_of(target)
     kept: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(attention, "launch", lambda *launch: kept.append(launch))
+    for module in (attention, spans):
+        monkeypatch.setattr(module, "launch", lambda *launch: kept.append(launch))
     monkeypatch.setattr(attention, "properties_of", lambda _: properties)
-    query = torch.empty(texts, heads, 1, size, dtype=dtype, device="meta")
+    query = torch.empty(texts, heads, new, size, dtype=dtype, device="meta")
     keys = torch.empty(texts, shared, tokens, size, dtype=dtype, device="meta")
-    mask = torch.empty(texts, 1, 1, tokens, dtype=torch.bool, device="meta")
-    taken = attention.takes(query, keys, keys, mask)
+    mask = torch.empty(texts, 1, new, tokens, dtype=dtype if kind == "cap" else torch.bool, device="meta")
+    seen = None if kind == "no mask" else mask
+    sinks = torch.empty(heads, dtype=dtype, device="meta") if kind == "sinks" else None
+    taken = attention.takes(query, keys, keys, seen, sinks)
     assert taken == (target != 75 or dtype is torch.float16)  # Turing's tensor cores do not know bf16
     if not taken:
         return
-    attention.attend(query, keys, keys, mask, size**-0.5)
-    parts = plan_for(properties, texts * shared, tokens, size).parts
-    assert len(kept) == (1 if parts == 1 else 2)
+    rows = heads // shared * new
+    plan = plan_for(properties, texts * shared, tokens, size, rows)
+    if kind == "two launches":
+        plan = AttentionPlan(plan.block, plan.parts, plan.rows, plan.warps, plan.stages, one_launch=False)
+    cap = 50.0 if kind == "cap" else None
+    attention.attend(query, keys, keys, seen, size**-0.5, softcap=cap, sinks=sinks, plan=plan)
+    merges = [merge.attend_merge_kernel] * (plan.parts > 1 and kind in ("two launches", "no mask"))
+    first = [spans.attend_spans_kernel] * (seen is not None)
+    assert [launch[0] for launch in kept] == [*first, attention.attend_kernel, *merges]
     for kernel, _, arguments, _, configure in kept:
         values = dict(zip(kernel.arg_names, arguments, strict=False))
         signature = {n: pointer(v.dtype) if isinstance(v, torch.Tensor) else "i32" for n, v in values.items()}
         unaligned = [name for name, value in values.items() if isinstance(value, int) and value % 16]
         grid, options = configure(properties)
-        assert grid == (texts * shared * parts if kernel is attention.attend_kernel else texts * heads)
+        if kernel is attention.attend_kernel:
+            assert grid == texts * shared * plan.tiles(rows) * plan.parts
         constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
         compiled = compile_for(kernel, target, signature, constants, unaligned, **options)
         assert compiled.asm["ptx" if isinstance(target, int) else "hsaco"]
         if isinstance(target, int):
             assert compiled.metadata.shared <= properties.shared_memory
+        if kernel is attention.attend_kernel and isinstance(target, int) and target >= 80:
+            copies = [line for line in compiled.asm["ptx"].splitlines() if "cp.async.c" in line and "shared" in line]
+            assert copies  # of keys and values, on their way while others are computed with
+            assert all(", 0x10, " in line for line in copies)  # 16 bytes each

@@ -16,14 +16,18 @@ from halfbyte.kernels.cache import triton as cache
 
 
 @pytest.mark.parametrize("target", [*CUDA_TARGETS, *HIP_TARGETS])
-@pytest.mark.parametrize(("texts", "dtype"), [(1, torch.bfloat16), (32, torch.float16), (3, torch.float32)])
-def test_compiles(target: int | str, texts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("texts", "count", "dtype"), [(1, 1, torch.bfloat16), (32, 1, torch.float16), (3, 5, torch.float32)]
+)
+def test_compiles(
+    target: int | str, texts: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     properties = gpu_of(target)
     kept: list[tuple[Any, ...]] = []
     monkeypatch.setattr(cache, "launch", lambda *launch: kept.append(launch))
-    keys, new = (torch.empty(texts, 8, tokens, 128, dtype=dtype, device="meta") for tokens in (320, 1))
+    keys, new = (torch.empty(texts, 8, tokens, 128, dtype=dtype, device="meta") for tokens in (320, count))
     length = torch.empty((), dtype=torch.int64, device="meta")
-    assert cache.takes(keys, keys, new, new, length)
+    assert cache.takes(keys, keys, new, new, length, count)
     cache.append(keys, keys, new, new, length)
     ((kernel, _, arguments, _, configure),) = kept
     values = dict(zip(kernel.arg_names, arguments, strict=False))

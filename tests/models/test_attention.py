@@ -13,6 +13,7 @@ from halfbyte.models.attention import attention_of_steps
 
 transformers = pytest.importorskip("transformers")
 kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
+spans = pytest.importorskip("halfbyte.kernels.attention.spans")
 
 SIDES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -24,6 +25,9 @@ MODELS = {
     "gemma2": lambda: transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(**SIDES, sliding_window=8, attn_logit_softcapping=2.0)
     ),
+    "gpt-oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**SIDES, sliding_window=8, num_local_experts=2, num_experts_per_tok=1)
+    ),
 }
 
 
@@ -32,55 +36,91 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of queries that our kernel was asked for."""
     seen: list[tuple[int, ...]] = []
 
-    def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        assert kernels.takes(query, keys, values, mask)
+    def attend(
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+        spans: Tensor | None,
+    ) -> Tensor:
+        assert kernels.takes(query, keys, values, mask, sinks)
+        assert (mask is None) == (spans is None)
         seen.append(tuple(query.shape))
-        return reference.attend(query, keys, values, mask, scale)
+        return reference.attend(query, keys, values, mask, scale, softcap, sinks)
 
     monkeypatch.setattr(kernels, "attend", attend)
+    monkeypatch.setattr(spans, "spans_of", lambda mask, texts: torch.zeros(texts, spans.WIDTH, dtype=torch.int32))
     monkeypatch.setattr(kernels, "DTYPES", (torch.float32,))
     return seen
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
+def logits(model: Any, ids: Tensor, mask: Tensor, new: int = 1, prompt: int = 10) -> list[Tensor]:
     cache = transformers.StaticCache(config=model.config, max_cache_len=ids.shape[1])
     found = []
-    for first, last in [(0, 5), *((at, at + 1) for at in range(5, ids.shape[1]))]:
+    for first, last in [(0, prompt), *((at, at + new) for at in range(prompt, ids.shape[1], new))]:
         found.append(model(ids[:, first:last], attention_mask=mask[:, :last], past_key_values=cache).logits)
     return found
 
 
-@pytest.mark.parametrize(("name", "attention"), [("llama", "sdpa"), ("gemma3", "sdpa"), ("llama", "eager")])
-@pytest.mark.parametrize("padding", [0, 2])
-def test_logits_are_those_of_torch(name: str, attention: str, padding: int, calls: list[Any]) -> None:
+def random_model(name: str) -> Any:
     torch.manual_seed(0)
     model = MODELS[name]().eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("llama", "sdpa"), ("gemma3", "sdpa"), ("llama", "eager"), ("gemma2", "eager"), ("gpt-oss", "eager")],
+)
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("new", [1, 2])
+def test_logits_are_those_of_transformers(name: str, attention: str, padding: int, new: int, calls: list[Any]) -> None:
+    model = random_model(name)
     model.set_attn_implementation(attention)
     ids = torch.randint(3, 96, (2, 16))
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
-    right = logits(model, ids, mask)
+    right = logits(model, ids, mask, new)
     assert not calls
     with attention_of_steps():
-        found = logits(model, ids, mask)
-    assert calls == ([(2, 4, 1, 16)] * 3 * 11 if attention == "sdpa" else [])
-    for ours, theirs in zip(found, right, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        found = logits(model, ids, mask, new)
+    ours = [(2, 4, new, 16)] * (3 * 6 // new)
+    assert calls == ([] if (name, attention) == ("llama", "eager") else ours)
+    for mine, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(mine[:, -new:], theirs[:, -new:], atol=1e-5, rtol=1e-4)
     calls.clear()
     logits(model, ids, mask)
     assert not calls
 
 
-def test_attention_of_another_kind_is_left_alone(calls: list[Any]) -> None:
-    torch.manual_seed(0)
-    model = MODELS["gemma2"]().eval()
-    ids = torch.randint(3, 96, (1, 8))
-    right = logits(model, ids, torch.ones_like(ids))
+def test_layers_share_the_spans_of_a_mask(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    spans_of = spans.spans_of
+    monkeypatch.setattr(spans, "spans_of", lambda mask, texts: found.append(mask) or spans_of(mask, texts))
+    ids = torch.randint(3, 96, (1, 12))
     with attention_of_steps():
-        found = logits(model, ids, torch.ones_like(ids))
+        logits(random_model("gemma2"), ids, torch.ones_like(ids))
+    assert len(calls) == 2 * 3
+    assert len(found) == 2 * 2  # steps, kinds of masks
+
+
+def test_attention_of_another_kind_is_left_alone(calls: list[Any]) -> None:
+    """Weights that are asked for, prompts without a mask, attention of a model's own that says nothing of itself."""
+    model, ids = random_model("gemma2"), torch.randint(3, 96, (1, 6))
+    with attention_of_steps():
+        found = model(ids, output_attentions=True, attention_mask=torch.ones_like(ids)).attentions
+        assert found[0].shape == (1, 4, 6, 6)
+        model.config.output_attentions = True
+        assert model(ids).attentions[0].shape == (1, 4, 6, 6)
+        random_model("llama")(ids)
     assert not calls
-    assert all(map(torch.equal, found, right))
 
 
 def test_several_threads(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +133,7 @@ def test_several_threads(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> N
     model = MODELS["llama"]().eval()
     ids = torch.randint(3, 96, (1, 6))
     mask = torch.ones_like(ids)
-    right = logits(model, ids, mask)[-1]
+    right = logits(model, ids, mask, prompt=5)[-1]
 
     @torch.no_grad()
     def step(_: int) -> Tensor:
@@ -126,7 +166,9 @@ def test_what_was_registered_comes_back() -> None:
     before, names = functions["sdpa"], set(functions)
     with attention_of_steps():
         assert functions["sdpa"] is not before
+        assert "get_interface" in vars(functions)
     assert functions["sdpa"] is before
+    assert "get_interface" not in vars(functions)
     own = lambda *args, **kwargs: before(*args, **kwargs)  # noqa: E731
     functions["sdpa"] = own
     try:

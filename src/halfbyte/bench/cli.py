@@ -98,6 +98,35 @@ def search(
 
 
 @app.command()
+def attention(
+    device: Device = None,
+    models: Annotated[
+        str | None, typer.Option(help="Names, such as llama-3-8b, or HEADSxKEY_HEADSxSIZE, comma-separated.")
+    ] = None,
+    loads: Annotated[
+        str | None, typer.Option(help="TEXTSxTOKENSxFILLED, or with xNEW behind it, such as 8x32768x16384x4.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "bfloat16",
+    rounds: Rounds = 15,
+    out: Out = None,
+) -> None:
+    """Attention of few new tokens over long caches, wholly and partly filled, beside torch's."""
+    import torch
+
+    from halfbyte.bench import attention as bench
+    from halfbyte.bench import runs
+
+    if dtype not in ("float16", "bfloat16"):
+        raise typer.BadParameter(f"dtype {dtype!r} is not float16 or bfloat16")
+    where = device_to_measure(device)
+    with usage():
+        heads = bench.MODELS if models is None else bench.models_of(models)
+        chosen = bench.LOADS if loads is None else bench.loads_of(loads)
+    cases = bench.attention_cases(where, heads, chosen, getattr(torch, dtype))
+    runs.run_cases("attention", cases, where, rounds, out)
+
+
+@app.command()
 def nearest(
     device: Device = None,
     processes: Annotated[int, typer.Option(min=2, help="GPUs, or processes on a CPU.")] = 2,

@@ -1,35 +1,77 @@
-"""transformers' attention in a captured step: of one new token, by our kernel.
+"""transformers' attention in a captured step: of few new tokens, by our kernel.
 
 torch's, given a mask of booleans, first makes numbers of it in three kernels, in every layer anew, and then runs one
-that is made for many tokens. Attention of another kind goes on as it is.
+that is made for many tokens. What has a soft cap or sinks, as Gemma 2 and gpt-oss have, transformers computes in half a
+dozen operations ("eager"). Attention of another kind goes on as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from halfbyte.kernels.common.slow import has_triton
 
-NAME = "sdpa"  # of torch's attention in transformers
-OTHERS = ("softcap", "position_bias", "s_aux", "cache", "output_attentions")  # what makes it attention of another kind
+NAME, EAGER = "sdpa", "eager"  # of torch's attention in transformers, and of that in a model's own file
+OTHERS = ("position_bias", "cache", "output_attentions")  # what makes it attention of another kind
+OURS = ("softcap", "s_aux")  # what torch's does not know, and the models' own that say it are of one kind
 
 
 @contextmanager
 def attention_of_steps() -> Iterator[None]:
-    """Within, models whose attention is torch's compute that of one token in one launch or two."""
+    """Within, models whose attention is torch's, or has a soft cap or sinks, compute that of one to eight new tokens in
+    one launch or two. Masks are not changed in place within, or spans of them are found too early."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
     theirs = functions.get(NAME)
     if theirs is None or not has_triton():
         yield
         return
-    from halfbyte.kernels.attention.triton import attend, takes
+    step = _Step()
+    find = functions.get_interface
 
-    def forward(
+    def interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        found = find(name, default)
+        return partial(step.eager, found) if name == EAGER and found is default else found
+
+    functions[NAME] = partial(step.sdpa, theirs)
+    before = vars(functions).get("get_interface")
+    functions.get_interface = interface
+    try:
+        yield
+    finally:
+        del functions[NAME]  # ours; below may lie what is registered for all
+        if functions.get(NAME) is not theirs:
+            functions[NAME] = theirs
+        del functions.get_interface
+        if before is not None:
+            functions.get_interface = before
+
+
+class _Step:
+    """Attention functions of one step, whose layers see by few masks, and one span of tokens for each of these."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[Tensor, int, Tensor]] = []
+
+    def sdpa(self, theirs: Callable[..., Any], module: nn.Module, *args: Any, **others: Any) -> Any:
+        known = all(others.get(name) is None for name in OURS)
+        return (partial(self.attention, theirs) if known else theirs)(module, *args, **others)
+
+    def eager(self, theirs: Callable[..., Any], module: nn.Module, *args: Any, **others: Any) -> Any:
+        """Without such a name a model's own attention may be anything. It returns its weights, where they are asked
+        for."""
+        known = any(name in others for name in OURS)
+        wanted = getattr(getattr(module, "config", None), "output_attentions", False)
+        return (partial(self.attention, theirs) if known and not wanted else theirs)(module, *args, **others)
+
+    def attention(
+        self,
+        theirs: Callable[..., Any],
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -39,17 +81,26 @@ def attention_of_steps() -> Iterator[None]:
         scaling: float | None = None,
         **others: Any,
     ) -> Any:
+        from halfbyte.kernels.attention import triton as kernels
+
         asked = (others.get(name) for name in OTHERS)
         another = dropout or any(value is not None and value is not False for value in asked)
-        if another or not takes(query, key, value, attention_mask):
+        # Without a mask several new tokens are a prompt, whose causal mask transformers leaves to torch.
+        prompt = attention_mask is None and query.shape[2] > 1
+        sinks, softcap = others.get("s_aux"), others.get("softcap")
+        if another or prompt or not kernels.takes(query, key, value, attention_mask, sinks):
             return theirs(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        return attend(query, key, value, attention_mask, scale), None
+        spans = None if attention_mask is None else self.spans_of(attention_mask, len(query))
+        softcap = None if softcap is None else float(softcap)
+        return kernels.attend(query, key, value, attention_mask, scale, softcap=softcap, sinks=sinks, spans=spans), None
 
-    functions[NAME] = forward
-    try:
-        yield
-    finally:
-        del functions[NAME]  # ours; below may lie what is registered for all
-        if functions.get(NAME) is not theirs:
-            functions[NAME] = theirs
+    def spans_of(self, mask: Tensor, texts: int) -> Tensor:
+        from halfbyte.kernels.attention.spans import spans_of
+
+        for known, rows, spans in self.spans:
+            if known is mask and rows == texts:
+                return spans
+        spans = spans_of(mask, texts)
+        self.spans = [*self.spans[-3:], (mask, texts, spans)]  # masks are kept, so that no other has their identity
+        return spans

@@ -7,37 +7,65 @@ from functools import lru_cache
 
 from halfbyte.kernels.common.device import DeviceProperties
 
-MOST_PARTS = 64
+FEW_PARTS, MOST_PARTS = 16, 128
+LEAST_ROWS = 16  # of a product on tensor cores
+MOST_ROWS = 64  # of one program: its sums are held in registers
+OVERHEAD = 1.5  # what a program takes beside its blocks, in blocks: its start, its first loads, its sums
+MOST_RESIDENT = 1  # programs of a multiprocessor at once; more make more parts, which took longer on an H200
+TENSOR_CORES = 80  # the first target whose tensor cores Triton uses; before it, more than LEAST_ROWS are spilled
+OTHER_SHARED = 2048  # bytes that a program takes beside queries and the blocks on their way, about
+RESERVED = 1024  # bytes of shared memory that the driver takes of each program
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """block: tokens at once. blocks: of one program. parts: programs of a head, the last of which may find nothing.
-    warps, stages: Triton's options."""
+    """block: tokens at once. parts: the most programs that share the tokens of a head. least: blocks that a part is
+    worth. rows: of a program's product. warps, stages: Triton's options. one_launch: the last part of a head to end
+    adds the parts up; else a second kernel does."""
 
     block: int
-    blocks: int
     parts: int
-    warps: int
-    stages: int
+    rows: int = 16
+    warps: int = 4
+    stages: int = 3
+    least: int = 1
+    one_launch: bool = True
+
+    def tiles(self, rows: int) -> int:
+        """Programs that share one part of a head of keys, which has `rows` rows of queries."""
+        return -(-rows // self.rows)
 
 
 @lru_cache(1 << 14)
-def plan_for(properties: DeviceProperties, heads: int, tokens: int, size: int) -> AttentionPlan:
-    """heads: of keys, of all texts. tokens: of the cache. size: the larger of a head's.
+def plan_for(properties: DeviceProperties, heads: int, tokens: int, size: int, rows: int) -> AttentionPlan:
+    """heads: of keys, of all texts. tokens: of the cache, as long as it can be. size: the larger of a head's. rows:
+    heads that share keys, times new tokens.
 
-    Four programs a multiprocessor, if each has tokens enough to be worth a part; measured on an H200. Where heads alone
-    fill the GPU, a part is worth it from four blocks on. Caches of all lengths make four plans an octave, since each is
-    compiled for itself.
+    As many programs as the GPU holds at once, or several times as many: a last round that is mostly empty costs as much
+    as a full one.
     """
-    block = 64 if size <= 128 else 32
-    blocks = _rounded(-(-tokens // block))
-    parts = max(1, min(4 * properties.sms // heads, MOST_PARTS, blocks if heads < properties.sms else blocks // 4))
-    each = -(-blocks // parts)
-    return AttentionPlan(block, each, -(-blocks // each), 4, 2)
+    tensor_cores = properties.kind != "cuda" or properties.capability >= TENSOR_CORES
+    tile = min(max(LEAST_ROWS, _power(rows)), MOST_ROWS if tensor_cores else LEAST_ROWS)
+    width = max(16, _power(size))
+    block = 64 if width <= 128 and tensor_cores else 32
+    stage = 4 * block * width  # bytes, of keys and of values
+    other = 2 * tile * width + OTHER_SHARED + RESERVED
+    shared = properties.shared_memory + RESERVED
+    # From sm_90 on, products of 64 rows read shared memory while they run, and take a block more.
+    ahead = 1 if tile < 64 or properties.ptx < 90 else 0
+    stages = 3 if ahead and 2 * (2 * stage + other) <= shared else 2
+    resident = max(1, min(MOST_RESIDENT, shared // ((stages - ahead) * stage + other)))
+    programs = heads * -(-rows // tile)
+    blocks = -(-tokens // block)
+
+    def cost(parts: int) -> float:
+        return -(-programs * parts // (resident * properties.sms)) * (-(-blocks // parts) + OVERHEAD)
+
+    parts = min(range(1, min(blocks, MOST_PARTS) + 1), key=cost)
+    warps = 2 if tile == LEAST_ROWS and width <= 128 else 4 if tile * width <= 8192 else 8
+    return AttentionPlan(block, parts, tile, warps, stages)
 
 
-def _rounded(number: int) -> int:
-    """The next of 1 to 8, 10, 12, 14, 16, 20, 24, ..."""
-    step = 1 << max(0, (number - 1).bit_length() - 3)
-    return -(-number // step) * step
+def _power(number: int) -> int:
+    """The power of two from `number` on."""
+    return 1 << (number - 1).bit_length()

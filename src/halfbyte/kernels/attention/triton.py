@@ -1,9 +1,13 @@
-"""Attention of one new token to the keys and values of a static cache.
+"""Attention of one to eight new tokens of each text to the keys and values of a static cache.
 
-The heads that share keys are the rows of one product, so every key and value is read once, and those that the mask
-forbids are not read at all. Where texts and heads are fewer than the GPU has room for, the tokens are cut too: each
-part keeps its sum, its highest score and the sum of its weights, as in flash decoding (arXiv:2311.01282), and a second
-kernel adds the parts up, always in the same order.
+The heads that share keys, and the new tokens, are the rows of one product, so every key and value is read once. What
+lies outside of the span that a text sees (spans.py) is not read, and costs no turn of the loop. The tokens of a span
+are cut evenly into parts, so that all of the GPU reads, however little of the cache is filled: each part keeps its sum,
+its highest score and the sum of its weights, as in flash decoding (arXiv:2311.01282). The last part of a head to end
+adds them up, or a second kernel does, always in the same order.
+
+Bytes: the keys and values of the spans, once. Flops: 2 · rows · (size of keys + of values) a token and head of keys,
+of which at 16 rows tensor cores have ten times as many as the memory has bytes.
 """
 
 from __future__ import annotations
@@ -15,110 +19,157 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.attention.plan import AttentionPlan, plan_for
+from halfbyte.kernels.attention.merge import added, attend_merge_kernel, cut, store_rows
+from halfbyte.kernels.attention.plan import FEW_PARTS, MOST_PARTS, AttentionPlan, plan_for
+from halfbyte.kernels.attention.spans import COUNTERS, WIDTH, lowest, spans_of
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
 
 DTYPES = (torch.float16, torch.bfloat16)
-MOST_GROUP = 32  # heads that share keys
+MOST_NEW = 8  # new tokens of a text
+MOST_QUERIES = 256  # heads that share keys, times new tokens
 MOST_HEAD = 256  # the size of a head
-LEAST_ROWS = 16  # of a product on tensor cores
+
+
+@triton.jit
+def _mask_of(mask, token, known, NEW: tl.constexpr, LOWEST: tl.constexpr):
+    """Of one row for all, [1, tokens], or of each row: mask is a pointer or a column of them."""
+    if NEW == 1:
+        found = tl.load(mask + token, known, LOWEST)[None, :]
+    else:
+        found = tl.load(mask + token[None, :], known[None, :], LOWEST)
+    return found
 
 
 @triton.jit
 def attend_kernel(
-    query, keys, values, mask, out, sums, tokens, heads, query_text, query_head, mask_text,
-    SCALE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
-    MASKED: tl.constexpr, OVERLAPS: tl.constexpr,
+    query, keys, values, mask, spans, sinks, out, sums, statistics, tokens, heads, parts, query_text, query_head,
+    query_new, key_text, key_head, value_text, value_head, mask_text, mask_new,
+    SCALE: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, NEW: tl.constexpr, ROWS: tl.constexpr,
+    HELD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr, LOWEST: tl.constexpr,
+    SPANS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, MERGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program i: the GROUP heads of keys i / PARTS, of which there are `heads` a text, and the i % PARTS-th BLOCKS
-    blocks of tokens. out: sums / weights where PARTS is 1. Else sums [heads of query, PARTS, E + 2]: the sum, the
-    highest score and the weights."""
-    which = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
-    text = which // heads
-    row = tl.arange(0, ROWS)[:, None]
+    """Program i: the i % parts-th part of the tokens of a text, for ROWS of the GROUP * NEW rows (heads first) of a
+    head of keys, of which there are `heads` a text.
+
+    MASK: 0 none, 1 bytes, 2 numbers to be added. Without SPANS a text sees all tokens. sums: [programs, HELD, E],
+    statistics: [programs, 2, HELD], the highest scores and the weights. SPLIT: there are several parts. MERGES: they
+    are added up here, counted by what lies behind the spans.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    TILES: tl.constexpr = (GROUP * NEW + ROWS - 1) // ROWS
+    # Up to 32 rows are shared by warps, which meet for every sum over tokens: so weights are summed place by place in a
+    # block, and over its places at the end. From 64 rows on a warp has rows of its own (wgmma), and few registers left.
+    PLACES: tl.constexpr = BLOCK if ROWS < 64 else 1
+    part = tl.program_id(0) % parts
+    which = tl.program_id(0) // parts
+    owner = which // TILES
+    text = (owner // heads).to(tl.int64)
+    shared = owner % heads
+    row = which % TILES * ROWS + tl.arange(0, ROWS)
+    inside = row < GROUP * NEW
+    head = shared * GROUP + row // NEW
     d = tl.arange(0, D)
     e = tl.arange(0, E)
     if OVERLAPS:
         wait_for_the_one_ahead()
         let_the_next_begin()
-    head = which % heads * GROUP + row
-    q = tl.load(query + text * query_text + head * query_head + d[None, :], (row < GROUP) & (d < KEY)[None, :], 0)
-    first = which.to(tl.int64) * tokens
+    first, end, begin, blocks, used = cut(spans, text, tokens, parts, WIDTH, BLOCK, LEAST, SPANS)
+    if not SPLIT:
+        used = 1
+    elif part >= used:
+        return
+    at = query + text * query_text + head * query_head + row % NEW * query_new
+    q = tl.load(at[:, None] + d[None, :], inside[:, None] & (d < KEY)[None, :], 0)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
-    weights = tl.zeros((ROWS,), tl.float32)
+    weights = tl.zeros((ROWS, PLACES), tl.float32)
+    if SINKS:  # of the first part: a score that has no value
+        highest = tl.load(sinks + head, inside & (part == 0), float("-inf")).to(tl.float32) * LOG2E
+        weights += tl.where((part == 0) & (tl.arange(0, PLACES) == 0), 1.0, 0.0)[None, :]
     total = tl.zeros((ROWS, E), tl.float32)
-    for block in range(BLOCKS):
-        token = (part * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        seen = token < tokens
-        if MASKED:
-            seen = tl.load(mask + text.to(tl.int64) * mask_text + token, seen, 0) != 0
-        at = first + token
-        k = tl.load(keys + at[None, :] * KEY + d[:, None], seen[None, :] & (d < KEY)[:, None], 0)
-        score = tl.where(seen[None, :], tl.dot(q, k) * (SCALE * 1.4426950408889634), float("-inf"))  # log2(e)
-        v = tl.load(values + at[:, None] * VALUE + e[None, :], seen[:, None] & (e < VALUE)[None, :], 0)
+    keys += text * key_text + shared * key_head
+    values += text * value_text + shared * value_head
+    start = begin + part * blocks // used
+    stop = begin + (part + 1) * blocks // used
+    token = start * BLOCK + tl.arange(0, BLOCK)
+    if MASK:
+        mask += text * mask_text
+        if NEW > 1:
+            mask += (row % NEW * mask_new)[:, None]
+        ahead = _mask_of(mask, token, (token >= first) & (token < end), NEW, LOWEST)
+    for _ in range(start, stop):
+        known = (token >= first) & (token < end)
+        k = tl.load(keys + token[None, :] * KEY + d[:, None], known[None, :] & (d < KEY)[:, None], 0)
+        v = tl.load(values + token[:, None] * VALUE + e[None, :], known[:, None] & (e < VALUE)[None, :], 0)
+        score = tl.dot(q, k)
+        if CAP == 0:
+            score *= SCALE * LOG2E
+        else:  # cap * tanh(score / cap)
+            score = (CAP * LOG2E) - (2 * CAP * LOG2E) / (tl.exp2(score * (2 * SCALE * LOG2E / CAP)) + 1)
+        seen = known[None, :]
+        token += BLOCK
+        if MASK:
+            seen = seen & (ahead > LOWEST)
+            if MASK == 2:
+                score += ahead.to(tl.float32) * LOG2E
+            ahead = _mask_of(mask, token, (token >= first) & (token < end), NEW, LOWEST)  # the next block's
+        score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
         weight = tl.exp2(score - base[:, None])
         shrunk = tl.exp2(highest - base)
-        weights = weights * shrunk + tl.sum(weight, axis=1)
+        weights = weights * shrunk[:, None] + (weight if PLACES > 1 else tl.sum(weight, axis=1)[:, None])
         total = tl.dot(weight.to(v.dtype), v, total * shrunk[:, None])
         highest = higher
-    to = which * GROUP + row
-    if PARTS == 1:
-        result = total / tl.maximum(weights, 1.0)[:, None]  # the highest score's weight alone is 1
-        tl.store(out + to * VALUE + e[None, :], result, (row < GROUP) & (e < VALUE)[None, :])
+    sum_of_weights = tl.sum(weights, axis=1)
+    out += text * heads * GROUP * NEW * VALUE  # of this text: [new, heads, VALUE]
+    if used == 1:
+        alone = total / tl.maximum(sum_of_weights, 1.0)[:, None]  # the highest score's weight alone is 1
+        store_rows(out, alone, row, inside, shared, heads, GROUP, NEW, VALUE, E)
     else:
-        at = sums + (to * PARTS + part) * (E + 2)
-        tl.store(at + e[None, :], total, row < GROUP)
-        tl.store(at + E, highest[:, None], row < GROUP)
-        tl.store(at + E + 1, weights[:, None], row < GROUP)
+        held = tl.arange(0, ROWS)  # HELD of them are inside, at most
+        place = (which * parts + part).to(tl.int64)
+        tl.store(sums + (place * HELD + held[:, None]) * E + e[None, :], total, inside[:, None])
+        tl.store(statistics + place * 2 * HELD + held, highest, inside)
+        tl.store(statistics + place * 2 * HELD + HELD + held, sum_of_weights, inside)
+        if MERGES:
+            tl.debug_barrier()  # every warp has stored
+            counter = spans + text * WIDTH + 2 + shared * TILES + which % TILES
+            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+                few = tl.arange(0, HELD)
+                of = which % TILES * ROWS + few
+                result = added(sums, statistics, which * parts, used, few, of < GROUP * NEW, HELD, E, MOST, CHUNK)
+                store_rows(out, result, of, of < GROUP * NEW, shared, heads, GROUP, NEW, VALUE, E)
+                tl.store(counter, 0)
 
 
-@triton.jit
-def attend_parts_kernel(
-    out, sums, VALUE: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr, MOST: tl.constexpr, OVERLAPS: tl.constexpr
-):
-    """Program i: head i of out. MOST: the power of two from PARTS on."""
-    part = tl.arange(0, MOST)
-    e = tl.arange(0, E)
-    if OVERLAPS:
-        wait_for_the_one_ahead()
-        let_the_next_begin()
-    at = sums + (tl.program_id(0) * PARTS + part) * (E + 2)
-    highest = tl.load(at + E, part < PARTS, float("-inf"))
-    weights = tl.load(at + E + 1, part < PARTS, 0)
-    total = tl.load(at[:, None] + e[None, :], (part < PARTS)[:, None], 0)
-    top = tl.max(highest, axis=0)
-    factor = tl.exp2(highest - tl.where(top == float("-inf"), 0.0, top))
-    result = tl.sum(total * factor[:, None], axis=0) / tl.maximum(tl.sum(weights * factor, axis=0), 1.0)
-    tl.store(out + tl.program_id(0) * VALUE + e, result, e < VALUE)
-
-
-def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attend` is for them: one token of each text, on a GPU that computes in their dtype."""
-    if {query.dim(), keys.dim(), values.dim()} != {4} or query.shape[2] != 1 or query.dtype not in DTYPES:
+def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> bool:
+    """Whether `attend` is for them: few new tokens of each text, on a GPU that computes in their dtype."""
+    if {query.dim(), keys.dim(), values.dim()} != {4} or query.dtype not in DTYPES:
         return False
-    texts, heads, _, size = query.shape
-    shared = max(1, keys.shape[1])
+    texts, heads, new, size = query.shape
+    shared, tokens = max(1, keys.shape[1]), keys.shape[2]
+    others = [tensor.device for tensor in (keys, values, mask, sinks) if tensor is not None]
     return (
         {keys.dtype, values.dtype} == {query.dtype}
-        and {keys.device, values.device, query.device if mask is None else mask.device} == {query.device}
+        and {*others} == {query.device}
         and _computes(properties_of(query.get_device()), query.dtype)
         and keys.shape[:3] == values.shape[:3]
         and keys.shape[0] == texts
         and keys.shape[3] == size <= MOST_HEAD
         and 0 < values.shape[3] <= MOST_HEAD
+        and 0 < new <= MOST_NEW
         and heads % shared == 0
-        and 0 < heads <= MOST_GROUP * shared
-        and texts * keys.shape[2] > 0
-        and keys.is_contiguous()
-        and values.is_contiguous()
+        and 0 < heads * new <= MOST_QUERIES * shared
+        and texts * tokens > 0
+        and tokens * MOST_HEAD < 1 << 31
+        and all(tensor.stride()[2:] == (tensor.shape[3], 1) for tensor in (keys, values))
         and query.stride(3) == 1
-        and (mask is None or (mask.dtype is torch.bool and _is_of(mask, texts, keys.shape[2])))
+        and (mask is None or (mask.dtype in (torch.bool, query.dtype) and _is_of(mask, texts, new, tokens)))
+        and (sinks is None or (sinks.shape == (heads,) and sinks.stride(0) == 1))
     )
 
 
@@ -126,48 +177,87 @@ def _computes(properties: DeviceProperties, dtype: torch.dtype) -> bool:
     return properties.kind != "cuda" or properties.capability >= (80 if dtype is torch.bfloat16 else 75)
 
 
-def _is_of(mask: Tensor, texts: int, tokens: int) -> bool:
+def _is_of(mask: Tensor, texts: int, new: int, tokens: int) -> bool:
     shape = mask.shape
-    return len(shape) == 4 and shape[0] in (1, texts) and shape[1:] == (1, 1, tokens) and mask.stride(3) == 1
+    return len(shape) == 4 and shape[0] in (1, texts) and shape[1:] == (1, new, tokens) and mask.stride(3) == 1
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, plan: AttentionPlan | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    spans: Tensor | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
     """softmax(query keysᵀ · scale) values, where the mask is true, in fp32 but for products of 16-bit numbers.
 
-    query: [texts, heads, 1, size]. keys, values: [texts, heads that share keys, tokens, size]. mask: bool, [texts or 1,
-    1, 1, tokens]. Such that `takes` says yes, on the current device. Returns [texts, 1, heads, size of values]; zeros
-    for a text that sees no token.
+    query: [texts, heads, new tokens, size]. keys, values: [texts, heads that share keys, tokens, size]. mask: [texts or
+    1, 1, new tokens, tokens], of booleans, or of numbers in the dtype of query, which are added to scores; the least of
+    that dtype, or -inf, stands for a token that is not seen. softcap: scores become softcap · tanh(score / softcap).
+    sinks: [heads], a score each that takes its share of the weights and has no value. Such that `takes` says yes, on
+    the current device.
+
+    spans: what `spans_of` says of the mask, for callers that have several layers; without a mask every token of a span
+    is seen. The tokens of a span that a mask leaves out are read all the same, and must be finite.
+
+    Returns [texts, new tokens, heads, size of values]; zeros for a new token that sees none.
     """
-    texts, heads, _, size = query.shape
+    texts, heads, new, size = query.shape
     shared, tokens, value = keys.shape[1], keys.shape[2], values.shape[3]
     index, group = query.get_device(), heads // shared
-    plan = plan or plan_for(properties_of(index), texts * shared, tokens, max(size, value))
-    d, e = max(16, triton.next_power_of_2(size)), max(16, triton.next_power_of_2(value))
-    out = query.new_empty((texts, 1, heads, value))
-    parts = plan.parts
-    sums = out if parts == 1 else torch.empty(texts * heads * parts * (e + 2), dtype=torch.float32, device=out.device)
+    plan = plan or plan_for(properties_of(index), texts * shared, tokens, max(size, value), group * new)
+    if spans is None and mask is not None:
+        spans = spans_of(mask, texts)
+    tiles, parts = plan.tiles(group * new), plan.parts
+    held, e = min(plan.rows, triton.next_power_of_2(group * new)), max(16, triton.next_power_of_2(value))
+    split = parts > 1
+    merges = split and plan.one_launch and spans is not None and shared * tiles <= COUNTERS
+    out = query.new_empty((texts, new, heads, value))
+    sums = statistics = out
+    if split:
+        places = texts * shared * tiles * parts * held
+        memory = torch.empty(places * (e + 2), dtype=torch.float32, device=out.device)
+        sums, statistics = memory[: places * e], memory[places * e :]
+    most = FEW_PARTS if parts <= FEW_PARTS else MOST_PARTS  # two compiled kernels, not one for each number
+
+    def constants_of(properties: DeviceProperties, rows: int, warps: int) -> dict[str, Any]:
+        """rows: that one program adds up."""
+        return {
+            "GROUP": group, "NEW": new, "ROWS": plan.rows, "HELD": held, "VALUE": value, "E": e, "BLOCK": plan.block,
+            "LEAST": plan.least, "MOST": most, "CHUNK": max(1, min(most, 2048 * warps // (rows * e))),
+            "SPANS": spans is not None, "WIDTH": WIDTH, "OVERLAPS": properties.ptx >= SINCE, "num_warps": warps,
+        }  # fmt: skip
 
     def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
-        constants = {
-            "SCALE": scale, "GROUP": group, "ROWS": max(LEAST_ROWS, triton.next_power_of_2(group)), "KEY": size,
-            "VALUE": value, "D": d, "E": e, "BLOCK": plan.block, "BLOCKS": plan.blocks, "PARTS": parts,
-            "MASKED": mask is not None, "OVERLAPS": properties.ptx >= SINCE,
+        constants = constants_of(properties, held, plan.warps) | {
+            "SCALE": scale, "CAP": softcap or 0, "KEY": size, "D": max(16, triton.next_power_of_2(size)),
+            "MASK": 0 if mask is None else 1 if mask.dtype is torch.bool else 2,
+            "LOWEST": 0 if mask is None else lowest(mask), "SINKS": sinks is not None, "SPLIT": split,
+            "MERGES": merges, "num_stages": plan.stages,
         }  # fmt: skip
-        return texts * shared * parts, constants | {"num_warps": plan.warps, "num_stages": plan.stages}
+        return texts * shared * tiles * parts, constants
 
-    seen = query if mask is None else mask.view(torch.uint8)
+    def configure_merge(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
+        return texts * shared * tiles * held, constants_of(properties, 1, 4)
+
+    ahead = query if spans is None else spans
+    seen = query if mask is None else mask.view(torch.uint8) if mask.dtype is torch.bool else mask
     mask_text = 0 if mask is None or len(mask) == 1 else mask.stride(0)
-    arguments = (query, keys, values, seen, out, sums, tokens, shared, query.stride(0), query.stride(1), mask_text)
-    key = (query.dtype, scale, group, size, value, plan, mask is None, texts * shared)
+    mask_new = 0 if mask is None or new == 1 else mask.stride(2)
+    arguments = (
+        query, keys, values, seen, ahead, query if sinks is None else sinks, out, sums, statistics, tokens, shared,
+        parts, query.stride(0), query.stride(1), 0 if new == 1 else query.stride(2), *keys.stride()[:2],
+        *values.stride()[:2], mask_text, mask_new,
+    )  # fmt: skip
+    kinds = query.dtype, None if mask is None else mask.dtype, None if sinks is None else sinks.dtype, spans is None
+    key = (kinds, scale, softcap, texts, group, new, size, value, plan, merges)
     launch(attend_kernel, index, arguments, key, configure)
-    if parts > 1:
-
-        def add_up(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
-            most = triton.next_power_of_2(parts)
-            constants = {"VALUE": value, "E": e, "PARTS": parts, "MOST": most, "OVERLAPS": properties.ptx >= SINCE}
-            return texts * heads, constants | {"num_warps": 4}
-
-        launch(attend_parts_kernel, index, (out, sums), (query.dtype, value, e, parts, texts * heads), add_up)
+    if split and not merges:
+        arguments = (ahead, out, sums, statistics, tokens, shared, parts)
+        launch(attend_merge_kernel, index, arguments, key, configure_merge)
     return out

@@ -1,7 +1,7 @@
-"""A token's keys and values put into a static cache, and the cache's length counted up, in one launch.
+"""New tokens' keys and values put into a static cache, and the cache's length counted up, in one launch.
 
 transformers does it in five: a range, its sum with the length, two copies, the new length. Few bytes move (4 KB for a
-text of 8 heads), so one program does it all, and knows when everybody has read the length.
+token of a text of 8 heads), so one program does it all, and knows when everybody has read the length.
 """
 
 from __future__ import annotations
@@ -17,41 +17,54 @@ from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
 
 MOST = 1 << 17  # numbers that one program is quick enough for
+MOST_NEW = 8  # tokens of a text
 TILE = 4096  # numbers at once
 
 
 @triton.jit
 def _put(
-    cache, new, place, tokens, rows, heads, per_text, per_head, HEAD: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
-):
+    cache, new, length, tokens, rows, heads, per_text, per_head, per_token,
+    NEW: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, D)[None, :]
     for first in range(0, rows, ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
+        owner = row // NEW
+        place = length + row % NEW
         inside = (row < rows) & (column < HEAD) & (place < tokens)
-        values = tl.load(new + row // heads * per_text + row % heads * per_head + column, mask=inside)
-        tl.store(cache + (row.to(tl.int64) * tokens + place) * HEAD + column, values, mask=inside)
+        at = owner // heads * per_text + owner % heads * per_head + row % NEW * per_token
+        values = tl.load(new + at + column, mask=inside)
+        tl.store(cache + (owner.to(tl.int64) * tokens + place) * HEAD + column, values, mask=inside)
 
 
 @triton.jit
 def append_kernel(
-    keys, values, new_keys, new_values, length, tokens, rows, heads, key_text, key_head, value_text, value_head,
-    KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, OVERLAPS: tl.constexpr,
+    keys, values, new_keys, new_values, length, tokens, rows, heads, key_text, key_head, key_token, value_text,
+    value_head, value_token,
+    NEW: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """keys, values: [rows, tokens, KEY or VALUE]. new_keys, new_values: rows at the strides of texts and heads."""
+    """keys, values: [rows / NEW, tokens, KEY or VALUE]. new_keys, new_values: rows at the strides of texts, heads and
+    tokens."""
     if OVERLAPS:
         wait_for_the_one_ahead()
         let_the_next_begin()
     place = tl.load(length)
-    _put(keys, new_keys, place, tokens, rows, heads, key_text, key_head, KEY, ROWS, D)
-    _put(values, new_values, place, tokens, rows, heads, value_text, value_head, VALUE, ROWS, D)
+    _put(keys, new_keys, place, tokens, rows, heads, key_text, key_head, key_token, NEW, KEY, ROWS, D)
+    _put(values, new_values, place, tokens, rows, heads, value_text, value_head, value_token, NEW, VALUE, ROWS, D)
     tl.debug_barrier()  # every warp has read the length
-    tl.store(length, place + 1)
+    tl.store(length, place + NEW)
 
 
-def takes(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> bool:
-    """Whether `append` is for them: one token of each text, of few enough, beside it in the cache's dtypes."""
+def takes(
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor, most_new: int = 1
+) -> bool:
+    """Whether `append` is for them: few new tokens of each text, of few enough, beside it in the cache's dtypes.
+
+    most_new: new tokens of a text, for which the caller has counted that there is room; up to MOST_NEW.
+    """
     return (
-        new_keys.shape[2] == new_values.shape[2] == 1
+        0 < new_keys.shape[2] == new_values.shape[2] <= min(most_new, MOST_NEW)
         and new_keys.shape[:2] == new_values.shape[:2] == keys.shape[:2] == values.shape[:2]
         and (new_keys.shape[3], new_values.shape[3]) == (keys.shape[3], values.shape[3])
         and (new_keys.dtype, new_values.dtype) == (keys.dtype, values.dtype)
@@ -64,20 +77,24 @@ def takes(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, le
 
 
 def append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
-    """keys[:, :, length] = new_keys, values[:, :, length] = new_values, length += 1.
+    """keys[:, :, length : length + new] = new_keys, values likewise, length += new.
 
-    keys, values: [texts, heads, tokens, head size]. new_keys, new_values: [texts, heads, 1, head size]. length: int64,
-    without dimensions. All on the current device, and such that `takes` says yes. Nothing is written past the end.
+    keys, values: [texts, heads, tokens, head size]. new_keys, new_values: [texts, heads, new, head size]. length: int64
+    without dimensions. All on the current device, and such that `takes` says yes. Nothing is written past the end. Who
+    subtracts from the length takes tokens back: the next ones are written over them.
     """
     texts, heads, tokens, head = keys.shape
     columns = triton.next_power_of_2(max(head, values.shape[3]))
-    rows = min(triton.next_power_of_2(texts * heads), max(1, TILE // columns))
+    new = new_keys.shape[2]
+    rows = min(triton.next_power_of_2(texts * heads * new), max(1, TILE // columns))
 
     def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
-        constants = {"KEY": head, "VALUE": values.shape[3], "ROWS": rows, "D": columns}
+        constants = {"NEW": new, "KEY": head, "VALUE": values.shape[3], "ROWS": rows, "D": columns}
         return 1, constants | {"OVERLAPS": properties.ptx >= SINCE, "num_warps": 4 if rows * columns < TILE else 16}
 
-    strides = (*new_keys.stride()[:2], *new_values.stride()[:2])
-    arguments = (keys, values, new_keys, new_values, length, tokens, texts * heads, heads, *strides)
-    key = (keys.dtype, values.dtype, head, values.shape[3], rows)
+    strides = [*new_keys.stride()[:3], *new_values.stride()[:3]]
+    if new == 1:  # one compiled kernel, whatever these are
+        strides[2] = strides[5] = 0
+    arguments = (keys, values, new_keys, new_values, length, tokens, texts * heads * new, heads, *strides)
+    key = (keys.dtype, values.dtype, new, head, values.shape[3], rows)
     launch(append_kernel, keys.get_device(), arguments, key, configure)

@@ -201,5 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     sync_all();
     multiply_units(a, first, last, warp, lane);
   }
-  if constexpr (Config::cluster > 1) sync_cluster();  // shared memory stays until the other CTA needs it no longer
+  if constexpr (Config::cluster > 1) {  // shared memory stays until the other CTA needs it no longer
+    __syncwarp();                       // of the producers one lane came alone
+    sync_cluster();
+  }
 }

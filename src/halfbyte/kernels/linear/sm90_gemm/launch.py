@@ -42,7 +42,20 @@ def codebook(problem: Problem) -> tuple[float, bytes]:
 
 def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan: GemmPlan) -> Product:
     """The product with a weight on the current device, of as many rows as there are tiles of x for m."""
-    return laid_out.bind(sys.modules[__name__], device, m, problem, weight, plan)
+    kernel, chunk = sys.modules[__name__], plan.chunk
+    of_chunk = laid_out.bind(kernel, device, min(m, chunk), problem, weight, plan)
+    if m <= chunk:
+        return of_chunk
+    of_rest = laid_out.bind(kernel, device, (m - 1) % chunk + 1, problem, weight, plan)
+    row, out_row = problem.k * problem.dtype.itemsize, problem.n * problem.dtype.itemsize
+
+    def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
+        for first in range(0, m, chunk):
+            rows = min(chunk, m - first)
+            product = of_chunk if rows == chunk else of_rest
+            product(stream, x + first * row, bias, out + first * out_row, rows)
+
+    return multiply
 
 
 def variant(problem: Problem, plan: GemmPlan, properties: DeviceProperties) -> Variant:

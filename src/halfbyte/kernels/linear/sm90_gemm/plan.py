@@ -29,7 +29,8 @@ class GemmPlan:
     w_stages: int  # units of W on their way
     x_stages: int  # steps of x on their way
     workers: int  # clusters that share the work
-    cluster: int = 2  # CTAs with neighbouring rows of W, which share x
+    cluster: int = 1  # CTAs with neighbouring rows of W, which share x
+    chunk: int = 1 << 30  # rows of x a launch, a multiple of tile_m
     microseconds: float = field(default=0.0, compare=False)
 
     resident: int = field(default=0, init=False)
@@ -91,7 +92,8 @@ def supports(problem: Problem) -> bool:
 
 def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
     """True if kernel.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
-    units = -(-n // plan.rows) * plan.x_tiles(m) * -(-k // UNIT_K)
+    last = m - (-(-m // plan.chunk) - 1) * plan.chunk  # rows of the last launch
+    units = -(-n // plan.rows) * -(-k // UNIT_K)
     return (
         properties.ptx == 90
         and plan.tile_m in TILES_M
@@ -99,27 +101,36 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES
         and plan.cluster in (1, 2)
-        and 1 <= plan.workers <= units
-        and units * plan.workers < 1 << 32
-        and m * k < 1 << 31
+        and plan.chunk % plan.tile_m == 0 < plan.chunk
+        and 1 <= plan.workers <= units * plan.x_tiles(last)
+        and units * plan.x_tiles(min(m, plan.chunk)) * plan.workers < 1 << 32
+        and min(m, plan.chunk) * k < 1 << 31
         and n < 1 << 31
         and plan.shared_bytes(span) <= properties.shared_memory
     )
 
 
 def gemm_plan(m: int, problem: Problem, properties: DeviceProperties) -> GemmPlan | None:
-    """The plan for x [m, K], or None where this kernel is not for it: clusters take equal parts of all units."""
-    n, k, span = problem.n, problem.k, span_of(problem)
-    found = []
+    """The plan for x [m, K], or None where this kernel is not for it: clusters take equal parts of all units.
+
+    CTAs far apart in W read the same x at different times, so a launch takes as many rows of x as L2 holds.
+    """
+    n, k, span, found = problem.n, problem.k, span_of(problem), []
     for tile_m, unit in h200.GEMM_UNIT.items() if m and properties.ptx == 90 else ():
-        for cluster in (1, 2):
-            tiles = -(-n // (128 * cluster)) * -(-m // tile_m)
-            units = tiles * -(-k // UNIT_K)
-            workers = min(properties.sms // cluster, units)
+        x_tiles, most = -(-m // tile_m), max(1, h200.GEMM_X_BYTES // (2 * k * tile_m))
+        launches = -(-x_tiles // most)
+        chunk = -(-x_tiles // launches)
+        for cluster in h200.GEMM_CLUSTER:
+            row_tiles, depth = -(-n // (128 * cluster)), -(-k // UNIT_K)
+            # The last launch may have fewer tiles than the others, and every cluster has work in each.
+            fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // chunk) - 1) * chunk)
+            workers = min(properties.sms // cluster, fewest)
+            tiles = row_tiles * chunk
             parts = min(1 + workers / tiles, DIRECT) if workers != tiles else 0
-            busy = -(-units // workers) * unit * h200.GEMM_CLUSTER[cluster] + h200.GEMM_PART * tile_m / 256 * parts
-            time = h200.GEMM_START + math.hypot(busy, problem.megabytes / h200.GEMM_BANDWIDTH)
-            plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), workers, cluster, time)
+            units = -(-tiles * depth // workers) * unit * h200.GEMM_CLUSTER[cluster]
+            busy = units + h200.GEMM_PART * tile_m / 256 * parts
+            time = launches * (h200.GEMM_START + math.hypot(busy, problem.megabytes / h200.GEMM_BANDWIDTH))
+            plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), workers, cluster, chunk * tile_m, time)
             if is_valid(plan, m, n, k, span, properties):
                 found.append(plan)
     return min(found, key=lambda plan: plan.microseconds, default=None)

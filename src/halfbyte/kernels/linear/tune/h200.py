@@ -142,8 +142,10 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 
 # -- sm90_gemm ---------------------------------------------------------------------------------------------------------
 
-# tile_m (rows of x) to µs a unit (256 of K), and what a cluster makes of it.
-GEMM_UNIT = {96: 1.25, 128: 1.6, 160: 1.95, 192: 2.25, 224: 2.6, 256: 2.9}
-GEMM_CLUSTER = {1: 1.0, 2: 0.95}
+# tile_m (rows of x) to µs a unit (256 of K). CTAs that share x to how many times that.
+GEMM_UNIT = {96: 1.76, 128: 2.05, 160: 2.34, 192: 2.63, 224: 2.92, 256: 3.2}
+GEMM_CLUSTER = {1: 1.0}
 # µs: two launches; a part of a tile of 256 rows. MB a µs that W comes with.
-GEMM_START, GEMM_PART, GEMM_BANDWIDTH = 5.0, 2.0, 3.0
+GEMM_START, GEMM_PART, GEMM_BANDWIDTH = 6.0, 2.8, 3.0
+# Bytes of x a launch, all of which stays in L2.
+GEMM_X_BYTES = 1 << 24

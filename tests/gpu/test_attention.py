@@ -1,0 +1,116 @@
+"""Attention over caches that are filled by a part, captured, replayed, on other streams and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.attention import reference
+from halfbyte.kernels.common.device import properties_of
+
+from .conftest import BF16, DEVICE, F16, captured, error, needs_two_gpus, on_another_stream, poisoned, sixteen_bits
+
+kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
+BOUND = {F16: 8e-4, BF16: 6e-3}
+
+
+def causal(spans: list[tuple[int, int]], new: int, tokens: int, device: torch.device = DEVICE) -> Tensor:
+    """A mask: each text sees from its first token on, its last new one up to the end, those before it one less each."""
+    first, end = torch.tensor(spans, device=device).T
+    place, row = torch.arange(tokens, device=device), torch.arange(new, device=device)[:, None]
+    return ((place >= first[:, None, None]) & (place < (end[:, None] - new + 1 + row.T)[:, :, None]))[:, None]
+
+
+def random(*shape: int, dtype: torch.dtype = BF16, device: torch.device = DEVICE) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def exact(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *others: object) -> Tensor:
+    return reference.attend(query.double(), keys.double(), values.double(), mask, 0.09, *others)  # type: ignore[arg-type]
+
+
+@sixteen_bits
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(("texts", "group", "new"), [(1, 1, 1), (1, 4, 1), (3, 8, 1), (3, 4, 4), (2, 8, 8)])
+@pytest.mark.parametrize("one_launch", [True, False])
+def test_long_caches(size: int, texts: int, group: int, new: int, one_launch: bool, dtype: torch.dtype) -> None:
+    """What lies outside of the spans, in front of the cache and behind it is neither read nor written."""
+    shared, tokens = 2, 4500
+    spans = [(3, 4100), (1000, 1000 + new), (0, tokens)][:texts]
+    mask = causal(spans, new, tokens)
+    query = random(texts, shared * group, new, size, dtype=dtype)
+    plan = kernels.plan_for(properties_of(0), texts * shared, tokens, size, group * new)
+    shape = (texts, shared, tokens, size)
+    with poisoned(shape, dtype) as keys, poisoned(shape, dtype) as values:
+        keys.copy_(random(*shape, dtype=dtype))
+        values.copy_(random(*shape, dtype=dtype))
+        right = exact(query, keys, values, mask)
+        for text, (first, end) in enumerate(spans):
+            for tensor in (keys, values):
+                tensor[text, :, :first] = float("nan")
+                tensor[text, :, end:] = float("nan")
+        found = kernels.attend(query, keys, values, mask, 0.09, plan=replace(plan, one_launch=one_launch))
+    assert error(found, right) < BOUND[dtype]
+
+
+def test_soft_caps_and_sinks() -> None:
+    mask = causal([(5, 700), (0, 64)], 4, 1024)
+    query, keys, values = random(2, 16, 4, 64), random(2, 2, 1024, 64), random(2, 2, 1024, 64)
+    numbers = torch.where(mask, 0.0, torch.finfo(BF16).min).to(BF16)
+    for cap, sinks in ((5.0, None), (None, random(16)), (30.0, random(16).float())):
+        right = exact(query, keys, values, mask, cap, sinks)
+        for seen in (mask, numbers):
+            found = kernels.attend(query, keys, values, seen, 0.09, softcap=cap, sinks=sinks)
+            assert error(found, right) < BOUND[BF16]
+
+
+def attention_of(mask: Tensor, layers: int) -> Callable[[], list[Tensor]]:
+    """Layers over one cache each, with the spans of one mask."""
+    given = [(random(len(mask), 8, 1, 128), *(random(len(mask), 2, 4096, 128) for _ in "kv")) for _ in range(layers)]
+
+    def attention() -> list[Tensor]:
+        spans = kernels.spans_of(mask, len(mask))
+        return [kernels.attend(*layer, mask, 0.09, spans=spans) for layer in given]
+
+    return attention
+
+
+def test_a_graph_follows_its_mask() -> None:
+    """A bucket that fills: the same graph reads more and more, and the counters of parts are ready every time."""
+    mask = causal([(0, 1), (7, 20)], 1, 4096)
+    attention = attention_of(mask, 3)
+    graph, results = captured(attention)
+    for end in (20, 21, 500, 4096, 30):
+        mask.copy_(causal([(0, end), (7, end)], 1, 4096))
+        graph.replay()
+        replayed = [result.clone() for result in results]
+        assert all(map(torch.equal, replayed, attention()))
+
+
+def test_several_streams() -> None:
+    mask = causal([(0, 4000)], 1, 4096)
+    attention = attention_of(mask, 8)
+    right = attention()
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for stream in streams * 4:
+        with torch.cuda.stream(stream):
+            found.append(attention())
+    torch.cuda.synchronize()
+    for results in (*found, on_another_stream(attention)):
+        assert all(map(torch.equal, results, right))
+
+
+@needs_two_gpus
+def test_on_another_device() -> None:
+    other = torch.device("cuda", 1)
+    mask = causal([(0, 900), (3, 4)], 2, 1024, other)
+    query, keys, values = (random(2, heads, n, 64, device=other) for heads, n in ((4, 2), (2, 1024), (2, 1024)))
+    with torch.cuda.device(other):
+        found = kernels.attend(query, keys, values, mask, 0.09)
+    assert error(found, exact(query, keys, values, mask)) < BOUND[BF16]
