@@ -48,7 +48,7 @@ def test_the_choice_follows_the_constants(monkeypatch: pytest.MonkeyPatch) -> No
     slow = {m_tiles: times._replace(start=1000.0) for m_tiles, times in h200.DECODE_TIMES.items()}
     monkeypatch.setattr(h200, "DECODE_TIMES", slow)
     assert _chosen(8, small, properties) is streamk
-    for start, chosen in ((1000.0, streamk), (0.0, None)):
+    for start, chosen in ((1000.0, dispatch.sm90_gemm), (0.0, None)):
         monkeypatch.setattr(h200, "DENSE_START", start)
         monkeypatch.setattr(h200, "DENSE_TERAFLOPS", 1e9)
         assert _chosen(512, small, properties) is chosen
@@ -65,7 +65,7 @@ def _chosen(m: int, problem: Problem, properties: DeviceProperties) -> object:
 
 def test_the_dense_way_is_for_many_rows() -> None:
     """On Hopper from some number of rows on, which depends on the weight; elsewhere from a fixed one on."""
-    large = Problem(torch.bfloat16, 28672, 8192, "nf4", 64, torch.uint8, nested=256)
+    large = Problem(torch.bfloat16, 4096, 14336, "nf4", 64, torch.uint8, nested=256)
     for target, rows in (("sm_90", 128), ("sm_80", h200.SM80_ROWS)):
         assert dispatch.choose(rows, large, properties_for(target), False) is not None
         assert dispatch.choose(1 << 14, large, properties_for(target), False) is None

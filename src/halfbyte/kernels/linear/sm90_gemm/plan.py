@@ -92,7 +92,9 @@ def supports(problem: Problem) -> bool:
 
 def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
     """True if kernel.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
-    last = m - (-(-m // plan.chunk) - 1) * plan.chunk  # rows of the last launch
+    if plan.chunk < 1 or plan.chunk % plan.tile_m:
+        return False
+    last = (m - 1) % plan.chunk + 1  # rows of the last launch
     units = -(-n // plan.rows) * -(-k // UNIT_K)
     return (
         properties.ptx == 90
@@ -101,7 +103,6 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES
         and plan.cluster in (1, 2)
-        and plan.chunk % plan.tile_m == 0 < plan.chunk
         and 1 <= plan.workers <= units * plan.x_tiles(last)
         and units * plan.x_tiles(min(m, plan.chunk)) * plan.workers < 1 << 32
         and min(m, plan.chunk) * k < 1 << 31

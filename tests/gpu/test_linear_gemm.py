@@ -1,0 +1,111 @@
+"""Many rows of x on Hopper: operands are the dequantized weights bit for bit, and nothing is written beyond the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.linear.kernel import plan_for, run
+from halfbyte.kernels.linear.problem import problem_of
+from halfbyte.kernels.linear.sm90_gemm import launch as gemm
+from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, is_valid, span_of, x_stages
+
+from .conftest import BF16, DEVICE, F16, captured, check_product, poisoned, sixteen_bits, weight
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+)
+NOISE = 1.003  # of F.linear's error, which has the same operands
+KINDS = (
+    ("nf4", {}),
+    ("nf4", {"nested": False}),
+    ("fp4", {"block_size": 32, "nested": False}),
+    ("nf4", {"block_size": 32}),
+    ("fp4", {"block_size": 4096}),
+    ("int4", {"group_size": 32}),
+    ("int4", {"group_size": 128}),
+)
+
+
+def plan(m: int, n: int, k: int, tile_m: int, workers: int = 132, cluster: int = 1, chunk: int = 1 << 14) -> GemmPlan:
+    chunk = max(1, chunk // tile_m) * tile_m
+    last = (m - 1) % chunk + 1
+    units = -(-n // (128 * cluster)) * -(-last // tile_m) * -(-k // 256)
+    return GemmPlan(tile_m, 2, 3, x_stages(tile_m), min(workers // cluster, units), cluster, chunk)
+
+
+def multiplied(
+    x: torch.Tensor, q: hb.QuantizedWeight, plan: GemmPlan, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The kernel's result, with poison under it and around it."""
+    assert is_valid(plan, len(x), *q.shape, span_of(problem_of(x, q, bias)), properties_of(0))
+    with poisoned((len(x), q.shape[0]), x.dtype) as out:
+        run(gemm, x, q, bias, out, plan)
+    return out
+
+
+@sixteen_bits
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(("format", "options"), KINDS)
+def test_operands_are_what_dequantize_gives(
+    format: str, options: dict[str, int], cluster: int, dtype: torch.dtype
+) -> None:
+    for (n, k), tile_m in (((333, 1024), 96), ((130, 4096), 256), ((515, 96), 160)):
+        if k % options.get("group_size", options.get("block_size", 64)):
+            continue
+        q = weight(n, k, format, dtype, **options)
+        eye = torch.eye(k, dtype=dtype, device=DEVICE)
+        for workers in (132, 6):
+            found = multiplied(eye, q, plan(k, n, k, tile_m, workers, cluster, 1024))
+            assert torch.equal(found, hb.dequantize(q, dtype).t()), (n, k, workers)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("tile_m", TILES_M)
+def test_error(tile_m: int, cluster: int) -> None:
+    """Rows that fill no tile, tiles that several CTAs share, launches one after the other."""
+    for dtype, (n, k), (format, options) in ((BF16, (1029, 1024), KINDS[0]), (F16, (700, 5376), KINDS[5])):
+        q = weight(n, k, format, dtype, **options)
+        for m, chunk in ((1, 1 << 14), (tile_m + 1, 1 << 14), (3 * tile_m - 7, 2 * tile_m)):
+            x = torch.randn((m, k), device=DEVICE).to(dtype)
+            plans = [plan(m, n, k, tile_m, workers, cluster, chunk) for workers in (132, 10)]
+            multiply = partial(_with_bias, x, q)
+            check_product(x, q, multiply, plans, NOISE)
+
+
+def _with_bias(x: torch.Tensor, q: hb.QuantizedWeight, plan: GemmPlan, bias: torch.Tensor | None) -> torch.Tensor:
+    return multiplied(x, q, plan, bias)
+
+
+def test_linear_of_many_rows() -> None:
+    """Through the front door, where the kernel is chosen; in a graph too, whose x then changes."""
+    for n, k, m in ((4096, 4096, 700), (6001, 4096, 1500), (14336, 4096, 300)):
+        q = weight(n, k)
+        x = torch.randn((m, k), device=DEVICE).to(BF16)
+        assert plan_for(gemm, x, q) is not None
+        right = torch.nn.functional.linear(x, hb.dequantize(q, BF16))
+        graph, out = captured(lambda x=x, q=q: hb.linear(x, q))
+        for _ in range(2):
+            graph.replay()
+            found = hb.linear(x, q)
+            assert torch.equal(found, out)
+            torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2)
+            x.neg_()
+            right = -right
+
+
+def test_more_than_two_to_the_31_results() -> None:
+    q = weight(66000, 256)
+    x = torch.randn((33000, 256), device=DEVICE).to(BF16)
+    whole = plan_for(gemm, x, q)
+    assert whole is not None
+    out = torch.empty((33000, 66000), dtype=BF16, device=DEVICE)
+    run(gemm, x, q, None, out, whole)
+    tail = torch.empty((40, 66000), dtype=BF16, device=DEVICE)
+    run(gemm, x[-40:].clone(), q, None, tail, replace(plan(40, 66000, 256, whole.tile_m), chunk=whole.chunk))
+    assert torch.equal(out[-40:], tail)

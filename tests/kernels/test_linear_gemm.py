@@ -1,0 +1,100 @@
+"""The plans for many rows of x on Hopper, and that its source compiles for them, GPU or not."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from gpus import H200
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common.device import DeviceProperties, properties_for
+from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.sm90_gemm import launch as gemm
+from halfbyte.kernels.linear.sm90_gemm.launch import constants, source
+from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, gemm_plan, is_valid, span_of, supports, x_stages
+
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+def nf4(n: int, k: int, block_size: int = 64) -> Problem:
+    return Problem(BF16, n, k, "nf4", block_size, torch.uint8, 256)
+
+
+@given(
+    m=st.integers(1, 20000),
+    n=st.integers(1, 60000),
+    k=st.integers(1, 500).map(lambda k: 64 * k),
+    block_size=st.sampled_from([32, 64, 128]),
+    sms=st.integers(2, 200),
+)
+def test_every_plan_is_valid(m: int, n: int, k: int, block_size: int, sms: int) -> None:
+    properties, problem = DeviceProperties("cuda", 90, sms, 232448), nf4(n, k, block_size)
+    plan = gemm_plan(m, problem, properties)
+    assert plan is not None
+    assert is_valid(plan, m, n, k, span_of(problem), properties)
+    assert plan.microseconds > 0
+    last = (m - 1) % plan.chunk + 1
+    assert plan.x_tiles(last) * -(-n // plan.rows) * -(-k // 256) >= plan.workers  # nobody without work
+    assert plan.chunk * k * 2 <= max(1 << 24, 2 * k * plan.tile_m) + 2 * k * plan.tile_m
+
+
+def test_plans_that_would_be_wrong_are_not_valid() -> None:
+    def valid(m: int = 600, n: int = 1000, k: int = 4096, span: int = 64, **changes: int) -> bool:
+        shape = {"tile_m": 256, "warpgroups": 2, "w_stages": 3, "x_stages": 3, "workers": 100, "cluster": 1}
+        return is_valid(GemmPlan(**shape | {"chunk": 512} | changes), m, n, k, span, H200)
+
+    assert valid()
+    assert valid(span=32)
+    assert not valid(chunk=500)  # launches begin within a tile
+    assert not valid(chunk=0)
+    assert not valid(workers=129)  # the last launch has 88 rows, one tile of x: 8 tiles of 16 units
+    assert valid(workers=128)
+    assert not valid(cluster=2, workers=66)
+    assert valid(cluster=2, workers=64)
+    assert not valid(cluster=3)
+    assert not valid(tile_m=100, chunk=500)
+    assert not valid(x_stages=4)  # more than shared memory holds
+    assert not valid(w_stages=1)
+    assert not valid(k=1 << 24)
+    assert gemm_plan(600, nf4(1000, 4096), properties_for("sm_100")) is None
+
+
+def test_what_the_kernel_supports() -> None:
+    assert supports(nf4(65, 128))
+    assert supports(nf4(65, 96, 32))
+    assert not supports(nf4(65, 96))
+    assert not supports(Problem(torch.float32, 64, 64, "nf4", 64, torch.uint8, 256))
+    assert not supports(Problem(BF16, 64, 64, "nf4", 64, torch.uint8, 512))
+    assert not supports(Problem(BF16, 64, 64, "nf4", 64, torch.uint8, 256, align_packed=8))
+    assert gemm.plan(600, nf4(65, 128), H200, True) is None  # sums of a row depend on how tiles are cut
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.compile_all)])
+def test_compiles_into_registers(every: bool, tmp_path: Path) -> None:
+    import triton
+
+    problems = (nf4(64, 1024), Problem(F16, 64, 1024, "int4", 32, F16), Problem(F16, 64, 960, "fp4", 64, torch.float32))
+    shapes = [(tile_m, cluster) for tile_m in TILES_M for cluster in (1, 2)]
+    for i, (tile_m, cluster) in enumerate(shapes if every else [(96, 1), (256, 2)]):
+        for problem in problems if every else problems[i : i + 1]:
+            plan = GemmPlan(tile_m, 2, 3, x_stages(tile_m), 1, cluster)
+            path = tmp_path / "gemm.cubin"
+            path.write_bytes(nvrtc.compile_cubin(source(), "90a", constants(problem, plan)))
+            tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+            text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+            kernels = re.findall(r"Function (\w+):\s+(REG.*)", text)
+            found = {name: dict(re.findall(r"(\w+):(\d+)", used)) for name, used in kernels}
+            assert found.keys() == {"multiply", "lay_out"}
+            assert all(used["STACK"] == used["LOCAL"] == "0" for used in found.values()), (plan, problem)
+
+
+def test_source_refuses_sizes_that_are_not_its_own() -> None:
+    plan = GemmPlan(128, 2, 3, 6, 1)
+    wrong = constants(nf4(64, 1024), plan) | {"shared_bytes": plan.shared_bytes(64) + 16}
+    with pytest.raises(Exception, match="reckons with other sizes"):
+        nvrtc.compile_cubin(source(), "90a", wrong)
