@@ -82,7 +82,7 @@ def test_compiles_into_registers(every: bool, tmp_path: Path) -> None:
     shapes = [(tile_m, cluster) for tile_m in TILES_M for cluster in (1, 2)]
     for i, (tile_m, cluster) in enumerate(shapes if every else [(96, 1), (256, 2)]):
         for problem in problems if every else problems[i : i + 1]:
-            plan = GemmPlan(tile_m, 2, 3, x_stages(tile_m), 1, cluster)
+            plan = GemmPlan(tile_m, 2, 3, x_stages(tile_m), 1, cluster, tile_m)
             path = tmp_path / "gemm.cubin"
             path.write_bytes(nvrtc.compile_cubin(source(), "90a", constants(problem, plan)))
             tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -94,7 +94,7 @@ def test_compiles_into_registers(every: bool, tmp_path: Path) -> None:
 
 
 def test_source_refuses_sizes_that_are_not_its_own() -> None:
-    plan = GemmPlan(128, 2, 3, 6, 1)
+    plan = GemmPlan(128, 2, 3, 6, 1, 1, 128)
     wrong = constants(nf4(64, 1024), plan) | {"shared_bytes": plan.shared_bytes(64) + 16}
     with pytest.raises(Exception, match="reckons with other sizes"):
         nvrtc.compile_cubin(source(), "90a", wrong)

@@ -29,8 +29,8 @@ class GemmPlan:
     w_stages: int  # units of W on their way
     x_stages: int  # steps of x on their way
     workers: int  # clusters that share the work
-    cluster: int = 1  # CTAs with neighbouring rows of W, which share x
-    chunk: int = 1 << 30  # rows of x a launch, a multiple of tile_m
+    cluster: int  # CTAs with neighbouring rows of W, which share x
+    chunk: int  # rows of x a launch, a multiple of tile_m
     microseconds: float = field(default=0.0, compare=False)
 
     resident: int = field(default=0, init=False)
