@@ -36,6 +36,12 @@ __device__ __forceinline__ bool is_own(u32 group) {
   return Config::cluster == 1 || group % Config::cluster == blockIdx.y;
 }
 
+// How many of a thread's column groups are loaded at once: up to 8, and all of them in equal parts.
+__device__ constexpr int chunk_of(int groups) {
+  int chunk = groups < 8 ? groups : 8;
+  while (groups % chunk) chunk--;
+  return chunk;
+}
 // Adds those of column group i.
 template <int Sums> __device__ __forceinline__ void add_group(float (&total)[Sums], int i, float4 v) {
   total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
@@ -85,7 +91,7 @@ template <u32 Direct, u32 Warps, int Sums, class Arguments>
 __device__ __forceinline__ bool fix_up(float (&total)[Sums], const Arguments& a, const WorkUnit& unit, u32 cta,
                                        u32 warp, u32 lane) {
   constexpr u32 AT_ONCE = Sums < 16 ? 16 / Sums : 1;  // CTAs whose sums are loaded at once
-  constexpr int CHUNK = Sums / 4 < 8 ? Sums / 4 : 8;  // column groups that are
+  constexpr int CHUNK = chunk_of(Sums / 4);           // column groups that are
   const u32 units = count_units(a), tile = unit.row_tile * a.column_tiles + unit.column_tile;
   const u32 begin = tile * a.depth_units, limit = begin + a.depth_units;
   auto cta_of = [&](u32 unit) { return ((unit + 1) * a.ctas - 1) / units; };
