@@ -30,6 +30,15 @@ def _leaves_the_thread_as_it_was() -> Iterator[None]:
         torch.empty(1, device="cuda").normal_()
 
 
+@pytest.fixture(autouse=True)
+def _halfbyte_is_the_faster_one(
+    _leaves_the_thread_as_it_was: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU with AVX512-BF16 `accelerate` would leave bitsandbytes' layers alone, and there were nothing to test."""
+    if {"models", "bench", "roofline"} & set(request.path.parts):
+        monkeypatch.setattr("halfbyte.models.bitsandbytes.is_faster", lambda facts: False)
+
+
 def _state() -> dict[str, Any]:
     found: dict[str, Any] = {
         "dtype": torch.get_default_dtype(),

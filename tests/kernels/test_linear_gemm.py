@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
+from halfbyte.kernels.linear import laid_out
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.launch import constants, source
@@ -71,6 +73,28 @@ def test_what_the_kernel_supports() -> None:
     assert not supports(Problem(BF16, 64, 64, "nf4", 64, torch.uint8, 512))
     assert not supports(Problem(BF16, 64, 64, "nf4", 64, torch.uint8, 256, align_packed=8))
     assert gemm.plan(600, nf4(65, 128), H200, True) is None  # sums of a row depend on how tiles are cut
+
+
+def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes its rows of x to its rows of y; the last may be of fewer tiles, and is bound for those."""
+    calls: list[tuple[int, ...]] = []
+
+    def bind(kernel: object, device: object, rows: int, *_: object) -> Callable[..., None]:
+        return lambda stream, x, bias, out, m: calls.append((rows, x, bias, out, m))
+
+    monkeypatch.setattr(laid_out, "bind", bind)
+    n, k = 300, 1024
+    plan = GemmPlan(128, 2, 3, 6, 12, 1, 256)
+    for m, launches in ((1, [1]), (256, [256]), (257, [256, 1]), (600, [256, 256, 88])):
+        calls.clear()
+        product = gemm.bind(torch.device("cuda", 0), m, nf4(n, k), (0,) * 5, plan)
+        product(0, 1 << 20, 7, 1 << 30, m)
+        firsts = [sum(launches[:i]) for i in range(len(launches))]
+        assert [call[1:] for call in calls] == [
+            ((1 << 20) + 2 * k * first, 7, (1 << 30) + 2 * n * first, rows)
+            for first, rows in zip(firsts, launches, strict=True)
+        ]
+        assert all(bound >= rows > bound - 128 for bound, *_, rows in calls)
 
 
 @pytest.mark.slow

@@ -18,12 +18,6 @@ TEXT = Path(__file__).parents[2] / "LICENSE"  # a text that stays as it is
 LENGTH = 48
 
 
-@pytest.fixture(autouse=True)
-def _halfbyte_is_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU with AVX512-BF16 `accelerate` would leave bitsandbytes' layers alone, and there were nothing to test."""
-    monkeypatch.setattr("halfbyte.models.bitsandbytes.is_faster", lambda facts: False)
-
-
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps can be captured: without a GPU they run as they are, and nothing is compiled for them."""

@@ -51,8 +51,14 @@ class DrivenStep(Stepper):
         self.floats = model.dtype if store.config._attn_implementation == "eager" else None
         with torch.inference_mode(False), torch.no_grad():
             self.ids = torch.zeros((store.rows, width), dtype=torch.int64, device=device)
-            self.positions, self.places = torch.zeros_like(self.ids), torch.arange(store.tokens, device=device)
-            self.slots, self.steps = torch.zeros_like(self.ids[0]), torch.arange(width, device=device)
+            self.positions, self.places = (
+                torch.zeros_like(self.ids),
+                torch.arange(store.tokens, dtype=torch.int64, device=device),
+            )
+            self.slots, self.steps = (
+                torch.zeros_like(self.ids[0]),
+                torch.arange(width, dtype=torch.int64, device=device),
+            )
             self.place = torch.zeros((), dtype=torch.int64, device=device)
             self.visible = torch.ones((store.rows, store.tokens), dtype=torch.bool, device=device)
         self.cache = store.make()

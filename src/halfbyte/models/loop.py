@@ -117,7 +117,7 @@ class TokenStep(Stepper):
         self.rotation, self.buffers, self.rules, self.kind = rotation, buffers, rules, kind
         with torch.inference_mode(False), torch.no_grad():
             self.numbers = Numbers(rules, len(buffers.ids), self.device)
-            self.ends = torch.tensor(kind.ends, device=self.device) if kind.ends else None
+            self.ends = torch.tensor(kind.ends, dtype=torch.int64, device=self.device) if kind.ends else None
             for rule in rules:
                 rule.prepare(vocabulary, self.device)
 

@@ -47,12 +47,14 @@ class Rotation:
         assert not windows, "transformers has one window a model"
         device = store.layers[0][0].device  # type: ignore[index]
         with torch.inference_mode(False), torch.no_grad():
-            self.lengths = torch.tensor(store.lengths, device=device)
-            self.slides = torch.tensor([int(layer.is_sliding) for layer in self.cache.layers], device=device)
+            self.lengths = torch.tensor(store.lengths, dtype=torch.int64, device=device)
+            self.slides = torch.tensor(
+                [int(layer.is_sliding) for layer in self.cache.layers], dtype=torch.int64, device=device
+            )
             self.shift = torch.zeros((), dtype=torch.int64, device=device)
             # [layers]: where the step's token goes. Each is aligned to 16 bytes, so that Triton compiles one kernel.
             self.slots = torch.zeros((len(store.lengths), 2), dtype=torch.int64, device=device)[:, 0]
-            self.places = torch.arange(max(self.tokens, self.window), device=device)
+            self.places = torch.arange(max(self.tokens, self.window), dtype=torch.int64, device=device)
         for index, (layer, kept) in enumerate(zip(self.cache.layers, store.layers, strict=True)):
             assert kept is not None
             layer.keys, layer.values = kept

@@ -138,7 +138,7 @@ class RepetitionPenalty(Rule):
 
     def __call__(self, scores: Tensor, ids: Tensor, length: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
         vocabulary, penalty = scores.shape[-1], self.processor.penalty
-        places = torch.arange(ids.shape[1], device=ids.device)
+        places = torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
         counts = (places < length) & (places >= numbers[0])
         index = torch.where(counts, ids, vocabulary).clamp(max=vocabulary)  # the last column takes what does not count
         padded = torch.nn.functional.pad(scores, (0, 1))
@@ -158,7 +158,7 @@ class NoRepeatedNGram(Rule):
             return scores
         last = last_tokens(ids, length, size - 1)
         windows = ids.unfold(1, size, 1)
-        ends = torch.arange(size, ids.shape[1] + 1, device=ids.device)
+        ends = torch.arange(size, ids.shape[1] + 1, dtype=torch.int64, device=ids.device)
         banned = (windows[..., :-1] == last[:, None]).all(-1) & (ends <= length)
         index = torch.where(banned, windows[..., -1].clamp(max=vocabulary), vocabulary)
         mask = torch.zeros((len(scores), vocabulary + 1), dtype=torch.bool, device=ids.device)
@@ -173,7 +173,7 @@ class SequenceBias(Rule):
         return tuple(self.processor.sequence_bias.items())
 
     def prepare(self, vocabulary: int, device: torch.device) -> None:
-        self.alone = torch.zeros(vocabulary, device=device)
+        self.alone = torch.zeros(vocabulary, dtype=torch.float32, device=device)
         longer: dict[int, list[tuple[tuple[int, ...], float]]] = {}
         for sequence, bias in self.processor.sequence_bias.items():
             if len(sequence) == 1:
@@ -182,9 +182,9 @@ class SequenceBias(Rule):
                 longer.setdefault(len(sequence) - 1, []).append((sequence, bias))
         self.longer = [
             (
-                torch.tensor([sequence[:-1] for sequence, _ in group], device=device),
-                torch.tensor([sequence[-1] for sequence, _ in group], device=device),
-                torch.tensor([bias for _, bias in group], device=device),
+                torch.tensor([sequence[:-1] for sequence, _ in group], dtype=torch.int64, device=device),
+                torch.tensor([sequence[-1] for sequence, _ in group], dtype=torch.int64, device=device),
+                torch.tensor([bias for _, bias in group], dtype=torch.float32, device=device),
             )
             for group in longer.values()
         ]
@@ -202,7 +202,7 @@ class SequenceBias(Rule):
 
 def last_tokens(ids: Tensor, length: Tensor, count: int) -> Tensor:
     """The `count` tokens before `length`; the first one again where there are fewer."""
-    index = length - count + torch.arange(count, device=ids.device)
+    index = length - count + torch.arange(count, dtype=torch.int64, device=ids.device)
     return ids.index_select(1, index.clamp(min=0))
 
 

@@ -68,7 +68,7 @@ class CacheStore:
         vars(cache).pop(LENGTHS, None)
         for layer, length in zip(cache.layers, self.lengths, strict=True):
             layer.max_cache_len, layer.is_initialized, layer.keys, layer.values = length, False, None, None
-            layer.cumulative_length = torch.zeros((), dtype=torch.int64)  # until it is initialized
+            layer.cumulative_length = torch.zeros((), dtype=torch.int64, device="cpu")  # until it is initialized
             if hasattr(layer, COUNTER):
                 setattr(layer, COUNTER, 0)
         begin_short(cache)
@@ -137,7 +137,7 @@ class CacheStore:
             if hasattr(layer, COUNTER):
                 setattr(layer, COUNTER, seen)
                 oldest = max(0, seen - window) if shift is None else shift
-                index = (torch.arange(seen - held, seen, device=keys.device) - oldest) % window
+                index = (torch.arange(seen - held, seen, dtype=torch.int64, device=keys.device) - oldest) % window
                 layer.keys[:, :, :held] = keys.index_select(2, index)
                 layer.values[:, :, :held] = values.index_select(2, index)
             else:
