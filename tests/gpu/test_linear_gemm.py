@@ -11,9 +11,10 @@ import torch
 import halfbyte as hb
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.linear.kernel import plan_for, run
+from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, is_valid, span_of, x_stages
+from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, is_valid, x_stages
 
 from .conftest import BF16, DEVICE, F16, captured, check_product, poisoned, sixteen_bits, weight
 

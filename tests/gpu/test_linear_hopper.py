@@ -18,9 +18,10 @@ from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.linear import cuda, dispatch, laid_out
 from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.kernel import plan_for, run
+from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
-from halfbyte.kernels.linear.sm90_streamk.plan import DEPTH, StreamKPlan, is_valid, span_of
+from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan, is_valid
 
 from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, sixteen_bits, weight
 
@@ -73,7 +74,7 @@ def fused(
 def shared_by(tile: tuple[int, int, int], m: int, n: int, k: int) -> list[StreamKPlan]:
     """Plans for a lone CTA, some CTAs, one for each tile, two for each and a little, one for each unit; and for CTAs
     that hold x for a unit, or two, and add up in memory or, where a cluster has room for all of a tile, in that."""
-    tiles, depth = -(-n // (64 * tile[1])) * -(-m // tile[0]), -(-k // DEPTH)
+    tiles, depth = -(-n // (64 * tile[1])) * -(-m // tile[0]), -(-k // UNIT_K)
     units = tiles * depth
     shared = [StreamKPlan(*tile, ctas) for ctas in sorted({1, 7, tiles, 2 * tiles + 1, units}) if ctas <= units]
     held = [StreamKPlan(*tile, tiles * -(-depth // held), held) for held in {1, min(2, depth)}]

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.linear import laid_out
+from halfbyte.kernels.linear.laid_out import span_of, supports
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.launch import constants, source
-from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, gemm_plan, is_valid, span_of, supports, x_stages
+from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, gemm_plan, is_valid, x_stages
 
 BF16, F16 = torch.bfloat16, torch.float16
 

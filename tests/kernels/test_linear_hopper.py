@@ -20,18 +20,12 @@ from halfbyte.kernels.linear import kernel, workspace
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.dispatch import choose, choose_group
 from halfbyte.kernels.linear.kernel import plan_for
+from halfbyte.kernels.linear.laid_out import UNIT_K, loads_scales_at_once, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.launch import constants, source
-from halfbyte.kernels.linear.sm90_streamk.plan import (
-    DEPTH,
-    StreamKPlan,
-    is_valid,
-    loads_scales_at_once,
-    span_of,
-    streamk_plan,
-)
+from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan, is_valid, streamk_plan
 from halfbyte.kernels.linear.tune.h200 import STREAMK_NARROW_SIZE
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -58,7 +52,7 @@ def tiles(plan: StreamKPlan, m: int, n: int) -> int:
 
 def cuts(plan: StreamKPlan, m: int, n: int, k: int) -> set[tuple[int, ...]]:
     """Where CTAs begin within tiles, as sm90_streamk/kernel.cu shares units: one tuple if all tiles are cut alike."""
-    depth, found = -(-k // DEPTH), {}
+    depth, found = -(-k // UNIT_K), {}
     for cta in range(plan.ctas):
         tile, at = divmod(cta * tiles(plan, m, n) * depth // plan.ctas, depth)
         found.setdefault(tile, []).append(at)
@@ -88,7 +82,7 @@ def test_every_plan_is_valid(
     # The narrowest tile that holds every row of x, or the widest there is; for few weights half of it.
     narrowest = next((width for width in TILES_M if width >= m), TILES_M[-1])
     assert plan.tile_m == (32 if 32 < m <= 64 and n * k <= STREAMK_NARROW_SIZE else narrowest)
-    work = tiles(plan, m, n) * -(-k // DEPTH)
+    work = tiles(plan, m, n) * -(-k // UNIT_K)
     assert 1 <= plan.ctas <= work
     assert (work + 1) * plan.ctas <= 1 << 32  # sm90_streamk/kernel.cu multiplies them in 32 bits
     assert plan.shared_bytes(span) <= 232448
@@ -97,7 +91,7 @@ def test_every_plan_is_valid(
         assert plan.ctas <= sms
         starts = [cta * work // plan.ctas for cta in range(plan.ctas + 1)]
         assert all(0 < end - start <= plan.resident for start, end in pairwise(starts))
-        depth = -(-k // DEPTH)
+        depth = -(-k // UNIT_K)
         assert all(start // depth == (end - 1) // depth for start, end in pairwise(starts))  # all of one tile
     if plan.cluster > 1:
         assert plan.resident

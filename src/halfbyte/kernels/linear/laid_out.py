@@ -15,12 +15,39 @@ from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear import workspace
 from halfbyte.kernels.linear.kernel import GroupProduct, Product
-from halfbyte.kernels.linear.problem import Addresses, Problem
+from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
 
 UNIT_K = 256  # of K, a unit of work
 # Arguments in kernel.cu, aligned to 64 bytes: x, bias, out, x laid out, partial, left, its length and m change.
 LAYOUT = ("128s4Q", "6Q2I", "6If64s12x")
 launches: ThreadCache[Hashable, tuple[Launch, Launch]] = ThreadCache()
+
+
+def span_of(problem: Problem) -> int:
+    """Weights of a row that share a scale, up to 64."""
+    return min(problem.block_size, 64)
+
+
+def loads_scales_at_once(problem: Problem) -> bool:
+    """True if the scales of a row are loaded 4, 8 or 16 bytes at a time."""
+    o, size = problem, problem.scale.itemsize
+    return (
+        UNIT_K // o.block_size * size in (4, 8, 16)
+        and o.k % UNIT_K == 0
+        and o.k // o.block_size * size % 16 == 0
+        and o.align_scale == ALIGNMENT
+    )
+
+
+def supports(problem: Problem) -> bool:
+    """True for every format, x of 16 bits and K % 64 == 0 (K % 32 where 32 weights share a scale)."""
+    o = problem
+    return (
+        o.dtype in (torch.float16, torch.bfloat16)
+        and o.k % span_of(o) == 0 < o.k
+        and o.has_usual_nesting
+        and o.align_packed == ALIGNMENT
+    )
 
 
 class LaidOutPlan(Protocol):

@@ -15,15 +15,13 @@ from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.linear import laid_out
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import Product
+from halfbyte.kernels.linear.laid_out import loads_scales_at_once, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm.plan import (
     DIRECT,
     REGISTERS,
     GemmPlan,
     gemm_plan,
-    loads_scales_at_once,
-    span_of,
-    supports,
 )
 
 NAME = "sm90_gemm"

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import torch
-
 from halfbyte.kernels.common.device import DeviceProperties
-from halfbyte.kernels.linear.laid_out import UNIT_K
-from halfbyte.kernels.linear.problem import ALIGNMENT, Problem
+from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
+from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.tune import h200
 
 STEP_K = 64  # of K, what x comes in
@@ -61,33 +59,6 @@ class GemmPlan:
     @property
     def threads(self) -> int:
         return 128 * (self.warpgroups + 1)
-
-
-def span_of(problem: Problem) -> int:
-    """Weights of a row that share a scale, as far as a step goes."""
-    return min(problem.block_size, STEP_K)
-
-
-def loads_scales_at_once(problem: Problem) -> bool:
-    """True if the scales of a row are loaded 4, 8 or 16 bytes at a time."""
-    o, size = problem, problem.scale.itemsize
-    return (
-        UNIT_K // o.block_size * size in (4, 8, 16)
-        and o.k % UNIT_K == 0
-        and o.k // o.block_size * size % 16 == 0
-        and o.align_scale == ALIGNMENT
-    )
-
-
-def supports(problem: Problem) -> bool:
-    """True for every format, x of 16 bits and K % 64 == 0 (K % 32 where 32 weights share a scale)."""
-    o = problem
-    return (
-        o.dtype in (torch.float16, torch.bfloat16)
-        and o.k % span_of(o) == 0 < o.k
-        and o.has_usual_nesting
-        and o.align_packed == ALIGNMENT
-    )
 
 
 def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:

@@ -15,16 +15,14 @@ from halfbyte.kernels.linear import laid_out
 from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import GroupProduct, Product
+from halfbyte.kernels.linear.laid_out import loads_scales_at_once, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_streamk.plan import (
     REGISTERS,
     GroupPlan,
     StreamKPlan,
     group_plan,
-    loads_scales_at_once,
-    span_of,
     streamk_plan,
-    supports,
 )
 
 NAME = "sm90_streamk"

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import torch
-
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
-from halfbyte.kernels.linear.problem import ALIGNMENT, INVARIANT_ROWS, Problem
+from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
+from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem
 from halfbyte.kernels.linear.tune import h200
 
-DEPTH = 256  # of K, a unit of work
 TILES_M = (8, 16, 32, 64)
 REGISTERS = {2: (120, 192), 3: (80, 144), 4: (96, 96)}  # of producer and consumer threads; by warpgroups
 
@@ -54,8 +52,8 @@ class StreamKPlan:
 
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
-        stage = self.rows * DEPTH // 2 + DEPTH // span * self.rows * 4
-        x = (self.resident or self.stages) * self.tile_m * DEPTH * 2
+        stage = self.rows * UNIT_K // 2 + UNIT_K // span * self.rows * 4
+        x = (self.resident or self.stages) * self.tile_m * UNIT_K * 2
         return 256 * 256 + 1024 + self.stages * stage + x
 
     def x_tiles(self, m: int) -> int:
@@ -77,36 +75,9 @@ class GroupPlan(NamedTuple):
         return self.plans[0].x_tiles(m)
 
 
-def span_of(problem: Problem) -> int:
-    """Weights of a row that are multiplied before they are scaled."""
-    return min(problem.block_size, 64)
-
-
-def loads_scales_at_once(problem: Problem) -> bool:
-    """True if the scales of a row are loaded 4, 8 or 16 bytes at a time."""
-    o, size = problem, problem.scale.itemsize
-    return (
-        DEPTH // o.block_size * size in (4, 8, 16)
-        and o.k % DEPTH == 0
-        and o.k // o.block_size * size % 16 == 0
-        and o.align_scale == ALIGNMENT
-    )
-
-
-def supports(problem: Problem) -> bool:
-    """True for every format, x of 16 bits and K % 64 == 0 (K % 32 where 32 weights share a scale)."""
-    o = problem
-    return (
-        o.dtype in (torch.float16, torch.bfloat16)
-        and o.k % span_of(o) == 0 < o.k
-        and o.has_usual_nesting
-        and o.align_packed == ALIGNMENT
-    )
-
-
 def is_valid(plan: StreamKPlan, m: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
     """True if kernel.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
-    tiles, depth = -(-n // plan.rows) * plan.x_tiles(m), -(-k // DEPTH)
+    tiles, depth = -(-n // plan.rows) * plan.x_tiles(m), -(-k // UNIT_K)
     units = tiles * depth
     return (
         properties.ptx == 90
@@ -129,7 +100,7 @@ def _can_reduce_in_cluster(plan: StreamKPlan) -> bool:
     return (
         plan.resident > 0
         and 1 < plan.cluster <= MOST_CLUSTER
-        and groups * plan.warpgroups * 2048 <= plan.stages * plan.rows * DEPTH // 2
+        and groups * plan.warpgroups * 2048 <= plan.stages * plan.rows * UNIT_K // 2
     )
 
 
@@ -178,7 +149,7 @@ def _cut_plan(
     tile_m: int, m: int, n: int, k: int, span: int, properties: DeviceProperties
 ) -> tuple[float, StreamKPlan] | None:
     """The plan where x is laid out ahead, with the time of the busiest CTA."""
-    depth, x_tiles = -(-k // DEPTH), -(-m // tile_m)
+    depth, x_tiles = -(-k // UNIT_K), -(-m // tile_m)
     found = []
     for (other, warpgroups), (stages, cost) in h200.STREAMK_TILES.items():
         if other != tile_m:
@@ -199,7 +170,7 @@ def _invariant_plan(
 ) -> tuple[float, StreamKPlan] | None:
     """The plan of which only tile_m and the number of tiles depend on m: how a tile is cut along K and in which order
     its parts are added up does not, nor does whether there is a plan. With the time of the busiest CTA."""
-    warpgroups, depth = h200.INVARIANT_WARPGROUPS, -(-k // DEPTH)
+    warpgroups, depth = h200.INVARIANT_WARPGROUPS, -(-k // UNIT_K)
     row_tiles = -(-n // (64 * warpgroups))
     costs = h200.INVARIANT_UNIT, h200.INVARIANT_CUT, h200.INVARIANT_PART
     shares = _best_shares(row_tiles, depth, *costs, properties.sms)[1]
@@ -230,7 +201,7 @@ def _resident_plan(
 ) -> tuple[float, StreamKPlan] | None:
     """The plan in which every CTA keeps its x, a part of one tile, with the time of the busiest CTA; None where there
     is no room for that. Where all clusters of a tile's CTAs run at once, they add up among themselves."""
-    depth, found = -(-k // DEPTH), []
+    depth, found = -(-k // UNIT_K), []
     for warpgroups, unit in h200.RESIDENT_UNIT.items():
         tiles = -(-n // (64 * warpgroups)) * -(-m // tile_m)
         scattered = warpgroups > 2 and k % h200.RESIDENT_SCALES_K != 0
