@@ -53,7 +53,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _without_pydantic(parameters: Any) -> Any:
-    """Have plain values converted without pydantic, whose import takes typer longer than all the rest.
+    """Have plain values converted without pydantic, whose import supports typer longer than all the rest.
 
     Whatever is not plain, or wrong, goes typer's own way, so that nothing but the time differs. A typer that knows no
     pydantic is left as it is.

@@ -76,7 +76,7 @@ def _packed_kernels(queries: Tensor, candidates: Matrix) -> Any:
     if not isinstance(candidates, QuantizedWeight):
         return None
     kernels = _packedbackend(queries.device.type)
-    return kernels if kernels is not None and kernels.takes(candidates, len(queries)) else None
+    return kernels if kernels is not None and kernels.supports(candidates, len(queries)) else None
 
 
 @cache

@@ -46,7 +46,7 @@ def write_figures(results: Path, root: Path, check: bool) -> str:
 
 def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
     """The Markdown of every record, by device and bench; plots go to `figures`."""
-    from halfbyte.bench import attention, nearest, recover, search, sweep, wholes
+    from halfbyte.bench import attention, nearest, recover, search, sweep, whole_models
     from halfbyte.bench import report as reports
     from halfbyte.measure import records
     from halfbyte.roofline import markdown as roofline
@@ -58,12 +58,12 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
         "search": (search.markdown, None),
         "nearest": (nearest.markdown, None),
         "attention": (attention.markdown, None),
-        "decode": (wholes.markdown, wholes.plot),
-        "train": (partial(wholes.markdown, key="tokens"), None),
+        "decode": (whole_models.markdown, whole_models.plot),
+        "train": (partial(whole_models.markdown, key="tokens"), None),
         "recover": (recover.markdown, None),
         "profile": (roofline.markdown, roofline_plot.roofline),
     }
-    shorter = {"linear": sweep.summary, "decode": wholes.summary, "train": wholes.training_summary}
+    shorter = {"linear": sweep.summary, "decode": whole_models.summary, "train": whole_models.training_summary}
     blocks: dict[str, str] = {}
     for path in sorted(results.glob("*/*.json")):
         record = records.read(path)
@@ -72,7 +72,7 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
         blocks[name] = text(record)
         if (short := shorter.get(record["bench"])) is not None:
             blocks[f"{name}-summary"] = short(record)
-        if plot and figures is not None and (plot is not wholes.plot or not wholes.is_of_cpu(record)):
+        if plot and figures is not None and (plot is not whole_models.plot or not whole_models.is_of_cpu(record)):
             plot(record, figures / f"{path.parent.name}-{path.stem}.png")
     return blocks
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte import library as library  # torch.compile takes a layer's product as an operator
+from halfbyte import library as library  # torch.compile supports a layer's product as an operator
 from halfbyte.autocast import cast
 from halfbyte.formats.layouts import layout_of
 from halfbyte.formats.settings import DEFAULT

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import halfbyte as hb
-from halfbyte.bench import peers, sweep
+from halfbyte.bench import baselines, sweep
 from halfbyte.bench.case import Case, run
 from halfbyte.bench.linear import BOUND, linear_cases
 from halfbyte.cli import app
@@ -67,7 +67,7 @@ def test_cases(format: str, dtype: torch.dtype) -> None:
 def test_a_peer_that_cannot_take_part_is_named_with_the_reason(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     functional = pytest.importorskip("bitsandbytes").functional
     monkeypatch.setattr(functional, "has_avx512bf16", lambda: has)
-    bitsandbytes = peers.Bitsandbytes()
+    bitsandbytes = baselines.Bitsandbytes()
     whole, odd = (hb.quantize(torch.randn(n, 128)) for n in (64, 48))
     reasons = [
         bitsandbytes.why_not_repacked(q, dtype)
@@ -102,7 +102,7 @@ def test_marlin(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
             return (A.float() @ self.weight.t()).half()
 
     monkeypatch.setitem(sys.modules, "marlin", SimpleNamespace(Layer=Layer))
-    monkeypatch.setattr(peers.Marlin, "fits", lambda *_: True)
+    monkeypatch.setattr(baselines.Marlin, "fits", lambda *_: True)
     [case] = cases("nf4", dtype, rows=(3,))
     rows = {row.provider: row for row in run(case, 3)}
     assert rows["marlin"].error is None

@@ -253,7 +253,7 @@ def test_append_to_a_cache(texts: int, heads: int, tokens: int, key: int, value:
             right = keys.clone(), values.clone()
             for there, tensor in zip(right, new, strict=True):
                 there[:, :, place : place + count] = tensor[:, :, : tokens - place]
-            assert kernels.takes(keys, values, *new, length, count)
+            assert kernels.supports(keys, values, *new, length, count)
             kernels.append(keys, values, *new, length)
             assert torch.equal(keys, right[0])
             assert torch.equal(values, right[1])
@@ -284,7 +284,7 @@ def test_attention(texts: int, heads: int, shared: int, new: int, tokens: int, s
         mask[..., 0] = True
         plan = replace(usual, one_launch=one_launch)
         for seen in (mask, mask[:1], None):
-            assert kernels.takes(query, keys, values, seen)
+            assert kernels.supports(query, keys, values, seen)
             found = kernels.attend(query, keys, values, seen, 0.25, plan=plan)
             assert torch.equal(found, kernels.attend(query, keys, values, seen, 0.25, plan=plan))
             right = reference.attend(query.double(), keys.double(), values.double(), seen, 0.25)

@@ -32,7 +32,7 @@ def made(v: int, d: int, dtype: torch.dtype, format: str, settings: dict[str, in
 @pytest.mark.parametrize(("p", "v", "d"), [(1, 1, 256), (1, 1003, 4096), (1, 999, 3840), (3, 100, 768)])
 def test_distances(p: int, v: int, d: int, dtype: torch.dtype, format: str, settings: dict[str, int]) -> None:
     q = made(v, d, dtype, format, settings)
-    assert packed.takes(q, p)
+    assert packed.supports(q, p)
     dense = hb.dequantize(q)
     for query in (torch.randn(p, d, device=DEVICE).to(dtype), dense[-1:].expand(p, d).contiguous()):
         out, right = torch.full((p, v + 3), POISON, device=DEVICE), torch.empty(p, v, device=DEVICE)

@@ -12,7 +12,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.attention.plan import LEAST_ROWS, MOST_PARTS, MOST_ROWS, AttentionPlan, plan_for
 from halfbyte.kernels.attention.spans import WIDTH, spans_of
-from halfbyte.kernels.attention.triton import attend, takes
+from halfbyte.kernels.attention.triton import attend, supports
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
 
 #        texts, heads, heads of keys, new tokens, tokens, size of keys, of values
@@ -67,7 +67,7 @@ def test_attend(sizes: tuple[int, ...], plan: AttentionPlan | None, kind: str) -
     cap = 1.5 if "cap" in kind else None
     sinks = random(heads) if "sinks" in kind else None
     for mask in masks:
-        assert takes(*given, mask, sinks)
+        assert supports(*given, mask, sinks)
         found = attend(*given, mask, 0.3, softcap=cap, sinks=sinks, plan=plan)
         right = exact(given, mask, 0.3, cap, sinks)
         assert found.shape == right.shape
@@ -139,7 +139,7 @@ def test_caches_within_larger_ones(tiles: int) -> None:
     heads = 16 * tiles
     keys, values = random(4, 80, 1, 24).transpose(1, 2)[:2], random(5, 1, 96, 16)[1:3, :, :80]
     given = [random(2, heads, 1, 24), keys, values]
-    assert takes(*given, None)
+    assert supports(*given, None)
     found = attend(*given, None, 0.2, plan=AttentionPlan(16, 2, 16))
     torch.testing.assert_close(found.double(), exact(given, None, 0.2), **RIGHT)
 
@@ -147,9 +147,9 @@ def test_caches_within_larger_ones(tiles: int) -> None:
 def test_what_it_does_not_take() -> None:
     query, keys, mask = torch.zeros(2, 4, 1, 16).half(), torch.zeros(2, 2, 8, 16).half(), torch.ones(2, 1, 1, 8).bool()
     sinks = torch.zeros(4)
-    assert takes(query, keys, keys, mask, sinks)
-    assert takes(query.expand(2, 4, 8, 16), keys, keys, mask.expand(2, 1, 8, 8))
-    assert takes(query, keys, keys, mask.half())
+    assert supports(query, keys, keys, mask, sinks)
+    assert supports(query.expand(2, 4, 8, 16), keys, keys, mask.expand(2, 1, 8, 8))
+    assert supports(query, keys, keys, mask.half())
     for found in (
         (query.float(), keys.float(), keys.float(), mask),
         (query.bfloat16(), keys, keys, mask),
@@ -170,7 +170,7 @@ def test_what_it_does_not_take() -> None:
         (query, keys, keys, mask, sinks[:3]),
         (query, keys, keys, mask, sinks.to("meta")),
     ):
-        assert not takes(*found)
+        assert not supports(*found)
 
 
 @pytest.mark.parametrize("properties", [*map(properties_for, ("sm_90", "sm_75")), DeviceProperties("hip", 0, 304)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfbyte.kernels.cache.triton import append, takes
+from halfbyte.kernels.cache.triton import append, supports
 
 SIZES = [(1, 1, 1, 1, 1), (2, 3, 5, 16, 8), (1, 8, 70, 128, 128), (33, 7, 4, 80, 72), (1, 2, 3, 5000, 7)]
 
@@ -37,7 +37,7 @@ def test_append(
         right = keys.clone(), values.clone()
         length.fill_(place if place < 3 else tokens)  # the last one does not fit
         there, new_keys, new_values = int(length), new(key), new(value)
-        assert takes(keys, values, new_keys, new_values, length, count)
+        assert supports(keys, values, new_keys, new_values, length, count)
         append(keys, values, new_keys, new_values, length)
         for at in range(there, min(there + count, tokens)):
             right[0][:, :, at], right[1][:, :, at] = new_keys[:, :, at - there], new_values[:, :, at - there]
@@ -48,7 +48,7 @@ def test_append(
 
 def test_what_it_does_not_take() -> None:
     keys, new, length = torch.zeros(2, 4, 8, 16), torch.zeros(2, 4, 1, 16), torch.tensor(0)
-    assert takes(keys, keys, new, new, length)
+    assert supports(keys, keys, new, new, length)
     for found in (
         (keys, keys, torch.zeros(2, 4, 2, 16), new, length),
         (keys, keys, torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 2, 16), length),
@@ -61,4 +61,4 @@ def test_what_it_does_not_take() -> None:
         (torch.zeros(2, 4, 8, 2**15), keys, torch.zeros(2, 4, 1, 2**15), new, length),
         (keys, keys, new, new, torch.tensor(0, device="meta")),
     ):
-        assert not takes(*found)
+        assert not supports(*found)

@@ -36,7 +36,7 @@ def made(v: int, d: int, dtype: torch.dtype, format: str, size: int, nested: boo
 @pytest.mark.parametrize(("p", "v", "d"), [(2, 37, 384), (1, 5, 2176)])
 def test_distances(p: int, v: int, d: int, dtype: torch.dtype, format: str, size: int, nested: bool) -> None:
     q, dense = made(v, d, dtype, format, size, nested)
-    assert packed.takes(q, p)
+    assert packed.supports(q, p)
     for query in (torch.randn(p, d).to(dtype), dense[-1:].expand(p, d)):
         out, right = torch.full((p, v + 3), POISON), torch.empty(p, v)
         packed.distances(query, q, out[:, :v])
@@ -89,6 +89,6 @@ def test_small_nested_blocks_and_special_scales() -> None:
 
 
 def test_takes_whole_blocks_only() -> None:
-    assert not packed.takes(hb.quantize(torch.randn(64, 96), "nf4", block_size=64), 1)
-    assert not packed.takes(hb.quantize(torch.randn(128), "nf4", block_size=64), 1)
-    assert not packed.takes(hb.quantize(torch.randn(64, 64), "nf4", block_size=64), packed.FEW + 1)
+    assert not packed.supports(hb.quantize(torch.randn(64, 96), "nf4", block_size=64), 1)
+    assert not packed.supports(hb.quantize(torch.randn(128), "nf4", block_size=64), 1)
+    assert not packed.supports(hb.quantize(torch.randn(64, 64), "nf4", block_size=64), packed.FEW + 1)

@@ -52,7 +52,7 @@ def test_compiles(
     mask = torch.empty(texts, 1, new, tokens, dtype=dtype if kind == "cap" else torch.bool, device="meta")
     seen = None if kind == "no mask" else mask
     sinks = torch.empty(heads, dtype=dtype, device="meta") if kind == "sinks" else None
-    taken = attention.takes(query, keys, keys, seen, sinks)
+    taken = attention.supports(query, keys, keys, seen, sinks)
     assert taken == (target != 75 or dtype is torch.float16)  # Turing's tensor cores do not know bf16
     if not taken:
         return

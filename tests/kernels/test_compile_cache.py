@@ -27,7 +27,7 @@ def test_compiles(
     monkeypatch.setattr(cache, "launch", lambda *launch: kept.append(launch))
     keys, new = (torch.empty(texts, 8, tokens, 128, dtype=dtype, device="meta") for tokens in (320, count))
     length = torch.empty((), dtype=torch.int64, device="meta")
-    assert cache.takes(keys, keys, new, new, length, count)
+    assert cache.supports(keys, keys, new, new, length, count)
     cache.append(keys, keys, new, new, length)
     ((kernel, _, arguments, _, configure),) = kept
     values = dict(zip(kernel.arg_names, arguments, strict=False))

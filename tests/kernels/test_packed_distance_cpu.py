@@ -24,7 +24,7 @@ def made(v: int, d: int, dtype: torch.dtype, format: str, size: int, nested: boo
 @pytest.mark.parametrize(("p", "v", "d"), [(1, 1, 128), (1, 77, 384), (3, 300, 1152)])
 def test_distances(p: int, v: int, d: int, dtype: torch.dtype, format: str, size: int, nested: bool) -> None:
     q = made(v, d, dtype, format, size, nested)
-    assert packed_cpu.takes(q, p)
+    assert packed_cpu.supports(q, p)
     dense = hb.dequantize(q)
     for query in (torch.randn(p, d), dense[:1].expand(p, d).contiguous()):
         out, right = torch.full((p, v + 3), POISON), torch.empty(p, v)
@@ -56,5 +56,5 @@ def test_equal_rows_come_in_order() -> None:
 
 
 def test_takes_whole_blocks_only() -> None:
-    assert not packed_cpu.takes(hb.quantize(torch.randn(64, 96), "nf4", block_size=64), 1)
-    assert not packed_cpu.takes(hb.quantize(torch.randn(128), "nf4", block_size=64), 1)
+    assert not packed_cpu.supports(hb.quantize(torch.randn(64, 96), "nf4", block_size=64), 1)
+    assert not packed_cpu.supports(hb.quantize(torch.randn(128), "nf4", block_size=64), 1)

@@ -32,7 +32,7 @@ def same_state(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 @pytest.mark.slow
 def test_every_module_is_taken_and_keeps_its_class_and_weight(load: Any, prompts: Tensor) -> None:
     model = load()
-    weights = {path: module.weight for path, module in model.named_modules() if host.takes(module)}
+    weights = {path: module.weight for path, module in model.named_modules() if host.supports(module)}
     classes = [type(module) for module in model.modules()]
     report = hb.accelerate(model)
     assert set(report.modules) == set(weights)
@@ -110,7 +110,9 @@ def test_restore_leaves_nothing_behind(load: Any, prompts: Tensor) -> None:
     hb.restore(model)
     hb.restore(model)
     assert [set(vars(module)) for module in model.modules()] == before
-    assert not any(hasattr(state, host.ATTRIBUTE) for state in map(host._state_of, filter(host.takes, model.modules())))
+    assert not any(
+        hasattr(state, host.ATTRIBUTE) for state in map(host._state_of, filter(host.supports, model.modules()))
+    )
 
 
 def test_copies_and_pickles(load: Any, prompts: Tensor) -> None:
@@ -119,9 +121,9 @@ def test_copies_and_pickles(load: Any, prompts: Tensor) -> None:
     right = logits(model, prompts)
     twin = copy.deepcopy(model)
     hb.restore(model)
-    assert all(host.is_applied(module) for module in twin.modules() if host.takes(module))
+    assert all(host.is_applied(module) for module in twin.modules() if host.supports(module))
     assert torch.equal(logits(twin, prompts), right)
-    layer = next(module for module in twin.modules() if host.takes(module))
+    layer = next(module for module in twin.modules() if host.supports(module))
     x = torch.randn(3, layer.in_features, dtype=torch.bfloat16, device=twin.device)
     again = pickle.loads(pickle.dumps(layer))
     host.apply(again)
@@ -132,7 +134,7 @@ def test_a_module_that_holds_several_models_and_no_model_at_all(load: Any) -> No
     both = nn.ModuleDict({"a": load(), "b": load()})
     assert len(hb.accelerate(both).modules) == 2 * LAYERS
     hb.restore(both)
-    assert not any(host.is_applied(module) for module in both.modules() if host.takes(module))
+    assert not any(host.is_applied(module) for module in both.modules() if host.supports(module))
     report = hb.accelerate(nn.Linear(8, 8))
     assert report.modules == ()
     assert "no module was taken" in report.generation

@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         sinks: Tensor | None,
         spans: Tensor | None,
     ) -> Tensor:
-        assert kernels.takes(query, keys, values, mask, sinks)
+        assert kernels.supports(query, keys, values, mask, sinks)
         assert (mask is None) == (spans is None)
         seen.append(tuple(query.shape))
         return reference.attend(query, keys, values, mask, scale, softcap, sinks)

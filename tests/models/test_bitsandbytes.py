@@ -122,8 +122,8 @@ def test_modules_that_are_left_alone() -> None:
     assert "not [96, 192]" in str(host.apply(turned))
     for module in (unquantized, double, turned):
         assert "forward" not in vars(module)
-    assert not host.takes(nn.Linear(2, 2))
-    assert not host.takes(hb.nn.Linear4bit(64, 64))
+    assert not host.supports(nn.Linear(2, 2))
+    assert not host.supports(hb.nn.Linear4bit(64, 64))
 
 
 def test_under_hooks_of_accelerate() -> None:

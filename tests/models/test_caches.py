@@ -86,7 +86,7 @@ def test_steps_update_it_as_transformers_does(model: Any, appends: bool, monkeyp
     seen = []
 
     def append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
-        assert kernels.takes(keys, values, new_keys, new_values, length)
+        assert kernels.supports(keys, values, new_keys, new_values, length)
         seen.append(int(length))
         keys[:, :, length], values[:, :, length] = new_keys[:, :, 0], new_values[:, :, 0]
         length += 1

@@ -92,7 +92,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 
 
 def layers(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if host.takes(module)]
+    return [module for module in model.modules() if host.supports(module)]
 
 
 def weight(module: Any, dtype: torch.dtype) -> Tensor:
@@ -103,7 +103,7 @@ def weight(module: Any, dtype: torch.dtype) -> Tensor:
 def in_fp32(model: Any) -> Any:
     """A copy of a packed model with the weights that its bytes stand for, all in fp32."""
     twin = copy.deepcopy(model)
-    weights = {path: weight(module, torch.float32) for path, module in twin.named_modules() if host.takes(module)}
+    weights = {path: weight(module, torch.float32) for path, module in twin.named_modules() if host.supports(module)}
     logits(twin, torch.zeros(1, 1, dtype=torch.int64))  # compressed-tensors makes it dense
     nn.Module.float(twin)
     for path, dense in weights.items():
@@ -145,7 +145,7 @@ def test_weights_stay_packed_and_the_state_dict_the_same(load: Any, prompts: Ten
     tensors = {
         path: (module.weight_packed, module.weight_scale)
         for path, module in model.named_modules()
-        if host.takes(module)
+        if host.supports(module)
     }
     hb.accelerate(model)
     ours = logits(model, prompts)
@@ -315,8 +315,8 @@ def test_reasons(load: Any) -> None:
             return x
 
     assert "other code" in reason(__class__=Other)
-    assert not host.takes(nn.Linear(2, 2))
-    assert not host.takes(hb.nn.Linear4bit(64, 64))
+    assert not host.supports(nn.Linear(2, 2))
+    assert not host.supports(hb.nn.Linear4bit(64, 64))
 
 
 def test_a_model_that_was_used_before_is_dense_and_says_so(load: Any, prompts: Tensor) -> None:

@@ -21,7 +21,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def norm_of(model: nn.Module) -> Any:
-    return next(module for module in model.modules() if norms.takes(module))
+    return next(module for module in model.modules() if norms.supports(module))
 
 
 def is_applied(module: nn.Module) -> bool:
@@ -95,11 +95,11 @@ def test_norms_of_another_formula_are_not_taken() -> None:
     class OfTheUser(LlamaRMSNorm):
         pass
 
-    assert norms.takes(LlamaRMSNorm(8))
-    assert norms.takes(Qwen3RMSNorm(8))
-    assert not norms.takes(Gemma3RMSNorm(8))
-    assert not norms.takes(OfTheUser(8))
-    assert not norms.takes(nn.LayerNorm(8))
+    assert norms.supports(LlamaRMSNorm(8))
+    assert norms.supports(Qwen3RMSNorm(8))
+    assert not norms.supports(Gemma3RMSNorm(8))
+    assert not norms.supports(OfTheUser(8))
+    assert not norms.supports(nn.LayerNorm(8))
 
 
 def test_a_capture_compiles_what_the_class_computes_and_puts_ours_back(load: Any) -> None:

@@ -26,7 +26,7 @@ def weights(model: Any) -> dict[str, Tensor]:
     return {
         path: hb.dequantize(from_bitsandbytes(module.weight), torch.float32)
         for path, module in model.named_modules()
-        if host.takes(module)
+        if host.supports(module)
     }
 
 
@@ -72,7 +72,7 @@ def test_merged_and_unloaded_it_still_runs_through_halfbyte(load: Any, prompts: 
     model = adapted(load())
     hb.accelerate(model)
     merged = model.merge_and_unload().eval()
-    layers = [module for module in merged.modules() if host.takes(module)]
+    layers = [module for module in merged.modules() if host.supports(module)]
     assert all(map(host.is_applied, layers))
     x = torch.randn(3, layers[0].in_features, dtype=torch.bfloat16, device=merged.device)
     right = x.double() @ weights(merged)["model.layers.0.self_attn.q_proj"].double().T
@@ -88,7 +88,7 @@ def test_the_function_is_replaced_wherever_it_is_and_put_back(load: Any) -> None
     first, second = load(), load()
     hb.accelerate(first)
     hb.accelerate(second)
-    layer = next(module for module in first.modules() if host.takes(module))
+    layer = next(module for module in first.modules() if host.supports(module))
     assert bnb.dequantize_bnb_weight is integrations.dequantize_bnb_weight is patch.dequantize_bnb_weight
     assert torch.equal(integrations.dequantize_bnb_weight(layer.weight), original(layer.weight))
     hb.restore(first)
@@ -106,7 +106,7 @@ def test_a_lora_layer_in_one_node(load: Any, dropout: float, autocast: bool) -> 
         for name, parameter in model.named_parameters():
             if "lora" in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
-    layer = next(module for module in model.modules() if patch.takes(module))
+    layer = next(module for module in model.modules() if patch.supports(module))
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     weight = hb.dequantize(from_bitsandbytes(layer.base_layer.weight), torch.float32).double()
     x = torch.randn(2, 7, layer.in_features, device=model.device, dtype=torch.bfloat16)
@@ -139,7 +139,7 @@ def test_a_lora_layer_in_one_node(load: Any, dropout: float, autocast: bool) -> 
 def test_adapters_that_go_pefts_own_way(load: Any, prompts: Tensor) -> None:
     model = adapted(load()).eval()
     hb.accelerate(model)
-    layer = next(module for module in model.modules() if patch.takes(module))
+    layer = next(module for module in model.modules() if patch.supports(module))
     x = torch.randn(2, layer.in_features, device=model.device, dtype=torch.bfloat16)
     with torch.autocast(model.device.type, torch.bfloat16):
         layer(x)

@@ -20,7 +20,7 @@ from halfbyte.bench.dequantize import dequantize_cases, quantize_cases
 from halfbyte.bench.linear import linear_cases
 from halfbyte.bench.search import search_cases
 from halfbyte.measure import models, records
-from halfbyte.measure.contest import Contest
+from halfbyte.measure.ab_run import ABRun
 from halfbyte.measure.decoder import Decoder, errors_against_fp32
 from halfbyte.terminal import Table
 
@@ -116,10 +116,10 @@ def _steps(device: torch.device, rows: list[dict[str, Any]], say: Callable[[str]
     say(f"decode {MODEL}: logits against fp32")
     error = errors_against_fp32(MODEL, device, torch.bfloat16)["halfbyte", MODE]
     say(f"decode {MODEL}: loading")
-    contest = Contest(models.load(MODEL, device, torch.bfloat16))
+    ab_run = ABRun(models.load(MODEL, device, torch.bfloat16))
     for batch in BATCHES:
         kept = next(row for row in rows if (wanted | {"batch": batch}).items() <= row.items())
-        with contest.providers["halfbyte"]() as model:
+        with ab_run.providers["halfbyte"]() as model:
             decoder = Decoder(model, batch, CONTEXT, MODE)
             least = min(median(decoder.sample() for _ in range(5)) for _ in range(TRIES))
         name = f"{MODEL}, {MODE}, batch {batch}"

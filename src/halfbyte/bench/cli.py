@@ -159,7 +159,7 @@ def decode(
     out: Out = None,
 ) -> None:
     """A whole model: prefill, decoding steps and plain generate, beside bitsandbytes and bf16."""
-    from halfbyte.bench import runs, wholes
+    from halfbyte.bench import runs, whole_models
     from halfbyte.bench.decode import Settings, decode_rows
     from halfbyte.terminal import say
 
@@ -170,7 +170,7 @@ def decode(
     )
     settings = Settings(counts_of(batch), context, new_tokens, rounds, layers)
     rows_of = partial(decode_rows, device=where, settings=settings, say=say)
-    runs.run_models("decode", method, names, rows_of, wholes.terminal_table, where, out)
+    runs.run_models("decode", method, names, rows_of, whole_models.terminal_table, where, out)
 
 
 @app.command()
@@ -183,7 +183,7 @@ def train(
     out: Out = None,
 ) -> None:
     """A QLoRA step with PEFT: forward, backward and optimizer, beside bitsandbytes and Unsloth's way."""
-    from halfbyte.bench import runs, wholes
+    from halfbyte.bench import runs, whole_models
     from halfbyte.bench.train import Settings, train_rows
     from halfbyte.terminal import say
 
@@ -191,7 +191,7 @@ def train(
     method = "wall clock of a step: rank 16 on every projection, gradient checkpointing, bf16 autocast, AdamW"
     settings = Settings(counts_of(tokens), rounds, layers)
     rows_of = partial(train_rows, device=where, settings=settings, say=say)
-    runs.run_models("train", method, names, rows_of, partial(wholes.terminal_table, key="tokens"), where, out)
+    runs.run_models("train", method, names, rows_of, partial(whole_models.terminal_table, key="tokens"), where, out)
 
 
 @app.command()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.measure import models
-from halfbyte.measure.contest import Contest, clock, empty_cache, peak_gb, random_ids, times
+from halfbyte.measure.ab_run import ABRun, clock, empty_cache, peak_gb, random_ids, times
 from halfbyte.measure.decoder import MODES, MOST_APART, Decoder, errors_against_fp32, modes_of
 from halfbyte.measure.error import relative_error
 from halfbyte.models.accelerate import accelerate, restore
@@ -62,10 +62,10 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
         facts |= {"left_to_bitsandbytes": len(report.skipped)}
         if report.skipped:
             say(f"{name}: {len(report.skipped)} modules left alone, for {FASTER}")
-    contest = Contest(model)
+    ab_run = ABRun(model)
     for batch in settings.batches:
         say(f"{name}: batch {batch}")
-        for row in _batch_rows(contest, batch, settings, device):
+        for row in _batch_rows(ab_run, batch, settings, device):
             yield facts | {"batch": batch} | row | {"relative_error": errors[row["provider"], _checked(row, device)]}
     need = 2 * sum(module.out_features * module.in_features for _, module in models.four_bit(model))
     if device.type == "cuda" and need < 0.9 * torch.cuda.mem_get_info(device)[0]:
@@ -84,19 +84,19 @@ def _checked(row: Mapping[str, Any], device: torch.device) -> str:
     return mode if mode in MODES else MODES[0]
 
 
-def _batch_rows(contest: Contest, batch: int, settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
+def _batch_rows(ab_run: ABRun, batch: int, settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
     modes = modes_of(device)
     decoders: dict[tuple[str, str], Decoder] = {}
-    for provider, run_by in contest.providers.items():
+    for provider, run_by in ab_run.providers.items():
         with run_by() as model:
             for mode in modes:
                 decoders[provider, mode] = Decoder(model, batch, settings.context, mode)
     _agree({key: decoder.logits for key, decoder in decoders.items()})
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in decoders}
-    prefills: dict[str, list[float]] = {provider: [] for provider in contest.providers}
+    prefills: dict[str, list[float]] = {provider: [] for provider in ab_run.providers}
     for turn in range(settings.rounds):
-        for provider in sorted(contest.providers, reverse=bool(turn % 2)):
-            with contest.providers[provider]():
+        for provider in sorted(ab_run.providers, reverse=bool(turn % 2)):
+            with ab_run.providers[provider]():
                 for mode in modes:
                     samples[provider, mode].append(decoders[provider, mode].sample())
                 prefills[provider].append(decoders[provider, "eager"].prefill())
@@ -105,7 +105,7 @@ def _batch_rows(contest: Contest, batch: int, settings: Settings, device: torch.
     for provider, measured in prefills.items():
         yield {"provider": provider, "mode": "prefill", **times(measured)}
     del decoders
-    for provider, run_by in contest.providers.items():
+    for provider, run_by in ab_run.providers.items():
         with run_by() as model:
             yield {"provider": provider, "mode": "generate", **_generate(model, batch, settings, device)}
 

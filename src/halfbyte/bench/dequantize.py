@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from halfbyte import ops
-from halfbyte.bench import peers
+from halfbyte.bench import baselines
 from halfbyte.bench.case import Case, same_bits
 from halfbyte.formats.bitsandbytes import to_bitsandbytes
 
@@ -26,9 +26,9 @@ def dequantize_cases(
     device: torch.device, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, format: str, nested: bool
 ) -> Iterator[Case]:
     """One case a shape: halfbyte, bitsandbytes, and where they apply Unsloth's sequence and PEFT's function."""
-    bitsandbytes = peers.Bitsandbytes()
-    peft = peers.Peft()
-    unsloth = peers.Unsloth() if device.type == "cuda" and nested and format != "int4" else None
+    bitsandbytes = baselines.Bitsandbytes()
+    peft = baselines.Peft()
+    unsloth = baselines.Unsloth() if device.type == "cuda" and nested and format != "int4" else None
     for shape in shapes:
         numel = shape[0] * shape[1]
         scale_bytes = numel // 64 + 4 * -(-numel // (64 * 256)) if nested else numel // 16
@@ -52,7 +52,7 @@ def quantize_cases(
     device: torch.device, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, format: str, nested: bool
 ) -> Iterator[Case]:
     """One case a shape: halfbyte and bitsandbytes, nibbles and every scale compared."""
-    bitsandbytes = peers.Bitsandbytes()
+    bitsandbytes = baselines.Bitsandbytes()
     for shape in shapes:
         numel = shape[0] * shape[1]
         # The fp32 scales are written and, where nested, read twice: for their mean, and to be quantized.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.bench import peers
+from halfbyte.bench import baselines
 from halfbyte.bench.case import Case
 from halfbyte.bench.dequantize import input_sets
 from halfbyte.formats import bitsandbytes as layout
@@ -112,7 +112,7 @@ def _products(
     exact: dict[str, Callable[[int], Tensor]] = dict.fromkeys(products, decoded)
     exact[_name_of(dtype)] = lambda i: dense[i]
     if weights[0].format in layout.FORMATS and not alone:
-        bitsandbytes = peers.Bitsandbytes()
+        bitsandbytes = baselines.Bitsandbytes()
         states = [to_bitsandbytes(q) for q in weights]
         products["bitsandbytes"] = lambda x, i: bitsandbytes.linear(x, *states[i])
         exact["bitsandbytes"] = decoded
@@ -131,12 +131,12 @@ def _products(
         exact["halfbyte int4"] = _decoded(integers)
     if alone:
         return products, exact, left_out
-    if dtype == torch.bfloat16 and peers.Tinygemm.fits(dense[0].shape):
-        tinygemm = [peers.Tinygemm(q) for q in integers]
+    if dtype == torch.bfloat16 and baselines.Tinygemm.fits(dense[0].shape):
+        tinygemm = [baselines.Tinygemm(q) for q in integers]
         products["tinygemm"] = lambda x, i: tinygemm[i](x)
         exact["tinygemm"] = _decoded(integers)
-    if integers[0].block_size == peers.Marlin.GROUP_SIZE and peers.Marlin.fits(dense[0].shape, device):
-        packed = peers.Marlin(integers[0])  # which takes seconds on the host
+    if integers[0].block_size == baselines.Marlin.GROUP_SIZE and baselines.Marlin.fits(dense[0].shape, device):
+        packed = baselines.Marlin(integers[0])  # which takes seconds on the host
         marlin = [packed, *(deepcopy(packed) for _ in integers[1:])]
         products["marlin"] = lambda x, i: marlin[i](x)
         exact["marlin"] = _decoded(integers[:1] * len(integers))

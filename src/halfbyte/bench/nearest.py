@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from halfbyte import search
-from halfbyte.measure.contest import clock
+from halfbyte.measure.ab_run import clock
 from halfbyte.measure.report import line, provenance
 from halfbyte.measure.timing import summarize
 from halfbyte.terminal import Table

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
-from halfbyte.bench import peers
+from halfbyte.bench import baselines
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.formats.weight import QuantizedWeight
 
@@ -115,8 +115,8 @@ def run_puzzle(rounds: int = ROUNDS, repeats: int = 3, on_step: Callable[[str], 
     """
     if not torch.cuda.is_available() or torch.version.hip:
         raise ValueError("the puzzle needs an NVIDIA GPU: its yardstick is bitsandbytes' CUDA library")
-    linear4bit = peers.require("bitsandbytes").nn.Linear4bit
-    unsloth_way = peers.Unsloth()
+    linear4bit = baselines.require("bitsandbytes").nn.Linear4bit
+    unsloth_way = baselines.Unsloth()
     solutions: dict[str, Dequantize] = {
         "unsloth": lambda layer: unsloth_way.dequantize(layer.weight, layer.weight.quant_state),
         "halfbyte": Halfbyte(),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.measure import models
-from halfbyte.measure.contest import clock, empty_cache, peak_gb
+from halfbyte.measure.ab_run import clock, empty_cache, peak_gb
 from halfbyte.measure.report import line, provenance, title
 from halfbyte.models.accelerate import accelerate, restore
 from halfbyte.recover import Recovery, recover_tokens

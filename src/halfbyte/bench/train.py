@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.bench import peers
+from halfbyte.bench import baselines
 from halfbyte.measure import models
-from halfbyte.measure.contest import Contest, clock, empty_cache, peak_gb, times
+from halfbyte.measure.ab_run import ABRun, clock, empty_cache, peak_gb, times
 from halfbyte.measure.error import relative_error
 
 RANK = 16
@@ -41,29 +41,29 @@ def train_rows(name: str, device: torch.device, settings: Settings, say: Callabl
     say(f"{name}: loading")
     empty_cache(device)
     model = _adapted(models.load(name, device, torch.bfloat16, layers=settings.layers))
-    contest = Contest(model)
+    ab_run = ABRun(model)
     if device.type == "cuda":
-        contest.providers["unsloth's way"] = partial(_unsloth_way, model)
-    ours = Step(contest.ours)  # one optimizer where there is one model: its state is in everybody's peak of memory
-    steps = dict.fromkeys(contest.providers, ours)
-    if contest.theirs is not contest.ours:
-        steps["bitsandbytes"] = Step(contest.theirs)
+        ab_run.providers["unsloth's way"] = partial(_unsloth_way, model)
+    ours = Step(ab_run.ours)  # one optimizer where there is one model: its state is in everybody's peak of memory
+    steps = dict.fromkeys(ab_run.providers, ours)
+    if ab_run.theirs is not ab_run.ours:
+        steps["bitsandbytes"] = Step(ab_run.theirs)
     for tokens in settings.tokens:
         say(f"{name}: {tokens} tokens")
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(3, 1000, (1, tokens), generator=generator, dtype=torch.int64, device="cpu").to(device)
-        apart = _apart(contest, steps, ids)
+        apart = _apart(ab_run, steps, ids)
         peaks: dict[str, float | None] = {}
         samples: dict[str, list[float]] = {provider: [] for provider in steps}
         for provider, step in steps.items():
-            with contest.providers[provider]():
+            with ab_run.providers[provider]():
                 step(ids)
                 empty_cache(device)
                 step(ids)
                 peaks[provider] = peak_gb(device)
         for turn in range(settings.rounds):
             for provider in sorted(steps, reverse=bool(turn % 2)):
-                with contest.providers[provider]():
+                with ab_run.providers[provider]():
                     samples[provider].append(clock(partial(steps[provider], ids), device))
         for provider, measured in samples.items():
             row = times(measured)
@@ -95,7 +95,7 @@ class Step:
 
 
 def _adapted(model: Any) -> Any:
-    peft = peers.require("peft")
+    peft = baselines.require("peft")
     names = sorted({path.rpartition(".")[2] for path, _ in models.four_bit(model)})
     model.requires_grad_(False)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=names))
@@ -110,10 +110,10 @@ def _adapted(model: Any) -> Any:
     return adapted
 
 
-def _apart(contest: Contest, steps: Mapping[str, Step], ids: Tensor) -> dict[str, float]:
+def _apart(ab_run: ABRun, steps: Mapping[str, Step], ids: Tensor) -> dict[str, float]:
     gradients: dict[str, Tensor] = {}
     for provider, step in steps.items():
-        with contest.providers[provider]():
+        with ab_run.providers[provider]():
             step.gradients(ids)
         gradients[provider] = torch.cat([p.grad.flatten() for p in step.parameters if p.grad is not None])
         step.optimizer.zero_grad(set_to_none=True)
@@ -127,7 +127,7 @@ def _apart(contest: Contest, steps: Mapping[str, Step], ids: Tensor) -> dict[str
 @contextmanager
 def _unsloth_way(model: Any) -> Iterator[Any]:
     """Every 4-bit layer as Unsloth multiplies in training: its sequence to dequantize, torch's product, twice."""
-    dequantize = peers.Unsloth().dequantize
+    dequantize = baselines.Unsloth().dequantize
     layers = [module for _, module in models.four_bit(model)]
     for module in layers:
         module.forward = MethodType(partial(_DequantizedLinear.run, dequantize), module)

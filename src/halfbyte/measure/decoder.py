@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.measure import models
-from halfbyte.measure.contest import Contest, clock, enough, random_ids
+from halfbyte.measure.ab_run import ABRun, clock, enough, random_ids
 from halfbyte.measure.error import relative_error
 from halfbyte.models.accelerate import is_accelerated
 from halfbyte.models.caches import COUNTER
@@ -119,11 +119,11 @@ def errors_against_fp32(
     model = models.load(name, device, dtype, layers=CHECKED_LAYERS)
     ids = random_ids(model, 4, 48, seed=2)
     results = {}
-    contest = Contest(model)
-    for provider, run_by in contest.providers.items():
-        with run_by() as contestant:
+    ab_run = ABRun(model)
+    for provider, run_by in ab_run.providers.items():
+        with run_by() as running:
             for mode in modes or modes_of(device):
-                results[provider, mode] = _logits(contestant, ids, mode)
+                results[provider, mode] = _logits(running, ids, mode)
     models.make_dense(model, torch.float32)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

@@ -140,7 +140,7 @@ def load(name: str, device: torch.device, dtype: torch.dtype, *, four_bit: bool 
 def four_bit(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Path and module of every Linear4bit of bitsandbytes."""
     for path, module in model.named_modules():
-        if bitsandbytes.takes(module):
+        if bitsandbytes.supports(module):
             yield path, module
 
 

@@ -88,7 +88,7 @@ class _Step:
         # Without a mask several new tokens are a prompt, whose causal mask transformers leaves to torch.
         prompt = attention_mask is None and query.shape[2] > 1
         sinks, softcap = others.get("s_aux"), others.get("softcap")
-        if another or prompt or not kernels.takes(query, key, value, attention_mask, sinks):
+        if another or prompt or not kernels.supports(query, key, value, attention_mask, sinks):
             return theirs(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         spans = None if attention_mask is None else self.spans_of(attention_mask, len(query))

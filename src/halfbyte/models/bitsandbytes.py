@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfbyte.formats.bitsandbytes import FORMATS, from_bitsandbytes
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
-from halfbyte.models.patch import give, give_back, has_forward_of_class, replaced_by
+from halfbyte.models.patch import has_forward_of_class, patch, replaced_by, unpatch
 from halfbyte.models.projections import Inputs, parameter, shared, version_of
 from halfbyte.models.repacked import FASTER, Facts, is_faster
 from halfbyte.ops import linear
@@ -48,7 +48,7 @@ def keep(q: QuantizedWeight, weight: Any, state: Any) -> None:
     setattr(state, ATTRIBUTE, View(q, state.absmax, _address(weight)))
 
 
-def takes(module: nn.Module) -> bool:
+def supports(module: nn.Module) -> bool:
     """True for a Linear4bit of bitsandbytes or a subclass, known by name: nothing is imported to find out."""
     return any(
         kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes.") for kind in type(module).__mro__
@@ -68,14 +68,14 @@ def apply(module: nn.Module) -> str | None:
     found = _look(module)  # now, for a traced call could not
     if isinstance(found, str):
         return found
-    give(forward, module)
+    patch(forward, module)
     return None
 
 
 def undo(module: nn.Module) -> None:
     """Give a module back the forward of its class."""
-    give_back(forward, module)
-    state = _state_of(module) if takes(module) else None
+    unpatch(forward, module)
+    state = _state_of(module) if supports(module) else None
     if state is not None:
         vars(state).pop(ATTRIBUTE, None)
 

@@ -99,10 +99,10 @@ def _update(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any)
 
 
 def _append(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-    from halfbyte.kernels.cache.triton import append, takes
+    from halfbyte.kernels.cache.triton import append, supports
 
     room = layer.is_initialized and not is_full(layer)
-    if not room or not takes(layer.keys, layer.values, keys, values, layer.cumulative_length):
+    if not room or not supports(layer.keys, layer.values, keys, values, layer.cumulative_length):
         return _update(layer, keys, values, *args, **kwargs)
     append(layer.keys, layer.values, keys, values, layer.cumulative_length)
     if hasattr(layer, COUNTER):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from halfbyte.autocast import autocast_dtype, cast
 from halfbyte.formats.compressed_tensors import from_compressed_tensors
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.models.patch import forward_name, give, give_back, replaced_by
+from halfbyte.models.patch import forward_name, patch, replaced_by, unpatch
 from halfbyte.models.projections import Inputs, parameter, shared, version_of
 from halfbyte.ops import linear
 
@@ -73,7 +73,7 @@ class Hook:
             delattr(model, HANDLE)
 
 
-def takes(module: nn.Module) -> bool:
+def supports(module: nn.Module) -> bool:
     """True for a linear layer to which compressed-tensors gives 4 bits, whether or not it is packed now."""
     weights = getattr(vars(module).get("quantization_scheme"), "weights", None)
     return isinstance(module, nn.Linear) and getattr(weights, "num_bits", None) == 4
@@ -91,14 +91,14 @@ def apply(module: nn.Module) -> str | None:
     if not _is_known(type(module).forward) or (name in vars(module) and not _is_known(before)):
         return "its forward is not that of a linear layer: other code has replaced it"
     setattr(module, ATTRIBUTE, View(before))
-    give(forward, module)
+    patch(forward, module)
     return None
 
 
 def undo(module: nn.Module) -> None:
     """Give a module back the forward that it had."""
     view: View | None = vars(module).pop(ATTRIBUTE, None)
-    give_back(forward, module, view.forward if view is not None else None)
+    unpatch(forward, module, view.forward if view is not None else None)
 
 
 def is_applied(module: nn.Module) -> bool:
@@ -176,7 +176,7 @@ def _look(module: Any) -> QuantizedWeight | None:
     """Read the weight anew, after it was moved, replaced or made dense."""
     view: View = module.__dict__[ATTRIBUTE]
     view.q, view.tensors = None, ()  # first of all, so that no memory is held which the module has let go
-    found = _read(module) if takes(module) else None
+    found = _read(module) if supports(module) else None
     if found is None or isinstance(found, str):
         return None
     view.q = found

@@ -16,7 +16,7 @@ from halfbyte.models import bitsandbytes, compressed_tensors, norms, own, peft, 
 class Layers(Protocol):
     """4-bit linear layers of a library, which get a forward of ours. It is a `projections.Host` too."""
 
-    def takes(self, module: nn.Module) -> bool: ...
+    def supports(self, module: nn.Module) -> bool: ...
 
     def apply(self, module: nn.Module) -> str | None:
         """None, or why the module was left alone."""
@@ -36,7 +36,7 @@ class Layers(Protocol):
 class Others(Protocol):
     """Modules around those layers that get a forward of ours where a layer was taken."""
 
-    def takes(self, module: nn.Module) -> bool: ...
+    def supports(self, module: nn.Module) -> bool: ...
 
     def apply(self, module: nn.Module) -> None: ...
 
@@ -58,14 +58,14 @@ LIBRARIES: tuple[Library, ...] = (peft, unsloth, transformers)
 
 def layers_of(module: nn.Module) -> Layers | None:
     """The one of LAYERS that a module is of."""
-    return next((library for library in LAYERS if library.takes(module)), None)
+    return next((library for library in LAYERS if library.supports(module)), None)
 
 
 def apply_around(model: nn.Module) -> str:
     """What follows where layers were taken; returns in words what `generate` does from now on."""
     for module in model.modules():
         for library in OTHERS:
-            if library.takes(module):
+            if library.supports(module):
                 library.apply(module)
     compressed_tensors.keep_packed(model)
     for functions in LIBRARIES:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.models.patch import give, give_back, has_forward_of_class
+from halfbyte.models.patch import has_forward_of_class, patch, unpatch
 
 ON_CPU = False  # where torch has no such kernel; tests set it
 
@@ -32,7 +32,7 @@ def _fused() -> Callable[..., tuple[Tensor, Tensor]] | None:
 _rms_norm = _fused()
 
 
-def takes(module: nn.Module) -> bool:
+def supports(module: nn.Module) -> bool:
     forward = type(module).forward
     return (
         _rms_norm is not None
@@ -45,11 +45,11 @@ def takes(module: nn.Module) -> bool:
 
 def apply(module: nn.Module) -> None:
     if has_forward_of_class(module):
-        give(forward, module)
+        patch(forward, module)
 
 
 def undo(module: nn.Module) -> None:
-    give_back(forward, module)
+    unpatch(forward, module)
 
 
 def forward(module: Any, x: Tensor) -> Tensor:

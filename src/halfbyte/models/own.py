@@ -8,25 +8,25 @@ from torch import Tensor, nn
 
 from halfbyte.autocast import autocast_dtype
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.models.patch import give, give_back, has_forward_of_class, replaced_by
+from halfbyte.models.patch import has_forward_of_class, patch, replaced_by, unpatch
 from halfbyte.models.projections import Inputs, parameter, shared, version_of
 from halfbyte.nn import Linear4bit
 
 
-def takes(module: nn.Module) -> bool:
+def supports(module: nn.Module) -> bool:
     return isinstance(module, Linear4bit)
 
 
 def apply(module: nn.Module) -> str | None:
     """A layer whose forward is another one, of a subclass or of other code, is as fast as it is; nothing is wrong."""
     if type(module).forward is Linear4bit.forward and has_forward_of_class(module):
-        give(forward, module)
+        patch(forward, module)
     return None
 
 
 def undo(module: nn.Module) -> None:
     """Give a module back the forward of its class."""
-    give_back(forward, module)
+    unpatch(forward, module)
 
 
 def is_applied(module: nn.Module) -> bool:

@@ -29,12 +29,12 @@ def has_forward_of_class(module: nn.Module) -> bool:
     return name not in vars(module) or is_method_of(type(module).forward, vars(module)[name])
 
 
-def give(forward: Callable[..., Any], module: nn.Module) -> None:
+def patch(forward: Callable[..., Any], module: nn.Module) -> None:
     """Let `forward` do a module's own work."""
     setattr(module, forward_name(module), MethodType(forward, module))
 
 
-def give_back(forward: Callable[..., Any], module: nn.Module, before: Callable[..., Any] | None = None) -> None:
+def unpatch(forward: Callable[..., Any], module: nn.Module, before: Callable[..., Any] | None = None) -> None:
     """Let a module that has `forward` for its own have `before` again, or that of its class."""
     for name in replaced_by(forward, module):
         if before is None and name == "forward":

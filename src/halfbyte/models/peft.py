@@ -62,7 +62,7 @@ def dequantize_bnb_weight(weight: Any, *args: Any, **kwargs: Any) -> Tensor:
     return _original(weight, *args, **kwargs)
 
 
-def takes(module: nn.Module) -> bool:
+def supports(module: nn.Module) -> bool:
     """True for PEFT's LoRA layer over a Linear4bit, known by name: nothing is imported to find out."""
     kind = type(module)
     return kind.__name__ == "Linear4bit" and kind.__module__.startswith("peft.tuners.lora.")

@@ -60,7 +60,7 @@ def is_region(module: nn.Module) -> bool:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    from halfbyte.models.merge import Merge  # it imports inductor, which takes a second or two
+    from halfbyte.models.merge import Merge  # it imports inductor, which supports a second or two
 
     # Rounds where eager mode rounds, so that a fused step gives what an unfused one gives.
     options: dict[str, Any] = {"emulate_precision_casts": True, "post_grad_custom_post_pass": Merge()}

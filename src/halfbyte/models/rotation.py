@@ -102,9 +102,9 @@ def _write(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) 
     """In the place of a layer's `update`: one token of each text, into the slot that `turn` has chosen."""
     slot = layer.cumulative_length
     if slow.has_triton():
-        from halfbyte.kernels.cache.triton import append, takes
+        from halfbyte.kernels.cache.triton import append, supports
 
-        if takes(layer.keys, layer.values, keys, values, slot):
+        if supports(layer.keys, layer.values, keys, values, slot):
             append(
                 layer.keys, layer.values, keys, values, slot
             )  # the slot is counted up, and chosen anew in every step

@@ -88,7 +88,7 @@ def _ask(
 ) -> tuple[list[Counted], list[Any], int]:
     """Every kernel that ncu saw, for each step (provider, batch, labels of its kernels, computed work), and how many
     layers its model has."""
-    from halfbyte.measure.contest import empty_cache
+    from halfbyte.measure.ab_run import empty_cache
     from halfbyte.roofline import run, steps
     from halfbyte.roofline.work import Shape, work_of
 

@@ -119,7 +119,7 @@ def stored_bytes(module: Any) -> int:
     weight = module.weight
     if isinstance(module, Linear4bit):
         return int(weight.nbytes) + extra
-    if bitsandbytes.takes(module):
+    if bitsandbytes.supports(module):
         try:
             return int(from_bitsandbytes(weight).nbytes + extra)
         except (TypeError, ValueError):  # repacked for a CPU's own instructions

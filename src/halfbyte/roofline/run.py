@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from halfbyte.measure import models
-from halfbyte.measure.contest import Contest, clock, empty_cache, enough, times
+from halfbyte.measure.ab_run import ABRun, clock, empty_cache, enough, times
 from halfbyte.measure.decoder import MODES as STEP_MODES
 from halfbyte.measure.decoder import MOST_APART, STEPS, Decoder, errors_against_fp32
 from halfbyte.measure.error import relative_error
@@ -113,19 +113,19 @@ def facts_of(name: str, device: torch.device, settings: Settings, say: Callable[
 
 
 def _runs(name: str, model: Any, device: torch.device, settings: Settings, say: Callable[[str], None]) -> Iterator[Run]:
-    contest = Contest(model)
+    ab_run = ABRun(model)
     right: dict[int, dict[str, Tensor]] = {}
     for batch in settings.batches:
-        with contest.providers["bitsandbytes"]() as theirs:
+        with ab_run.providers["bitsandbytes"]() as theirs:
             right[batch] = _logits(Decoder(theirs, batch, settings.context, "eager"))
         for provider in ("bitsandbytes", "halfbyte"):
             if provider in settings.providers:
                 say(f"{name}: batch {batch}, {provider}")
-                with contest.providers[provider]() as contestant:
-                    yield from _batch(contestant, provider, batch, settings, right[batch])
+                with ab_run.providers[provider]() as running:
+                    yield from _batch(running, provider, batch, settings, right[batch])
     if "bf16" in settings.providers:
         say(f"{name}: bf16")
-        del contest
+        del ab_run
         models.make_dense(model, torch.bfloat16)
         for batch in settings.batches:
             say(f"{name}: batch {batch}, bf16")

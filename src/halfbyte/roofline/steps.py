@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from halfbyte.measure import models
-from halfbyte.measure.contest import Contest
+from halfbyte.measure.ab_run import ABRun
 from halfbyte.measure.decoder import Decoder
 from halfbyte.roofline import run
 from halfbyte.roofline.ceilings import triton_way
@@ -61,20 +61,20 @@ def steps(plan: Plan) -> Iterator[Step]:
     device = torch.device(plan.device)
     torch.manual_seed(0)
     model = models.load(plan.model, device, torch.bfloat16, layers=1)
-    contest = Contest(model)
+    ab_run = ABRun(model)
     for provider in run.PROVIDERS:
         if provider not in plan.providers:
             continue
         if provider == "bf16":
             models.make_dense(model, torch.bfloat16)
         for batch in plan.batches:
-            with contest.providers[provider]() if provider in contest.providers else _as_it_is(model) as contestant:
-                decoder = Decoder(contestant, batch, plan.context, "eager")
+            with ab_run.providers[provider]() if provider in ab_run.providers else _as_it_is(model) as running:
+                decoder = Decoder(running, batch, plan.context, "eager")
                 work = run.work_step(decoder, prefill=False)
                 work.reset()
                 work.run()
                 work.reset()
-                yield Step(provider, batch, contestant, decoder, work)
+                yield Step(provider, batch, running, decoder, work)
 
 
 @contextmanager

@@ -146,7 +146,7 @@ def attend_kernel(
                 tl.store(counter, 0)
 
 
-def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> bool:
+def supports(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> bool:
     """Whether `attend` is for them: few new tokens of each text, on a GPU that computes in their dtype."""
     if {query.dim(), keys.dim(), values.dim()} != {4} or query.dtype not in DTYPES:
         return False

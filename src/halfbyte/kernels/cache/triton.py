@@ -56,7 +56,7 @@ def append_kernel(
     tl.store(length, place + NEW)
 
 
-def takes(
+def supports(
     keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor, most_new: int = 1
 ) -> bool:
     """Whether `append` is for them: few new tokens of each text, of few enough, beside it in the cache's dtypes.

@@ -196,9 +196,9 @@ def distances_kernel(
     tl.store(out + q.to(tl.int64) * o_stride + row, tl.sqrt_rn(total), mask=row < n_rows)
 
 
-def takes(q: QuantizedWeight, queries: int) -> bool:
+def supports(q: QuantizedWeight, queries: int) -> bool:
     """Whether these kernels are for so many queries against q; else its rows are better made dense first."""
-    return queries <= FEW and plans.takes(q)
+    return queries <= FEW and plans.supports(q)
 
 
 def distances(query: Tensor, q: QuantizedWeight, out: Tensor, plan: PackedPlan | None = None) -> None:

@@ -27,7 +27,7 @@ from halfbyte.kernels.distance.cpu import SUMS, by_lists, distance, grain, inser
 from halfbyte.kernels.distance.packed_plan import has_whole_blocks
 
 
-def takes(q: QuantizedWeight, queries: int) -> bool:
+def supports(q: QuantizedWeight, queries: int) -> bool:
     """Whether these kernels are for q, however many the queries: its rows must be whole scale blocks."""
     return has_whole_blocks(q)
 

@@ -34,7 +34,7 @@ def has_whole_blocks(q: QuantizedWeight) -> bool:
     return len(q.shape) == 2 and q.shape[1] > 0 and q.shape[1] % q.block_size == 0
 
 
-def takes(q: QuantizedWeight) -> bool:
+def supports(q: QuantizedWeight) -> bool:
     """Whether rows are whole scale blocks, places fit into 32 bits, and bytes can be read 16 at a time."""
     return has_whole_blocks(q) and q.numel // LOAD < 2**31 - 2**16 and q.packed.data_ptr() % 16 == 0
 

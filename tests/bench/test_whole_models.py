@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 from typer.testing import CliRunner
 
-from halfbyte.bench import decode, runs, train, wholes
+from halfbyte.bench import decode, runs, train, whole_models
 from halfbyte.cli import app
 from halfbyte.measure import decoder, records
 from halfbyte.measure.report import provenance
@@ -41,15 +41,15 @@ def test_decode(tmp_path: Path) -> None:
         for provider in ("bitsandbytes", "halfbyte")
     }
     assert all(row["median_ms"] > 0 and 0 < row["relative_error"] < 0.05 for row in rows)
-    assert wholes.markdown(record).count("| tiny |") == 6
+    assert whole_models.markdown(record).count("| tiny |") == 6
     speeds = {row["provider"]: row["tokens_per_s"] for row in rows if (row["batch"], row["mode"]) == (1, "generate")}
-    assert f"`generate` with tiny makes {speeds['halfbyte']:.1f} tokens a second with halfbyte" in wholes.summary(
+    assert f"`generate` with tiny makes {speeds['halfbyte']:.1f} tokens a second with halfbyte" in whole_models.summary(
         record
     )
     facts = record["environment"]
     assert isinstance(facts, dict)
     on_a_gpu = {key: value for key, value in facts.items() if key != "threads"} | {"driver": "1"}
-    table = wholes.summary(record | {"environment": on_a_gpu}).splitlines()
+    table = whole_models.summary(record | {"environment": on_a_gpu}).splitlines()
     assert table[0] == "| model | texts at once | bitsandbytes, tokens/s | halfbyte, tokens/s | speed-up |"
     assert [line[:12] for line in table[2:4]] == ["| tiny | 1 |", "| tiny | 2 |"]
 
@@ -80,9 +80,9 @@ def test_train(tmp_path: Path) -> None:
     assert isinstance(rows, list)
     assert [row["provider"] for row in rows] == ["bitsandbytes", "halfbyte"]
     assert rows[1]["gradients_apart"] < train.MOST_APART
-    assert wholes.markdown(record, "tokens").count("| tiny |") == 1
+    assert whole_models.markdown(record, "tokens").count("| tiny |") == 1
     rows = [row | {"peak_gb": 1.5} for row in rows]
-    short = wholes.training_summary(record | {"rows": rows}).splitlines()
+    short = whole_models.training_summary(record | {"rows": rows}).splitlines()
     assert short[0].startswith("| model | tokens a step | bitsandbytes, ms a step | halfbyte, ms a step | speed-up")
     assert short[2].startswith("| tiny | 16 |")
     assert short[2].endswith("×** | 1.5 | 1.5 |")

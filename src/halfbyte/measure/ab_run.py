@@ -17,7 +17,7 @@ from halfbyte.measure.timing import summarize
 from halfbyte.models.accelerate import accelerate, restore
 
 
-class Contest:
+class ABRun:
     """A model and the ways to run it, by provider: each gives a context within which its model computes."""
 
     def __init__(self, model: Any) -> None:
