@@ -71,3 +71,13 @@ def test_the_dense_way_is_for_many_rows() -> None:
         assert dispatch.choose(1 << 14, large, properties_for(target), False) is None
         assert dispatch.choose(256, large, properties_for(target), True) is not None
     assert dispatch.choose(h200.SM80_ROWS + 1, large, properties_for("sm_80"), False) is None
+
+
+def test_a_group_is_no_way_around_the_dense_one() -> None:
+    """Several weights of one x are fused for few rows, and left to torch where each of them is."""
+    group = tuple(Problem(torch.bfloat16, n, 4096, "nf4", 64, torch.uint8, nested=256) for n in (14336, 14336))
+    for target in ("sm_80", "sm_90"):
+        assert dispatch.choose_group(1 << 13, group, properties_for(target)) is None
+    choice = dispatch.choose_group(1, group, properties_for("sm_90"))
+    assert choice is not None
+    assert choice.kernel is dispatch.sm90_decode

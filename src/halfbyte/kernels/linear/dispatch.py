@@ -93,8 +93,8 @@ def dense_microseconds(m: int, problem: Problem) -> float:
 @lru_cache(1 << 14)
 def choose_group(m: int, group: tuple[Problem, ...], properties: DeviceProperties) -> GroupChoice | None:
     """How x [m, K] is multiplied with several weights at once, or None where one after the other is as fast."""
-    alone = [choose(m, problem, properties, False) for problem in group]
-    best = sum(math.inf if one is None else one.plan.microseconds for one in alone)
+    alone = ((problem, choose(m, problem, properties, False)) for problem in group)
+    best = sum(dense_microseconds(m, o) if one is None else one.plan.microseconds for o, one in alone)
     found = None
     for kernel in GROUP_KERNELS:
         plan = kernel.plan_group(m, group, properties)
