@@ -16,7 +16,7 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.explain import explain
-from halfbyte.formats.layouts import layout_of
+from halfbyte.formats.layouts import LAYOUTS, layout_of
 from halfbyte.formats.spec import FORMATS
 
 SOURCES = Path(hb.__file__).parent
@@ -62,11 +62,14 @@ def everything(weight: Tensor, format: str, nested: bool) -> list[Any]:
     y = hb.linear(x, q)
     y.sum().backward()
     results = [*q.tensors, hb.dequantize(q), hb.dequantize(q, torch.float16), y, x.grad]
-    library = layout_of(format)
-    saved = library.to_tensors("w", q)
-    results += [*saved.values(), *library.from_tensors("w", saved).tensors]
+    if any(format in library.FORMATS for library in LAYOUTS):
+        library = layout_of(format)
+        saved = library.to_tensors("w", q)
+        results += [*saved.values(), *library.from_tensors("w", saved).tensors]
     if format == "int4":
         results += hb.from_compressed_tensors(q.packed, q.scale, q.shape).tensors
+    elif format == "mxfp4":
+        results += hb.from_gpt_oss(q.packed, q.scale).tensors
     else:
         packed, state = hb.to_bitsandbytes(q)
         results += [packed, state.absmax, state.code, *hb.from_bitsandbytes(packed, state).tensors]

@@ -74,6 +74,19 @@ def test_the_nearest_value_is_chosen(value: float, absmax: float, format: str) -
     assert [c.low for c in e.candidates[1:]] == [c.high for c in e.candidates[:-1]]
 
 
+@settings(max_examples=200, deadline=None)
+@given(value=st.floats(-1, 1, width=32), absmax=st.floats(2**-100, 2**100, width=32))
+def test_powers_of_two_are_those_that_quantize_makes(value: float, absmax: float) -> None:
+    e = explain(value * absmax, absmax, "mxfp4")
+    weight = torch.zeros(1, 32)
+    weight[0, 0], weight[0, 1] = absmax, e.value
+    q = ops.quantize(weight, "mxfp4")
+    assert (int(q.packed[0, 0]) >> 4, int(q.scale)) == (e.nibble, math.frexp(e.scale)[1] + 126)
+    assert ops.dequantize(q)[0, 1] == e.result
+    assert e.candidates[e.chosen].low <= e.scaled <= e.candidates[e.chosen].high
+    assert [c.low for c in e.candidates[1:]] == [c.high for c in e.candidates[:-1]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

@@ -42,6 +42,14 @@ def exact(x: Tensor, q: hb.QuantizedWeight, bias: Tensor | None = None) -> Tenso
 # What is computed.
 
 
+def most_error(dense: Tensor, right: Tensor, q: hb.QuantizedWeight) -> float:
+    """That of the product with a dense weight. Where no weight is rounded to become dense, both round the same sums,
+    which fp32 adds up in different orders."""
+    is_exact = torch.equal(hb.dequantize(q, dense.dtype).float(), hb.dequantize(q, torch.float32))
+    slack = 1e-6 if is_exact and dense.dtype != torch.float32 else 0.0
+    return relative_error(dense, right) * (1 + slack)
+
+
 @dtypes
 @kinds
 def test_no_less_exact_than_dequantizing(format: str, size: int, nested: bool, dtype: torch.dtype) -> None:
@@ -54,7 +62,7 @@ def test_no_less_exact_than_dequantizing(format: str, size: int, nested: bool, d
                 right, dense = exact(x, q, added), functional.linear(x, hb.dequantize(q, dtype), added)
                 ours = hb.linear(x, q, added)
                 assert ours.dtype == dtype
-                assert relative_error(ours, right) <= relative_error(dense, right)
+                assert relative_error(ours, right) <= most_error(dense, right, q)
 
 
 @dtypes
@@ -77,7 +85,7 @@ def test_no_less_exact_on_trained_weights(dtype: torch.dtype) -> None:
                 x = torch.randn(m, weight.shape[1]).to(dtype)
                 right, dense = exact(x, q, bias), functional.linear(x, hb.dequantize(q, dtype), bias)
                 ours.append(relative_error(hb.linear(x, q, bias), right))
-                theirs.append(relative_error(dense, right))
+                theirs.append(most_error(dense, right, q))
     if dtype == torch.float32:  # nothing is rounded but sums, in whatever order torch has for this CPU
         assert sum(ours) <= sum(theirs)
     else:

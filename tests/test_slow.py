@@ -121,5 +121,17 @@ def test_shapes_and_gpus(facts: DeviceProperties, changes: dict[str, object], wo
     assert (reason is None) if words is None else (reason is not None and words in reason)
 
 
+def test_scales_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = hb.quantize(torch.randn(32, 64), "mxfp4")
+    monkeypatch.setattr(cuda, "properties_of", lambda index: H200)
+    monkeypatch.setattr(reach, "without_kernels", lambda properties: None)
+    for batch_invariant in (False, True):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert cuda.linear(torch.randn(1, 64), q, None, batch_invariant) is None
+        words = "linear has no CUDA kernel for the scales of mxfp4 yet, so linear writes a dense copy of the weight"
+        assert [words in str(one.message) for one in told] == [True] * (not batch_invariant)  # once a process
+
+
 def test_amd() -> None:
     assert "AMD" in str(reach.without_kernels(MI300X))

@@ -49,8 +49,8 @@ class NestedExplanation:
 class Explanation:
     """One number as 4 bits.
 
-    scale: absmax for "nf4" and "fp4", absmax / 7 for "int4". scaled = value / scale, which the codebook's values
-    surround (`candidates`, ascending). result = codebook value * scale, error = result - value.
+    scale: absmax for "nf4" and "fp4", absmax / 7 for "int4", a power of two for "mxfp4". scaled = value / scale, which
+    the codebook's values surround (`candidates`, ascending). result = codebook value * scale, error = result - value.
     """
 
     format: str
@@ -100,6 +100,8 @@ def explain(
     scale = fp32(absmax / spec.largest)
     if spec.integers:
         return _explain_integers(spec, value, absmax, scale)
+    if spec.has_exponents:
+        return _explain_exponents(spec, value, absmax)
     scaled = fp32(value / scale)
     candidates = _candidates(spec)
     midpoints = [candidate.high for candidate in candidates[:-1]]
@@ -120,6 +122,18 @@ def _explain_integers(format: Format, value: float, absmax: float, scale: float)
     return Explanation(
         format.name, value, absmax, scale, scaled, candidates, integer + bias, float(integer), result, result - value,
         None,
+    )  # fmt: skip
+
+
+def _explain_exponents(format: Format, value: float, absmax: float) -> Explanation:
+    scale = 2.0 ** max(math.frexp(absmax)[1] - 1 - format.largest_exponent, -127)
+    scaled = value / scale  # exact
+    rank = sum(abs(scaled) > threshold for threshold in format.thresholds)
+    nibble = format.compared[rank] | (8 if math.copysign(1, scaled) < 0 else 0)
+    result = format.codebook[nibble] * scale
+    return Explanation(
+        format.name, value, absmax, scale, scaled, _candidates(format), nibble, format.codebook[nibble], result,
+        result - value, None,
     )  # fmt: skip
 
 

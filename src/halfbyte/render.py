@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import frexp
 from typing import TYPE_CHECKING
 
 from halfbyte.formats.spec import FORMATS
@@ -46,7 +47,11 @@ def explanation(console: Console, e: Explanation, *, assumed: bool) -> None:
             f", in a {where} whose largest magnitude is {e.absmax:.7g}\n",
         )
     )  # fmt: skip
-    if spec.largest != 1:
+    if spec.has_exponents:
+        byte = frexp(e.scale)[1] + 126
+        rule = f"2 ** (floor(log2({e.absmax:.7g})) - {spec.largest_exponent})"
+        line(f"1  scale      {rule} = {e.scale:.7g}, byte {byte}")
+    elif spec.largest != 1:
         line(f"1  scale      {e.absmax:.7g} / {spec.largest:g} = {e.scale:.7g}")
     else:
         line(f"1  scale      absmax = {e.scale:.7g}, fp32, bytes {e.scale_bytes.hex(' ')}")
@@ -91,7 +96,10 @@ def _placement(e: Explanation) -> str:
     if spec.words:
         bias = -int(spec.codebook[0])
         return f"{e.nibble} - {bias} = {e.nibble - bias}; eight share an int32, low bits first"
-    return f"in byte 0x{e.nibble:x}? if first of a pair, 0x?{e.nibble:x} if second"
+    first, second = f"0x{e.nibble:x}?", f"0x?{e.nibble:x}"
+    if spec.low_first:
+        first, second = second, first
+    return f"in byte {first} if first of a pair, {second} if second"
 
 
 def _error(error: float, value: float) -> str:

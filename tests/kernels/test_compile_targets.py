@@ -18,6 +18,7 @@ import torch
 from gpus import gpu_of
 
 from halfbyte.formats.int4 import INT4
+from halfbyte.formats.mxfp4 import MXFP4
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS, compile_for, pointer
@@ -68,6 +69,16 @@ def quantize_blockwise(format: str, dtype: torch.dtype, numel: int = 2**16, bloc
     quantize.quantize(empty(numel, dtype=dtype), FORMATS[format], block_size, packed, absmax)
 
 
+def dequantize_exponents(dtype: torch.dtype, rows: int = 512) -> None:
+    packed, scale = empty(rows, 512, dtype=torch.uint8), empty(rows, 32, dtype=torch.uint8)
+    dequantize.dequantize(packed, scale, None, MXFP4, 32, empty(rows, 1024, dtype=dtype))
+
+
+def quantize_exponents(dtype: torch.dtype, rows: int = 512) -> None:
+    packed, scale = empty(rows, 512, dtype=torch.uint8), empty(rows, 32, dtype=torch.uint8)
+    quantize.quantize(empty(rows, 1024, dtype=dtype), MXFP4, 32, packed, scale)
+
+
 def quantize_scales() -> None:
     quantize.quantize_scales(empty(4096), empty(1))
 
@@ -77,7 +88,7 @@ def quantize_grouped(dtype: torch.dtype, group_size: int) -> None:
     quantize.quantize(empty(512, 1024, dtype=dtype), INT4, group_size, packed, scale)
 
 
-LARGE, ODD = 2**24, 2**16 + 1
+LARGE, ODD, BEYOND = 2**24, 2**16 + 1, 2**32
 LAUNCHES: dict[str, Callable[[], None]] = {
     "dequantize nf4 nested bf16": lambda: dequantize_blockwise("nf4", True, BF16),
     "dequantize nf4 nested fp16": lambda: dequantize_blockwise("nf4", True, F16),
@@ -91,10 +102,16 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "dequantize nf4 nested bf16 blocks of 4096": lambda: dequantize_blockwise("nf4", True, BF16, block_size=4096),
     "dequantize int4 bf16": lambda: dequantize_grouped(BF16, BF16, 128),
     "dequantize int4 fp16 from fp32": lambda: dequantize_grouped(F16, F32, 32),
+    "dequantize nf4 nested bf16 beyond 32 bits": lambda: dequantize_blockwise("nf4", True, BF16, BEYOND),
+    "dequantize mxfp4 bf16": lambda: dequantize_exponents(BF16),
+    "dequantize mxfp4 fp32 beyond 32 bits": lambda: dequantize_exponents(F32, 2**22),
     "quantize nf4 bf16": lambda: quantize_blockwise("nf4", BF16),
     "quantize nf4 fp32 odd": lambda: quantize_blockwise("nf4", F32, ODD),
     "quantize fp4 fp16": lambda: quantize_blockwise("fp4", F16),
     "quantize nf4 bf16 blocks of 4096": lambda: quantize_blockwise("nf4", BF16, block_size=4096),
+    "quantize nf4 bf16 beyond 32 bits": lambda: quantize_blockwise("nf4", BF16, BEYOND),
+    "quantize mxfp4 bf16": lambda: quantize_exponents(BF16),
+    "quantize mxfp4 bf16 beyond 32 bits": lambda: quantize_exponents(BF16, 2**22),
     "quantize scales": quantize_scales,
     "quantize int4 bf16": lambda: quantize_grouped(BF16, 128),
     "quantize int4 fp16": lambda: quantize_grouped(F16, 32),
@@ -156,6 +173,15 @@ def test_compiles(name: str, target: int | str, compiled: Compile, tmp_path: Pat
         assert kernel.asm["hsaco"]
         assert re.search(r"\.private_segment_fixed_size: 0\b", kernel.asm["amdgcn"])
         assert re.search(r"\.vgpr_spill_count: 0\b", kernel.asm["amdgcn"])
+
+
+@targets
+@launches(name for name in LAUNCHES if "mxfp4" in name)
+def test_powers_of_two_keep_subnormal_numbers(name: str, target: int | str, compiled: Compile) -> None:
+    """The least scale is one, and so are weights of such blocks."""
+    asm = compiled(name, target).asm
+    if isinstance(target, int):
+        assert ".ftz" not in asm["ptx"]
 
 
 @targets

@@ -11,6 +11,7 @@ from halfbyte.kernels.linear import dispatch, reach
 from halfbyte.kernels.linear import serves as module
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.serves import serves
+from halfbyte.kernels.linear.sm90_gemm import launch as sm90_gemm
 
 HALF, FULL = torch.bfloat16, torch.float32
 
@@ -47,6 +48,25 @@ def test_the_kernels_by_name() -> None:
     assert module._on_cuda(problem(HALF), properties_for("sm_90"), None) == "CUDA C++ sm90_decode (sm_90)"
     assert module._on_cuda(problem(HALF), properties_for("sm_80"), None) == "CUDA C++ simt (sm_80)"
     assert module._on_cuda(problem(FULL), properties_for("sm_90"), None) == "CUDA C++ simt (sm_90)"
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, HALF, FULL], ids=str)
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_120"])
+def test_no_kernel_takes_bytes_that_are_not_nested(target: str, dtype: torch.dtype, batch_invariant: bool) -> None:
+    """Their scales are exponents of two."""
+    properties = properties_for(target)
+    for block_size, nested, known in ((32, 0, False), (64, 0, False), (64, 256, True)):
+        o = Problem(dtype, 4096, 4096, "mxfp4", block_size, torch.uint8, nested)
+        assert (reach.without_scales(o) is None) == known
+        for m in (1, 8, 300, 4096):
+            plans = [kernel.plan(m, o, properties, batch_invariant) for kernel in (*dispatch.KERNELS, sm90_gemm)]
+            assert any(plan is not None for plan in plans) == known
+        assert (dispatch.choose(8, o, properties, batch_invariant) is not None) == known
+        assert known or dispatch.choose_group(8, (o, o), properties) is None
+    unknown = Problem(dtype, 64, 64, "mxfp4", 32, torch.uint8)
+    told = module._on_cuda(unknown, properties, reach.without_scales(unknown))
+    assert told.endswith("torch.matmul: linear has no CUDA kernel for the scales of mxfp4 yet")
 
 
 def test_what_is_missing_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

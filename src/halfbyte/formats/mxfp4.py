@@ -27,6 +27,7 @@ MXFP4 = Format(
     scale_encoding=E8M0,
     largest=6.0,
     signed_magnitude=True,
+    ascending=(15, 14, 13, 12, 11, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7),
     # What lies above one takes the larger value. A tie takes the even nibble: where that is the upper one, the
     # threshold is the fp32 number below the midpoint.
     thresholds=(0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0),
