@@ -44,9 +44,9 @@ def exact(x: Tensor, q: hb.QuantizedWeight, bias: Tensor | None = None) -> Tenso
 
 def most_error(dense: Tensor, right: Tensor, q: hb.QuantizedWeight) -> float:
     """That of the product with a dense weight. Where no weight is rounded to become dense, both round the same sums,
-    which fp32 adds up in different orders."""
+    which fp32 adds up in different orders: a sum that lies at a midpoint may then be rounded either way."""
     is_exact = torch.equal(hb.dequantize(q, dense.dtype).float(), hb.dequantize(q, torch.float32))
-    slack = 1e-6 if is_exact and dense.dtype != torch.float32 else 0.0
+    slack = 1e-5 if is_exact and dense.dtype != torch.float32 else 0.0
     return relative_error(dense, right) * (1 + slack)
 
 

@@ -212,7 +212,7 @@ def test_search(v: int, d: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("v", "d"), [(1, 64), (17, 128), (257, 192)])
 @pytest.mark.parametrize("format", sorted(FORMATS))
 def test_search_among_packed_rows(format: str, v: int, d: int) -> None:
-    q = quantize(torch.randn(v, d).bfloat16(), format, 64, FORMATS[format].nests).to("cuda")
+    q = quantize(torch.randn(v, d).bfloat16(), format, FORMATS[format].block_size, FORMATS[format].nests).to("cuda")
     for p in (1, 3, 9):
         query = torch.randn(p, d, device="cuda").bfloat16()
         dense = hb.dequantize(q)
