@@ -150,7 +150,7 @@ def test_quantize_refuses() -> None:
         words = f"group_size is {size!r}; int4 takes one of {INT4.block_sizes}"
         refused(ValueError, words, hb.quantize, weight, "int4", group_size=size) if size != 64 else None
     refused(ValueError, "group_size is for int4; fp4 takes block_size", hb.quantize, weight, "fp4", group_size=64)
-    words = "block_size is for nf4 and fp4; int4 takes group_size"
+    words = "block_size is for nf4, fp4 and mxfp4; int4 takes group_size"
     refused(ValueError, words, hb.quantize, weight, "int4", block_size=64)
     words = "nested is for nf4 and fp4; int4 has scales of its own dtype"
     refused(ValueError, words, hb.quantize, weight, "int4", nested=True)
@@ -164,10 +164,15 @@ def test_a_stack_is_its_weights_one_after_another(format: str) -> None:
     stack = torch.randn(3, 8, 256)
     q = hb.quantize(stack, format, nested=False)
     ones = [hb.quantize(weight, format, nested=False) for weight in stack]
+    assert all(same(expert, one) for expert, one in zip(q, ones, strict=True))
     assert torch.equal(q.packed.view(3, -1), torch.stack([one.packed.view(-1) for one in ones]))
     assert torch.equal(q.scale.view(3, -1), torch.stack([one.scale.view(-1) for one in ones]))
     assert torch.equal(hb.dequantize(q), torch.stack([hb.dequantize(one) for one in ones]))
-    refused(ValueError, "linear takes one of two dimensions", hb.linear, stack[0], q)
+    words = (
+        "linear takes one of two dimensions [N, K]; grouped_linear multiplies with stacks, and linear with one expert"
+    )
+    refused(ValueError, words, hb.linear, stack[0], q)
+    assert torch.equal(hb.linear(stack[0], q[1]), hb.linear(stack[0], ones[1]))
 
 
 @kinds

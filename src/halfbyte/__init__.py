@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from halfbyte.formats.bitsandbytes import from_bitsandbytes as from_bitsandbytes
     from halfbyte.formats.bitsandbytes import to_bitsandbytes as to_bitsandbytes
     from halfbyte.formats.compressed_tensors import from_compressed_tensors as from_compressed_tensors
+    from halfbyte.formats.gpt_oss import from_gpt_oss as from_gpt_oss
     from halfbyte.formats.weight import NestedScale as NestedScale
     from halfbyte.formats.weight import QuantizedWeight as QuantizedWeight
     from halfbyte.models.accelerate import accelerate as accelerate
@@ -44,6 +45,7 @@ __all__ = [
     "fidelity",
     "from_bitsandbytes",
     "from_compressed_tensors",
+    "from_gpt_oss",
     "linear",
     "nearest",
     "nn",
@@ -62,6 +64,7 @@ if not TYPE_CHECKING:  # so that a checker still knows which names there are not
         {
             "halfbyte.formats.bitsandbytes": ("from_bitsandbytes", "to_bitsandbytes"),
             "halfbyte.formats.compressed_tensors": ("from_compressed_tensors",),
+            "halfbyte.formats.gpt_oss": ("from_gpt_oss",),
             "halfbyte.formats.weight": ("NestedScale", "QuantizedWeight"),
             "halfbyte.models.accelerate": ("accelerate", "release", "restore"),
             "halfbyte.models.quantizer": ("HalfbyteConfig",),

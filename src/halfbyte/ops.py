@@ -32,15 +32,17 @@ def quantize(
     """Round a dense weight to 4 bits.
 
     weight: fp16, bf16 or fp32, on any device; [N, K] or a stack [E, N, K], for "nf4" and "fp4" of any shape. A weight
-        that is not contiguous is read through a contiguous copy.
-    format: "nf4" or "fp4", whose bytes and scales are those that bitsandbytes 0.50 makes on the same device, or "int4",
-        symmetric groups as compressed-tensors stores them.
-    block_size: for nf4 and fp4, how many weights share a scale: 32, 64 (the default), 128, ..., 4096.
+        that is not contiguous is read through a contiguous copy. A stack is quantized as its experts would be one after
+        the other, but for nested scales, which share numbers, and blocks of "nf4" and "fp4" that reach across experts.
+    format: "nf4" or "fp4", whose bytes and scales are those that bitsandbytes 0.50 makes on the same device; "int4",
+        symmetric groups as compressed-tensors stores them; or "mxfp4", blocks of 32 along K with scales that are powers
+        of two, as the OCP Microscaling specification defines them and gpt-oss stores them. There, 32 must divide K.
+    block_size: for nf4 and fp4, how many weights share a scale: 32, 64 (the default), 128, ..., 4096; for mxfp4 32.
     group_size: for int4, how many weights along K share a scale: 32, 64 or 128 (the default); it must divide K.
     nested: for nf4 and fp4, whether the scales are themselves 8-bit ("double quantization"); True by default.
 
     Returns a QuantizedWeight on the weight's device. Raises TypeError or ValueError for arguments that do not fit.
-    Sources: QLoRA, arXiv 2305.14314; compressed-tensors, "pack-quantized".
+    Sources: QLoRA, arXiv 2305.14314; compressed-tensors, "pack-quantized"; OCP MX specification 1.0.
     """
     if not (tracing := transforms.is_tracing()):
         transforms.refuse_script("quantize")
@@ -169,7 +171,7 @@ def _check_dense(weight: Tensor) -> None:
 def _not_a_weight(q: object, function: str) -> TypeError:
     return TypeError(
         f"q is a {type(q).__name__}; {function} takes a QuantizedWeight, from halfbyte.quantize, "
-        "halfbyte.from_bitsandbytes or halfbyte.from_compressed_tensors"
+        "halfbyte.from_bitsandbytes, halfbyte.from_compressed_tensors or halfbyte.from_gpt_oss"
     )
 
 
@@ -183,7 +185,8 @@ def _check_linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None) -> None:
     if x.layout != torch.strided:
         raise TypeError(f"x has layout {x.layout}; linear takes a dense one, such as x.to_dense()")
     if len(q.shape) != 2:
-        raise ValueError(f"the weight has shape {list(q.shape)}; linear takes one of two dimensions [N, K]")
+        stack = "; grouped_linear multiplies with stacks, and linear with one expert, q[e]" if len(q.shape) == 3 else ""
+        raise ValueError(f"the weight has shape {list(q.shape)}; linear takes one of two dimensions [N, K]{stack}")
     n, k = q.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(f"x has shape {list(x.shape)}; a weight of shape {[n, k]} takes [..., {k}]")

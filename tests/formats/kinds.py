@@ -11,11 +11,13 @@ import halfbyte as hb
 from halfbyte.formats.spec import FORMATS
 
 # Format, block size, nested: the usual blocks, nested where scales may be; and the smallest blocks, with plain scales.
-KINDS = [
-    kind
-    for name, spec in sorted(FORMATS.items())
-    for kind in ((name, spec.block_size, spec.nests), (name, spec.block_sizes[0], False))
-]
+KINDS = list(
+    dict.fromkeys(
+        kind
+        for name, spec in sorted(FORMATS.items())
+        for kind in ((name, spec.block_size, spec.nests), (name, spec.block_sizes[0], False))
+    )
+)
 kinds = pytest.mark.parametrize(("format", "size", "nested"), KINDS)
 
 

@@ -41,4 +41,4 @@ def check_settings(
 def _those(**asked: object) -> str:
     """The names of all formats that are as asked."""
     names = [f.name for f in FORMATS.values() if all(getattr(f, key) == value for key, value in asked.items())]
-    return " and ".join(names)
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

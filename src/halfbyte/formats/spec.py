@@ -5,7 +5,8 @@ A weight is cut into blocks that share a scale. Its nibbles stand for sixteen va
     value = codebook[nibble] * scale[index // block_size]        in fp32, then one rounding to the output dtype
 
 Blocks run over the weight flattened row-major, whose last block may be shorter and whose odd last weight shares its
-byte with a nibble that means nothing; or along K of a weight [..., K], each row cut into whole blocks.
+byte with a nibble that means nothing; or along K of a weight [..., K], each row cut into whole blocks. A scale is a
+float, or a byte that stands for a power of two ("e8m0").
 
 A new format is a file here that makes a `Format`, and its name in `formats/__init__.py`.
 """
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
-from math import prod
+from math import frexp, nan, prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 PER_WORD = 8  # nibbles of an int32
+FLOAT, E8M0 = "float", "e8m0"  # what scales may be
 
 
 @dataclass(frozen=True, eq=False)  # there is one object for each name, and it is compared, and hashed, as such
@@ -36,15 +38,19 @@ class Format:
     block_sizes, block_size: how many weights may share a scale, and how many do unless one says otherwise.
     size_name: what users call that number, "block_size" or "group_size".
     low_first: whether the first of a byte's two weights is in its low half.
-    words: whether packed is int32 [..., K / 8], low halves first, instead of uint8 [(numel + 1) // 2, 1].
-    along_k: whether blocks lie along K; then a weight is [N, K] or [E, N, K], and scale [..., K / block size]. Else the
-        weight is flattened, has any shape, and scale is [blocks].
+    words: whether packed is int32 [..., K / 8], low halves first.
+    along_k: whether blocks lie along K; then a weight is [N, K] or [E, N, K], scale [..., K / block size], and packed
+        words or uint8 [..., K / 2]. Else the weight is flattened, has any shape, scale is [blocks], and packed uint8
+        [(numel + 1) // 2, 1].
     scale_dtype: of scales; None is that of the dense weight, and any float dtype is read.
+    scale_encoding: "float"; or "e8m0": a uint8 e stands for 2 ** (e - 127), and 255 for NaN (OCP MX).
     nests: whether scales may be uint8 instead, "double quantized" (nested.py).
     flushes: whether products on a GPU flush subnormal numbers to zero, as bitsandbytes' fast-math does.
 
     How a weight becomes a nibble: scale = largest magnitude of the block / `largest`, rounded to its dtype, and the
-    nibble is that of the value nearest to weight / scale.
+    nibble is that of the value nearest to weight / scale. An e8m0 scale is 2 ** (floor(log2(largest magnitude)) -
+    floor(log2(`largest`))), 2 ** -127 at least, and NaN where a weight of the block is; weight / scale is exact, its
+    magnitude is compared with `thresholds` on every device, and the nibble keeps its sign.
 
     integers: the codebook is -8 to 7; weight / scale is a true division, rounded with ties to even and clamped to
         -7 to 7. Else weight times the reciprocal of the scale is compared with thresholds, and ties go down.
@@ -67,6 +73,7 @@ class Format:
     words: bool = False
     along_k: bool = False
     scale_dtype: str | None = "float32"
+    scale_encoding: str = FLOAT
     nests: bool = False
     flushes: bool = False
     largest: float = 1.0
@@ -86,6 +93,10 @@ class Format:
             raise ValueError(f"block_sizes are {self.block_sizes}, {self.block_size} the usual; known: {BLOCK_SIZES}")
         if self.words and not (self.low_first and self.along_k):
             raise ValueError("words hold the first of two weights in the low half, and lie along K")
+        if self.scale_encoding not in (FLOAT, E8M0):
+            raise ValueError(f"scale_encoding is {self.scale_encoding!r}; known: {FLOAT!r} and {E8M0!r}")
+        if self.has_exponents and not (self.scale_dtype == "uint8" and self.along_k and self.signed_magnitude):
+            raise ValueError("e8m0 scales are uint8, of whole blocks along K, whose nibbles have a sign")
         order = self.ascending or tuple(sorted(range(16), key=lambda nibble: (self.codebook[nibble], nibble)))
         values = [self.codebook[nibble] for nibble in order]
         if sorted(order) != list(range(16)) or values != sorted(values):
@@ -100,12 +111,24 @@ class Format:
         return tuple(nibble for nibble in self.ascending if nibble < 8 or not self.signed_magnitude)
 
     @cached_property
+    def has_exponents(self) -> bool:
+        """Whether scales are exponents of two, in a byte."""
+        return self.scale_encoding == E8M0
+
+    @cached_property
+    def largest_exponent(self) -> int:
+        """floor(log2(`largest`))."""
+        return frexp(self.largest)[1] - 1
+
+    @cached_property
     def packed_dtype(self) -> str:
         return "int32" if self.words else "uint8"
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape in which we write the packed tensor of a dense weight of `shape`."""
-        return (*shape[:-1], shape[-1] // PER_WORD) if self.words else ((prod(shape) + 1) // 2, 1)
+        if not self.along_k:
+            return (prod(shape) + 1) // 2, 1
+        return (*shape[:-1], shape[-1] // (PER_WORD if self.words else 2))
 
     def scale_shape(self, shape: Sequence[int], block_size: int) -> tuple[int, ...]:
         """The shape of the scales of a dense weight of `shape`."""
@@ -163,6 +186,14 @@ def codebook_tensor(format: Format, device: torch.device) -> torch.Tensor:
 
     values = (device.type == "cuda" and format.cuda_codebook) or format.codebook
     return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+@cache
+def exponents_tensor(device: torch.device) -> torch.Tensor:
+    """What the 256 bytes of an e8m0 scale stand for, fp32 [256], on `device`; never to be written to."""
+    import torch
+
+    return torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), nan], dtype=torch.float32, device=device)
 
 
 @cache

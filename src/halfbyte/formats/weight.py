@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -38,14 +39,19 @@ class QuantizedWeight:
     """A 4-bit weight: packed nibbles and their scales, checked to fit together when the object is made.
 
     format: its name; `spec` is what it means.
-    packed: uint8 [(numel + 1) // 2], two weights a byte, or for "int4" int32 [..., K / 8], eight a word; contiguous.
-    scale: for "nf4" and "fp4" fp32 [blocks], or uint8 [blocks] with `nested`; for "int4" floats, [..., K / group].
+    packed: uint8 [(numel + 1) // 2], two weights a byte; for "mxfp4" uint8 [..., K / 2]; for "int4" int32 [..., K / 8],
+        eight a word; contiguous.
+    scale: for "nf4" and "fp4" fp32 [blocks], or uint8 [blocks] with `nested`; for "mxfp4" uint8 [..., K / 32], powers
+        of two; for "int4" floats, [..., K / group].
     shape: the dense weight's shape, [N, K] or a stack [E, N, K]; "nf4" and "fp4" take any other too.
     dtype: the dense weight's dtype, which `dequantize` returns unless told otherwise.
     block_size: how many weights share a scale (for "int4", the group size along K).
     nested: how one-byte scales become fp32, or None where the scales are plain.
 
     Nothing is copied: tensors are kept as they are given. Raises ValueError or TypeError where they do not fit.
+
+    `len(q)` is the first side of the shape. In a stack, `q[e]` is the weight [N, K] of an expert, counted from the end
+    where e is negative, and `q[i:j]` a smaller stack; both share the stack's memory.
     """
 
     format: str
@@ -62,6 +68,34 @@ class QuantizedWeight:
         if any(side < 0 for side in self.shape):
             raise ValueError(f"shape is {list(self.shape)}; no side of a weight is negative")
         _check(self, check_format(self.format))
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("the weight has no sides, and so no length")
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        """A weight is there, whatever its length."""
+        return True
+
+    def __getitem__(self, index: int | slice) -> QuantizedWeight:
+        """An expert of a stack [E, N, K], or a stack of those that follow each other, without a copy.
+
+        Raises TypeError for a weight of other dimensions, IndexError for an expert that there is not, and ValueError
+        for steps, or where an expert begins inside a scale block of "nf4" or "fp4", or inside a group of nested scales.
+        """
+        if len(self.shape) != 3:
+            raise TypeError(f"the weight has shape {list(self.shape)}; only a stack [E, N, K] has experts, q[e]")
+        count = self.shape[0]
+        if not isinstance(index, slice):
+            expert = operator.index(index)
+            if not -count <= expert < count:
+                raise IndexError(f"expert {expert} is out of range; the stack has {count}")
+            return part_of(self, expert % count, expert % count + 1, self.shape[1:])
+        first, last, step = index.indices(count)
+        if step != 1:
+            raise ValueError(f"the slice has step {step}; experts that share the stack's memory follow each other")
+        return part_of(self, first, max(first, last))
 
     @property
     def spec(self) -> Format:
@@ -167,6 +201,46 @@ class QuantizedWeight:
 torch.serialization.add_safe_globals([QuantizedWeight, NestedScale])
 
 
+def part_of(q: QuantizedWeight, first: int, last: int, shape: tuple[int, ...] | None = None) -> QuantizedWeight:
+    """What lies from `first` to before `last` along the first side of q, sharing its memory, as a weight of `shape`.
+
+    Raises ValueError where it begins or ends inside a scale block, or begins inside a group of nested scales.
+    """
+    spec, nested = q.spec, q.nested
+    shape = (last - first, *q.shape[1:]) if shape is None else shape
+    if spec.along_k:
+        packed, scale = q.packed[first:last], q.scale[first:last]
+        return replace(
+            q, packed=packed.view(spec.packed_shape(shape)), scale=scale.view(spec.scale_shape(shape, q.block_size)),
+            shape=shape,
+        )  # fmt: skip
+    size, side = q.block_size, prod(q.shape[1:])
+    begin, end = (first * side, last * side) if first < last else (0, 0)
+    blocks = slice(begin // size, -(-end // size))
+    if begin % size or (end % size and end < q.numel):
+        raise _no_view(
+            q,
+            side,
+            f"blocks of {size} reach from one into the next; quantize with a {spec.size_name} that divides {side}",
+        )
+    if nested is not None:
+        if blocks.start % nested.block_size:
+            unit = size * nested.block_size
+            raise _no_view(q, side, f"nested scales share a number among {unit} weights; quantize with nested=False")
+        absmax = nested.absmax[blocks.start // nested.block_size : -(-blocks.stop // nested.block_size)]
+        nested = nested._replace(absmax=absmax)
+    return replace(
+        q, packed=q.packed.reshape(-1, 1)[begin // 2 : -(-end // 2)], scale=q.scale.view(-1)[blocks], shape=shape,
+        nested=nested,
+    )  # fmt: skip
+
+
+def _no_view(q: QuantizedWeight, side: int, reason: str) -> ValueError:
+    return ValueError(
+        f"the experts of {list(q.shape)} have {side} weights each and cannot be views: {reason}, or each expert alone"
+    )
+
+
 def _no_cast(method: str) -> TypeError:
     return TypeError(
         f"q.{method} was asked for another dtype, and 4-bit weights have none: q.to moves between devices. Pass the "
@@ -184,6 +258,8 @@ def _check(q: QuantizedWeight, spec: Format) -> None:
     blocks = -(-numel // q.block_size)
     if spec.words:
         _check_tensor(q, "packed", q.packed, _INT32, numel // PER_WORD, spec.packed_shape(q.shape))
+    elif spec.along_k:
+        _check_tensor(q, "packed", q.packed, _UINT8, numel // 2, spec.packed_shape(q.shape))
     else:
         _check_tensor(q, "packed", q.packed, _UINT8, (numel + 1) // 2)
     dtypes = _UINT8 if nested else FLOAT_DTYPES if spec.scale_dtype is None else (getattr(torch, spec.scale_dtype),)

@@ -1,6 +1,6 @@
 """Dequantize on the CPU, through numba.
 
-packed and scale as formats/spec.py describes them, scale float or nested.        value = codebook[nibble] * scale
+packed and scale as formats/spec.py describes them, scale plain or nested.        value = codebook[nibble] * scale
 An int32 word is, little-endian, four bytes whose first weight is in the low half.
 
 Within a block there are but sixteen values: they are multiplied and rounded once, and looked up (common/decode.py).
@@ -43,7 +43,7 @@ def dequantize(
     octets, codebook = packed.view(torch.uint8).reshape(-1).numpy(), codebook_tensor(format, out.device).numpy()
     bits = out.view(-1).view(BITS[out.dtype]).numpy()
     blocks = -(-out.numel() // block_size)
-    arguments = octets, *scale_arguments(scale, nested), codebook, block_size, format.low_first, bits
+    arguments = octets, *scale_arguments(scale, nested, format), codebook, block_size, format.low_first, bits
     parallel(_dequantize_blocks, blocks, GRAIN // block_size, *arguments)
 
 

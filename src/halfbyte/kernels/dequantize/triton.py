@@ -8,7 +8,8 @@ the low nibble first, and its groups are blocks, since rows are whole groups.
 
 Bytes a weight, bf16: 1/2 packed + 2 out + 1/block_size of nested scales (2.516 at 64). Flops: one multiply. Bound by
 memory everywhere. bitsandbytes' CUDA library is built with flush-to-zero arithmetic, so its formats are multiplied with
-`mul.ftz` on NVIDIA; a nested scale is a rounded multiply, then a rounded add, never fused.
+`mul.ftz` on NVIDIA; a nested scale is a rounded multiply, then a rounded add, never fused. An e8m0 scale becomes the
+exponent of an fp32 number.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import triton.language as tl
 
 from halfbyte.formats.spec import Format, codebook_tensor
 from halfbyte.formats.weight import NestedScale
-from halfbyte.kernels.common.arithmetic import add, multiply
+from halfbyte.kernels.common.arithmetic import add, multiply, power_of_two
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.dequantize.plan import DequantizePlan
@@ -67,14 +68,14 @@ def _fetch_ahead(packed, n_bytes, TILE: tl.constexpr, AHEAD: tl.constexpr, CHUNK
 def dequantize_kernel(
     packed, scale, code, absmax, offset, codebook, out, numel, n_bytes,
     BLOCK_BYTES: tl.constexpr, BLOCKS: tl.constexpr, NESTED: tl.constexpr, LOW_FIRST: tl.constexpr,
-    FLUSH: tl.constexpr, WORDS: tl.constexpr, ODD: tl.constexpr, AHEAD: tl.constexpr, CHUNK: tl.constexpr,
-    PTX: tl.constexpr,
+    EXPONENTS: tl.constexpr, FLUSH: tl.constexpr, WORDS: tl.constexpr, ODD: tl.constexpr, AHEAD: tl.constexpr,
+    CHUNK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """NESTED: scales that share an entry of `absmax`, 0 for plain scales. LOW_FIRST: the first weight of a byte is in
-    its low nibble. FLUSH: products flush subnormal numbers to zero. WORDS: store pairs of 16-bit numbers as words
-    (`out` must be 4-byte aligned). ODD: numel is odd, and the last byte's second nibble is nothing. n_bytes is an
-    argument of its own so that the compiler knows when it is a multiple of 16, and keeps wide accesses under their
-    masks."""
+    its low nibble. EXPONENTS: scales are exponents of two. FLUSH: products flush subnormal numbers to zero. WORDS:
+    store pairs of 16-bit numbers as words (`out` must be 4-byte aligned). ODD: numel is odd, and the last byte's second
+    nibble is nothing. n_bytes is an argument of its own so that the compiler knows when it is a multiple of 16, and
+    keeps wide accesses under their masks."""
     TILE: tl.constexpr = BLOCKS * BLOCK_BYTES
     if AHEAD > 0:
         _fetch_ahead(packed, n_bytes, TILE, AHEAD, CHUNK)
@@ -93,6 +94,8 @@ def dequantize_kernel(
     if NESTED > 0:
         step = tl.load(absmax + first_block // NESTED)
         scales = add(multiply(tl.load(code + scales.to(tl.int32)), step, FLUSH), tl.load(offset), PTX > 0)
+    if EXPONENTS:
+        scales = power_of_two(scales.to(tl.int32))
     scales = tl.broadcast_to(scales.to(tl.float32)[:, None], (BLOCKS, BLOCK_BYTES))
 
     table = tl.load(codebook + tl.arange(0, 16))
@@ -141,8 +144,9 @@ def dequantize(
         tile = plan or make_plan(numel, block_size, nested_size or None, properties)
         constants = {
             "BLOCK_BYTES": block_size // 2, "BLOCKS": tile.blocks, "NESTED": nested_size, "LOW_FIRST": format.low_first,
-            "FLUSH": properties.ptx > 0 and format.flushes, "WORDS": words and properties.ptx >= PACKING,
-            "ODD": numel % 2 == 1, "AHEAD": tile.ahead if fetch else 0, "CHUNK": tile.chunk, "PTX": properties.ptx,
+            "EXPONENTS": format.has_exponents, "FLUSH": properties.ptx > 0 and format.flushes,
+            "WORDS": words and properties.ptx >= PACKING, "ODD": numel % 2 == 1, "AHEAD": tile.ahead if fetch else 0,
+            "CHUNK": tile.chunk, "PTX": properties.ptx,
         }  # fmt: skip
         grid = triton.cdiv(numel, block_size * tile.blocks)
         return grid, constants | {"num_warps": tile.warps, "enable_fp_fusion": False}

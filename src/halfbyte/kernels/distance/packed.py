@@ -22,7 +22,7 @@ from torch import Tensor
 
 from halfbyte.formats.spec import codebook_tensor
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.kernels.common.arithmetic import add, multiply
+from halfbyte.kernels.common.arithmetic import add, multiply, power_of_two
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin
@@ -129,14 +129,17 @@ def _rounded(first, second, dtype: tl.constexpr, PACKS: tl.constexpr):
 
 @triton.jit
 def _scales(
-    scale, code, absmax, offset, block, NESTED: tl.constexpr, SHIFT: tl.constexpr, FLUSH: tl.constexpr,
-    PTX: tl.constexpr,
+    scale, code, absmax, offset, block, NESTED: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr,
+    FLUSH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """fp32: the scales of blocks. NESTED: they are codes, and 2**SHIFT of them share an entry of `absmax`."""
+    """fp32: the scales of blocks. NESTED: they are codes, and 2**SHIFT of them share an entry of `absmax`. EXPONENTS:
+    they are exponents of two."""
     scales = _one(scale + block, PTX)
     if NESTED:
         product = multiply(_one(code + scales.to(tl.int32), PTX), _one(absmax + (block >> SHIFT), PTX), FLUSH)
         scales = add(product, tl.load(offset), PTX > 0)
+    if EXPONENTS:
+        scales = power_of_two(scales.to(tl.int32))
     return scales.to(tl.float32)
 
 
@@ -144,8 +147,8 @@ def _scales(
 def _sum_of_squares(
     query, packed, scale, code, absmax, offset, table, rows, n_parts,
     ROWS: tl.constexpr, PARTS: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
-    NESTED: tl.constexpr, SHIFT: tl.constexpr, LOW_FIRST: tl.constexpr, FLUSH: tl.constexpr, DTYPE: tl.constexpr,
-    PTX: tl.constexpr, PACKS: tl.constexpr,
+    NESTED: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr, LOW_FIRST: tl.constexpr, FLUSH: tl.constexpr,
+    DTYPE: tl.constexpr, PTX: tl.constexpr, PACKS: tl.constexpr,
 ):  # fmt: skip
     """fp32 [ROWS]: the sum of (c - q)^2 for each of `rows`, which are inside."""
     total = tl.zeros((ROWS, PARTS), tl.float32)
@@ -154,7 +157,7 @@ def _sum_of_squares(
     for start in range(0, n_parts, PARTS):
         column = start + place
         part = line + (column if EVEN else tl.minimum(column, n_parts - 1))
-        scales = _scales(scale, code, absmax, offset, part >> BLOCK, NESTED, SHIFT, FLUSH, PTX)
+        scales = _scales(scale, code, absmax, offset, part >> BLOCK, NESTED, SHIFT, EXPONENTS, FLUSH, PTX)
         some = tl.zeros((ROWS, PARTS), tl.float32)
         for load in tl.static_range(LOADS):
             words = _four(packed + part.to(tl.int64) * (4 * LOADS) + 4 * load, PTX)
@@ -175,8 +178,8 @@ def _sum_of_squares(
 def distances_kernel(
     query, packed, scale, code, absmax, offset, codebook, out, n_queries, n_rows, n_parts, q_stride, o_stride,
     ROWS: tl.constexpr, PARTS: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
-    NESTED: tl.constexpr, SHIFT: tl.constexpr, LOW_FIRST: tl.constexpr, FLUSH: tl.constexpr, DTYPE: tl.constexpr,
-    PTX: tl.constexpr, PACKS: tl.constexpr, FOLLOWED: tl.constexpr,
+    NESTED: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr, LOW_FIRST: tl.constexpr, FLUSH: tl.constexpr,
+    DTYPE: tl.constexpr, PTX: tl.constexpr, PACKS: tl.constexpr, FOLLOWED: tl.constexpr,
 ):  # fmt: skip
     """query: [P, q_stride] words of fp32, as `_laid_out` makes them. packed: int32. A part is 32 * LOADS weights;
     n_parts: of a row. EVEN: PARTS divides them. BLOCK: 2**BLOCK parts share a scale. LOW_FIRST: the first weight of a
@@ -191,7 +194,7 @@ def distances_kernel(
     total = _sum_of_squares(
         query + q * q_stride, packed, scale, code, absmax, offset, _table(codebook, tl.arange(0, PARTS)[None, :], PTX),
         tl.minimum(row, n_rows - 1), n_parts,
-        ROWS, PARTS, LOADS, EVEN, BLOCK, NESTED, SHIFT, LOW_FIRST, FLUSH, DTYPE, PTX, PACKS,
+        ROWS, PARTS, LOADS, EVEN, BLOCK, NESTED, SHIFT, EXPONENTS, LOW_FIRST, FLUSH, DTYPE, PTX, PACKS,
     )  # fmt: skip
     tl.store(out + q.to(tl.int64) * o_stride + row, tl.sqrt_rn(total), mask=row < n_rows)
 
@@ -249,7 +252,8 @@ def _constants(q: QuantizedWeight, tile: PackedPlan, properties: DevicePropertie
     return {
         "ROWS": tile.rows, "PARTS": tile.parts, "LOADS": tile.loads, "EVEN": q.shape[1] // part % tile.parts == 0,
         "BLOCK": (q.block_size // part).bit_length() - 1, "NESTED": q.nested is not None,
-        "SHIFT": q.nested.block_size.bit_length() - 1 if q.nested else 0, "LOW_FIRST": q.spec.low_first,
+        "SHIFT": q.nested.block_size.bit_length() - 1 if q.nested else 0, "EXPONENTS": q.spec.has_exponents,
+        "LOW_FIRST": q.spec.low_first,
         "FLUSH": properties.ptx > 0 and q.spec.flushes, "DTYPE": TYPES[q.dtype], "PTX": properties.ptx,
         "PACKS": properties.ptx >= PACKING, "FOLLOWED": properties.ptx >= SINCE, "num_warps": tile.warps,
         "enable_fp_fusion": False,

@@ -47,7 +47,7 @@ def _rows(q: QuantizedWeight) -> tuple[Any, ...]:
     codebook = codebook_tensor(q.spec, q.device)
     packed = q.packed.view(-1).view(torch.uint8).numpy()
     like = np.empty(0, torch.empty(0, dtype=BITS[q.dtype], device="cpu").numpy().dtype)
-    return packed, scale_arguments(q.scale, q.nested), codebook.numpy(), q.block_size, q.spec.low_first, like
+    return packed, scale_arguments(q.scale, q.nested, q.spec), codebook.numpy(), q.block_size, q.spec.low_first, like
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # a function inherits what it does not say

@@ -74,7 +74,7 @@ def linear(
     wide, y = np.empty((m, steps * WEIGHTS), np.float32), np.empty((m, n), np.float32)
     bits = BITS[x.dtype]
     added = x.new_empty(0) if bias is None else bias
-    *scales, nested_size = scale_arguments(scale, nested)
+    *scales, nested_size = scale_arguments(scale, nested, format)
     octets, codebook = packed.view(torch.uint8).reshape(-1).numpy(), codebook_tensor(format, x.device).numpy()
     numbers = octets, *scales, _log2(nested_size), _log2(block_size), unit, codebook, wide, k, y
     parallel(_widen, m, max(1, GRAIN // max(k, 1)), x.view(bits).numpy(), order, wide)

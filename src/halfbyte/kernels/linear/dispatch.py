@@ -58,11 +58,13 @@ class GroupChoice(NamedTuple):
 def choose(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> Choice | None:
     """How x [m, K] is multiplied, m and no side of W being 0, or None where the dense weight is the faster way.
 
-    With batch_invariant m is up to INVARIANT_ROWS, and there always is a way, which depends on the weight alone.
+    With batch_invariant m is up to INVARIANT_ROWS, and the choice depends on the weight alone: `simt` supports every
+    weight with known scales, and no kernel supports the others.
     """
     if batch_invariant:
         typical = _fastest(KERNELS, TYPICAL_INVARIANT_ROWS, problem, properties, True)
-        assert typical is not None  # `simt` supports every problem
+        if typical is None:
+            return None
         kernel = typical.kernel
         return Choice(kernel, kernel.plan(m, problem, properties, True))
     kernels = tuple(kernel for kernel in KERNELS if m <= MOST_ROWS.get(kernel.NAME, m))

@@ -45,6 +45,7 @@ def supports(problem: Problem) -> bool:
     return (
         o.dtype in (torch.float16, torch.bfloat16)
         and o.k % span_of(o) == 0 < o.k
+        and o.has_known_scales
         and o.has_usual_nesting
         and o.align_packed == ALIGNMENT
     )

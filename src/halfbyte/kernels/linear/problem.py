@@ -43,6 +43,11 @@ class Problem:
         return FORMATS[self.format].low_first
 
     @property
+    def has_known_scales(self) -> bool:
+        """True if scales are what the kernels decode, floats or nested bytes: none supports exponents of two."""
+        return (self.scale is torch.uint8) == (self.nested > 0)
+
+    @property
     def has_usual_nesting(self) -> bool:
         """True if nested scales, where there are any, are nested as bitsandbytes does it."""
         return self.nested in (0, NESTED_BLOCK_SIZE)

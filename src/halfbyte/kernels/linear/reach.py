@@ -40,6 +40,15 @@ def without_kernels(properties: DeviceProperties) -> Lack | None:
     return None
 
 
+def without_scales(problem: Problem) -> Lack | None:
+    """Why no CUDA kernel of this folder takes the scales of a weight; None where they do."""
+    if problem.has_known_scales:
+        return None
+    return Lack(
+        f"linear has no CUDA kernel for the scales of {problem.format} yet", "quantize the weight to another format"
+    )
+
+
 @cache
 def without_tensor_cores(problem: Problem, properties: DeviceProperties) -> str | None:
     """Why no kernel on tensor cores takes x of 16 bits with a weight; None where one does, and for x in fp32."""

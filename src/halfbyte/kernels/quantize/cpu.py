@@ -24,9 +24,9 @@ from numba.extending import overload
 from torch import Tensor
 
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE
-from halfbyte.formats.spec import Format, midpoints_tensor
+from halfbyte.formats.spec import Format, exponents_tensor, midpoints_tensor
 from halfbyte.kernels.common.threads import parallel
-from halfbyte.kernels.quantize.reference import DYNAMIC_STEPS, SMALLEST_DIVISOR, dynamic_table
+from halfbyte.kernels.quantize.reference import DYNAMIC_STEPS, INFINITY, SMALLEST_DIVISOR, dynamic_table
 
 # numba sees weights as integers, one type for each float format.
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.uint32}
@@ -50,6 +50,12 @@ def quantize(weight: Tensor, format: Format, block_size: int, packed: Tensor, sc
         bias = -int(format.codebook[0])
         blocks = _bits(weight), block_size, largest, bias, format.low_first, octets, _bits(scale)
         parallel(_quantize_integers, scale.numel(), GRAIN // block_size, *blocks)
+        return
+    if format.has_exponents:
+        thresholds, nibbles = np.array(format.thresholds, np.float32), np.array(format.compared, np.uint8)
+        powers, low_first = exponents_tensor(weight.device).numpy(), format.low_first
+        powered = _bits(weight), block_size, format.largest_exponent, powers, thresholds, nibbles, low_first
+        parallel(_quantize_exponents, scale.numel(), GRAIN // block_size, *powered, octets, scale.view(-1).numpy())
         return
     midpoints = tuple(midpoints_tensor(format, weight.device).numpy())
     halves = format.ascending[:8], format.ascending[8:]
@@ -176,6 +182,34 @@ def _quantize_integers(begin, end, weight, block_size, most, bias, low_first, pa
             nibbles[i] = np.int32((clamped + ROUNDER) - ROUNDER) + bias
         for pair in range(octets.size):
             first, second = nibbles[2 * pair], nibbles[2 * pair + 1]
+            octets[pair] = second << 4 | first if low_first else first << 4 | second
+
+
+@njit(**options)
+def _quantize_exponents(
+    begin, end, weight, block_size, largest_exponent, powers, thresholds, nibbles, low_first, packed, scales
+):
+    """Blocks `begin` to `end`. powers: fp32 [256], what scales stand for."""
+    scaled, ranks = np.empty(block_size, np.float32), np.empty(block_size, np.uint8)
+    bits = scaled.view(np.uint32)
+    for index in range(begin, end):
+        block = weight[index * block_size : (index + 1) * block_size]
+        octets = packed[index * block_size // 2 : (index + 1) * block_size // 2]
+        largest = np.int64(np.float32(_largest(block)).view(np.uint32))
+        exponent = 255 if largest > INFINITY else max((largest >> 23) - largest_exponent, 0)
+        scales[index] = exponent
+        factor = np.float32(1) / powers[exponent]  # exact: of -127 to 126
+        sign = np.uint32(0 if exponent == 255 else 8)  # NaN has none, and no rank
+        for i in range(block_size):
+            scaled[i] = _float(block[i]) * factor
+            ranks[i] = 0
+        for threshold in thresholds:
+            for i in range(block_size):
+                ranks[i] += np.uint8(abs(scaled[i]) > threshold)
+        for i in range(block_size):
+            ranks[i] = nibbles[ranks[i]] | np.uint8((bits[i] >> np.uint32(28)) & sign)
+        for pair in range(octets.size):
+            first, second = ranks[2 * pair], ranks[2 * pair + 1]
             octets[pair] = second << 4 | first if low_first else first << 4 | second
 
 

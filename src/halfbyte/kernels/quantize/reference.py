@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE, dynamic_code
-from halfbyte.formats.spec import Format, midpoints_tensor
+from halfbyte.formats.spec import Format, exponents_tensor, midpoints_tensor
 
 Like = Literal["cpu", "cuda"]
 
@@ -27,6 +27,7 @@ Like = Literal["cpu", "cuda"]
 SMALLEST_DIVISOR = 1e-38
 # bitsandbytes' CPU code finds an 8-bit code in a table of this many equal steps from -1 to 1.
 DYNAMIC_STEPS = 65536
+INFINITY = 0x7F800000  # the bits of fp32; above are those of NaN
 
 
 def quantize(
@@ -38,6 +39,8 @@ def quantize(
     flat = weight.reshape(-1).float()
     if format.integers:
         nibbles, scales = _quantize_integers(flat, format, block_size, scale.dtype)
+    elif format.has_exponents:
+        nibbles, scales = _quantize_exponents(flat, format, block_size)
     else:
         by_rule = _quantize_like_cuda if _rule(weight, like) == "cuda" else _quantize_like_cpu
         nibbles, scales = by_rule(flat, format, block_size, scale.dtype)
@@ -103,6 +106,24 @@ def _quantize_integers(flat: Tensor, format: Format, block_size: int, dtype: tor
     scale = _rounded(blocks.abs().amax(1), format, dtype)
     integers = torch.round(blocks / scale.unsqueeze(1)).nan_to_num(0.0).clamp(-format.largest, format.largest)
     return (integers.to(torch.int32) - int(format.codebook[0])).to(torch.uint8).view(-1), scale
+
+
+def _quantize_exponents(flat: Tensor, format: Format, block_size: int) -> tuple[Tensor, Tensor]:
+    """Nibbles and scales, uint8.
+
+    The exponent of the largest magnitude is read from its bits, where infinity has 128 and subnormal numbers -127. NaN
+    lies above them all, and becomes nibble 0: the scale of its block is NaN.
+    """
+    blocks = flat.view(-1, block_size)
+    largest = blocks.abs().view(torch.int32).amax(1)
+    exponent = torch.where(largest > INFINITY, 255, ((largest >> 23) - format.largest_exponent).clamp(min=0))
+    scaled = (blocks / exponents_tensor(flat.device)[exponent.long()].unsqueeze(1)).view(-1)
+    rank = torch.zeros_like(scaled, dtype=torch.uint8)
+    for threshold in format.thresholds:
+        rank += scaled.abs() > threshold
+    compared = torch.tensor(format.compared, dtype=torch.uint8, device=flat.device)
+    nibbles = compared[rank.long()] | 8 * (scaled.signbit() & ~scaled.isnan()).to(torch.uint8)
+    return nibbles, exponent.to(torch.uint8)
 
 
 def _blocks_like_cuda(flat: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

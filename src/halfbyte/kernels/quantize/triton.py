@@ -7,7 +7,8 @@ most, and the table gives that threshold and how many lie below the cell. The ce
 x * 16 + 1.5 * 2^23.
 
 Nested scales: absmax - offset in blocks of 256, rounded to the dynamic code by bitsandbytes' own search, whose ties and
-order it is that count. Formats of integers round their quotients instead, in tiles of blocks.
+order it is that count. Formats of integers round their quotients instead, in tiles of blocks. An e8m0 scale is the
+exponent of the largest magnitude, less a constant, so products with its reciprocal are exact.
 
 Bytes a weight, 16-bit: 2 in + 1/2 packed + 4/block_size of scales. bitsandbytes' CUDA library is built with fast-math,
 so on NVIDIA the reciprocal is `rcp.approx.ftz` and products are `mul.ftz` here too.
@@ -24,7 +25,7 @@ import triton.language as tl
 
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE, dynamic_code
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.common.arithmetic import multiply
+from halfbyte.kernels.common.arithmetic import multiply, power_of_two
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.launch import launch
 
@@ -35,6 +36,7 @@ CELL = tl.constexpr(16.0)
 MAGIC = tl.constexpr(12582912.0 + 16.0)  # 1.5 * 2^23 rounds to integers; 16 more makes x = -1 cell 0
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
+INFINITY = tl.constexpr(0x7F800000)  # the bits of fp32; above are those of NaN
 
 
 @triton.jit
@@ -61,12 +63,14 @@ def nearest_kernel(
     weight, thresholds, below, packed, scale, numel, n_bytes,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SIGNED_MAGNITUDE: tl.constexpr, LOWER: tl.constexpr,
     UPPER: tl.constexpr, IN_ORDER: tl.constexpr, IN_CELLS: tl.constexpr, THRESHOLDS: tl.constexpr,
-    LARGEST: tl.constexpr, LOW_FIRST: tl.constexpr, PTX: tl.constexpr,
+    LARGEST: tl.constexpr, EXPONENTS: tl.constexpr, LARGEST_EXPONENT: tl.constexpr, LOW_FIRST: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """thresholds, below: fp32 and int32 [CELLS], the threshold in each cell and the count of those below the cell; or,
     without IN_CELLS, that many THRESHOLDS. SIGNED_MAGNITUDE: thresholds are of magnitudes and the sign is a nibble's
     high bit. LOWER, UPPER: nibbles of the values in ascending order, eight a word; IN_ORDER: they are 0, 1, 2, ...
-    LARGEST: of the codebook's magnitudes. LOW_FIRST: the first weight of a byte is in its low half."""
+    LARGEST: of the codebook's magnitudes. EXPONENTS: scales are exponents of two; LARGEST_EXPONENT: that of LARGEST.
+    LOW_FIRST: the first weight of a byte is in its low half."""
     TILE: tl.constexpr = BLOCKS * BLOCK
     first_block = tl.program_id(0).to(tl.int64) * BLOCKS
     first = first_block * BLOCK
@@ -77,13 +81,19 @@ def nearest_kernel(
     values = tl.load(weight + first + element, mask=element < left, other=0, eviction_policy="evict_first")
     values = values.to(tl.float32)
 
-    largest = _largest(values, PTX > 0)
-    if LARGEST != 1.0:
-        largest = tl.div_rn(largest, tl.full((BLOCKS,), LARGEST, tl.float32))
-    stored = largest.to(scale.dtype.element_ty)
-    tl.store(scale + first_block + block, stored, mask=block * BLOCK < left)
-    reciprocal = tl.broadcast_to(_reciprocal(stored.to(tl.float32), PTX)[:, None], (BLOCKS, BLOCK))
-    x = multiply(values, reciprocal, PTX > 0)
+    if EXPONENTS:  # of infinity 128, of subnormal numbers -127
+        largest = tl.max(tl.abs(values).to(tl.int32, bitcast=True), axis=1)
+        exponent = tl.maximum((largest >> 23) - LARGEST_EXPONENT, 0)
+        stored = tl.where(largest > INFINITY, 255, exponent)
+        reciprocal = power_of_two(tl.where(stored == 255, 255, 254 - stored))
+    else:
+        largest = _largest(values, PTX > 0)
+        if LARGEST != 1.0:
+            largest = tl.div_rn(largest, tl.full((BLOCKS,), LARGEST, tl.float32))
+        stored = largest.to(scale.dtype.element_ty)
+        reciprocal = _reciprocal(stored.to(tl.float32), PTX)
+    tl.store(scale + first_block + block, stored.to(scale.dtype.element_ty), mask=block * BLOCK < left)
+    x = multiply(values, tl.broadcast_to(reciprocal[:, None], (BLOCKS, BLOCK)), PTX > 0 and not EXPONENTS)
 
     magnitude = tl.abs(x) if SIGNED_MAGNITUDE else x
     if IN_CELLS:
@@ -108,7 +118,9 @@ def nearest_kernel(
         if not SIGNED_MAGNITUDE:
             nibble = tl.where(rank < 8, nibble, tl.full((BLOCKS, BLOCK), UPPER, tl.int32) >> ((rank & 7) * 4))
         nibble = nibble & 15
-    if SIGNED_MAGNITUDE:
+    if EXPONENTS:
+        nibble = nibble | tl.where(x == x, (x.to(tl.int32, bitcast=True) >> 28) & 8, 0)
+    elif SIGNED_MAGNITUDE:
         nibble = nibble | (x < 0).to(tl.int32) << 3
 
     first_nibble, second_nibble = tl.split(nibble.reshape(BLOCKS, BLOCK // 2, 2))
@@ -210,8 +222,8 @@ def _nearest(weight: torch.Tensor, format: Format, block_size: int, packed: torc
         constants = {
             "BLOCK": block_size, "BLOCKS": blocks, "SIGNED_MAGNITUDE": format.signed_magnitude, "LOWER": lower,
             "UPPER": upper, "IN_ORDER": format.compared == tuple(range(len(format.compared))), "IN_CELLS": in_cells,
-            "THRESHOLDS": len(format.thresholds), "LARGEST": format.largest, "LOW_FIRST": format.low_first,
-            "PTX": properties.ptx,
+            "THRESHOLDS": len(format.thresholds), "LARGEST": format.largest, "EXPONENTS": format.has_exponents,
+            "LARGEST_EXPONENT": format.largest_exponent, "LOW_FIRST": format.low_first, "PTX": properties.ptx,
         }  # fmt: skip
         warps = 2 if block_size <= TILE_WEIGHTS else block_size // 512
         return triton.cdiv(numel, block_size * blocks), constants | {"num_warps": warps, "enable_fp_fusion": False}

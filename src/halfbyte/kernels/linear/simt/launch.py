@@ -28,8 +28,10 @@ LAYOUT = ("6Q", "4Q", "2Q2I")  # its Arguments: x, bias, out and m change
 launches: ThreadCache[Hashable, Launch] = ThreadCache()
 
 
-def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool = False) -> SimtPlan:
-    """The plan for x [m, K]; there is one for every problem, and batch_invariant makes no difference to any."""
+def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool = False) -> SimtPlan | None:
+    """The plan for x [m, K], or None where scales are exponents; batch_invariant makes no difference to any."""
+    if not problem.has_known_scales:
+        return None
     return simt_plan(m, problem.n, problem.k, problem.align_packed >= 8, properties)
 
 

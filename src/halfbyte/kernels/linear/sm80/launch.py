@@ -34,7 +34,7 @@ def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant
     the plan is the same for all of them: a row's sums are then always made in the same order.
     """
     o = problem
-    if o.dtype not in DTYPES or not o.has_usual_nesting or o.align_packed < 8:
+    if o.dtype not in DTYPES or not (o.has_known_scales and o.has_usual_nesting) or o.align_packed < 8:
         return None
     if not batch_invariant or m == 0:
         return sm80_plan(m, o.n, o.k, o.block_size, o.dtype, properties)

@@ -65,7 +65,9 @@ def plan_group(m: int, group: Sequence[Problem], properties: DeviceProperties) -
 
 
 def _supports(o: Problem) -> bool:
-    if o.dtype not in (torch.float16, torch.bfloat16) or o.block_size % BLOCK or not o.has_usual_nesting:
+    if o.dtype not in (torch.float16, torch.bfloat16) or o.block_size % BLOCK:
+        return False
+    if not (o.has_known_scales and o.has_usual_nesting):
         return False
     return min(o.align_packed, o.align_scale) >= ALIGNMENT
 

@@ -1,0 +1,41 @@
+"""gpt-oss' MXFP4 experts seen as a QuantizedWeight.
+
+    NAME_blocks    uint8 [E, rows, K / 32, 16], two weights a byte, the first in the low nibble
+    NAME_scales    uint8 [E, rows, K / 32], E8M0
+
+Its gate and up rows take turns: gate is rows 0, 2, 4, ... of gate_up_proj. Source: the checkpoints of openai/gpt-oss.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.formats.mxfp4 import MXFP4
+from halfbyte.formats.weight import QuantizedWeight
+
+
+def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> QuantizedWeight:
+    """A stack of MXFP4 experts of gpt-oss as a QuantizedWeight [E, rows, K] that shares its memory.
+
+    blocks: uint8 [E, rows, K / 32, 16], contiguous, or [E, rows, K / 2], as transformers holds it in a model. Without
+        the first side it is one expert's, [rows, K]. scales: uint8 [E, rows, K / 32]. dtype: the one that `dequantize`
+        returns by default; the model is bf16.
+
+    Raises ValueError or TypeError where they do not fit together.
+    """
+    for name, tensor in (("blocks", blocks), ("scales", scales)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} is not contiguous; pass {name}.contiguous()")
+    if scales.dim() not in (2, 3):
+        raise ValueError(f"scales has shape {list(scales.shape)}; [E, rows, K / {MXFP4.block_size}] is expected")
+    groups, octets = scales.shape[-1], MXFP4.block_size // 2
+    if blocks.shape not in ((*scales.shape, octets), (*scales.shape[:-1], groups * octets)):
+        raise ValueError(
+            f"blocks has shape {list(blocks.shape)} and scales {list(scales.shape)}; blocks must be "
+            f"{[*scales.shape, octets]} or {[*scales.shape[:-1], groups * octets]}"
+        )
+    packed = blocks.view(*scales.shape[:-1], groups * octets)
+    shape = (*scales.shape[:-1], groups * MXFP4.block_size)
+    return QuantizedWeight(MXFP4.name, packed, scales, shape, dtype, MXFP4.block_size)
