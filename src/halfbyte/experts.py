@@ -26,6 +26,7 @@ def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor |
     bits every time. Gradients flow to x and bias. Raises TypeError or ValueError for arguments that do not fit, and
     RuntimeError inside torch.func and where an argument has a forward-mode tangent.
     """
+    _refuse_script("grouped_linear")
     _check_stack(q, "q", "grouped_linear")
     check_floats(x, "x", "grouped_linear")
     _check_device(x, q, "the weight")
@@ -69,6 +70,7 @@ def moe(
     RuntimeError inside torch.func and where an argument has a forward-mode tangent.
     Sources: `MixtralExperts` and `GptOssExperts` of transformers 5.
     """
+    _refuse_script("moe")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; moe knows {', '.join(map(repr, ACTIVATIONS))}")
     for stack, name in ((gate_up, "gate_up"), (down, "down")):
@@ -101,6 +103,12 @@ def moe(
     return autograd_experts.moe(x, top_k_index, top_k_weights, gate_up, down, activation, gate_up_bias, down_bias)
 
 
+def _refuse_script(function: str) -> None:
+    """Raise RuntimeError under torch.jit.trace."""
+    if not transforms.is_tracing():
+        transforms.refuse_script(function)
+
+
 def _check_stack(q: QuantizedWeight, name: str, function: str) -> None:
     if type(q) is not QuantizedWeight:
         raise not_a_weight(q, function, name)
@@ -125,11 +133,8 @@ def _check_ids(ids: Tensor, name: str, x: Tensor, shape: tuple[int, ...], functi
 
 
 def _check_transforms(function: str, *tensors: Tensor | None) -> None:
-    """Raise RuntimeError under torch.jit.trace, and inside torch.func or forward-mode AD where a tensor takes part."""
-    if transforms.is_tracing():
-        return
-    transforms.refuse_script(function)
-    if not transforms.is_active():
+    """Raise RuntimeError inside torch.func or forward-mode AD where a tensor takes part."""
+    if transforms.is_tracing() or not transforms.is_active():
         return
     transforms.refuse(function, "an argument", *tensors)
     if forward_ad._current_level >= 0 and any(

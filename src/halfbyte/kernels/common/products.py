@@ -92,8 +92,7 @@ def multiply(
     # One scale for two steps where that is so everywhere, else one a step.
     unit = 2 * WEIGHTS if k % (2 * WEIGHTS) == 0 and block_size >= 2 * WEIGHTS else WEIGHTS
     # What a tile of W costs is counted in tiles of x, so that threads get as much to do where groups differ in rows.
-    begins = np.zeros(len(first), np.int64)
-    np.cumsum(-(-np.diff(first) // COLUMNS) * -(-n // ROWS), out=begins[1:])
+    begins = _begins(first, n)
     total = int(begins[-1])
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
     parallel(_multiply, total, grain, matrices, first, begins, *weight, unit, wide, k, source, y)
@@ -134,6 +133,20 @@ def _finish(begin, end, y, target, bias, which, out):
                 out[to, column] = to_bits(y[row, column], out)
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def _begins(firsts, n):
+    """Where the tiles of each group begin, counted by their costs."""
+    begins = np.zeros(len(firsts), np.int64)
+    for group in range(len(firsts) - 1):
+        begins[group + 1] = begins[group] + _tiles(firsts[group + 1] - firsts[group], COLUMNS) * _tiles(n, ROWS)
+    return begins
+
+
+@njit(inline="always")
+def _tiles(size, tile):
+    return -(-size // tile)
+
+
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def _multiply(
     begin, end, matrices, firsts, begins, packed, flat, codes, code, absmax, offset, nested_log2, log2, codebook, unit,
@@ -145,9 +158,9 @@ def _multiply(
     scales = np.empty(ROWS * units, np.float32)
     for group in range(len(matrices)):
         first, last = firsts[group], firsts[group + 1]
-        cost = max(1, -(-(last - first) // COLUMNS))
-        low = max(0, -(-(begin - begins[group]) // cost))
-        high = max(0, -(-(end - begins[group]) // cost))
+        cost = _tiles(last - first, COLUMNS)
+        low = max(0, _tiles(begin - begins[group], cost))
+        high = max(0, _tiles(end - begins[group], cost))
         origin = matrices[group] * n
         beyond = origin + n
         for row in range(origin + low * ROWS, min(origin + high * ROWS, beyond), ROWS):

@@ -57,17 +57,20 @@ def activate_backward(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     gate, up = _parted(gate_up, activation)
     if activation == SWIGLU_OAI:
         lower, inner = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-        sigmoid = torch.sigmoid(lower * ALPHA)
-        slope = sigmoid * (1 + ALPHA * lower * (1 - sigmoid))
-        of_gate = torch.where(gate <= LIMIT, grad * (inner + 1) * slope, 0)
-        of_up = torch.where(up.abs() <= LIMIT, grad * lower * sigmoid, 0)
+        of_gate = torch.where(gate <= LIMIT, grad * (inner + 1) * _slope(lower, ALPHA), 0)
+        of_up = torch.where(up.abs() <= LIMIT, grad * lower * torch.sigmoid(lower * ALPHA), 0)
         return torch.stack((of_gate, of_up), dim=-1).flatten(-2)
-    of_gate = grad * up
     if activation == "silu":
-        of_gate = torch.ops.aten.silu_backward(of_gate, gate)
+        of_gate = grad * up * _slope(gate, 1)
     else:
-        of_gate = torch.ops.aten.gelu_backward(of_gate, gate, approximate=GELUS[activation])
+        of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=GELUS[activation])
     return torch.cat((of_gate, grad * _activated(gate, activation)), dim=-1)
+
+
+def _slope(gate: Tensor, alpha: float) -> Tensor:
+    """The derivative of gate * sigmoid(alpha * gate), of operations that have derivatives themselves."""
+    sigmoid = torch.sigmoid(gate * alpha)
+    return sigmoid * (1 + alpha * gate * (1 - sigmoid))
 
 
 def _parted(gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
