@@ -11,7 +11,7 @@ from halfbyte.formats.weight import FLOAT_DTYPES
 def not_a_weight(q: object, function: str, name: str = "q") -> TypeError:
     return TypeError(
         f"{name} is a {type(q).__name__}; {function} takes a QuantizedWeight, from halfbyte.quantize, "
-        "halfbyte.from_bitsandbytes or halfbyte.from_compressed_tensors"
+        "halfbyte.from_bitsandbytes, halfbyte.from_compressed_tensors or halfbyte.from_gpt_oss"
     )
 
 

@@ -163,7 +163,8 @@ def _check_linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None) -> None:
         raise not_a_weight(q, "linear")
     check_floats(x, "x", "linear")
     if len(q.shape) != 2:
-        raise ValueError(f"the weight has shape {list(q.shape)}; linear takes one of two dimensions [N, K]")
+        stack = "; grouped_linear multiplies with stacks, and linear with one expert, q[e]" if len(q.shape) == 3 else ""
+        raise ValueError(f"the weight has shape {list(q.shape)}; linear takes one of two dimensions [N, K]{stack}")
     n, k = q.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(f"x has shape {list(x.shape)}; a weight of shape {[n, k]} takes [..., {k}]")
