@@ -15,6 +15,8 @@ from halfbyte.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from halfbyte import nn as nn
+    from halfbyte.experts import grouped_linear as grouped_linear
+    from halfbyte.experts import moe as moe
     from halfbyte.formats.bitsandbytes import from_bitsandbytes as from_bitsandbytes
     from halfbyte.formats.bitsandbytes import to_bitsandbytes as to_bitsandbytes
     from halfbyte.formats.compressed_tensors import from_compressed_tensors as from_compressed_tensors
@@ -46,7 +48,9 @@ __all__ = [
     "from_bitsandbytes",
     "from_compressed_tensors",
     "from_gpt_oss",
+    "grouped_linear",
     "linear",
+    "moe",
     "nearest",
     "nn",
     "quantize",
@@ -62,6 +66,7 @@ if not TYPE_CHECKING:  # so that a checker still knows which names there are not
     __getattr__, __dir__ = names_of(
         __name__,
         {
+            "halfbyte.experts": ("grouped_linear", "moe"),
             "halfbyte.formats.bitsandbytes": ("from_bitsandbytes", "to_bitsandbytes"),
             "halfbyte.formats.compressed_tensors": ("from_compressed_tensors",),
             "halfbyte.formats.gpt_oss": ("from_gpt_oss",),

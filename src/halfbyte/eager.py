@@ -71,7 +71,7 @@ def cuda_products() -> ModuleType:
 @on_its_device
 def quantize(weight: Tensor, format: str, block_size: int, nested: bool) -> list[Tensor]:
     """[packed, scale], or [packed, scale, code, absmax, offset] with nested scales."""
-    weight = _plain(weight.detach())
+    weight = plain(weight.detach())
     kernels = backend("quantize", weight.device.type)
     packed, scale = empty_quantized(weight, format, block_size)
     kernels.quantize(weight, FORMATS[format], block_size, packed, scale)
@@ -115,8 +115,8 @@ def linear_anew(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invari
     """What `linear` gives, for those who have asked `ready_linear` and got None."""
     given = x.detach()
     with on(x.device):
-        x = _plain(given)
-        bias = None if bias is None else _plain(bias.detach())
+        x = plain(given)
+        bias = None if bias is None else plain(bias.detach())
         if x.is_cuda:
             x, bias = _aligned(x), None if bias is None else _aligned(bias)
             # What another device, strides or address had kept from being ready may be so by now.
@@ -154,12 +154,12 @@ def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence
     if not x.is_cuda or len(weights) < 2:
         return None
     with on(x.device):
-        given = [None if bias is None else _aligned(_plain(bias.detach())) for bias in biases]
-        found: list[Tensor] | None = cuda_products().linear_group(_aligned(_plain(x.detach())), weights, given)
+        given = [None if bias is None else _aligned(plain(bias.detach())) for bias in biases]
+        found: list[Tensor] | None = cuda_products().linear_group(_aligned(plain(x.detach())), weights, given)
     return found
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """Contiguous, and without torch's lazy sign; the tensor itself where it is so already."""
     return tensor.contiguous().resolve_neg()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from halfbyte import autograd, eager, eager_search
+from halfbyte import autograd, autograd_experts, eager, eager_experts, eager_search
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE
 from halfbyte.formats.parts import GroupParts, group_of, matrix_of
 from halfbyte.formats.weight import Parts, QuantizedWeight
@@ -74,6 +75,33 @@ def _linear_group_fake(x: Tensor, *arguments: Any) -> list[Tensor]:
     return [x.new_empty((*x.shape[:-1], n)) for n in arguments[4]]
 
 
+def _grouped_linear_op(x: Tensor, *arguments: Any) -> Tensor:
+    *parts, expert, bias = arguments
+    return eager_experts.grouped_linear(x, _weight_of(parts, x.dtype), expert, bias)
+
+
+def _grouped_linear_fake(x: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty((x.shape[0], arguments[4][1]))
+
+
+def _grouped_linear_backward_op(grad: Tensor, *arguments: Any) -> Tensor:
+    *parts, expert = arguments
+    return eager_experts.grouped_linear_backward(grad, _weight_of(parts, grad.dtype), expert)
+
+
+def _grouped_linear_backward_fake(grad: Tensor, *arguments: Any) -> Tensor:
+    return grad.new_empty((grad.shape[0], arguments[4][2]))
+
+
+def _moe_op(x: Tensor, index: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
+    gate_up, down = (_weight_of(arguments[first : first + 7], x.dtype) for first in (0, 7))
+    return eager_experts.moe(x, index, weights, gate_up, down, *arguments[14:])
+
+
+def _moe_fake(x: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _distances_op(query: Tensor, *parts: Any) -> Tensor:
     return eager_search.distances(query, matrix_of(parts))
 
@@ -101,6 +129,8 @@ def _token_ranks_fake(hidden: Tensor, *arguments: Any) -> Tensor:
     return arguments[-1].new_empty(hidden.shape[:1], dtype=torch.int64)  # type: ignore[no-any-return]
 
 
+# Two weights of one operator have names of their own.
+STACKS = ", ".join(re.sub(r"(\w+)(,|$)", rf"{name}_\1\2", WEIGHT) for name in ("gate_up", "down"))
 MATRIX = f"{WEIGHT}, ScalarType dtype"
 # `nested`: three of each weight, one weight after the other, or none at all.
 WEIGHTS = (
@@ -113,6 +143,22 @@ OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (f"dequantize({WEIGHT}, ScalarType dtype) -> Tensor", _dequantize_op, _dequantize_fake),
     (f"linear(Tensor x, {WEIGHT}, Tensor? bias, bool batch_invariant) -> Tensor", _linear_op, _linear_fake),
     (f"linear_group(Tensor x, {WEIGHTS}, Tensor?[] biases) -> Tensor[]", _linear_group_op, _linear_group_fake),
+    (
+        f"grouped_linear(Tensor x, {WEIGHT}, Tensor expert, Tensor? bias) -> Tensor",
+        _grouped_linear_op,
+        _grouped_linear_fake,
+    ),
+    (
+        f"grouped_linear_backward(Tensor grad, {WEIGHT}, Tensor expert) -> Tensor",
+        _grouped_linear_backward_op,
+        _grouped_linear_backward_fake,
+    ),
+    (
+        f"moe(Tensor x, Tensor top_k_index, Tensor top_k_weights, {STACKS}, str activation, Tensor? gate_up_bias, "
+        "Tensor? down_bias) -> Tensor",
+        _moe_op,
+        _moe_fake,
+    ),
     (f"distances(Tensor query, {MATRIX}) -> Tensor", _distances_op, _distances_fake),
     (f"nearest(Tensor query, {MATRIX}, int k) -> (Tensor, Tensor)", _nearest_op, _nearest_fake),
     (f"token_ranks(Tensor hidden, {MATRIX}, Tensor tokens) -> Tensor", _token_ranks_op, _token_ranks_fake),
@@ -126,3 +172,12 @@ for _schema, _real, _fake in OPERATORS:
 
 torch.library.register_autograd("halfbyte::linear", autograd.backward, setup_context=autograd.setup_context)
 torch.library.register_vmap("halfbyte::linear", autograd.batched_operator)
+
+torch.library.register_autograd(
+    "halfbyte::grouped_linear",
+    autograd_experts.grouped_linear_gradients,
+    setup_context=autograd_experts.setup_grouped_linear,
+)
+torch.library.register_autograd(
+    "halfbyte::moe", autograd_experts.moe_gradients, setup_context=autograd_experts.setup_moe
+)

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from halfbyte import autograd, eager, transforms
+from halfbyte.checks import check_bias, check_floats, not_a_weight
 from halfbyte.formats.parts import group_parts
 from halfbyte.formats.settings import DEFAULT, check_settings
 from halfbyte.formats.spec import FORMATS
@@ -47,7 +48,7 @@ def quantize(
     if not (tracing := transforms.is_tracing()):
         transforms.refuse_script("quantize")
         transforms.refuse("quantize", "the weight", weight)
-    _check_dense(weight)
+    check_floats(weight, "weight", "quantize")
     block_size, nested = check_settings(format, block_size, group_size, nested)
     FORMATS[format].check_shape(weight.shape, block_size)
     if tracing:
@@ -71,7 +72,7 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor
     Values are codebook[nibble] * scale in fp32, rounded once. Raises TypeError or ValueError for what does not fit.
     """
     if type(q) is not QuantizedWeight:
-        raise _not_a_weight(q, "dequantize")
+        raise not_a_weight(q, "dequantize")
     if out is not None and not isinstance(out, Tensor):
         raise TypeError(f"out is a {type(out).__name__}; it must be a torch.Tensor, or None for a new one")
     if dtype is None:
@@ -157,33 +158,10 @@ def _is_plain(tensor: object) -> bool:
     return type(tensor) in (Tensor, Parameter) and not (tensor.requires_grad and torch.is_grad_enabled())  # type: ignore[attr-defined]
 
 
-def _check_dense(weight: Tensor) -> None:
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight is a {type(weight).__name__}; quantize takes a torch.Tensor")
-    if weight.dtype not in FLOAT_DTYPES:
-        raise TypeError(
-            f"weight has dtype {weight.dtype}; quantize takes torch.float16, torch.bfloat16 or torch.float32"
-        )
-    if weight.layout != torch.strided:
-        raise TypeError(f"weight has layout {weight.layout}; quantize takes a dense one, such as weight.to_dense()")
-
-
-def _not_a_weight(q: object, function: str) -> TypeError:
-    return TypeError(
-        f"q is a {type(q).__name__}; {function} takes a QuantizedWeight, from halfbyte.quantize, "
-        "halfbyte.from_bitsandbytes, halfbyte.from_compressed_tensors or halfbyte.from_gpt_oss"
-    )
-
-
 def _check_linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None) -> None:
     if type(q) is not QuantizedWeight:
-        raise _not_a_weight(q, "linear")
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; linear takes a torch.Tensor")
-    if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x has dtype {x.dtype}; linear takes torch.float16, torch.bfloat16 or torch.float32")
-    if x.layout != torch.strided:
-        raise TypeError(f"x has layout {x.layout}; linear takes a dense one, such as x.to_dense()")
+        raise not_a_weight(q, "linear")
+    check_floats(x, "x", "linear")
     if len(q.shape) != 2:
         stack = "; grouped_linear multiplies with stacks, and linear with one expert, q[e]" if len(q.shape) == 3 else ""
         raise ValueError(f"the weight has shape {list(q.shape)}; linear takes one of two dimensions [N, K]{stack}")
@@ -192,16 +170,7 @@ def _check_linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None) -> None:
         raise ValueError(f"x has shape {list(x.shape)}; a weight of shape {[n, k]} takes [..., {k}]")
     if x.device != q.packed.device:
         raise ValueError(f"x is on {x.device} and the weight on {q.packed.device}; they must be on one device")
-    if bias is None:
-        return
-    if not isinstance(bias, Tensor):
-        raise TypeError(f"bias is a {type(bias).__name__}; it must be a torch.Tensor, or None")
-    if bias.dtype != x.dtype:
-        raise TypeError(f"bias has dtype {bias.dtype} and x {x.dtype}; pass bias.to(x.dtype)")
-    if bias.dim() != 1 or bias.shape[0] != n:
-        raise ValueError(f"bias has shape {list(bias.shape)}; a weight of shape {[n, k]} takes [{n}]")
-    if bias.device != x.device:
-        raise ValueError(f"bias is on {bias.device} and x on {x.device}; they must be on one device")
+    check_bias(bias, x, (n,), (n, k), "bias")
 
 
 def _check_out(out: Tensor, q: QuantizedWeight, dtype: torch.dtype) -> None:

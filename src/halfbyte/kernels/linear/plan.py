@@ -1,9 +1,4 @@
-"""Which way a product is computed where no CUDA kernel is for it: a pure function of sizes and device.
-
-On a CPU the fused kernel decodes every weight again for each four rows of x, and multiplies in fp32. Making the dense
-weight costs as much for one row of x as for a thousand, and then torch may have faster instructions for its dtype.
-Measured on 384×384 to 14336×4096 (docs/kernels/linear.md).
-"""
+"""Which way a product is computed where no CUDA kernel is for it: a pure function of sizes and device."""
 
 from __future__ import annotations
 
@@ -12,15 +7,7 @@ from typing import Literal
 
 import torch
 
-# The most rows of x that the fused kernel is the faster way for. With AVX-512 it outruns torch's fp16 and fp32 products
-# at any number of rows that was tried (1024), and loses to AVX512-BF16 in the end.
-MOST_FUSED_ROWS = {
-    "AVX512": {torch.bfloat16: 56, torch.float16: 1024, torch.float32: 1024},
-    "AVX2": {torch.bfloat16: 32, torch.float16: 32, torch.float32: 32},
-}
-OTHERWISE = 8
-# A bf16 weight of so many numbers is still in the cache when torch multiplies, and pays from fewer rows on.
-CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, 16
+from halfbyte.kernels.common.fused_rows import most_fused_rows
 
 
 @dataclass(frozen=True)
@@ -40,8 +27,4 @@ def plan(
     """
     if device_type != "cpu":
         return LinearPlan("tiles" if batch_invariant else "dense")
-    most = MOST_FUSED_ROWS.get(cpu_capability, {}).get(dtype, OTHERWISE)
-    if dtype == torch.bfloat16 and n * k <= CACHED:
-        most = min(most, MOST_FUSED_ROWS_CACHED)
-    # Rows that are no whole number of steps are decoded a weight at a time.
-    return LinearPlan("fused" if batch_invariant or (k % 32 == 0 and m <= most) else "dense")
+    return LinearPlan("fused" if batch_invariant or m <= most_fused_rows(n, k, dtype, cpu_capability) else "dense")

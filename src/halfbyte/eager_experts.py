@@ -1,0 +1,123 @@
+"""The operations of experts.py without checks of arguments: rows are sorted by expert, and each expert is multiplied
+with by the fused kernel of the device or, dequantized, by torch.
+
+Where an expert's rows are is read on the host. On a GPU that waits for the stream, so no CUDA graph can capture it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfbyte.eager import backend, dequantize, on, plain
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common import slow
+from halfbyte.kernels.common.device import cpu_capability
+from halfbyte.kernels.experts import reference
+from halfbyte.kernels.experts.plan import Group, plan
+from halfbyte.kernels.linear import reference as products
+
+
+def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None) -> Tensor:
+    """x [S, K] times the expert of each row, plus its bias -> [S, N]; zeros for ids that are out of range."""
+    with on(x.device):
+        x, bias = plain(x.detach()), None if bias is None else plain(bias.detach())
+        out = x.new_zeros((len(x), q.shape[1]))
+        if not x.is_meta:
+            order, groups = reference.sort(expert, q.shape[0])
+            _multiply(x, order, q, groups, bias, out, order)
+    return out
+
+
+def grouped_linear_backward(grad: Tensor, q: QuantizedWeight, expert: Tensor) -> Tensor:
+    """grad [S, N] times the transpose of the expert of each row -> [S, K]; zeros for ids that are out of range."""
+    with on(grad.device):
+        grad = grad.detach()
+        out = grad.new_zeros((len(grad), q.shape[2]))
+        if not grad.is_meta:
+            order, groups = reference.sort(expert, q.shape[0])
+
+            def multiply(rows: Tensor, number: int) -> Tensor:
+                return products.linear(rows, dense_expert(q, number, grad.dtype).t(), None)
+
+            reference.grouped_linear(grad, order, groups, multiply, out, order)
+    return out
+
+
+def moe(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
+    activation: str,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """The experts of each token of x [T, H], weighted and added up. Sums and activations are fp32; what goes into the
+    down product is rounded to x's dtype, and so is the result."""
+    (tokens, hidden), k = x.shape, top_k_index.shape[1]
+    if x.is_meta:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    with on(x.device):
+        x, weights = plain(x.detach()), top_k_weights.detach().float()
+        biases = [None if bias is None else plain(bias.detach()) for bias in (gate_up_bias, down_bias)]
+        order, groups = reference.sort(top_k_index.reshape(-1), gate_up.shape[0])
+        pairs = x.new_empty((len(order), gate_up.shape[1]), dtype=torch.float32)
+        rows = torch.arange(len(order), device=x.device)
+        _multiply(x, order // max(k, 1), gate_up, groups, biases[0], pairs, rows)
+        inner = reference.activate(pairs, activation).to(x.dtype)
+        y = x.new_zeros((tokens * k, hidden), dtype=torch.float32)
+        _multiply(inner, rows, down, groups, biases[1], y, order)
+        valid = (top_k_index >= 0) & (top_k_index < gate_up.shape[0])
+        return reference.combine(y.view(tokens, k, hidden), torch.where(valid, weights, 0), x.dtype)
+
+
+def _multiply(
+    x: Tensor,
+    source: Tensor,
+    q: QuantizedWeight,
+    groups: tuple[Group, ...],
+    bias: Tensor | None,
+    out: Tensor,
+    target: Tensor,
+) -> None:
+    """out[target[i]] = x[source[i]] @ W.T + bias, of the expert whose group has row i; all contiguous."""
+    _, n, k = q.shape
+    kind = x.device.type if slow.no_kernels(x.device.type) is None else "other"
+    if x.is_cuda:
+        slow.warn(
+            "experts on cuda",
+            "there is no CUDA kernel for stacks of experts, so experts are dequantized one by one and multiplied with "
+            "by torch, slowly; CPUs have a fused kernel",
+        )
+    way = plan(groups, n, k, x.dtype, kind, cpu_capability())
+    if way.fused:
+        kernels = backend("experts", x.device.type)
+        kernels.grouped_linear(
+            x, source, way.fused, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out, target
+        )
+
+    def multiply(rows: Tensor, expert: int) -> Tensor:
+        return products.linear(rows, dense_expert(q, expert, x.dtype), None if bias is None else bias[expert])
+
+    reference.grouped_linear(x, source, way.dense, multiply, out, target)
+
+
+def dense_expert(q: QuantizedWeight, expert: int, dtype: torch.dtype) -> Tensor:
+    """The dense weight [N, K] of one expert of a stack, wherever in a scale block it begins."""
+    _, n, k = q.shape
+    if q.spec.along_k:
+        return dequantize(q[expert], q.scale.new_empty((n, k), dtype=dtype))
+    size, side = q.block_size, n * k
+    first, last = expert * side // size, -(-(expert + 1) * side // size)
+    begin, end = first * size, min(last * size, q.numel)
+    scale = q.scale.view(-1)[first:last]
+    if q.nested is not None:
+        # A rounded multiply, then a rounded add: a group of scales may begin anywhere in one of `absmax`.
+        group = torch.arange(first, last, device=scale.device) // q.nested.block_size
+        scale = q.nested.code[scale.long()] * q.nested.absmax.view(-1)[group] + q.nested.offset
+    packed = q.packed.reshape(-1, 1)[begin // 2 : -(-end // 2)]
+    blocks = QuantizedWeight(q.format, packed, scale, (end - begin,), q.dtype, size)
+    weights = dequantize(blocks, scale.new_empty((end - begin,), dtype=dtype))
+    return weights[expert * side - begin :][:side].view(n, k)

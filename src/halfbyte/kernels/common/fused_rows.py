@@ -1,0 +1,33 @@
+"""From how many rows of x on a CPU multiplies with a dense weight: measured once, for `linear` and for experts.
+
+The fused kernel (products.py) decodes every weight again for each four rows of x, and multiplies in fp32. Making the
+dense weight costs as much for one row of x as for a thousand, and then torch may have faster instructions for its
+dtype. Measured on 384×384 to 14336×4096 (docs/kernels/linear.md).
+"""
+
+from __future__ import annotations
+
+import torch
+
+# The most rows of x that the fused kernel is the faster way for. With AVX-512 it outruns torch's fp16 and fp32 products
+# at any number of rows that was tried (1024), and loses to AVX512-BF16 in the end.
+MOST_FUSED_ROWS = {
+    "AVX512": {torch.bfloat16: 56, torch.float16: 1024, torch.float32: 1024},
+    "AVX2": {torch.bfloat16: 32, torch.float16: 32, torch.float32: 32},
+}
+OTHERWISE = 8
+# A bf16 weight of so many numbers is still in the cache when torch multiplies, and pays from fewer rows on.
+CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, 16
+
+
+def most_fused_rows(n: int, k: int, dtype: torch.dtype, cpu_capability: str) -> int:
+    """The most rows of `dtype` for which the fused kernel is to multiply with W [n, k]; 0 where it is slow for any.
+
+    cpu_capability: as torch names what its CPU code uses.
+    """
+    if k % 32:  # rows that are no whole number of steps would be decoded a weight at a time
+        return 0
+    most = MOST_FUSED_ROWS.get(cpu_capability, {}).get(dtype, OTHERWISE)
+    if dtype == torch.bfloat16 and n * k <= CACHED:
+        most = min(most, MOST_FUSED_ROWS_CACHED)
+    return most
