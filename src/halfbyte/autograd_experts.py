@@ -62,7 +62,7 @@ def _of_x(grad: Tensor, q: QuantizedWeight, expert: Tensor) -> Tensor:
 
 def _of_bias(grad: Tensor, expert: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """The sum of grad [S, N] over the rows of each expert -> [E, N]. A product adds in the same order every time."""
-    rows = expert == torch.arange(count, device=expert.device).unsqueeze(1)
+    rows = expert == torch.arange(count, dtype=torch.int64, device=expert.device).unsqueeze(1)
     return linear_dense(rows.float(), grad.float().t(), None).to(dtype)  # autocast has no say
 
 

@@ -64,7 +64,7 @@ def moe(
         biases = [None if bias is None else plain(bias.detach()) for bias in (gate_up_bias, down_bias)]
         order, groups = reference.sort(top_k_index.reshape(-1), gate_up.shape[0])
         pairs = x.new_empty((len(order), gate_up.shape[1]), dtype=torch.float32)
-        rows = torch.arange(len(order), device=x.device)
+        rows = torch.arange(len(order), dtype=torch.int64, device=x.device)
         _multiply(x, order // max(k, 1), gate_up, groups, biases[0], pairs, rows)
         inner = reference.activate(pairs, activation).to(x.dtype)
         y = x.new_zeros((tokens * k, hidden), dtype=torch.float32)
@@ -115,7 +115,7 @@ def dense_expert(q: QuantizedWeight, expert: int, dtype: torch.dtype) -> Tensor:
     scale = q.scale.view(-1)[first:last]
     if q.nested is not None:
         # A rounded multiply, then a rounded add: a group of scales may begin anywhere in one of `absmax`.
-        group = torch.arange(first, last, device=scale.device) // q.nested.block_size
+        group = torch.arange(first, last, dtype=torch.int64, device=scale.device) // q.nested.block_size
         scale = q.nested.code[scale.long()] * q.nested.absmax.view(-1)[group] + q.nested.offset
     packed = q.packed.reshape(-1, 1)[begin // 2 : -(-end // 2)]
     blocks = QuantizedWeight(q.format, packed, scale, (end - begin,), q.dtype, size)

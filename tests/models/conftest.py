@@ -10,12 +10,24 @@ import torch
 import halfbyte as hb
 from halfbyte.kernels.common import slow
 from halfbyte.models import attention, caches, captured, regions
+from halfbyte.models.accelerate import _accelerated as accelerated_models
 
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
 
 TEXT = Path(__file__).parents[2] / "LICENSE"  # a text that stays as it is
 LENGTH = 48
+
+
+@pytest.fixture
+def no_other_model() -> Iterator[None]:
+    """No model that another test has accelerated, and that still lives, keeps libraries patched meanwhile."""
+    others = list(accelerated_models)
+    for model in others:
+        hb.restore(model)
+    yield
+    for model in others:
+        hb.accelerate(model)
 
 
 @pytest.fixture

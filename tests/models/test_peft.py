@@ -79,6 +79,7 @@ def test_merged_and_unloaded_it_still_runs_through_halfbyte(load: Any, prompts: 
     assert relative_error(layers[0](x), right) < 5e-3
 
 
+@pytest.mark.usefixtures("no_other_model")
 def test_the_function_is_replaced_wherever_it_is_and_put_back(load: Any) -> None:
     from peft.tuners.lora import bnb
     from peft.utils import integrations

@@ -261,6 +261,7 @@ def test_unsloths_own_functions_reach_it(replaced: Any, kernels: Any) -> None:
     assert not hasattr(layer.weight.quant_state, layers.ATTRIBUTE)
 
 
+@pytest.mark.usefixtures("no_other_model")
 def test_names_are_replaced_for_as_long_as_a_model_is_accelerated(kernels: Any) -> None:
     utils, fast_lora = kernels
     originals = utils.fast_dequantize, utils.fast_gemv
