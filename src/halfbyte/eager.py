@@ -113,14 +113,15 @@ def ready_linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invar
 
 def linear_anew(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
     """What `linear` gives, for those who have asked `ready_linear` and got None."""
-    given = x.detach()
+    given, given_bias = x.detach(), None if bias is None else bias.detach()
+    elsewhere = is_elsewhere(x.device)
     with on(x.device):
-        x = plain(given)
-        bias = None if bias is None else plain(bias.detach())
+        x, bias = plain(given), None if given_bias is None else plain(given_bias)
         if x.is_cuda:
             x, bias = _aligned(x), None if bias is None else _aligned(bias)
             # What another device, strides or address had kept from being ready may be so by now.
-            found = ready_linear(x, q, bias, batch_invariant)
+            changed = elsewhere or x is not given or bias is not given_bias
+            found = ready_linear(x, q, bias, batch_invariant) if changed else None
             if found is None:
                 found = cuda_products().linear(x, q, bias, batch_invariant)
             if found is not None:
