@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.models import transformers as host
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARY, WINDOW = 96, 20
 SIDES = {
@@ -69,3 +71,10 @@ def counted(monkeypatch: Any, owner: Any, name: str) -> list[int]:
 
     monkeypatch.setattr(owner, name, call)
     return calls
+
+
+def hooked(model: Any) -> Any:
+    """As `accelerate` does where it takes a layer."""
+    assert host.apply(model) == host.ON_GRAPHS
+    host.apply_to_library()
+    return model

@@ -13,16 +13,10 @@ import halfbyte as hb
 from halfbyte.models import driven, steps
 from halfbyte.models import transformers as host
 
-from .families import DEVICE, counted, generate, make, plainly, prompt
+from .families import DEVICE, counted, generate, hooked, make, plainly, prompt
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("captures")
-
-
-def hooked(model: Any) -> Any:
-    assert host.apply(model) == host.ON_GRAPHS
-    host.apply_to_library()
-    return model
 
 
 @pytest.fixture(autouse=True)

@@ -18,17 +18,10 @@ import halfbyte as hb
 from halfbyte.models import graphs, loop, stepping, steps
 from halfbyte.models import transformers as host
 
-from .families import DEVICE, FAMILIES, MIXED, SIDES, WINDOW, counted, generate, make, plainly, prompt
+from .families import DEVICE, FAMILIES, MIXED, SIDES, WINDOW, counted, generate, hooked, make, plainly, prompt
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("captures")
-
-
-def hooked(model: Any) -> Any:
-    """As `accelerate` does where it takes a layer."""
-    assert host.apply(model) == host.ON_GRAPHS
-    host.apply_to_library()
-    return model
 
 
 @pytest.fixture(autouse=True)
