@@ -411,6 +411,7 @@ def test_release_during_a_call_frees_after_it(llama: Any) -> None:
     assert not pool_of(llama).buckets
 
 
+@pytest.mark.usefixtures("no_other_model")
 def test_restore(llama: Any, made: list[int]) -> None:
     theirs = transformers.GenerationMixin._sample
     assert hasattr(theirs, "__wrapped__")
