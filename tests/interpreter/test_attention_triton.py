@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
+from halfbyte.kernels.attention import fresh as fresh_module
 from halfbyte.kernels.attention import reference
+from halfbyte.kernels.attention.fresh import Fresh, HeadNorm
 from halfbyte.kernels.attention.plan import LEAST_ROWS, MOST_PARTS, MOST_ROWS, AttentionPlan, plan_for
 from halfbyte.kernels.attention.spans import WIDTH, spans_of
 from halfbyte.kernels.attention.triton import attend, supports
@@ -72,6 +74,43 @@ def test_attend(sizes: tuple[int, ...], plan: AttentionPlan | None, kind: str) -
         right = exact(given, mask, 0.3, cap, sinks)
         assert found.shape == right.shape
         torch.testing.assert_close(found.double(), right, **RIGHT)
+
+
+@pytest.mark.parametrize("sizes", [(2, 6, 3, 37, 80, 80), (3, 8, 1, 64, 128, 64), (1, 40, 1, 130, 256, 256)], ids=str)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("kind", ["no mask", "mask, norms and cap", "numbers and sinks"])
+def test_a_new_token(sizes: tuple[int, ...], plan: AttentionPlan | None, kind: str) -> None:
+    """Its query and key are normed and rotated, key and value are put into the cache, and nobody reads what was there."""
+    texts, heads, shared, tokens, size, value = sizes
+    rotary = size if kind == "no mask" else size // 4 * 2
+    joined = random(texts, 1, heads * size + shared * (size + value), seed=2)
+    query, key, new = joined.split([heads * size, shared * size, shared * value], -1)
+    query, key, new = (t.view(texts, 1, -1, s).transpose(1, 2) for t, s in ((query, size), (key, size), (new, value)))
+    angles = random(texts if kind == "no mask" else 1, 1, rotary, seed=3)
+    slot = torch.tensor(tokens // 2)
+    norms = (HeadNorm(random(size), 1e-6, 1.0), HeadNorm(random(size, seed=9), 1e-3, 1.0))
+    fresh = Fresh(key, new, angles.cos(), angles.sin(), slot, *(norms if "norms" in kind else ()))
+    keys, values = random(texts, shared, tokens, size), random(texts, shared, tokens, value)
+    mask = None
+    if kind != "no mask":
+        mask = random(texts, 1, 1, tokens, seed=1) < 0.3
+        mask[..., tokens // 2] = True
+        mask[0] = kind != "numbers and sinks"  # where this is false the text sees nothing, not even its own token
+        if "numbers" in kind:
+            mask = torch.where(mask, random(texts, 1, 1, tokens), LOWEST)
+    cap, sinks = 1.5 if "cap" in kind else None, random(heads) if "sinks" in kind else None
+    exactly = Fresh(*(t.double() for t in fresh[:4]), *fresh[4:])
+    right_keys, right_values = keys.double(), values.double()
+    turned = reference.put(query.double(), right_keys, right_values, exactly).half()
+    right = exact([turned, right_keys.half(), right_values], mask, 0.3, cap, sinks)
+    for cache in (keys, values):
+        cache[:, :, tokens // 2] = float("nan")
+    assert supports(query, keys, values, mask, sinks)
+    assert fresh_module.supports(fresh, query, keys, values)
+    found = attend(query, keys, values, mask, 0.3, softcap=cap, sinks=sinks, fresh=fresh, plan=plan)
+    torch.testing.assert_close(found.double(), right, **RIGHT)
+    torch.testing.assert_close(keys.double(), right_keys, rtol=1e-3, atol=1e-3)
+    assert torch.equal(values.double(), right_values)
 
 
 @pytest.mark.parametrize("one_launch", [True, False])

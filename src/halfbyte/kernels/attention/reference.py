@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,3 +33,28 @@ def attend(
     else:
         weights = score.softmax(-1).nan_to_num(0.0) if mask is not None else score.softmax(-1)
     return (weights @ values).transpose(1, 2)
+
+
+def put(query: Tensor, keys: Tensor, values: Tensor, fresh: Any) -> Tensor:
+    """What `attend` does with a `Fresh` before it attends: norm and rotate the query, which is returned, and put the new
+    token's key and value into their slot."""
+    query, key = normed(query, fresh.query_norm), normed(fresh.keys, fresh.key_norm)
+    slot = fresh.slot[None]
+    keys.index_copy_(2, slot, rotated(key, fresh.cos, fresh.sin).to(keys.dtype))
+    values.index_copy_(2, slot, fresh.values.to(values.dtype))
+    return rotated(query, fresh.cos, fresh.sin)
+
+
+def normed(x: Tensor, norm: Any) -> Tensor:
+    """x [..., size] with the RMS norm of each head, or as it is without one."""
+    if norm is None:
+        return x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.epsilon) * (norm.offset + norm.weight.to(x.dtype))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [texts, heads, tokens, size], the first numbers of whose heads turn; cos, sin: [texts or 1, tokens, rotary]."""
+    turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turning.chunk(2, -1)
+    turned = turning * cos[:, None].to(x.dtype) + torch.cat((-second, first), -1) * sin[:, None].to(x.dtype)
+    return torch.cat((turned, rest), -1)

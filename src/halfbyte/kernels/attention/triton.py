@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfbyte.kernels.attention.fresh import Fresh, rotated
 from halfbyte.kernels.attention.merge import added, attend_merge_kernel, cut, store_rows
 from halfbyte.kernels.attention.plan import FEW_PARTS, MOST_PARTS, AttentionPlan, plan_for
 from halfbyte.kernels.attention.spans import COUNTERS, WIDTH, lowest, spans_of
@@ -43,21 +44,35 @@ def _mask_of(mask, token, known, NEW: tl.constexpr, LOWEST: tl.constexpr):
 
 
 @triton.jit
+def _score(product, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """Such that exp2 makes weights of it; CAP * tanh(score / CAP) where there is a cap."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if CAP == 0:
+        score = product * (SCALE * LOG2E)
+    else:
+        score = (CAP * LOG2E) - (2 * CAP * LOG2E) / (tl.exp2(product * (2 * SCALE * LOG2E / CAP)) + 1)
+    return score
+
+
+@triton.jit
 def attend_kernel(
-    query, keys, values, mask, spans, sinks, out, sums, statistics, tokens, heads, parts, query_text, query_head,
-    query_new, key_text, key_head, value_text, value_head, mask_text, mask_new,
+    query, keys, values, mask, spans, sinks, out, sums, statistics, new_keys, new_values, cos, sin, slot, query_norm,
+    key_norm, tokens, heads, parts, query_text, query_head, query_new, key_text, key_head, value_text, value_head,
+    mask_text, mask_new, new_key_text, new_key_head, new_value_text, new_value_head, cos_text,
     SCALE: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, NEW: tl.constexpr, ROWS: tl.constexpr,
     HELD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr, LOWEST: tl.constexpr,
     SPANS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, MERGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    FRESH: tl.constexpr, ROTARY: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
+    QUERY_EPSILON: tl.constexpr, KEY_EPSILON: tl.constexpr, OFFSET: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program i: the i % parts-th part of the tokens of a text, for ROWS of the GROUP * NEW rows (heads first) of a
     head of keys, of which there are `heads` a text.
 
     MASK: 0 none, 1 bytes, 2 numbers to be added. Without SPANS a text sees all tokens. sums: [programs, HELD, E],
     statistics: [programs, 2, HELD], the highest scores and the weights. SPLIT: there are several parts. MERGES: they
-    are added up here, counted by what lies behind the spans.
+    are added up here, counted by what lies behind the spans. FRESH: NEW is 1, and the new token's query, key and value
+    are as in fresh.py; else what concerns them is not read.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     TILES: tl.constexpr = (GROUP * NEW + ROWS - 1) // ROWS
@@ -83,7 +98,13 @@ def attend_kernel(
     elif part >= used:
         return
     at = query + text * query_text + head * query_head + row % NEW * query_new
-    q = tl.load(at[:, None] + d[None, :], inside[:, None] & (d < KEY)[None, :], 0)
+    if FRESH:
+        cos += text * cos_text
+        sin += text * cos_text
+        turned = rotated(at, inside, cos, sin, query_norm, KEY, D, ROTARY, QUERY_NORM, QUERY_EPSILON, OFFSET)
+        q = turned.to(keys.dtype.element_ty)
+    else:
+        q = tl.load(at[:, None] + d[None, :], inside[:, None] & (d < KEY)[None, :], 0)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     weights = tl.zeros((ROWS, PLACES), tl.float32)
     if SINKS:  # of the first part: a score that has no value
@@ -100,15 +121,39 @@ def attend_kernel(
         if NEW > 1:
             mask += (row % NEW * mask_new)[:, None]
         ahead = _mask_of(mask, token, (token >= first) & (token < end), NEW, LOWEST)
+    own = -1  # the new token's slot, which is not read
+    if FRESH:
+        own = tl.load(slot)
+        if part == 0:
+            one = tl.arange(0, 1)
+            new_key = rotated(
+                new_keys + text * new_key_text + shared * new_key_head + one, one == 0, cos, sin, key_norm, KEY, D,
+                ROTARY, KEY_NORM, KEY_EPSILON, OFFSET,
+            ).to(keys.dtype.element_ty)  # fmt: skip
+            new_value = tl.load(new_values + text * new_value_text + shared * new_value_head + e, e < VALUE, 0)
+            if which % TILES == 0:
+                tl.store(keys + own * KEY + d[None, :], new_key, (d < KEY)[None, :])
+                tl.store(values + own * VALUE + e, new_value, e < VALUE)
+            score = _score(tl.sum(q.to(tl.float32) * new_key.to(tl.float32), axis=1), SCALE, CAP)
+            if MASK:
+                numbers = tl.load(mask + own)
+                if MASK == 2:
+                    score += numbers.to(tl.float32) * LOG2E
+                score = tl.where(numbers > LOWEST, score, float("-inf"))
+            higher = tl.maximum(highest, score)  # than a sink's, if there is one
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp2(score - base)
+            weights = weights * tl.exp2(highest - base)[:, None]
+            weights += tl.where(tl.arange(0, PLACES)[None, :] == 0, weight[:, None], 0.0)
+            total = weight[:, None] * new_value.to(tl.float32)[None, :]
+            highest = higher
     for _ in range(start, stop):
         known = (token >= first) & (token < end)
+        if FRESH:
+            known = known & (token != own)
         k = tl.load(keys + token[None, :] * KEY + d[:, None], known[None, :] & (d < KEY)[:, None], 0)
         v = tl.load(values + token[:, None] * VALUE + e[None, :], known[:, None] & (e < VALUE)[None, :], 0)
-        score = tl.dot(q, k)
-        if CAP == 0:
-            score *= SCALE * LOG2E
-        else:  # cap * tanh(score / cap)
-            score = (CAP * LOG2E) - (2 * CAP * LOG2E) / (tl.exp2(score * (2 * SCALE * LOG2E / CAP)) + 1)
+        score = _score(tl.dot(q, k), SCALE, CAP)
         seen = known[None, :]
         token += BLOCK
         if MASK:
@@ -144,6 +189,23 @@ def attend_kernel(
                 result = added(sums, statistics, which * parts, used, few, of < GROUP * NEW, HELD, E, MOST, CHUNK)
                 store_rows(out, result, of, of < GROUP * NEW, shared, heads, GROUP, NEW, VALUE, E)
                 tl.store(counter, 0)
+
+
+def _described(fresh: Fresh | None, query: Tensor) -> tuple[dict[str, Any], tuple[Tensor, ...], tuple[int, ...]]:
+    """What the kernel takes of a new token: constants, tensors and strides."""
+    if fresh is None:
+        names = ("ROTARY", "QUERY_NORM", "KEY_NORM", "QUERY_EPSILON", "KEY_EPSILON", "OFFSET")
+        return {"FRESH": False, **dict.fromkeys(names, 0)}, (query,) * 7, (0,) * 5
+    of_query, of_key = fresh.query_norm, fresh.key_norm
+    constants = {
+        "FRESH": True, "ROTARY": fresh.cos.shape[2], "QUERY_NORM": of_query is not None, "KEY_NORM": of_key is not None,
+        "QUERY_EPSILON": of_query.epsilon if of_query else 0.0, "KEY_EPSILON": of_key.epsilon if of_key else 0.0,
+        "OFFSET": (of_query or of_key).offset if of_query or of_key else 0.0,  # type: ignore[union-attr]
+    }  # fmt: skip
+    norms = [query if norm is None else norm.weight for norm in (of_query, of_key)]
+    cos_text = 0 if len(fresh.cos) == 1 else fresh.cos.stride(0)
+    strides = (*fresh.keys.stride()[:2], *fresh.values.stride()[:2], cos_text)
+    return constants, (fresh.keys, fresh.values, fresh.cos, fresh.sin, fresh.slot, *norms), strides
 
 
 def supports(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> bool:
@@ -192,6 +254,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     spans: Tensor | None = None,
+    fresh: Fresh | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
     """softmax(query keysᵀ · scale) values, where the mask is true, in fp32 but for products of 16-bit numbers.
@@ -204,6 +267,9 @@ def attend(
 
     spans: what `spans_of` says of the mask, for callers that have several layers; without a mask every token of a span
     is seen. The tokens of a span that a mask leaves out are read all the same, and must be finite.
+
+    fresh: the one new token's key and value, which with its query are normed and rotated here, and which are put into
+    the cache; such that `fresh.supports` says yes. Without it the cache holds them.
 
     Returns [texts, new tokens, heads, size of values]; zeros for a new token that sees none.
     """
@@ -238,7 +304,7 @@ def attend(
             "SCALE": scale, "CAP": softcap or 0, "KEY": size, "D": max(16, triton.next_power_of_2(size)),
             "MASK": 0 if mask is None else 1 if mask.dtype is torch.bool else 2,
             "LOWEST": 0 if mask is None else lowest(mask), "SINKS": sinks is not None, "SPLIT": split,
-            "MERGES": merges, "num_stages": plan.stages,
+            "MERGES": merges, "num_stages": plan.stages, **of_fresh,
         }  # fmt: skip
         return texts * shared * tiles * parts, constants
 
@@ -249,13 +315,14 @@ def attend(
     seen = query if mask is None else mask.view(torch.uint8) if mask.dtype is torch.bool else mask
     mask_text = 0 if mask is None or len(mask) == 1 else mask.stride(0)
     mask_new = 0 if mask is None or new == 1 else mask.stride(2)
+    of_fresh, new_tensors, new_strides = _described(fresh, query)
     arguments = (
-        query, keys, values, seen, ahead, query if sinks is None else sinks, out, sums, statistics, tokens, shared,
-        parts, query.stride(0), query.stride(1), 0 if new == 1 else query.stride(2), *keys.stride()[:2],
-        *values.stride()[:2], mask_text, mask_new,
+        query, keys, values, seen, ahead, query if sinks is None else sinks, out, sums, statistics, *new_tensors,
+        tokens, shared, parts, query.stride(0), query.stride(1), 0 if new == 1 else query.stride(2),
+        *keys.stride()[:2], *values.stride()[:2], mask_text, mask_new, *new_strides,
     )  # fmt: skip
     kinds = query.dtype, None if mask is None else mask.dtype, None if sinks is None else sinks.dtype, spans is None
-    key = (kinds, scale, softcap, texts, group, new, size, value, plan, merges)
+    key = (kinds, scale, softcap, texts, group, new, size, value, plan, merges, *of_fresh.values())
     launch(attend_kernel, index, arguments, key, configure)
     if split and not merges:
         arguments = (ahead, out, sums, statistics, tokens, shared, parts)

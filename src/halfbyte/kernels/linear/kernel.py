@@ -17,12 +17,17 @@ from torch import Tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.nvrtc import Variant
+from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.problem import Addresses, Problem, addresses, problem_of
 
 # The stream, the addresses of x, bias (0: none) and out, and how many rows x has.
 Product = Callable[[int, int, int, int, int], None]
 # The stream, the address of x, and for each weight those of bias (0: none) and out.
 GroupProduct = Callable[[int, int, Iterable[int]], None]
+
+# The stream, the addresses of x, of the weights of its norm and of the residual (0: none), and for each weight those of
+# bias (0: none) and out; with an activation the second out is not written.
+FusedProduct = Callable[[int, int, int, int, Iterable[int]], None]
 
 
 class Plan(Protocol):
@@ -66,6 +71,26 @@ class GroupKernel(Kernel[P], Protocol[P]):
         self, device: torch.device, m: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: Any
     ) -> GroupProduct:
         """The products with several weights on the current device."""
+
+
+class FusedKernel(Kernel[P], Protocol[P]):
+    """A kernel that can do what stands beside a product in the same launch."""
+
+    def plan_fused(
+        self, m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties
+    ) -> Plan | None:
+        """The plan for x [m, K] and one or several weights, or None where this kernel does not support it."""
+
+    def bind_fused(
+        self,
+        device: torch.device,
+        m: int,
+        group: Sequence[Problem],
+        weights: Sequence[Addresses],
+        fusion: Fusion,
+        plan: Any,
+    ) -> FusedProduct:
+        """The products on the current device."""
 
 
 def plan_for(

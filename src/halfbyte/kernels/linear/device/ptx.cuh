@@ -38,6 +38,11 @@ __device__ __forceinline__ float4 load_sums(u32 address) {
                : "r"(address));
   return value;
 }
+__device__ __forceinline__ void store_sums(u32 address, float4 value) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x), "f"(value.y), "f"(value.z),
+               "f"(value.w)
+               : "memory");
+}
 
 // The same place in the shared memory of another CTA of the cluster.
 __device__ __forceinline__ u32 address_in(u32 address, u32 rank) {

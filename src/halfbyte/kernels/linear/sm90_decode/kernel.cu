@@ -21,11 +21,17 @@
 // memory is refilled half by half; else it would wait for the slowest warp.
 //
 // One launch may take several weights of the same K and format (q, k and v of an attention): their tiles follow one
-// another, a tile belongs to one weight, and all read the same x.
+// another, a tile belongs to one weight, and all read the same x. Of a gated pair each tile of gate is followed by the
+// same tile of up in the same CTA, and y = activation(gate) * up.
+//
+// Fusion. With `norm` the multiplying warps apply an RMS norm to the x that they hold, in fp32 and with one rounding,
+// while the first tile of W is on its way (norm.cuh). With `residual` y = residual + result_scale * product.
 //
 // Launch. The kernel may start while the one before it still runs (programmatic dependent launch): it builds its table
 // and prefetches its first tiles to L2. Then it waits, since x and W may have been written just now, and only then lets
-// the next kernel start: so whatever follows finds all that was written before this kernel.
+// the next kernel start: so whatever follows finds all that was written before this kernel. With `static_weights` the
+// caller promises that no kernel just ahead writes W: tiles are copied at once, and only x and the residual are waited
+// for; the next kernel, which may start at once too, waits for this one.
 //
 // Scales come by tensor copy where those of a row fill a multiple of 16 bytes. Where they do not and a CTA has all of
 // K, one bulk copy brings those of a whole tile (bulk_scales): 16 rows always fill a multiple of 16 bytes, and so do
@@ -45,7 +51,11 @@
 //   bulk_scales, window_scales   how scales come, see above
 //   scale_blocks, joined         blocks of 64 weights that share a scale; blocks that are summed before they are scaled
 //   x, scale, low_first, bias    types; the first weight of a byte is in its low half; there is a bias
+//   norm, activation, residual   x is normed first; what gates the second of two weights; the result is added to this
+//   static_weights               W was written long ago
 
+#include "gate.cuh"
+#include "norm.cuh"
 #include "scales.cuh"
 
 // The first chunk along K of a step of a tile.
@@ -72,8 +82,8 @@ __device__ __forceinline__ void copy_scales(u32 to, const Weight& w, u32 row, u3
 // Prefetches the CTA's first tile to L2 while the kernel before still runs. That kernel may be the one that writes W:
 // until it has ended W may be prefetched, but not read.
 __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_block) {
-  if (blockIdx.x >= a.tiles) return;
-  const Tile tile(a, blockIdx.x);
+  if (first_tile() >= a.tiles) return;
+  const Tile tile(a, first_tile());
 #pragma unroll
   for (int step = 0; step < Config::steps; step++)
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {0, %1, %2}];" ::"l"(a.weight[tile.part].map),
@@ -92,7 +102,7 @@ __device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 firs
   const u32 row_blocks = a.k / 64;
   Ring ring(1), scales(0);
   bool alone = true;
-  for (u32 number = blockIdx.x; number < a.tiles; number += gridDim.x, scales.next(SCALE_STAGES)) {
+  for (u32 number = first_tile(); number < a.tiles; number = next_tile(number), scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
     const Weight& w = a.weight[tile.part];
     const float* absmax = NESTED ? absmax_of(a, tile, first_block, lane) : nullptr;
@@ -160,13 +170,14 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
         const uint4 both = exists ? *reinterpret_cast<const uint4*>(a.x + at) : make_uint4(0, 0, 0, 0);
         x[c][b][2 * half] = make_uint2(both.x, both.y), x[c][b][2 * half + 1] = make_uint2(both.z, both.w);
       }
+  if constexpr (Config::norm) normalize(a, shared, x, first_block, warp, lane);
   float offsets[Config::parts];
 #pragma unroll
   for (int i = 0; i < Config::parts; i++) offsets[i] = NESTED ? *a.weight[i].offset : 0.0f;
   ready();
   Ring ring(0), sums(1), scales(0);
-  for (u32 number = blockIdx.x; number < a.tiles;
-       number += gridDim.x, sums.next(Config::sum_buffers), scales.next(SCALE_STAGES)) {
+  for (u32 number = first_tile(); number < a.tiles;
+       number = next_tile(number), sums.next(Config::sum_buffers), scales.next(SCALE_STAGES)) {
     const Tile tile(a, number);
     float offset = offsets[0];
 #pragma unroll
@@ -222,8 +233,8 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
   constexpr int OWN = Config::m_tiles / Config::reducers;  // groups of eight columns
   const u32 rank = blockIdx.y, column = part * (8 * OWN) + lane / 4, four = lane % 4;
   Ring sums(0), slot(0);
-  for (u32 number = blockIdx.x; number < a.tiles;
-       number += gridDim.x, sums.next(Config::sum_buffers), slot.next(SLOTS)) {
+  for (u32 number = first_tile(); number < a.tiles;
+       number = next_tile(number), sums.next(Config::sum_buffers), slot.next(SLOTS)) {
     wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
     float4 total[OWN];
 #pragma unroll
@@ -274,16 +285,32 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
     }
 
     const Tile tile(a, number);
-    const Result& to = a.result[tile.part];
+    const Result &own = a.result[tile.part], &to = a.result[GATED ? 0 : tile.part];
     const u32 row = tile.row + 4 * four, n = a.n[tile.part];
+    // Gate's, kept where this lane alone reads and writes.
+    const u32 kept = shared + GATE + part * (OWN * 512) + 16 * lane;
 #pragma unroll
     for (int c = 0; c < OWN; c++) {
       const u32 m = first_row() + 8 * c + column;
       if (m < a.m && row < n) {
         total[c].x *= a.unit, total[c].y *= a.unit, total[c].z *= a.unit, total[c].w *= a.unit;
-        if (Config::bias && to.bias) {
-          const ushort4 b = *reinterpret_cast<const ushort4*>(to.bias + row);
+        if (Config::bias && own.bias) {
+          const ushort4 b = *reinterpret_cast<const ushort4*>(own.bias + row);
           total[c].x += unpack(b.x), total[c].y += unpack(b.y), total[c].z += unpack(b.z), total[c].w += unpack(b.w);
+        }
+        if constexpr (GATED) {
+          if (tile.part == 0) {
+            store_sums(kept + c * 512, total[c]);
+            continue;
+          }
+          total[c] = gated(load_sums(kept + c * 512), total[c]);
+        }
+        if constexpr (Config::residual) {
+          const ushort4 r = *reinterpret_cast<const ushort4*>(a.residual + u64(m) * n + row);
+          total[c].x = fmaf(a.result_scale, total[c].x, unpack(r.x));
+          total[c].y = fmaf(a.result_scale, total[c].y, unpack(r.y));
+          total[c].z = fmaf(a.result_scale, total[c].z, unpack(r.z));
+          total[c].w = fmaf(a.result_scale, total[c].w, unpack(r.w));
         }
         store_four(to.y + u64(m) * n + row, total[c]);
       }
@@ -298,6 +325,7 @@ __device__ __forceinline__ void init_barriers(u32 shared) {
     init(shared + SUM_FULL + 8 * s, Config::warps * 32), init(shared + SUM_EMPTY + 8 * s, Config::reducers * 32);
   for (int s = 0; s < SLOTS; s++)
     init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, Config::reducers);
+  if constexpr (Config::norm && Config::cluster > 1) init(shared + SQUARES_FULL, 1), expect(shared + SQUARES_FULL, SQUARES_BYTES);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
@@ -333,10 +361,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
 
   const u32 thread = threadIdx.x - (warp > Config::warps ? 32 : 0);
   const auto prepare = [&] {
-    make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
-    wait_for_prior_kernel();
-    if (threadIdx.x == 0) launch_dependents();
-    return Codes(a, thread);
+    if constexpr (Config::static_weights) {
+      if (threadIdx.x == 0) launch_dependents();
+      const Codes codes(a, thread);
+      make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
+      wait_for_prior_kernel();
+      return codes;
+    } else {
+      make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
+      wait_for_prior_kernel();
+      if (threadIdx.x == 0) launch_dependents();
+      return Codes(a, thread);
+    }
   };
   const auto sync_ready = [&](const Codes& codes) {
     codes.store(shared, thread);
@@ -352,8 +388,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
     if (warp == Config::warps) {
       if (lane < Config::parts && TENSOR_SCALES)
         asm volatile("prefetch.tensormap [%0];" ::"l"(a.weight[lane].scale_map) : "memory");
-      if (lane == 0) prefetch_first(a, first_block);
-      wait_for_prior_kernel();
+      if constexpr (!Config::static_weights) {
+        if (lane == 0) prefetch_first(a, first_block);
+        wait_for_prior_kernel();
+      }
       produce(a, shared, first_block, lane);
     } else if (warp <= Config::warps + Config::reducers) {
       sync_ready(prepare());

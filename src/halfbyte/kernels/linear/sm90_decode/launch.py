@@ -19,7 +19,8 @@ from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.constants import TYPES
-from halfbyte.kernels.linear.kernel import GroupProduct, Product
+from halfbyte.kernels.linear.fusion import ALONE, Fusion
+from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
 from halfbyte.kernels.linear.sm90_decode.plan import (
     BLOCK,
@@ -54,14 +55,25 @@ def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant
 
 def plan_group(m: int, group: Sequence[Problem], properties: DeviceProperties) -> DecodePlan | None:
     """The plan for x [m, K] and several weights in one launch, or None where this kernel does not support them."""
+    return plan_fused(m, group, ALONE, properties) if len(group) > 1 else None
+
+
+def plan_fused(
+    m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties
+) -> DecodePlan | None:
+    """The plan for x [m, K] and one or several weights in one launch with what is fused, or None where this kernel does
+    not support it. With an activation the group is gate and up; a residual is added to a single weight's product."""
     first = group[0]
-    if not 1 < len(group) <= MOST_PARTS or not all(map(_supports, group)):
+    if not 1 <= len(group) <= MOST_PARTS or not all(map(_supports, group)):
         return None
     alike = {(o.k, o.format, o.nested, scales_of(o)) for o in group}
     if len(alike) > 1 or any(o.n % 4 or o.n == 0 for o in group):
         return None
-    found = decode_plan(m, ROWS * sum(map(_tiles, group)), first.k, scales_of(first), properties, len(group))
-    return found if found is not None and found.batches == 1 else None
+    assert not fusion.activation or (len(group) == 2 and group[0].n == group[1].n), "gate and up are of one size"
+    assert fusion.residual is None or len(group) == 1, "one product is added to what there is"
+    n = first.n if len(group) == 1 else ROWS * sum(map(_tiles, group))
+    found = decode_plan(m, n, first.k, scales_of(first), properties, len(group), fusion)
+    return found if found is not None and (found.batches == 1 or len(group) == 1) else None
 
 
 def _supports(o: Problem) -> bool:
@@ -92,7 +104,7 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
         if m and (m - 1) % step < too_few:
             raise ValueError(f"got {m} rows of x: this plan is for {too_few + 1} to {step} at a time ({plan})")
         for first in range(0, m, step):
-            arguments.set(x + first * row, bias, out + first * out_row, min(step, m - first))
+            arguments.set(x + first * row, 0, 0, bias, out + first * out_row, min(step, m - first))
             launch(stream, arguments.parameters)
 
     return multiply
@@ -102,17 +114,30 @@ def bind_group(
     device: torch.device, m: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: DecodePlan
 ) -> GroupProduct:
     """The products of m rows of x, no more than the plan's, with several weights on the current device."""
-    launch, arguments = _prepare(device.index, group, weights, plan)
+    multiply = bind_fused(device, m, group, weights, ALONE, plan)
+    return lambda stream, x, results: multiply(stream, x, 0, 0, results)
 
-    def multiply(stream: int, x: int, results: Iterable[int]) -> None:
-        arguments.set(x, *results, m)
+
+def bind_fused(
+    device: torch.device,
+    m: int,
+    group: Sequence[Problem],
+    weights: Sequence[Addresses],
+    fusion: Fusion,
+    plan: DecodePlan,
+) -> FusedProduct:
+    """The products of m rows of x, no more than the plan's, with what is fused, on the current device."""
+    launch, arguments = _prepare(device.index, group, weights, plan, fusion)
+
+    def multiply(stream: int, x: int, norm: int, residual: int, results: Iterable[int]) -> None:
+        arguments.set(x, norm, residual, *results, m)
         launch(stream, arguments.parameters)
 
     return multiply
 
 
 def _prepare(
-    index: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: DecodePlan
+    index: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: DecodePlan, fusion: Fusion = ALONE
 ) -> tuple[Launch, Arguments]:
     """One compiled shape of kernel.cu with its grid, and its arguments."""
     o, parts, tiles = _common(group), len(group), [_tiles(o) for o in group]
@@ -121,7 +146,9 @@ def _prepare(
     firsts = [sum(tiles[:part]) for part in range(parts)]
     sizes = (*(o.n for o in group), *firsts, sum(tiles), o.k)
     described = chain.from_iterable(map(partial(_described, plan), group, weights))
-    return launch, Arguments(layout(parts), tuple(described), (*sizes, *unit_and_codebook(o.format, o.dtype)))
+    unit, codebook = unit_and_codebook(o.format, o.dtype)
+    factors = (unit, *(fusion.norm or (0.0, 0.0)), 1.0 if fusion.residual is None else fusion.residual)
+    return launch, Arguments(layout(parts), tuple(described), (*sizes, *factors, codebook))
 
 
 def _described(plan: DecodePlan, o: Problem, weight: Addresses) -> tuple[Any, ...]:
@@ -138,8 +165,8 @@ def _described(plan: DecodePlan, o: Problem, weight: Addresses) -> tuple[Any, ..
 
 
 def layout(parts: int) -> tuple[str, str, str]:
-    """kernel.cu's Arguments: x, then bias and out for each weight, and m change."""
-    before, changing, after = parts * "128s128s4Q32x", f"{1 + 2 * parts}QI", f"{2 * parts + 2}If64s"
+    """kernel.cu's Arguments: x, norm and residual, then bias and out for each weight, and m change."""
+    before, changing, after = parts * "128s128s4Q32x", f"{3 + 2 * parts}QI", f"{2 * parts + 2}I4f64s"
     return before, changing, after + f"{-struct.calcsize(before + changing + after) % 64}x"
 
 
@@ -153,7 +180,7 @@ def _launch(index: int, o: Problem, tiles: int, plan: DecodePlan, compiled: Vari
     (function,) = kernels(index, compiled, (("decode", shared),))
     launch = Launch(function, (1, plan.cluster), plan.threads, shared, cluster=plan.cluster, overlaps=True)
     most = min(launch.most_clusters(), properties_of(index).sms * plan.resident_ctas // plan.cluster)
-    launch.set_grid(min(most // plan.batches, tiles), plan.cluster, plan.batches)
+    launch.set_grid(min(most // plan.batches, tiles // plan.tiles_at_once), plan.cluster, plan.batches)
     return launch
 
 
@@ -177,7 +204,7 @@ def constants(problem: Problem, plan: DecodePlan) -> dict[str, Constant]:
     scales, shape = scales_of(problem), asdict(plan)
     del shape["microseconds"]
     return {
-        **shape, "x": TYPES[problem.dtype], "scale": TYPES[problem.scale], "low_first": problem.low_first,
+        **shape, "activation": f"Activation::{plan.activation or 'none'}", "x": TYPES[problem.dtype], "scale": TYPES[problem.scale], "low_first": problem.low_first,
         "bias": problem.bias, "mma_k": 16, "scale_blocks": scales.blocks, "chunk": weight_chunk(problem.k),
         "scale_chunk": scale_chunk(plan, scales), "padded": plan.blocks * plan.cluster * BLOCK != problem.k,
         "shared_bytes": plan.shared_bytes(scales),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
+from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.tune import h200
 
 BLOCK = 64  # weights that are summed up before they are scaled
@@ -60,7 +61,16 @@ class DecodePlan:
     resident_ctas: int = 1  # that share a multiprocessor
     reducers: int = 1  # warps that add up
     batches: int = 1  # CTAs side by side, for rows of x
+    norm: bool = False  # x is normed first
+    activation: str = ""  # what the first of two weights gates the second by
+    residual: bool = False  # the result is added to something
+    static_weights: bool = False  # W is read before the kernel ahead ends
     microseconds: float = field(default=0.0, compare=False)
+
+    @property
+    def tiles_at_once(self) -> int:
+        """Tiles that one CTA takes one after the other: both of a gated pair."""
+        return 2 if self.activation else 1
 
     @property
     def threads(self) -> int:
@@ -81,6 +91,7 @@ class DecodePlan:
         stage, tiles = ROWS * self.blocks // self.steps * 32, -(-self.stages // self.steps)
         slots = 2 if self.cluster > 4 else 4
         sums = self.sum_buffers * self.warps * 8 * self.m_tiles * 80 + slots * (self.cluster - 1) * self.m_tiles * 512
+        sums += self.norm * self.cluster * self.warps * self.m_tiles * 32 + bool(self.activation) * self.m_tiles * 512
         ahead = -(-(1024 * self.parts + 256 + sums) // 1024) * 1024  # of the stages, which begin at a multiple of that
         scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested) + self.blocks // self.joined * 80
         return 256 * 256 + ahead + self.stages * stage + scaling
@@ -151,7 +162,7 @@ def _can_copy_scales(plan: DecodePlan, blocks: int, scales: Scales) -> bool:
 
 @lru_cache(maxsize=4096)  # some milliseconds of Python, and asked for whenever a product is new to its weight
 def decode_plan(
-    m: int, n: int, k: int, scales: Scales, properties: DeviceProperties, parts: int = 1
+    m: int, n: int, k: int, scales: Scales, properties: DeviceProperties, parts: int = 1, fusion: Fusion = ALONE
 ) -> DecodePlan | None:
     """The plan for x [m, k] and W [n, k], or None where this kernel is not for them. parts: the weights
     that W is, none of which shares a tile with another.
@@ -167,12 +178,15 @@ def decode_plan(
     tiles = -(-n // ROWS) * batches
 
     def cost(plan: DecodePlan) -> float:
-        turns = -(-tiles // max(1, properties.sms // plan.cluster))
+        turns = _turns(plan, tiles, properties)
         busy = turns * (plan.blocks * (1 + h200.DECODE_LACKING_WARP * (most_warps - plan.warps)) + h200.DECODE_TILE)
         return busy + h200.DECODE_NEIGHBOUR * plan.cluster + (h200.DECODE_CLUSTER if plan.cluster > 1 else 0)
 
     unaligned = scales.bytes_of(k // BLOCK) % 16 != 0
-    alike = DecodePlan(m_tiles, 1, width, stages=2, cluster=1, parts=parts, batches=batches)
+    alike = DecodePlan(
+        m_tiles, 1, width, stages=2, cluster=1, parts=parts, batches=batches, norm=fusion.norm is not None,
+        activation=fusion.activation, residual=fusion.residual is not None, static_weights=fusion.static,
+    )  # fmt: skip
     shapes = (
         replace(
             alike,
@@ -190,11 +204,16 @@ def decode_plan(
     return None if best is None else replace(best, microseconds=_microseconds(best, n, k, scales, properties))
 
 
+def _turns(plan: DecodePlan, tiles: int, properties: DeviceProperties) -> int:
+    """Tiles of the CTA that has most."""
+    return plan.tiles_at_once * -(-tiles // (plan.tiles_at_once * max(1, properties.sms // plan.cluster)))
+
+
 def _microseconds(plan: DecodePlan, n: int, k: int, scales: Scales, properties: DeviceProperties) -> float:
     """The estimated time of one launch: of reading W, of the busiest CTA's tiles, and of all that overlaps neither."""
     times = h200.DECODE_TIMES[plan.m_tiles]
     scale_bytes = n * scales.bytes_of(k // BLOCK)
-    turns = -(-(-(-n // ROWS) * plan.batches) // max(1, properties.sms // plan.cluster))
+    turns = _turns(plan, -(-n // ROWS) * plan.batches, properties)
     reading = (n * k / 2 + scale_bytes) / 1e6 / times.bandwidth
     multiplying = turns * (plan.blocks * times.block + times.tile)
     shared = times.cluster + times.neighbour * (plan.cluster - 1) if plan.cluster > 1 else 0.0

@@ -35,14 +35,22 @@ constexpr u32 SUM_WARP = 8 * Config::m_tiles * SUM_COLUMN;
 constexpr int SLOTS = Config::cluster > 4 ? 2 : 4;  // buffers for sums from other CTAs of the cluster,
 constexpr u32 SENT = Config::m_tiles * 512;         // each with so many bytes from one CTA
 
-// Shared memory: the table, codes, barriers, sums, sums from the cluster, stages, scales, absmax, decoded scales.
+// Of x, for its norm: a sum of squares for each row and warp of the cluster.
+constexpr u32 SQUARES_BYTES = Config::cluster * Config::warps * 8 * Config::m_tiles * 4;
+constexpr bool GATED = Config::activation != Activation::none;
+static_assert(!GATED || Config::parts == 2, "the first weight gates the second");
+
+// Shared memory: the table, codes, barriers, sums, sums from the cluster, squares, gate's results, stages, scales,
+// absmax, decoded scales.
 __device__ constexpr u32 swizzled(u32 bytes) { return (bytes + 1023) / 1024 * 1024; }  // swizzles repeat every 1024
 constexpr u32 CODE = 256 * TABLE_ROW;
 constexpr u32 FULL = CODE + 1024 * Config::parts, EMPTY = FULL + 64, SUM_FULL = EMPTY + 64, SUM_EMPTY = SUM_FULL + 16;
-constexpr u32 SLOT_FULL = SUM_EMPTY + 16, SLOT_EMPTY = SLOT_FULL + 32;
+constexpr u32 SLOT_FULL = SUM_EMPTY + 16, SLOT_EMPTY = SLOT_FULL + 32, SQUARES_FULL = SLOT_EMPTY + 32;
 constexpr u32 SUM = FULL + 256;
 constexpr u32 SLOT = SUM + Config::sum_buffers * Config::warps * SUM_WARP;
-constexpr u32 TILES = swizzled(SLOT + SLOTS * (Config::cluster - 1) * SENT);
+constexpr u32 SQUARES = SLOT + SLOTS * (Config::cluster - 1) * SENT;
+constexpr u32 GATE = SQUARES + Config::norm * SQUARES_BYTES;
+constexpr u32 TILES = swizzled(GATE + GATED * SENT);
 constexpr u32 SCALES = TILES + Config::stages * STAGE;
 constexpr u32 ABSMAX = SCALES + SCALE_STAGES * SCALE_STAGE;
 constexpr u32 DECODED = ABSMAX + NESTED * SCALE_STAGES * 128;
@@ -76,18 +84,29 @@ struct Result {
 };
 struct Arguments {
   Weight weight[Config::parts];
-  const unsigned short* x;
+  const unsigned short *x, *norm, *residual;  // norm: weights of x's norm; residual: [m, n]; null for none
   Result result[Config::parts];
   u32 m, n[Config::parts], first_tile[Config::parts], tiles, k;
-  float unit, codebook[16];
+  float unit, epsilon, norm_offset, result_scale, codebook[16];
 };
 
 // The first row of x of this CTA.
 __device__ __forceinline__ u32 first_row() { return Config::batches > 1 ? blockIdx.z * (8 * Config::m_tiles) : 0; }
 
+// The tiles of a CTA: every gridDim.x-th, or both of every gridDim.x-th gated pair.
+__device__ __forceinline__ u32 first_tile() { return GATED ? 2 * blockIdx.x : blockIdx.x; }
+__device__ __forceinline__ u32 next_tile(u32 tile) {
+  if constexpr (GATED) return tile % 2 == 0 ? tile + 1 : tile + 2 * gridDim.x - 1;
+  return tile + gridDim.x;
+}
+
 struct Tile {  // the number of its weight, and its first row there
   u32 part = 0, row;
   __device__ __forceinline__ Tile(const Arguments& a, u32 tile) {
+    if constexpr (GATED) {
+      part = tile % 2, row = tile / 2 * TILE_N;
+      return;
+    }
 #pragma unroll
     for (int i = 1; i < Config::parts; i++) part += tile >= a.first_tile[i];
     row = (tile - (Config::parts > 1 ? a.first_tile[part] : 0)) * TILE_N;
