@@ -165,6 +165,10 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.contiguous().resolve_neg()
 
 
+def is_aligned(tensor: Tensor) -> bool:
+    """True for an address that CUDA kernels can load 16 bytes from."""
+    return tensor.data_ptr() % ALIGNMENT == 0
+
+
 def _aligned(tensor: Tensor) -> Tensor:
-    """At an address that CUDA kernels can load 16 bytes from."""
-    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+    return tensor if is_aligned(tensor) else tensor.clone()

@@ -11,11 +11,12 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from halfbyte.kernels.attention import fresh as fresh_module
 from halfbyte.kernels.attention import reference
-from halfbyte.kernels.attention.fresh import Fresh, HeadNorm
+from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.plan import LEAST_ROWS, MOST_PARTS, MOST_ROWS, AttentionPlan, plan_for
 from halfbyte.kernels.attention.spans import WIDTH, spans_of
 from halfbyte.kernels.attention.triton import attend, supports
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
+from halfbyte.kernels.common.norm import Norm
 
 #        texts, heads, heads of keys, new tokens, tokens, size of keys, of values
 SIZES = [
@@ -80,7 +81,7 @@ def test_attend(sizes: tuple[int, ...], plan: AttentionPlan | None, kind: str) -
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("kind", ["no mask", "mask, norms and cap", "numbers and sinks"])
 def test_a_new_token(sizes: tuple[int, ...], plan: AttentionPlan | None, kind: str) -> None:
-    """Its query and key are normed and rotated, key and value are put into the cache, and nobody reads what was there."""
+    """Its query and key are normed and rotated, key and value put into the cache; nobody reads what was there."""
     texts, heads, shared, tokens, size, value = sizes
     rotary = size if kind == "no mask" else size // 4 * 2
     joined = random(texts, 1, heads * size + shared * (size + value), seed=2)
@@ -88,7 +89,7 @@ def test_a_new_token(sizes: tuple[int, ...], plan: AttentionPlan | None, kind: s
     query, key, new = (t.view(texts, 1, -1, s).transpose(1, 2) for t, s in ((query, size), (key, size), (new, value)))
     angles = random(texts if kind == "no mask" else 1, 1, rotary, seed=3)
     slot = torch.tensor(tokens // 2)
-    norms = (HeadNorm(random(size), 1e-6, 1.0), HeadNorm(random(size, seed=9), 1e-3, 1.0))
+    norms = (Norm(random(size), 1e-6, 1.0), Norm(random(size, seed=9), 1e-3, 1.0))
     fresh = Fresh(key, new, angles.cos(), angles.sin(), slot, *(norms if "norms" in kind else ()))
     keys, values = random(texts, shared, tokens, size), random(texts, shared, tokens, value)
     mask = None

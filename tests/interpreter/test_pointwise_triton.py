@@ -33,6 +33,10 @@ def test_gated(numbers: int, activation: str) -> None:
     gate[0, 0] = -65504.0
     right = reference.gated(gate.double(), up.double(), activation)
     torch.testing.assert_close(gated(gate, up, activation).double(), right, **RIGHT)
+    both = random(3, 1, 2 * numbers)
+    halves = both.chunk(2, dim=-1)
+    right = reference.gated(*halves, activation)
+    torch.testing.assert_close(gated(*halves, activation), right, **RIGHT)
 
 
 def test_supports() -> None:

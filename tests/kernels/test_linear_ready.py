@@ -102,8 +102,9 @@ class Driver:
         group = self.group or [self.like]
         parts = len(group)
         values = struct.unpack("".join(decode.layout(parts)), arguments)
-        weights, (x, *results, m) = values[: 6 * parts], values[6 * parts : 8 * parts + 2]
-        sizes, (tiles, k) = values[8 * parts + 2 : 10 * parts + 2], values[10 * parts + 2 : 10 * parts + 4]
+        weights, (x, norm, residual, *results, m) = values[: 6 * parts], values[6 * parts : 8 * parts + 4]
+        sizes, (tiles, k) = values[8 * parts + 4 : 10 * parts + 4], values[10 * parts + 4 : 10 * parts + 6]
+        assert norm == residual == 0
         assert sizes[:parts] == tuple(like.shape[0] for like in group)
         counts = [-(-n // 16) for n in sizes[:parts]]
         assert sizes[parts:] == tuple(sum(counts[:part]) for part in range(parts))

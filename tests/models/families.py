@@ -24,6 +24,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": MIXED}),
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": MIXED}),
     "phi3": ("phi3", {"sliding_window": None}),
+    "granite": (
+        "granite",
+        {"residual_multiplier": 0.22, "attention_multiplier": 0.1, "embedding_multiplier": 2.0, "logits_scaling": 0.5},
+    ),
 }
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from halfbyte.kernels.linear.serves import serves
 from halfbyte.models import projections, transformers
-from halfbyte.models.hosts import LAYERS, LIBRARIES, Layers, apply_around, layers_of, undo_everything
+from halfbyte.models.hosts import LIBRARIES, apply_around, undo_everything
+from halfbyte.models.linears import LAYERS, Layers, layers_of
 from halfbyte.models.repacked import FASTER
 from halfbyte.models.report import Report, told, weigh
 

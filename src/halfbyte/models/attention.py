@@ -14,6 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from halfbyte.kernels.attention import reference
+from halfbyte.kernels.attention.fresh import Fresh
+from halfbyte.kernels.attention.fresh import supports as supports_fresh
 from halfbyte.kernels.common.slow import has_triton
 
 NAME, EAGER = "sdpa", "eager"  # of torch's attention in transformers, and of that in a model's own file
@@ -22,16 +25,16 @@ OURS = ("softcap", "s_aux")  # what torch's does not know, and the models' own t
 
 
 @contextmanager
-def attention_of_steps() -> Iterator[None]:
+def attention_of_steps() -> Iterator[StepAttention]:
     """Within, models whose attention is torch's, or has a soft cap or sinks, compute that of one to eight new tokens in
     one launch or two. Masks are not changed in place within, or spans of them are found too early."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
     theirs = functions.get(NAME)
+    step = StepAttention()
     if theirs is None or not has_triton():
-        yield
+        yield step
         return
-    step = _Step()
     find = functions.get_interface
 
     def interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +45,7 @@ def attention_of_steps() -> Iterator[None]:
     before = vars(functions).get("get_interface")
     functions.get_interface = interface
     try:
-        yield
+        yield step
     finally:
         del functions[NAME]  # ours; below may lie what is registered for all
         if functions.get(NAME) is not theirs:
@@ -52,7 +55,7 @@ def attention_of_steps() -> Iterator[None]:
             functions.get_interface = before
 
 
-class _Step:
+class StepAttention:
     """Attention functions of one step, whose layers see by few masks, and one span of tokens for each of these."""
 
     def __init__(self) -> None:
@@ -94,6 +97,29 @@ class _Step:
         spans = None if attention_mask is None else self.spans_of(attention_mask, len(query))
         softcap = None if softcap is None else float(softcap)
         return kernels.attend(query, key, value, attention_mask, scale, softcap=softcap, sinks=sinks, spans=spans), None
+
+    def of_new_token(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        fresh: Fresh,
+    ) -> Tensor | None:
+        """The attention of one new token of each text, whose key and value are put into the cache on the way; None on a
+        GPU whose kernel does not support it. Shapes: as for `attend`."""
+        if not has_triton():
+            return None if query.is_cuda else reference.attend(
+                reference.put(query, keys, values, fresh), keys, values, mask, scale, softcap
+            )  # fmt: skip
+        from halfbyte.kernels.attention import triton as kernels
+
+        if not kernels.supports(query, keys, values, mask) or not supports_fresh(fresh, query, keys, values):
+            return None
+        spans = None if mask is None else self.spans_of(mask, len(query))
+        return kernels.attend(query, keys, values, mask, scale, softcap=softcap, spans=spans, fresh=fresh)
 
     def spans_of(self, mask: Tensor, texts: int) -> Tensor:
         from halfbyte.kernels.attention.spans import spans_of

@@ -1,36 +1,17 @@
 """The libraries that accelerate works on. `accelerate` applies what is listed here, `restore` undoes the same.
 
-A new library is a file in this folder and its name below. Every `undo` leaves alone what its `apply` did not change.
+A new library is a file in this folder and its name below, or in linears.py. Every `undo` leaves alone what its `apply`
+did not change.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
-from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.models import bitsandbytes, compressed_tensors, norms, own, peft, transformers, unsloth
-
-
-class Layers(Protocol):
-    """4-bit linear layers of a library, which get a forward of ours. It is a `projections.Host` too."""
-
-    def supports(self, module: nn.Module) -> bool: ...
-
-    def apply(self, module: nn.Module) -> str | None:
-        """None, or why the module was left alone."""
-
-    def undo(self, module: nn.Module) -> None: ...
-
-    def is_applied(self, module: nn.Module) -> bool: ...
-
-    def weight_of(self, module: Any) -> QuantizedWeight | None: ...
-
-    def stored(self, module: Any) -> tuple[Tensor, ...]:
-        """The tensors of a module's weight."""
-
-    def operands(self, module: Any, x: Tensor) -> Any: ...
+from halfbyte.models import compressed_tensors, norms, peft, transformers, unsloth
+from halfbyte.models.linears import LAYERS
 
 
 class Others(Protocol):
@@ -51,14 +32,8 @@ class Library(Protocol):
     def undo_in_library(self) -> None: ...
 
 
-LAYERS: tuple[Layers, ...] = (bitsandbytes, compressed_tensors, own)
 OTHERS: tuple[Others, ...] = (peft, norms)
 LIBRARIES: tuple[Library, ...] = (peft, unsloth, transformers)
-
-
-def layers_of(module: nn.Module) -> Layers | None:
-    """The one of LAYERS that a module is of."""
-    return next((library for library in LAYERS if library.supports(module)), None)
 
 
 def apply_around(model: nn.Module) -> str:

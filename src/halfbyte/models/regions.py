@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -21,6 +22,7 @@ from halfbyte.models import norms
 from halfbyte.models.patch import is_method_of
 
 ROTARY = "apply_rotary_pos_emb"  # the name that transformers' modeling files share
+_as_they_are: ContextVar[bool] = ContextVar("_as_they_are", default=False)
 MOST_SHAPES = 64  # of one region: batch sizes, head and hidden sizes
 
 
@@ -32,12 +34,31 @@ def compiled_regions(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if is_region(module):
                 stack.callback(_put_back, module, vars(module).get("forward"))
-                module.forward = MethodType(_compiled(type(module).forward), module)
+                module.forward = MethodType(_when_called(type(module).forward), module)
         for home in {sys.modules[type(module).__module__] for module in model.modules()}:
             if function := home.__dict__.get(ROTARY):
-                home.__dict__[ROTARY] = _compiled(function)
+                home.__dict__[ROTARY] = _when_called(function)
                 stack.callback(home.__dict__.__setitem__, ROTARY, function)
         yield
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within, regions run as they are."""
+    token = _as_they_are.set(True)
+    try:
+        yield
+    finally:
+        _as_they_are.reset(token)
+
+
+def _when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which compiles when it is first called: many a region of a model is not, in a step."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (function if _as_they_are.get() else _compiled(function))(*args, **kwargs)
+
+    return run
 
 
 def _put_back(module: nn.Module, forward: Callable[..., Any] | None) -> None:

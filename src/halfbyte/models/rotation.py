@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.common import slow
+from halfbyte.models.patch import is_method_of
 from halfbyte.models.store import CacheStore
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # what transformers calls layers and their masks
@@ -96,6 +97,11 @@ class Rotation:
         if self.floats is None:
             return mask
         return torch.where(mask, torch.zeros((), dtype=self.floats, device=mask.device), torch.finfo(self.floats).min)
+
+
+def slot_of(layer: Any) -> Tensor | None:
+    """Where the step's token goes in a layer of a rotation's cache, or None of a layer of any other."""
+    return layer.cumulative_length if is_method_of(_write, vars(layer).get("update")) else None
 
 
 def _write(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

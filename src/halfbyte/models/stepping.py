@@ -10,6 +10,7 @@ import torch
 
 from halfbyte.models.attention import attention_of_steps
 from halfbyte.models.captured import Captured, current
+from halfbyte.models.fused import fused_layers
 from halfbyte.models.graphs import building, warn_of_no_graph
 from halfbyte.models.regions import compiled_regions
 
@@ -49,14 +50,16 @@ class Stepper:
             if self.captured is not None:
                 self.outputs = self.captured.replay()
                 return
-            with _built(self.model):
-                self.outputs = self.step()
+            self.outputs = self._built_step()
             self.is_compiled = True
+
+    def _built_step(self) -> Any:
+        with _built(self.model):
+            return self.step()
 
     def _capture(self) -> None:
         try:
-            with _built(self.model):
-                self.captured = self.retried(lambda: Captured(self.step, self.device))
+            self.captured = self.retried(lambda: Captured(self._built_step, self.device))
         except RuntimeError as error:
             self.works = False
             warn_of_no_graph(self.model, error)
@@ -65,5 +68,5 @@ class Stepper:
 @contextmanager
 def _built(model: Any) -> Iterator[None]:
     """Within, a step computes what is captured of it."""
-    with building, compiled_regions(model), attention_of_steps():
+    with building, attention_of_steps() as attention, fused_layers(model, attention), compiled_regions(model):
         yield

@@ -22,6 +22,7 @@ from halfbyte.models import sampling
 from halfbyte.models.buckets import cache_bytes, free_bytes
 from halfbyte.models.caches import STORE, begin_short
 from halfbyte.models.captured import can_replay
+from halfbyte.models.fused import AGREES
 from halfbyte.models.graphs import DecodeGraphs, can_capture
 from halfbyte.models.patch import is_method_of
 from halfbyte.models.steps import POOL, StepPool, pool_of
@@ -84,6 +85,7 @@ def _hook(generator: Any) -> str | None:
 def _unhook(module: nn.Module) -> None:
     release(module)
     vars(module).pop(POOL, None)
+    vars(module).pop(AGREES, None)
     for name in HOOKS:
         if is_method_of(globals()[name], vars(module).get(name)):
             delattr(module, name)

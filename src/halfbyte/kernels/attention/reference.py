@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from halfbyte.kernels.attention.fresh import Fresh
+from halfbyte.kernels.common.norm import Norm
 
 
 def attend(
@@ -35,9 +36,9 @@ def attend(
     return (weights @ values).transpose(1, 2)
 
 
-def put(query: Tensor, keys: Tensor, values: Tensor, fresh: Any) -> Tensor:
-    """What `attend` does with a `Fresh` before it attends: norm and rotate the query, which is returned, and put the new
-    token's key and value into their slot."""
+def put(query: Tensor, keys: Tensor, values: Tensor, fresh: Fresh) -> Tensor:
+    """What `attend` does with a `Fresh` before it attends: norm and rotate the query, which is returned, and put
+    the new token's key and value into their slot."""
     query, key = normed(query, fresh.query_norm), normed(fresh.keys, fresh.key_norm)
     slot = fresh.slot[None]
     keys.index_copy_(2, slot, rotated(key, fresh.cos, fresh.sin).to(keys.dtype))
@@ -45,11 +46,12 @@ def put(query: Tensor, keys: Tensor, values: Tensor, fresh: Any) -> Tensor:
     return rotated(query, fresh.cos, fresh.sin)
 
 
-def normed(x: Tensor, norm: Any) -> Tensor:
+def normed(x: Tensor, norm: Norm | None) -> Tensor:
     """x [..., size] with the RMS norm of each head, or as it is without one."""
     if norm is None:
         return x
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.epsilon) * (norm.offset + norm.weight.to(x.dtype))
+    factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.epsilon)
+    return x * factor * (norm.weight.to(x.dtype) + norm.offset)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

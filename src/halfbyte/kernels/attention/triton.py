@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.attention.fresh import Fresh, rotated
+from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.merge import added, attend_merge_kernel, cut, store_rows
 from halfbyte.kernels.attention.plan import FEW_PARTS, MOST_PARTS, AttentionPlan, plan_for
+from halfbyte.kernels.attention.rotate import rotated
 from halfbyte.kernels.attention.spans import COUNTERS, WIDTH, lowest, spans_of
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.launch import launch
@@ -72,7 +73,7 @@ def attend_kernel(
     MASK: 0 none, 1 bytes, 2 numbers to be added. Without SPANS a text sees all tokens. sums: [programs, HELD, E],
     statistics: [programs, 2, HELD], the highest scores and the weights. SPLIT: there are several parts. MERGES: they
     are added up here, counted by what lies behind the spans. FRESH: NEW is 1, and the new token's query, key and value
-    are as in fresh.py; else what concerns them is not read.
+    are as in fresh.py (rotate.py says how); else what concerns them is not read.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     TILES: tl.constexpr = (GROUP * NEW + ROWS - 1) // ROWS

@@ -14,7 +14,7 @@ from torch import Tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear.dispatch import Choice
-from halfbyte.kernels.linear.kernel import GroupProduct, Product
+from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.problem import Addresses, Problem
 
 # By `key`, then by the rows of x: what was computed before with these very addresses.
@@ -23,6 +23,8 @@ products: ThreadCache[Hashable, dict[int, Product]] = ThreadCache()
 bound: ThreadCache[Hashable, Product] = ThreadCache()
 # By rows and the keys of a group's weights; None where the group gains nothing.
 groups: ThreadCache[Hashable, tuple[GroupProduct | None]] = ThreadCache()
+# The same with what is fused; None where launches of their own are as fast.
+fused: ThreadCache[Hashable, tuple[FusedProduct | None]] = ThreadCache()
 
 
 def key(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Hashable:

@@ -10,10 +10,12 @@ from torch import Tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear import cache, reach
-from halfbyte.kernels.linear.dispatch import choose, choose_group
-from halfbyte.kernels.linear.kernel import GroupProduct
-from halfbyte.kernels.linear.problem import ALIGNMENT, INVARIANT_ROWS, addresses, problem_of
+from halfbyte.kernels.linear.dispatch import choose, choose_fused, choose_group
+from halfbyte.kernels.linear.fusion import Fusion, Residual
+from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct
+from halfbyte.kernels.linear.problem import ALIGNMENT, INVARIANT_ROWS, Problem, addresses, problem_of
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
@@ -114,15 +116,66 @@ def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence
     return out
 
 
+def fused(
+    x: Tensor,
+    weights: Sequence[QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    norm: Norm | None,
+    activation: str,
+    residual: Residual | None,
+) -> list[Tensor] | None:
+    """The products of x with weights of the same K, and what stands beside them, in one launch; None where that gains
+    nothing. What is fused: see fusion.py. No kernel just ahead in the stream may write the weights.
+
+    x [..., K], biases, norm and residual: contiguous, aligned to 16 bytes, of one dtype, on the current device. Returns
+    [..., N] for each weight, or one result of a gated pair.
+    """
+    of_norm = None if norm is None else (norm.epsilon, norm.offset)
+    fusion = Fusion(of_norm, activation, None if residual is None else residual.factor, static=True)
+    index, sides = x.get_device(), x.shape
+    m = x.numel() // max(sides[-1], 1)
+    key = (fusion, cache.group_key(m, x, weights, biases))
+    (product,) = cache.fused.get(key, lambda: (bind_fused(m, x, weights, biases, fusion),))
+    if product is None:
+        return None
+    out = [x.new_empty((*sides[:-1], q.shape[0])) for q in (weights[:1] if activation else weights)]
+    results = []
+    for place, bias in enumerate(biases):
+        results += [0 if bias is None else bias.data_ptr(), out[place].data_ptr() if place < len(out) else 0]
+    norm_at = 0 if norm is None else norm.weight.data_ptr()
+    residual_at = 0 if residual is None else residual.value.data_ptr()
+    product(torch._C._cuda_getCurrentRawStream(index), x.data_ptr(), norm_at, residual_at, results)
+    return out
+
+
+def bind_fused(
+    m: int, x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None], fusion: Fusion
+) -> FusedProduct | None:
+    """The products of m rows with what is fused, or None where launches of their own are as fast."""
+    group = _group_of(m, x, weights, biases)
+    choice = None if group is None else choose_fused(m, group, fusion, properties_of(x.get_device()))
+    if group is None or choice is None:
+        return None
+    return choice.kernel.bind_fused(x.device, m, group, list(map(addresses, weights)), fusion, choice.plan)
+
+
 def bind_group(
     m: int, x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
 ) -> GroupProduct | None:
     """The products of m rows with several weights, or None where one after the other is as fast."""
-    properties = properties_of(x.get_device())
-    if m == 0 or min(min(q.shape) for q in weights) == 0 or reach.without_kernels(properties) is not None:
-        return None
-    group = tuple(problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True))
-    choice = choose_group(m, group, properties)
-    if choice is None:
+    group = _group_of(m, x, weights, biases)
+    choice = None if group is None else choose_group(m, group, properties_of(x.get_device()))
+    if group is None or choice is None:
         return None
     return choice.kernel.bind_group(x.device, m, group, list(map(addresses, weights)), choice.plan)
+
+
+def _group_of(
+    m: int, x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
+) -> tuple[Problem, ...] | None:
+    """What is multiplied, or None where there is nothing to do, or no kernel can be compiled."""
+    if m == 0 or min(min(q.shape) for q in weights) == 0:
+        return None
+    if reach.without_kernels(properties_of(x.get_device())) is not None:
+        return None
+    return tuple(problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True))

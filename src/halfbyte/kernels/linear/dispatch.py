@@ -20,7 +20,8 @@ import torch
 
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.nvrtc import Variant
-from halfbyte.kernels.linear.kernel import GroupKernel, Kernel, Plan
+from halfbyte.kernels.linear.fusion import Fusion
+from halfbyte.kernels.linear.kernel import FusedKernel, GroupKernel, Kernel, Plan
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.simt import launch as simt
 from halfbyte.kernels.linear.sm80 import launch as sm80
@@ -30,6 +31,7 @@ from halfbyte.kernels.linear.tune import h200
 
 KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm80, simt)
 GROUP_KERNELS: tuple[GroupKernel[Any], ...] = (sm90_decode, sm90_streamk)
+FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode,)
 # The most rows of x for which a kernel beats the dense weight on GPUs whose dense products were not measured.
 MOST_ROWS = {sm80.NAME: h200.SM80_ROWS, simt.NAME: h200.SIMT_ROWS}
 # With batch_invariant no choice may depend on the rows of x: it is the best one for so many.
@@ -51,6 +53,13 @@ class GroupChoice(NamedTuple):
     """A kernel and its plan for several weights at once."""
 
     kernel: GroupKernel[Any]
+    plan: Plan
+
+
+class FusedChoice(NamedTuple):
+    """A kernel and its plan for one or several weights with what is fused."""
+
+    kernel: FusedKernel[Any]
     plan: Plan
 
 
@@ -95,11 +104,31 @@ def dense_microseconds(m: int, problem: Problem) -> float:
 @lru_cache(1 << 14)
 def choose_group(m: int, group: tuple[Problem, ...], properties: DeviceProperties) -> GroupChoice | None:
     """How x [m, K] is multiplied with several weights at once, or None where one after the other is as fast."""
-    alone = ((problem, choose(m, problem, properties, False)) for problem in group)
-    best = sum(dense_microseconds(m, o) if one is None else one.plan.microseconds for o, one in alone)
-    found = None
+    best, found = _microseconds_one_by_one(m, group, properties), None
     for kernel in GROUP_KERNELS:
         plan = kernel.plan_group(m, group, properties)
         if plan is not None and plan.microseconds < best:
             best, found = plan.microseconds, GroupChoice(kernel, plan)
     return found
+
+
+@lru_cache(1 << 14)
+def choose_fused(
+    m: int, group: tuple[Problem, ...], fusion: Fusion, properties: DeviceProperties
+) -> FusedChoice | None:
+    """How x [m, K] is multiplied with one or several weights, and what stands beside the product is done in the same
+    launch; None where launches of their own are as fast."""
+    together = choose_group(m, group, properties) if len(group) > 1 else None
+    best = _microseconds_one_by_one(m, group, properties) if together is None else together.plan.microseconds
+    best += h200.POINTWISE * (bool(fusion.norm) + bool(fusion.activation) + (fusion.residual is not None))
+    found = None
+    for kernel in FUSED_KERNELS:
+        plan = kernel.plan_fused(m, group, fusion, properties)
+        if plan is not None and plan.microseconds < best:
+            best, found = plan.microseconds, FusedChoice(kernel, plan)
+    return found
+
+
+def _microseconds_one_by_one(m: int, group: Sequence[Problem], properties: DeviceProperties) -> float:
+    alone = ((problem, choose(m, problem, properties, False)) for problem in group)
+    return sum(dense_microseconds(m, o) if one is None else one.plan.microseconds for o, one in alone)

@@ -27,14 +27,6 @@ class Fusion:
 ALONE = Fusion()  # nothing beside
 
 
-class Norm(NamedTuple):
-    """An RMS norm: x -> x * (offset + weight) / sqrt(mean(x²) + epsilon). weight [K], in the dtype of x."""
-
-    weight: Tensor
-    epsilon: float
-    offset: float
-
-
 class Residual(NamedTuple):
     """What a product is added to: y = value + factor * product. value [..., N], in the dtype of x."""
 

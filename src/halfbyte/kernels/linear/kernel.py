@@ -76,9 +76,7 @@ class GroupKernel(Kernel[P], Protocol[P]):
 class FusedKernel(Kernel[P], Protocol[P]):
     """A kernel that can do what stands beside a product in the same launch."""
 
-    def plan_fused(
-        self, m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties
-    ) -> Plan | None:
+    def plan_fused(self, m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> Plan | None:
         """The plan for x [m, K] and one or several weights, or None where this kernel does not support it."""
 
     def bind_fused(

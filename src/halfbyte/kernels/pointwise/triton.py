@@ -40,18 +40,25 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def gated_kernel(gate, up, out, numbers, SILU: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Program i: block i. gelu's approximation by tanh is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x³)."""
+def gated_kernel(
+    gate, up, out, numbers, columns, gate_row, up_row,
+    SILU: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program i: block i of the results. gelu's approximation by tanh is x * sigmoid(2 u), where
+    u = sqrt(2 / pi) (x + 0.044715 x³)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numbers
+    row = at // columns
+    column = at % columns
     if OVERLAPS:
         wait_for_the_one_ahead()
         let_the_next_begin()
-    x = tl.load(gate + at, inside, 0).to(tl.float32)
+    x = tl.load(gate + row * gate_row + column, inside, 0).to(tl.float32)
     twice = x
     if not SILU:
         twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    tl.store(out + at, x * tl.sigmoid(twice) * tl.load(up + at, inside, 0).to(tl.float32), inside)
+    multiplied = tl.load(up + row * up_row + column, inside, 0).to(tl.float32)
+    tl.store(out + at, x * tl.sigmoid(twice) * multiplied, inside)
 
 
 def supports(x: Tensor) -> bool:
@@ -76,12 +83,14 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, residual:
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """As reference.py says, of contiguous tensors on the current device."""
-    out = up.new_empty(up.shape)
+    """As reference.py says, of tensors on the current device that are contiguous, or columns of such."""
+    out, columns = up.new_empty(up.shape), up.shape[-1]
+    rows = gate.reshape(-1, columns), up.reshape(-1, columns)
 
     def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
         constants = {"SILU": activation == "silu", "BLOCK": BLOCK, "OVERLAPS": properties.ptx >= SINCE}
         return -(-up.numel() // BLOCK), constants | {"num_warps": 4}
 
-    launch(gated_kernel, up.get_device(), (gate, up, out, up.numel()), (up.dtype, activation), configure)
+    arguments = (*rows, out, up.numel(), columns, rows[0].stride(0), rows[1].stride(0))
+    launch(gated_kernel, up.get_device(), arguments, (up.dtype, activation), configure)
     return out

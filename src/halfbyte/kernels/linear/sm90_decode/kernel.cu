@@ -325,7 +325,8 @@ __device__ __forceinline__ void init_barriers(u32 shared) {
     init(shared + SUM_FULL + 8 * s, Config::warps * 32), init(shared + SUM_EMPTY + 8 * s, Config::reducers * 32);
   for (int s = 0; s < SLOTS; s++)
     init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, Config::reducers);
-  if constexpr (Config::norm && Config::cluster > 1) init(shared + SQUARES_FULL, 1), expect(shared + SQUARES_FULL, SQUARES_BYTES);
+  if constexpr (Config::norm && Config::cluster > 1)
+    init(shared + SQUARES_FULL, 1), expect(shared + SQUARES_FULL, SQUARES_BYTES);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 

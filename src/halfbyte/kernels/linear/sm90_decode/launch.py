@@ -58,9 +58,7 @@ def plan_group(m: int, group: Sequence[Problem], properties: DeviceProperties) -
     return plan_fused(m, group, ALONE, properties) if len(group) > 1 else None
 
 
-def plan_fused(
-    m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties
-) -> DecodePlan | None:
+def plan_fused(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> DecodePlan | None:
     """The plan for x [m, K] and one or several weights in one launch with what is fused, or None where this kernel does
     not support it. With an activation the group is gate and up; a residual is added to a single weight's product."""
     first = group[0]
@@ -204,10 +202,10 @@ def constants(problem: Problem, plan: DecodePlan) -> dict[str, Constant]:
     scales, shape = scales_of(problem), asdict(plan)
     del shape["microseconds"]
     return {
-        **shape, "activation": f"Activation::{plan.activation or 'none'}", "x": TYPES[problem.dtype], "scale": TYPES[problem.scale], "low_first": problem.low_first,
-        "bias": problem.bias, "mma_k": 16, "scale_blocks": scales.blocks, "chunk": weight_chunk(problem.k),
-        "scale_chunk": scale_chunk(plan, scales), "padded": plan.blocks * plan.cluster * BLOCK != problem.k,
-        "shared_bytes": plan.shared_bytes(scales),
+        **shape, "activation": f"Activation::{plan.activation or 'none'}", "x": TYPES[problem.dtype],
+        "scale": TYPES[problem.scale], "low_first": problem.low_first, "bias": problem.bias, "mma_k": 16,
+        "scale_blocks": scales.blocks, "chunk": weight_chunk(problem.k), "scale_chunk": scale_chunk(plan, scales),
+        "padded": plan.blocks * plan.cluster * BLOCK != problem.k, "shared_bytes": plan.shared_bytes(scales),
     }  # fmt: skip
 
 

@@ -39,10 +39,10 @@ __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 
 #pragma unroll
       for (u32 rank = 0; rank < Config::cluster; rank++)
         if (member == rank % 4)
-          asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
-                           address_in(to, rank)),
-                       "f"(sum), "r"(address_in(shared + SQUARES_FULL, rank))
-                       : "memory");
+          asm volatile(
+              "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address_in(to, rank)),
+              "f"(sum), "r"(address_in(shared + SQUARES_FULL, rank))
+              : "memory");
     }
   }
   if constexpr (Config::cluster == 1) {
@@ -66,7 +66,8 @@ __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 
                             : make_uint4(0, 0, 0, 0);
         uint2 &first = x[c][b][2 * half], &second = x[c][b][2 * half + 1];
         first.x = scaled(first.x, w.x, factor, a.norm_offset), first.y = scaled(first.y, w.y, factor, a.norm_offset);
-        second.x = scaled(second.x, w.z, factor, a.norm_offset), second.y = scaled(second.y, w.w, factor, a.norm_offset);
+        second.x = scaled(second.x, w.z, factor, a.norm_offset),
+        second.y = scaled(second.y, w.w, factor, a.norm_offset);
       }
   }
 }

@@ -20,6 +20,9 @@ DENSE_GAIN = 1.1
 # The most rows of x for which these kernels beat that on GPUs which have no other. Guesses.
 SM80_ROWS, SIMT_ROWS = 64, 8
 
+# µs of a small kernel between two products of a captured step, its start included: what fusing it is worth.
+POINTWISE = 2.0
+
 # -- sm90_decode -------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,78 @@
+"""Products of a decoding step with what stands beside them: the norm of x before, a gate or a residual sum after.
+
+One launch does it all where a kernel is for it; else each has its own. It has neither gradients nor operators: it is
+for steps that are captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from halfbyte import eager
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common import slow
+from halfbyte.kernels.common.norm import Norm
+from halfbyte.kernels.linear.fusion import Residual
+from halfbyte.kernels.pointwise import reference as plain_torch
+
+
+def products(
+    x: Tensor,
+    weights: Sequence[QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    norm: Norm | None = None,
+    activation: str = "",
+    residual: Residual | None = None,
+) -> list[Tensor]:
+    """[x @ W.T + bias] of the weights, of the same K, on the current device.
+
+    norm: of x, first. activation: of kernels/linear/fusion.py's; then there are two weights and the one result
+    activation(gate) * up. residual: of one weight, what its product is added to.
+
+    x [..., K], and all others of its dtype. Kernels that run just ahead in the stream must not write the weights.
+    """
+    x, biases = eager.plain(x), [None if bias is None else eager.plain(bias) for bias in biases]
+    if residual is not None:
+        residual = residual._replace(value=eager.plain(residual.value))
+    if x.is_cuda:
+        tensors = [x, *biases, norm and norm.weight, residual and residual.value]
+        if all(tensor is None or eager.is_aligned(tensor) for tensor in tensors):
+            found: list[Tensor] | None = eager.cuda_products().fused(x, weights, biases, norm, activation, residual)
+            if found is not None:
+                return found
+    if norm is not None:
+        x = rms_norm(x, norm)
+    results = eager.linear_group(x, weights, biases)
+    if results is None:
+        results = [eager.linear(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)]
+    if activation:
+        gate, up = results
+        results = [gated(gate, up, activation)]
+    if residual is not None:
+        results = [torch.add(residual.value, results[0], alpha=residual.factor)]
+    return results
+
+
+def rms_norm(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+    """x, contiguous, normed, plus residual."""
+    normed: Tensor = _kernels(x).rms_norm(x, norm.weight, norm.epsilon, norm.offset, residual)
+    return normed
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, each [..., columns], contiguous or columns of what is."""
+    result: Tensor = _kernels(up).gated(gate, up, activation)
+    return result
+
+
+def _kernels(x: Tensor) -> ModuleType:
+    if x.is_cuda and slow.no_kernels(x.device.type) is None:
+        from halfbyte.kernels.pointwise import triton
+
+        if triton.supports(x):
+            return triton
+    return plain_torch

@@ -1,0 +1,201 @@
+"""Decoder layers in a captured step, with five launches each where transformers has thirty.
+
+Query, key and value are one product, which norms x as it reads it. Attention norms and rotates the heads and puts the
+new token into the cache. The product of its result adds the residual, gate and up are one product that norms and gates,
+and the product behind them adds the residual again. Gemma norms what it adds: that is a launch more, twice.
+
+The first step of a bucket computes each layer both ways. A layer that disagrees with transformers, of a version that
+computes something else, stays as it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.eager_fused import gated, products, rms_norm
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.attention.fresh import Fresh
+from halfbyte.kernels.common.norm import Norm
+from halfbyte.kernels.linear.fusion import Residual
+from halfbyte.models.attention import StepAttention
+from halfbyte.models.layers import DecoderLayer, is_hooked, layer_of, norm_of
+from halfbyte.models.linears import layers_of
+from halfbyte.models.regions import uncompiled
+from halfbyte.models.rotation import slot_of
+
+AGREES = "_halfbyte_agrees"  # attribute of a layer that was computed both ways: whether the results agree
+MOST_ROWS = 64  # of x; beyond, launches are little of the time
+SHARE, ROUNDINGS = 0.1, 2  # how far results may be apart: of what the layer adds, and in units of the last place
+
+Operands = tuple[tuple[QuantizedWeight, ...], tuple[Tensor | None, ...]]
+
+
+@contextmanager
+def fused_layers(model: nn.Module, attention: StepAttention) -> Iterator[None]:
+    """Within, the decoder layers of `model` whose projections halfbyte computes, and norms outside of them, compute one
+    new token of each text in few launches, where a cache of rotation.py holds the others."""
+    with ExitStack() as stack:
+        inside: set[nn.Module] = set()
+        found = {module: layer for module in model.modules() if (layer := _fusible(module)) is not None}
+        for module, layer in found.items():
+            inside.update(module.modules())
+            _replace(stack, module, _Layer(module, layer, attention))
+        if found:
+            for module in model.modules():
+                if module not in inside and (norm := norm_of(module)) is not None:
+                    _replace(stack, module, _NormOutside(module, norm))
+        yield
+
+
+def _fusible(module: nn.Module) -> DecoderLayer | None:
+    if "forward" in vars(module) or vars(module).get(AGREES) is False or module.training:
+        return None
+    layer = layer_of(module)
+    if layer is None:
+        return None
+    hosts = {part: layers_of(part) for part in layer.projections}
+    applied = all(host is not None and host.is_applied(part) and not is_hooked(part) for part, host in hosts.items())
+    return layer if applied else None
+
+
+def _replace(stack: ExitStack, module: nn.Module, forward: Any) -> None:
+    before = vars(module).get("forward")
+    module.forward = forward
+    stack.callback(_put_back, module, before)
+
+
+def _put_back(module: nn.Module, before: Any) -> None:
+    del module.forward
+    if before is not None:
+        module.forward = before
+
+
+class _NormOutside:
+    """In the place of the forward of a norm that belongs to no layer."""
+
+    def __init__(self, module: nn.Module, norm: Norm) -> None:
+        self.theirs, self.norm = module.forward, norm
+
+    def __call__(self, x: Tensor) -> Any:
+        if not _may_fuse(x, self.norm):
+            return self.theirs(x)
+        return rms_norm(x.contiguous(), self.norm)
+
+
+class _Layer:
+    """In the place of the forward of a decoder layer."""
+
+    def __init__(self, module: nn.Module, layer: DecoderLayer, attention: StepAttention) -> None:
+        self.module, self.layer, self.attention = module, layer, attention
+        self.theirs = module.forward
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        agrees = vars(self.module).get(AGREES)
+        if args or agrees is False:
+            return self.theirs(hidden_states, *args, **kwargs)
+        if agrees or (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()):
+            ours = self._compute(hidden_states, **kwargs)
+            return self.theirs(hidden_states, **kwargs) if ours is None else ours
+        with uncompiled():
+            theirs = self.theirs(hidden_states, **kwargs)
+        ours = self._compute(hidden_states, **kwargs)  # and puts the token into the cache a second time
+        if ours is None:
+            return theirs
+        setattr(self.module, AGREES, agree(hidden_states, ours, theirs))
+        if getattr(self.module, AGREES):
+            return ours
+        warnings.warn(
+            f"halfbyte leaves {type(self.module).__name__} to transformers, whose version computes something else than "
+            "the versions that are known. Decoding is slower than it could be; please report this version",
+            stacklevel=2,
+        )
+        return theirs
+
+    def _compute(
+        self,
+        x: Tensor,
+        attention_mask: Any = None,
+        position_embeddings: Any = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> Tensor | None:
+        """The layer's result, or None where only transformers knows it, and nothing has happened."""
+        layer, attention = self.layer, cast(Any, self.layer.attention)
+        if x.dim() != 3 or x.shape[1] != 1 or past_key_values is None or not _is_pair(position_embeddings):
+            return None
+        kept = past_key_values.layers[attention.layer_idx]
+        slot, mask = slot_of(kept), attention_mask
+        operands = [self._operands(part, x) for part in (layer.queries, (layer.out,), layer.gates, (layer.down,))]
+        if slot is None or not all(_may_fuse(x, norm) for norm in layer.norms) or None in operands:
+            return None
+        of_queries, of_out, of_gates, of_down = (found for found in operands if found is not None)
+
+        new = products(x, *of_queries, norm=layer.first)
+        if len(new) == 1:
+            size, most = attention.head_dim, new[0].shape[-1]
+            of_keys = kept.keys.shape[1] * size
+            new = list(new[0].split([most - 2 * of_keys, of_keys, of_keys], dim=-1))
+        query, key, value = (part.view(len(x), 1, -1, attention.head_dim).transpose(1, 2) for part in new)
+        cos, sin = position_embeddings
+        fresh = Fresh(key, value, cos, sin, slot, *layer.head_norms)
+        seen = self.attention.of_new_token(
+            query, kept.keys, kept.values, mask, float(attention.scaling), layer.softcap, fresh
+        )
+        if seen is None:
+            return None
+        x = self._add(seen.reshape(len(x), 1, -1), of_out, x, layer.added[0] if layer.added else None)
+        if len(layer.gates) == 2:
+            (inner,) = products(x, *of_gates, norm=layer.second, activation=layer.activation)
+        else:
+            (both,) = products(x, *of_gates, norm=layer.second)
+            gate, up = both.chunk(2, dim=-1)
+            inner = gated(gate, up, layer.activation)
+        return self._add(inner, of_down, x, layer.added[1] if layer.added else None)
+
+    def _add(self, x: Tensor, weight: Operands, residual: Tensor, norm: Norm | None) -> Tensor:
+        """The residual plus a product of x, which is normed first if there is a norm."""
+        if norm is None:
+            return products(x, *weight, residual=Residual(residual, self.layer.factor))[0]
+        return rms_norm(products(x, *weight)[0], norm, residual)
+
+    def _operands(self, modules: Sequence[nn.Module], x: Tensor) -> Operands | None:
+        """Weights and biases of projections that multiply in the dtype of x, or None."""
+        found = []
+        for module in modules:
+            host = layers_of(module)
+            inputs = None if host is None else host.operands(module, x)
+            if inputs is None or not inputs.dtype is inputs.result is x.dtype:
+                return None
+            found.append((inputs.q, None if inputs.bias is None else inputs.bias.to(x.dtype)))
+        return tuple(q for q, _ in found), tuple(bias for _, bias in found)
+
+
+def _may_fuse(x: Tensor, norm: Norm) -> bool:
+    return (
+        x.numel() <= MOST_ROWS * x.shape[-1]
+        and x.dtype is norm.weight.dtype
+        and x.device == norm.weight.device
+        and not (torch.is_grad_enabled() and (x.requires_grad or norm.weight.requires_grad))
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _is_pair(position_embeddings: Any) -> bool:
+    return isinstance(position_embeddings, tuple) and len(position_embeddings) == 2
+
+
+def agree(x: Tensor, ours: Tensor, theirs: Any) -> bool:
+    """Whether two results [texts, 1, hidden] of a layer of x are the same but for rounding, in every text whose numbers
+    are finite."""
+    if not isinstance(theirs, Tensor) or theirs.shape != ours.shape or theirs.dtype is not ours.dtype:
+        return False
+    unit = torch.finfo(theirs.dtype).eps
+    x, ours, theirs = x.float(), ours.float(), theirs.float()
+    bound = SHARE * (theirs - x).norm(dim=-1) + ROUNDINGS * unit * theirs.norm(dim=-1)
+    return bool(((ours - theirs).norm(dim=-1) <= bound).logical_or(~theirs.isfinite().all(-1)).all())

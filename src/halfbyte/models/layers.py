@@ -1,0 +1,128 @@
+"""What a decoder layer of transformers consists of, where it is of a family that a captured step computes as a whole.
+
+Such a layer norms its input, attends to it, adds the result to the input, and does the same with an MLP that gates.
+Gemma norms each result once more before it is added. Which attribute of which class holds what is said here alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from halfbyte.kernels.common.norm import Norm
+from halfbyte.models import norms
+from halfbyte.models.patch import is_method_of
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Granite")
+ONE_MORE = ("Gemma2", "Gemma3")  # whose norms store their weights less one, and that norm what is added
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as configurations name them
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Of one layer. queries: the projections of query, key and value, or one for all three. gates: of gate and up, or
+    one for both. first, second: the norms ahead of attention and of the MLP. added: those of what these give, or none.
+    head_norms: of query and key, or none.
+
+    activation: of kernels/linear/fusion.py's. factor: of what is added to the residual. softcap: of attention, or None.
+    """
+
+    attention: nn.Module
+    queries: tuple[nn.Module, ...]
+    out: nn.Module
+    gates: tuple[nn.Module, ...]
+    down: nn.Module
+    first: Norm
+    second: Norm
+    added: tuple[Norm, ...]
+    head_norms: tuple[Norm, ...]
+    activation: str
+    factor: float
+    softcap: float | None
+
+    @property
+    def projections(self) -> tuple[nn.Module, ...]:
+        return (*self.queries, self.out, *self.gates, self.down)
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return (self.first, self.second, *self.added, *self.head_norms)
+
+
+def family_of(module: nn.Module, kind: str) -> str | None:
+    """The family of a module of transformers whose class is called that and `kind`."""
+    name = type(module).__name__
+    known = type(module).__module__.startswith("transformers.models.") and name.endswith(kind)
+    return next((family for family in FAMILIES if known and name == family + kind), None)
+
+
+def layer_of(module: Any) -> DecoderLayer | None:
+    """The parts of a decoder layer, or None of any other module, and of one whose parts are not as transformers makes
+    them: replaced, hooked, or lacking. Ask before anything else is put in the place of their forwards."""
+    family = family_of(module, "DecoderLayer")
+    if family is None:
+        return None
+    try:
+        layer = _taken_apart(module, family)
+    except AttributeError:  # another version of transformers
+        return None
+    return layer if layer is not None and all(map(_is_plain, (module.self_attn, module.mlp))) else None
+
+
+def _taken_apart(module: Any, family: str) -> DecoderLayer | None:
+    attention, mlp = module.self_attn, module.mlp
+    if type(mlp).__name__ != family + "MLP" or type(attention).__name__ != family + "Attention":
+        return None
+    config = mlp.config
+    named = getattr(config, "hidden_activation", None) or config.hidden_act
+    act = mlp.activation_fn if family == "Phi3" else mlp.act_fn
+    activation = ACTIVATIONS.get(named)
+    if activation is None or not _is_of(act, named):
+        return None
+    queries: tuple[nn.Module, ...] = (attention.qkv_proj,) if family == "Phi3" else (
+        attention.q_proj, attention.k_proj, attention.v_proj,
+    )  # fmt: skip
+    gates: tuple[nn.Module, ...] = (mlp.gate_up_proj,) if family == "Phi3" else (mlp.gate_proj, mlp.up_proj)
+    if family in ONE_MORE:
+        added: tuple[Any, ...] = (module.post_attention_layernorm, module.post_feedforward_layernorm)
+        ahead = (module.input_layernorm, module.pre_feedforward_layernorm)
+    else:
+        added, ahead = (), (module.input_layernorm, module.post_attention_layernorm)
+    of_heads = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+    norms = tuple(norm for one in (*ahead, *added, *of_heads) if (norm := norm_of(one)) is not None)
+    if len(norms) < len(ahead) + len(added) + len(of_heads):
+        return None
+    first, second, *more = norms
+    factor = float(getattr(module, "residual_multiplier", 1.0))
+    softcap = attention.attn_logit_softcapping if family == "Gemma2" else None
+    return DecoderLayer(
+        attention, queries, attention.o_proj, gates, mlp.down_proj, first, second, tuple(more[: len(added)]),
+        tuple(more[len(added) :]), activation, factor, softcap,
+    )  # fmt: skip
+
+
+def norm_of(module: Any) -> Norm | None:
+    """What an RMS norm of these families computes, or None of any other module."""
+    family = family_of(module, "RMSNorm")
+    if family is None or not _is_plain(module):
+        return None
+    epsilon = module.eps if family in ONE_MORE else module.variance_epsilon
+    return Norm(module.weight, float(epsilon), 1.0 if family in ONE_MORE else 0.0)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """True if calling it is calling its class's forward, or ours in its place."""
+    own = vars(module).get("forward")
+    return not is_hooked(module) and (own is None or is_method_of(norms.forward, own))
+
+
+def _is_of(activation: nn.Module, name: str) -> bool:
+    from transformers.activations import ACT2FN
+
+    return type(activation) is type(ACT2FN[name]) and not is_hooked(activation)

@@ -1,0 +1,169 @@
+"""Decoder layers of captured steps in few launches: the tokens and numbers of transformers' own, family by family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfbyte as hb
+from halfbyte.models import fused
+from halfbyte.models import transformers as host
+from halfbyte.models.attention import StepAttention
+from halfbyte.models.fused import AGREES, agree, fused_layers
+from halfbyte.models.layers import FAMILIES as KNOWN
+from halfbyte.models.layers import layer_of, norm_of
+
+from .families import FAMILIES, counted, generate, make, plainly, prompt
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("captures")
+
+
+def quantized(model: Any) -> Any:
+    """Its projections in 4 bits, as halfbyte's own layers; accelerated."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and name != "lm_head":
+                setattr(parent, name, hb.nn.Linear4bit.from_linear(child))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # so that it matters
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    model.requires_grad_(False)
+    hb.accelerate(model)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _library() -> Iterator[None]:
+    yield
+    host.undo_in_library()
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every layer that was computed as a whole."""
+    return counted(monkeypatch, fused._Layer, "_compute")
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if layer_of(module) is not None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_every_family(family: str, layers: list[int]) -> None:
+    model = quantized(make(family))
+    assert len(decoder_layers(model)) == 3
+    for texts, tokens, padding in ((1, 9, 0), (3, 25, 4)):
+        inputs = prompt(texts, tokens, padding)
+        layers.clear()
+        found = generate(model, inputs)
+        assert len(layers) == 3 * 23
+        assert torch.equal(found, plainly(model, inputs))
+        assert len(layers) == 3 * 23
+    assert [vars(layer)[AGREES] for layer in decoder_layers(model)] == [True] * 3
+    hb.restore(model)
+    assert not any(AGREES in vars(layer) for layer in decoder_layers(model))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_every_family_is_tried() -> None:
+    assert {name.lower() for name in KNOWN} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+def test_results_in_16_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not farther from fp32 than transformers' own."""
+    from halfbyte.models.loop import TokenStep
+
+    model = quantized(make(family))
+    inputs = prompt(2, 12, 3)
+
+    def logits(model: Any) -> Tensor:
+        out = generate(model, inputs, output_logits=True, return_dict_in_generate=True, max_new_tokens=6)
+        return torch.stack(out.logits).float()
+
+    steps = counted(monkeypatch, TokenStep, "advance")
+    right = logits(model)
+    model.to(torch.bfloat16)
+    ours = logits(model)
+    monkeypatch.setattr(fused, "layer_of", lambda module: None)
+    hb.release(model)
+    theirs = logits(model)
+    assert len(steps) == 3 * 5
+    assert (ours - right).norm() <= 1.1 * (theirs - right).norm()
+    assert not torch.equal(ours, theirs)
+
+
+def test_a_layer_that_computes_something_else(layers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a version to come might: it stays as it is."""
+    model = quantized(make("llama"))
+    other = decoder_layers(model)[1]
+
+    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return hidden_states + 0.7 * (theirs(self, hidden_states, **kwargs) - hidden_states)
+
+    theirs = type(other).forward
+    kind = type("LlamaDecoderLayer", (type(other),), {"forward": forward, "__module__": type(other).__module__})
+    other.__class__ = kind
+    inputs = prompt(2, 9)
+    with pytest.warns(UserWarning, match="leaves LlamaDecoderLayer to transformers"):
+        found = generate(model, inputs)
+    assert torch.equal(found, plainly(model, inputs))
+    assert [vars(layer).get(AGREES) for layer in decoder_layers(model)] == [True, False, True]
+    assert len(layers) == 1 + 2 * 23
+    generate(model, inputs)
+    assert len(layers) == 1 + 4 * 23
+
+
+def test_what_is_left_alone() -> None:
+    """Layers with anything in them that transformers did not make, or that somebody listens to."""
+    model = quantized(make("llama"))
+    first, second, third = decoder_layers(model)
+    handle = first.self_attn.register_forward_hook(lambda module, args, output: None)
+    second.mlp.act_fn = nn.Tanh()
+    third.input_layernorm.forward = lambda x: -x
+    assert not decoder_layers(model)
+    handle.remove()
+    assert decoder_layers(model) == [first]
+    handle = first.mlp.down_proj.register_forward_hook(lambda module, args, output: None)
+    with fused_layers(model, StepAttention()):
+        assert "forward" not in vars(first)
+    handle.remove()
+    with fused_layers(model, StepAttention()):
+        assert isinstance(vars(first)["forward"], fused._Layer)
+        assert isinstance(vars(model.model.norm)["forward"], fused._NormOutside)
+        assert "forward" not in vars(second)
+    assert "forward" not in vars(first)
+    assert not isinstance(vars(model.model.norm).get("forward"), fused._NormOutside)
+    hb.restore(model)
+    with fused_layers(model, StepAttention()):  # no projection is computed by halfbyte
+        assert "forward" not in vars(first)
+    assert norm_of(first.mlp) is None
+    assert layer_of(model.model) is None
+
+
+def test_hidden_states_are_still_told(layers: list[int]) -> None:
+    model = quantized(make("llama"))
+    inputs = prompt(2, 9)
+    wanted = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": 4}
+    found, right = generate(model, inputs, **wanted), plainly(model, inputs, **wanted)
+    for ours, theirs in zip(found.hidden_states, right.hidden_states, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_agree() -> None:
+    x, added = torch.randn(2, 1, 64, dtype=torch.float64), torch.randn(2, 1, 64, dtype=torch.float64)
+    theirs = (x + added).bfloat16()
+    assert agree(x.bfloat16(), (x + added * 1.01).bfloat16(), theirs)
+    assert not agree(x.bfloat16(), (x + added * 1.2).bfloat16(), theirs)
+    assert not agree(x.bfloat16(), theirs.float(), theirs)
+    assert not agree(x.bfloat16(), theirs, (theirs,))
+    theirs[1] = float("nan")  # what fills up a bucket
+    assert agree(x.bfloat16(), (x + added).bfloat16(), theirs)
+    assert not agree(x.bfloat16(), torch.full_like(theirs, float("nan")), theirs)
