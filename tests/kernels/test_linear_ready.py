@@ -1,16 +1,10 @@
-"""Products that are ready, on a driver that is not there: its "kernels" find all that they read by its addresses.
-
-So what is tested here is what is handed over: a stale address, or another thread's, gives another result.
-"""
+"""Products that are ready, on a driver that is not there (drivers.py)."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import struct
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
@@ -18,170 +12,27 @@ from typing import Any
 
 import pytest
 import torch
+from drivers import BF16, F16, F32, Driver, make, pretend, right
 from gpus import A100, H200
 
-import halfbyte as hb
-from halfbyte.formats.weight import NestedScale, QuantizedWeight
-from halfbyte.kernels.common import driver, nvrtc, tensor_map
-from halfbyte.kernels.common.device import DeviceProperties
-from halfbyte.kernels.linear import cache, cuda, kernel, laid_out, reach, workspace
+from halfbyte.kernels.common import driver, nvrtc
+from halfbyte.kernels.linear import cuda, workspace
 from halfbyte.kernels.linear.kernel import plan_for, run
-from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.kernels.linear.simt import launch as exact
 from halfbyte.kernels.linear.sm80 import launch as tensor
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-KERNELS = {b"decode": decode, b"multiply": hopper, b"product": tensor, b"exact": exact}
-
-
-def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    numel = torch.Size(shape).numel()
-    bytes_there = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(bytes_there, dtype=dtype).view(shape)
-
-
-class Driver:
-    """Kernels in Python. `like` is the weight that is multiplied, as far as its addresses do not say it."""
-
-    def __init__(self) -> None:
-        self.like: QuantizedWeight
-        self.group: list[QuantizedWeight] = []  # the weights of one launch, where it is not `like` alone
-        self.dtype = BF16
-        self.names = [b""]
-        self.seen: list[tuple[Any, int]] = []  # kernel and rows of x
-        self.others: list[bytes] = []  # names of kernels before and after products
-        self.workspaces: list[tuple[int, int, int]] = []  # of shared sums: theirs, what is left, how much
-        self.pause = 0.0  # seconds before a launch looks at its arguments
-
-    def cuModuleLoadData(self, module: Any, code: bytes) -> int:
-        return 0
-
-    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
-        self.names.append(name)
-        function._obj.value = len(self.names) - 1
-        return 0
-
-    def cuFuncSetAttribute(self, *_: Any) -> int:
-        return 0
-
-    def cuOccupancyMaxActiveClusters(self, count: Any, *_: Any) -> int:
-        count._obj.value = 66
-        return 0
-
-    def cuTensorMapEncodeTiled(self, at: Any, kind: int, rank: int, packed: Any, *_: Any) -> int:
-        ctypes.memmove(at, struct.pack("Q", packed.value), 8)
-        return 0
-
-    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
-        time.sleep(self.pause)
-        kernel = KERNELS.get(self.names[function.value])
-        if kernel is None:  # what comes before or after the product
-            self.others.append(self.names[function.value])
-            return 0
-        if kernel is decode:
-            self._decode(ctypes.string_at(parameters[0], struct.calcsize("".join(decode.layout(len(self.group) or 1)))))
-            return 0
-        layout = laid_out.LAYOUT if kernel is hopper else kernel.LAYOUT
-        first, *rest = struct.unpack_from("".join(layout), ctypes.string_at(parameters[0], 320))
-        packed = struct.unpack_from("Q", first)[0] if kernel is hopper else first
-        x, bias, out = rest[5:8] if kernel is exact else rest[4:7]
-        changing = len(struct.unpack(layout[1], bytes(struct.calcsize(layout[1]))))
-        m, n, k = rest[(5 if kernel is exact else 4) + changing - 1 :][:3]
-        self.seen.append((kernel, m))
-        if kernel is hopper:
-            self.workspaces.append(tuple(rest[8:11]))
-            assert rest[8] == 0 or ctypes.c_uint32.from_address(rest[8]).value == 0xFFFFFFFF  # MISSING
-        like = next((like for like in self.group if like.packed.data_ptr() == packed), None) or self.like
-        assert (n, k) == like.shape
-        self._multiply(like, (packed, *rest[:4]), m, x, bias, out)
-        return 0
-
-    def _decode(self, arguments: bytes) -> None:
-        group = self.group or [self.like]
-        parts = len(group)
-        values = struct.unpack("".join(decode.layout(parts)), arguments)
-        weights, (x, norm, residual, *results, m) = values[: 6 * parts], values[6 * parts : 8 * parts + 4]
-        sizes, (tiles, k) = values[8 * parts + 4 : 10 * parts + 4], values[10 * parts + 4 : 10 * parts + 6]
-        assert norm == residual == 0
-        assert sizes[:parts] == tuple(like.shape[0] for like in group)
-        counts = [-(-n // 16) for n in sizes[:parts]]
-        assert sizes[parts:] == tuple(sum(counts[:part]) for part in range(parts))
-        assert (tiles, k) == (sum(counts), group[0].shape[1])
-        self.seen.append((decode, m))
-        for part, like in enumerate(group):
-            weight_map, scale_map, scale, *nested = weights[6 * part : 6 * part + 6]
-            (packed,), (mapped,) = struct.unpack_from("Q", weight_map), struct.unpack_from("Q", scale_map)
-            assert mapped in (0, scale)
-            self._multiply(like, (packed, scale, *nested), m, x, *results[2 * part : 2 * part + 2])
-
-    def _multiply(self, like: QuantizedWeight, addresses: Sequence[int], m: int, x: int, bias: int, out: int) -> None:
-        packed, scale, *of_nested = addresses
-        n, k = like.shape
-        nested = like.nested
-        if nested:
-            there = (memory(at, tuple(t.shape), F32) for at, t in zip(of_nested, nested[:3], strict=True))
-            nested = NestedScale(*there)
-        parts = {
-            "packed": memory(packed, like.packed.shape, like.packed.dtype),
-            "scale": memory(scale, like.scale.shape, like.scale.dtype),
-        }
-        dense = hb.dequantize(replace(like, **parts, nested=nested), F32)
-        y = linear_exact(memory(x, (m, k), self.dtype), dense, memory(bias, (n,), self.dtype) if bias else None)
-        memory(out, (m, n), self.dtype).copy_(y)
-
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """A Hopper in the place of the CPU."""
-    yield from _gpu(monkeypatch, H200)
+    yield from pretend(monkeypatch, H200)
 
 
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    yield from _gpu(monkeypatch, A100)
-
-
-def _gpu(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> Iterator[Driver]:
-    there = Driver()
-    for module in (driver, tensor_map):
-        monkeypatch.setattr(module, "driver", lambda: there)
-    for module in (cuda, kernel, laid_out, decode, exact, tensor):
-        monkeypatch.setattr(module, "properties_of", lambda index: properties)
-    monkeypatch.setattr(reach, "without_kernels", lambda properties: None)
-    monkeypatch.setattr(driver, "cubin", lambda variant: b"")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(workspace, "_lasting", workspace.Workspace)  # whose streams there are none of
-    monkeypatch.setattr(workspace.kept, "by_stream", {})
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    kept = (
-        cache.products,
-        cache.bound,
-        cache.groups,
-        decode.launches,
-        exact.launches,
-        laid_out.launches,
-        tensor.launches,
-    )
-    caches = (driver.kernels.cache_clear, tensor_map.tensor_map.cache_clear, *(one.entries.clear for one in kept))
-    for clear in caches:
-        clear()
-    yield there
-    for clear in caches:
-        clear()
-
-
-def make(n: int, k: int, dtype: torch.dtype = BF16, **options: Any) -> QuantizedWeight:
-    q = hb.quantize(torch.randn(n, k).to(dtype), **options)
-    if q.nested:  # all weights share one code
-        q = replace(q, nested=q.nested._replace(code=q.nested.code.clone()))
-    return q
-
-
-def right(x: torch.Tensor, q: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return linear_exact(x, hb.dequantize(q, F32), bias).to(x.dtype)
+    yield from pretend(monkeypatch, A100)
 
 
 @pytest.mark.parametrize(
