@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.attention import reference
+from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.common.norm import Norm
 
 from .conftest import BF16, DEVICE, F16, captured, error, needs_two_gpus, on_another_stream, poisoned, sixteen_bits
 
@@ -55,6 +57,46 @@ def test_long_caches(size: int, texts: int, group: int, new: int, one_launch: bo
                 tensor[text, :, end:] = float("nan")
         found = kernels.attend(query, keys, values, mask, 0.09, plan=replace(plan, one_launch=one_launch))
     assert error(found, right) < BOUND[dtype]
+
+
+@sixteen_bits
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+@pytest.mark.parametrize(("texts", "group"), [(1, 4), (3, 1), (3, 8), (2, 24)])
+def test_a_new_token(size: int, texts: int, group: int, dtype: torch.dtype) -> None:
+    """It is normed, rotated and put into the cache by one of many programs; all attend to it, replay after replay."""
+    shared, tokens = 2, 3000
+    joined = random(texts, 1, (group + 2) * shared * size, dtype=dtype)
+    sizes = [group * shared * size, shared * size, shared * size]
+    query, key, new = (part.view(texts, 1, -1, size).transpose(1, 2) for part in joined.split(sizes, -1))
+    angles = 3 * random(texts, 1, size // 2)
+    cos, sin = (torch.cat((t, t), -1).to(dtype) for t in (angles.cos(), angles.sin()))
+    norms = Norm(random(size, dtype=dtype), 1e-6, 1.0), Norm(random(size, dtype=dtype), 1e-5, 1.0)
+    slot = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    caches = [random(texts, shared, tokens, size, dtype=dtype) for _ in range(2)]
+    graph, (found, spans, mask) = captured(
+        lambda: attend_new(query, caches, slot, Fresh(key, new, cos, sin, slot, *norms))
+    )
+    for place in (0, 1, 63, 64, 2999, 777):
+        slot.fill_(place)
+        exactly = [cache.double() for cache in caches]
+        fresh = Fresh(key.double(), new.double(), cos.double(), sin.double(), slot, *norms)
+        turned = reference.put(query.double(), *exactly, fresh)
+        for cache in caches:
+            cache[:, :, place] = float("nan")
+        graph.replay()
+        assert not spans[:, 2:].any()
+        right = exact(turned, *exactly, mask)
+        assert error(found, right) < 2 * BOUND[dtype], place
+        assert error(caches[0][:, :, place], exactly[0][:, :, place]) < BOUND[dtype]
+        assert torch.equal(caches[1][:, :, place].double(), exactly[1][:, :, place])
+
+
+def attend_new(query: Tensor, caches: list[Tensor], fresh: Fresh) -> tuple[Tensor, Tensor, Tensor]:
+    """With a mask that shows what lies up to the slot, made on the device."""
+    tokens = caches[0].shape[2]
+    mask = (torch.arange(tokens, device=DEVICE) <= fresh.slot).expand(len(query), 1, 1, tokens).contiguous()
+    spans = kernels.spans_of(mask, len(query))
+    return kernels.attend(query, *caches, mask, 0.09, spans=spans, fresh=fresh), spans, mask
 
 
 def test_soft_caps_and_sinks() -> None:

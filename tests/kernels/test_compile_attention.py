@@ -8,12 +8,15 @@ import pytest
 import torch
 from gpus import gpu_of, on_targets
 
+from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.common.targets import compile_for, pointer
 
 pytest.importorskip("triton")
 
 from halfbyte.kernels.attention import merge, spans
 from halfbyte.kernels.attention import triton as attention
+from halfbyte.kernels.attention.fresh import Fresh
+from halfbyte.kernels.attention.fresh import supports as supports_fresh
 from halfbyte.kernels.attention.plan import AttentionPlan, plan_for
 
 pytestmark = pytest.mark.slow
@@ -28,6 +31,8 @@ pytestmark = pytest.mark.slow
         (8, 16, 4, 4, 32768, 256, torch.float16, "two launches"),
         (2, 64, 8, 8, 8192, 192, torch.bfloat16, "no mask"),
         (128, 32, 1, 1, 8, 64, torch.bfloat16, "sinks"),
+        (1, 32, 8, 1, 4096, 128, torch.bfloat16, "new token"),
+        (8, 48, 2, 1, 4096, 80, torch.float16, "new token, norms"),
     ],
 )
 def test_compiles(
@@ -61,7 +66,15 @@ def test_compiles(
     if kind == "two launches":
         plan = AttentionPlan(plan.block, plan.parts, plan.rows, plan.warps, plan.stages, one_launch=False)
     cap = 50.0 if kind == "cap" else None
-    attention.attend(query, keys, keys, seen, size**-0.5, softcap=cap, sinks=sinks, plan=plan)
+    fresh = None
+    if "new token" in kind:
+        new_keys = torch.empty(texts, shared, 1, size, dtype=dtype, device="meta")
+        angles = torch.empty(1, 1, size // 2, dtype=dtype, device="meta")
+        norm = Norm(torch.empty(size, dtype=dtype, device="meta"), 1e-6, 1.0) if "norms" in kind else None
+        slot = torch.empty((), dtype=torch.int64, device="meta")
+        fresh = Fresh(new_keys, new_keys, angles, angles, slot, norm, norm)
+        assert supports_fresh(fresh, query, keys, keys)
+    attention.attend(query, keys, keys, seen, size**-0.5, softcap=cap, sinks=sinks, fresh=fresh, plan=plan)
     merges = [merge.attend_merge_kernel] * (plan.parts > 1 and kind in ("two launches", "no mask"))
     first = [spans.attend_spans_kernel] * (seen is not None)
     assert [launch[0] for launch in kept] == [*first, attention.attend_kernel, *merges]

@@ -1,0 +1,260 @@
+"""Products with what stands beside them in one launch, chains of them that overlap, and layers made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear as dense_linear
+
+import halfbyte as hb
+from halfbyte import eager_fused
+from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.common.norm import Norm
+from halfbyte.kernels.linear import dispatch
+from halfbyte.kernels.linear.fusion import Fusion, Residual
+from halfbyte.kernels.linear.problem import addresses, problem_of
+from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.pointwise import reference as plain_torch
+from halfbyte.models import fused
+from halfbyte.models import transformers as host
+from halfbyte.models.fused import AGREES
+from halfbyte.models.layers import layer_of
+
+from .conftest import BF16, DEVICE, F16, F32, captured, error, poisoned, sixteen_bits, weight
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="needs Hopper or later"
+)
+#        format, its options
+KINDS = [
+    ("nf4", {}),
+    ("fp4", {"nested": False}),
+    ("int4", {"group_size": 128}),
+    ("nf4", {"block_size": 256}),
+]
+#        rows, K: one CTA along K and several, a K that ends inside a CTA's part
+SIZES = [(1, 4096), (3, 1024), (8, 14336), (13, 4096), (16, 5120), (29, 2048), (32, 8192), (5, 4160)]
+
+
+def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def multiply(
+    x: Tensor,
+    weights: Sequence[hb.QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    norm: Norm | None,
+    activation: str,
+    residual: Residual | None,
+    static: bool,
+) -> list[Tensor] | None:
+    """By the kernel, with poison under and around each result."""
+    m = len(x)
+    of_norm = None if norm is None else (norm.epsilon, norm.offset)
+    fusion = Fusion(of_norm, activation, None if residual is None else residual.factor, static)
+    group = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
+    plan = decode.plan_fused(m, group, fusion, properties_of(0))
+    if plan is None:
+        return None
+    product = decode.bind_fused(DEVICE, m, group, list(map(addresses, weights)), fusion, plan)
+    with ExitStack() as stack:
+        results = [stack.enter_context(poisoned((m, q.shape[0]), x.dtype)) for q in weights]
+        pointers = []
+        for bias, result in zip(biases, results, strict=True):
+            pointers += [0 if bias is None else bias.data_ptr(), result.data_ptr()]
+        if activation:
+            pointers[3] = 0
+        product(
+            torch.cuda.current_stream().cuda_stream, x.data_ptr(), norm.weight.data_ptr() if norm else 0,
+            residual.value.data_ptr() if residual else 0, pointers,
+        )  # fmt: skip
+    return results[:1] if activation else results
+
+
+def compose(
+    x: Tensor,
+    dense: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    norm: Norm | None,
+    activation: str,
+    residual: Residual | None,
+) -> list[Tensor]:
+    """What transformers computes, rounded where it rounds; exact where x is fp64."""
+    if norm is not None:
+        wide = x.double() if x.dtype is torch.float64 else x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.epsilon)
+        x = (normed * (norm.offset + norm.weight.to(wide.dtype))).to(x.dtype)
+    results = [dense_linear(x, w, None if b is None else b.to(x.dtype)) for w, b in zip(dense, biases, strict=True)]
+    if activation:
+        act = nn.functional.silu if activation == "silu" else lambda v: nn.functional.gelu(v, approximate="tanh")
+        results = [act(results[0]) * results[1]]
+    if residual is not None:
+        results = [residual.value.to(x.dtype) + residual.factor * results[0]]
+    return results
+
+
+@pytest.mark.parametrize("kind", ["q, k, v", "silu", "gelu_tanh", "residual"])
+@pytest.mark.parametrize(("format", "options"), KINDS, ids=str)
+@sixteen_bits
+def test_error(dtype: torch.dtype, format: str, options: dict[str, Any], kind: str) -> None:
+    """Not above that of the same in several kernels; the same bits again, early or late."""
+    tried = 0
+    for m, k in SIZES:
+        if k % options.get("group_size", options.get("block_size", 64)):
+            continue
+        sizes = {"q, k, v": (1024, 260, 256), "residual": (1028,)}.get(kind, (1300, 1300))
+        weights = [weight(n, k, format, dtype, **options) for n in sizes]
+        biases = [random(n, dtype=dtype) if (m + place) % 2 else None for place, n in enumerate(sizes)]
+        norm = None if kind == "residual" and m % 2 else Norm(random(k, dtype=dtype), 1e-5, float(m % 2))
+        residual = Residual(random(m, sizes[0], dtype=dtype), 0.5 if m % 3 else 1.0) if kind == "residual" else None
+        activation = kind if kind in ("silu", "gelu_tanh") else ""
+        x = 3 * random(m, k, dtype=dtype)
+        given = (biases, norm, activation, residual)
+        ours = multiply(x, weights, *given, static=True)
+        if ours is None:
+            continue
+        tried += 1
+        again = multiply(x, weights, *given, static=False)
+        assert again is not None
+        exact = compose(x.double(), [hb.dequantize(q, F32).double() for q in weights], *given)
+        theirs = compose(x, [hb.dequantize(q, dtype) for q in weights], *given)
+        for one, other, right, rounded in zip(ours, again, exact, theirs, strict=True):
+            assert torch.equal(one, other), (m, k)
+            assert error(one, right) <= max(error(rounded, right), 1e-6), (m, k)
+    assert tried >= len(SIZES) // 2
+
+
+@pytest.mark.parametrize("m", [1, 7, 16])
+def test_a_row_has_the_same_bits_among_others(m: int) -> None:
+    weights, norm = [weight(512, 4096), weight(512, 4096)], Norm(random(4096), 1e-5)
+    x = random(m, 4096)
+    whole = multiply(x, weights, [None, None], norm, "silu", None, True)
+    other = x.clone()
+    other[1:] = random(m - 1, 4096) * 100
+    again = multiply(other, weights, [None, None], norm, "silu", None, True)
+    assert whole is not None
+    assert again is not None
+    assert torch.equal(whole[0][0], again[0][0])
+
+
+@pytest.mark.parametrize("m", [1, 8, 16])
+def test_a_chain_that_overlaps(m: int) -> None:
+    """Each product reads what the one ahead of it has just written, and overwrites what an earlier one still read."""
+    hidden, inner, layers = 1024, 2816, 12
+    gates = [[weight(inner, hidden), weight(inner, hidden)] for _ in range(layers)]
+    downs = [weight(hidden, inner) for _ in range(layers)]
+    norms = [Norm(1 + 0.1 * random(hidden), 1e-5) for _ in range(layers)]
+
+    def run(wait: bool) -> Tensor:
+        x = start.clone()
+        for pair, down, norm in zip(gates, downs, norms, strict=True):
+            (inside,) = eager_fused.products(x, pair, [None, None], norm, activation="silu")
+            if wait:
+                torch.cuda.synchronize()
+            (x,) = eager_fused.products(inside, [down], [None], residual=Residual(x))
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    start = random(m, hidden)
+    group = tuple(problem_of(start, q, None) for q in gates[0])
+    assert dispatch.choose_fused(m, group, Fusion((1e-5, 0.0), "silu", None, True), properties_of(0)) is not None
+    right = run(wait=True)
+    graph, result = captured(lambda: run(wait=False))
+    for _ in range(20):
+        result.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(result, right)
+
+
+@sixteen_bits
+def test_norms_and_gates(dtype: torch.dtype) -> None:
+    from halfbyte.kernels.pointwise import triton
+
+    for rows, columns in ((1, 4096), (64, 8192), (7, 5000), (3, 1 << 15)):
+        x, weights, added = (
+            20 * random(rows, columns, dtype=dtype),
+            random(columns, dtype=dtype),
+            random(rows, columns, dtype=dtype),
+        )
+        for offset, residual in ((0.0, None), (1.0, added)):
+            right = plain_torch.rms_norm(x, weights, 1e-6, offset, residual)
+            torch.testing.assert_close(triton.rms_norm(x, weights, 1e-6, offset, residual), right)
+        both = random(rows, 2 * columns, dtype=dtype)
+        for activation in plain_torch.GATES:
+            gate, up = both.chunk(2, dim=-1)
+            torch.testing.assert_close(triton.gated(gate, up, activation), plain_torch.gated(gate, up, activation))
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {}, "mistral": {"sliding_window": 40}, "qwen2": {}, "qwen3": {"head_dim": 64},
+    "gemma2": {"head_dim": 64, "sliding_window": 40}, "gemma3_text": {"head_dim": 64, "sliding_window": 40},
+    "phi3": {"sliding_window": None}, "granite": {"residual_multiplier": 0.3},
+}  # fmt: skip
+SIDES = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 3, "vocab_size": 512, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def libraries() -> Iterator[None]:
+    yield
+    host.undo_in_library()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("texts", [1, 3, 40])
+@pytest.mark.usefixtures("libraries")
+def test_layers_of_every_family(family: str, texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not farther from fp32 than transformers' own, with padding, over a window that fills."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(family, **SIDES | FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config).to(DEVICE, BF16).eval().requires_grad_(False)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and name != "lm_head":
+                setattr(parent, name, hb.nn.Linear4bit.from_linear(child))
+    model.generation_config.eos_token_id = None
+    hb.accelerate(model)
+    layers = [module for module in model.modules() if layer_of(module) is not None]
+    assert len(layers) == 3
+    ids = torch.randint(3, 500, (texts, 30), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+
+    def run() -> tuple[Tensor, Tensor]:
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=24, do_sample=False, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        return torch.stack(out.logits, 1).float(), out.sequences[:, 30:]
+
+    ours, our_tokens = run()
+    assert [vars(layer).get(AGREES) for layer in layers] == [True] * 3
+    monkeypatch.setattr(fused, "layer_of", lambda module: None)
+    hb.release(model)
+    theirs, their_tokens = run()
+    model.float()
+    exact, tokens = run()
+    # Steps that have been fed the same tokens in all three: roundings lead elsewhere sooner or later.
+    same = ((our_tokens == tokens) & (their_tokens == tokens)).cumprod(1).bool()
+    fed = torch.cat((torch.zeros_like(same[:, :1]), same[:, :-1]), 1)  # the first is prefill's
+    assert fed.sum() >= texts
+    assert error(ours[fed], exact[fed]) <= 1.2 * error(theirs[fed], exact[fed])
+    hb.restore(model)
+
+
+def test_dtypes() -> None:
+    """What is fused is 16 bits; a norm of another dtype goes its own way."""
+    q, x = weight(512, 1024), random(1, 1024)
+    assert multiply(x.float(), [q], [None], None, "", Residual(random(1, 512).float()), True) is None
+    found = eager_fused.products(x.half(), [weight(512, 1024, dtype=F16)], [None], Norm(random(1024, dtype=F16), 1e-5))
+    assert found[0].dtype is F16
