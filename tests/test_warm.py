@@ -76,6 +76,25 @@ def groups(path: Path, *dtypes: torch.dtype, settings: warm.Settings = NF4) -> s
     return warm.of_checkpoint(path, dtypes or (BF16,), settings)
 
 
+def test_what_captured_steps_fuse(tmp_path: Path) -> None:
+    """Of a family that is known, by its config.json; each is what a step will ask for."""
+    sides = {"q_proj": (4096, 4096), "k_proj": (1024, 4096), "v_proj": (1024, 4096), "o_proj": (4096, 4096)}
+    inner = {"gate_proj": (14336, 4096), "up_proj": (14336, 4096), "down_proj": (4096, 14336)}
+    names = {f"self_attn.{name}": shape for name, shape in sides.items()} | {f"mlp.{n}": s for n, s in inner.items()}
+    tensors = {f"model.layers.0.{name}.weight": torch.empty(shape, dtype=BF16) for name, shape in names.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert not any(isinstance(group, warm.Fused) for group in groups(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_act": "silu"}))
+    found = groups(tmp_path)
+    fused = sorted((len(one.group), one.fusion.activation) for one in found if isinstance(one, warm.Fused))
+    assert fused == [(1, ""), (1, ""), (2, "silu"), (3, "")]
+    assert warm.settings_of(found) == NF4
+    more = set(warm.variants(found, [1], H200)) - set(warm.variants(groups(tmp_path / "model.safetensors"), [1], H200))
+    assert not more  # the same folder
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_act": "gelu"}))
+    assert len(warm.variants(found, [1], H200)) == len(warm.variants(groups(tmp_path), [1], H200)) + 4
+
+
 def test_checkpoints(tmp_path: Path) -> None:
     weights = {"gate_proj": (96, 128), "up_proj": (64, 128), "down_proj": (128, 64)}
     tensors = {f"model.layers.0.mlp.{name}.weight": torch.randn(shape).half() for name, shape in weights.items()}

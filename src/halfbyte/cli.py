@@ -101,20 +101,29 @@ def warm(
     import torch
 
     from halfbyte import warm as ahead
+    from halfbyte.models.rehearsal import can_rehearse, rehearse
+    from halfbyte.terminal import say
 
     with usage():
         size, is_nested = check_settings(format, block_size, group_size, nested)
         settings = ahead.Settings(format, size, is_nested)
         dtypes = [getattr(torch, name.value) for name in dict.fromkeys(dtype)]
-        groups = ahead.of_shapes([ahead.parse_shape(text) for text in shape], dtypes, settings, bias)
+        groups: set[ahead.Group | ahead.Fused] = set()
+        groups |= ahead.of_shapes([ahead.parse_shape(text) for text in shape], dtypes, settings, bias)
         counts, properties = ahead.parse_rows(rows), ahead.properties_of_target(target, sms)
         if checkpoint is None and not shape:
             raise ValueError("nothing to compile for; give a checkpoint, or weights as --shape NxK")
     if checkpoint is not None:
-        groups |= ahead.of_checkpoint(checkpoint, dtypes, settings)
+        groups |= (found := ahead.of_checkpoint(checkpoint, dtypes, settings))
+        settings = ahead.settings_of(found)
     with progress(of_bytes=False) as report_to:
         report = ahead.warm(ahead.variants(groups, counts, properties), report_to)
+    seconds = 0.0
+    if checkpoint is not None and target is None and can_rehearse(checkpoint):
+        say("decoding with one layer of each kind, so that Triton and torch compile, too")
+        with usage():
+            seconds = sum(rehearse(checkpoint, kind, settings) for kind in dtypes)
     print(
         f"{report.variants} variants for sm_{properties.capability}, {report.cached} of them cached already, "
-        f"{report.seconds:.1f} s; kept in {report.folder}"
+        f"{report.seconds + seconds:.1f} s; kept in {report.folder}"
     )

@@ -8,14 +8,17 @@ No GPU is needed, and of checkpoints only headers and the few bytes that say how
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,12 +27,22 @@ from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for, properties_of
 from halfbyte.kernels.common.nvrtc import Variant
-from halfbyte.kernels.linear.dispatch import choose, choose_group
+from halfbyte.kernels.linear.dispatch import choose, choose_fused, choose_group
+from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
+from halfbyte.models.fused import MOST_ROWS
+from halfbyte.models.layers import activation_of, family_of_type, fusions
 from halfbyte.models.projections import groups_of
 
 # The products of one launch: one, or those of fused projections.
 Group = tuple[Problem, ...]
+
+
+class Fused(NamedTuple):
+    """The products of one launch of a captured step, with what stands beside them."""
+
+    group: Group
+    fusion: Fusion
 
 
 class Settings(NamedTuple):
@@ -66,9 +79,9 @@ def of_shapes(
     return found
 
 
-def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings) -> set[Group]:
+def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings) -> set[Group | Fused]:
     """Products of x of these dtypes with the 4-bit weights of a checkpoint; where it has none, with those that
-    `halfbyte quantize` would convert. Each alone, and fused projections together.
+    `halfbyte quantize` would convert. Each alone, fused projections together, and what captured steps fuse with them.
 
     Raises ValueError where there are none of either kind.
     """
@@ -96,18 +109,56 @@ def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings)
         weights[name] = _to_be_quantized(n, k, x.dtype, DTYPES[entry.dtype], settings, has_bias(name))
     if not weights:
         raise ValueError(f"{path} has no weight of a linear layer, in 4 bits or to be quantized")
-    groups = {(one,) for one in weights.values()} | set(_fused(weights))
-    return {tuple(replace(one, dtype=dtype) for one in group) for group in groups for dtype in dtypes}
+    groups = {(one,) for one in weights.values()} | set(_grouped(weights))
+    fused = set(_fused(weights, _config(path)))
+    found: set[Group | Fused] = {_in(dtype, group) for group in groups for dtype in dtypes}
+    return found | {Fused(_in(dtype, group), fusion) for group, fusion in fused for dtype in dtypes}
 
 
-def _fused(weights: Mapping[str, Problem]) -> Iterator[Group]:
-    """The groups that `projections.link` will make of layers with these weights, by their names in a checkpoint."""
+def settings_of(groups: Iterable[Group | Fused]) -> Settings:
+    """How most weights of a checkpoint are quantized, or will be."""
+    products = [one for group in groups for one in (group.group if isinstance(group, Fused) else group)]
+    counts = Counter(Settings(one.format, one.block_size, one.nested > 0) for one in products)
+    return counts.most_common(1)[0][0]
+
+
+def _in(dtype: torch.dtype, group: Group) -> Group:
+    return tuple(replace(one, dtype=dtype) for one in group)
+
+
+def _parents(weights: Mapping[str, Problem]) -> Iterator[Callable[[str], Problem | None]]:
+    """The modules that layers with these weights belong to, by their names in a checkpoint: each as a function from
+    the name of a child to its weight."""
     for parent in {re.sub(r"[^.]+\.weight$", "", name) for name in weights}:
+        yield lambda name, parent=parent: weights.get(f"{parent}{name}.weight")  # type: ignore[misc]
 
-        def child(name: str, parent: str = parent) -> Problem | None:
-            return weights.get(f"{parent}{name}.weight")
 
+def _grouped(weights: Mapping[str, Problem]) -> Iterator[Group]:
+    """The groups that `projections.link` will make."""
+    for child in _parents(weights):
         yield from map(tuple, groups_of(child, lambda one: (one.k, one.format, one.block_size, one.nested)))
+
+
+def _fused(weights: Mapping[str, Problem], config: Mapping[str, Any]) -> Iterator[Fused]:
+    """What captured steps will multiply in one launch with what stands beside it (models/fused.py)."""
+    family = family_of_type(config.get("model_type", ""))
+    activation = activation_of(SimpleNamespace(**config))
+    if family is None or activation is None:
+        return
+    for child in _parents(weights):
+        for names, fusion in fusions(family, activation).items():
+            group = tuple(one for name in names if (one := child(name)) is not None)
+            if len(group) == len(names):
+                yield Fused(group, fusion)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The text model's part of config.json, or nothing where there is none."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    if not file.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found.get("text_config") or found
 
 
 def _to_be_quantized(
@@ -119,22 +170,28 @@ def _to_be_quantized(
     return Problem(dtype, n, k, format, block_size, scale, nested=NESTED_BLOCK_SIZE if nested else 0, bias=bias)
 
 
-def variants(groups: Iterable[Group], rows: Iterable[int], properties: DeviceProperties) -> list[Variant]:
+def variants(groups: Iterable[Group | Fused], rows: Iterable[int], properties: DeviceProperties) -> list[Variant]:
     """What these products compile on such a GPU for x with these numbers of rows, batch-invariant or not; each once."""
     counts = sorted(set(rows))
     # With batch_invariant so many rows go at a time, and then the rest.
     invariant = sorted({part for m in counts for part in (min(m, INVARIANT_ROWS), m % INVARIANT_ROWS) if part})
     cases = [(m, False) for m in counts] + [(m, True) for m in invariant]
     found: dict[Variant, None] = {}
-    for group in sorted(groups, key=repr):
+    for product in sorted(groups, key=repr):
+        group, fusion = product if isinstance(product, Fused) else (product, None)
         for m, batch_invariant in cases if all(min(one.n, one.k) for one in group) else ():
-            variant = _variant(m, group, properties, batch_invariant)
+            variant = _variant(m, group, fusion, properties, batch_invariant)
             if variant is not None:
                 found[variant] = None
     return list(found)
 
 
-def _variant(m: int, group: Group, properties: DeviceProperties, batch_invariant: bool) -> Variant | None:
+def _variant(
+    m: int, group: Group, fusion: Fusion | None, properties: DeviceProperties, batch_invariant: bool
+) -> Variant | None:
+    if fusion is not None:
+        fused = None if batch_invariant or m > MOST_ROWS else choose_fused(m, group, fusion, properties)
+        return fused.kernel.group_variant(group, fused.plan, properties) if fused else None
     if len(group) == 1:
         choice = choose(m, group[0], properties, batch_invariant)
         return choice.variant(group[0], properties) if choice else None

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
+from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.models import fused
 from halfbyte.models import transformers as host
 from halfbyte.models.attention import StepAttention
 from halfbyte.models.fused import AGREES, agree, fused_layers
 from halfbyte.models.layers import FAMILIES as KNOWN
-from halfbyte.models.layers import layer_of, norm_of
+from halfbyte.models.layers import activation_of, family_of_type, fusions, layer_of, norm_of
+from halfbyte.nn import Linear4bit
 
 from .families import FAMILIES, counted, generate, make, plainly, prompt
 
@@ -69,6 +71,30 @@ def test_tokens_of_every_family(family: str, layers: list[int]) -> None:
     hb.restore(model)
     assert not any(AGREES in vars(layer) for layer in decoder_layers(model))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_warmed_is_what_is_fused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantized(make(family))
+    asked: dict[tuple[str, ...], Any] = {}
+    names = {id(m.weight): name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, Linear4bit)}
+
+    def products(
+        x: Tensor, weights: Any, biases: Any, norm: Any = None, activation: str = "", residual: Any = None
+    ) -> Any:
+        key = tuple(names[id(q)] for q in weights)
+        asked[key] = Fusion(norm and (0.0, 0.0), activation, residual and 1.0, static=True)
+        return theirs(x, weights, biases, norm, activation, residual)
+
+    theirs = fused.products
+    monkeypatch.setattr(fused, "products", products)
+    generate(model, prompt(1, 9), max_new_tokens=3)
+    kind = family_of_type(model.config.model_type)
+    assert kind is not None
+    warmed = fusions(kind, activation_of(model.config) or "")
+    assert {key: one for key, one in asked.items() if one != Fusion(static=True)} == {
+        key: one for key, one in warmed.items() if key in asked
+    }
 
 
 def test_every_family_is_tried() -> None:

@@ -12,12 +12,22 @@ from typing import Any
 from torch import nn
 
 from halfbyte.kernels.common.norm import Norm
+from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.models import norms
 from halfbyte.models.patch import is_method_of
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Granite")
 ONE_MORE = ("Gemma2", "Gemma3")  # whose norms store their weights less one, and that norm what is added
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as configurations name them
+
+
+def fusions(family: str, activation: str) -> dict[tuple[str, ...], Fusion]:
+    """What stands beside the products of such a layer in their launches, by the names of their projections."""
+    norm, add = (0.0, 0.0), None if family in ONE_MORE else 1.0
+    normed, added = Fusion(norm, static=True), Fusion(residual=add, static=True)
+    found = {("q_proj", "k_proj", "v_proj"): normed, ("gate_proj", "up_proj"): Fusion(norm, activation, static=True)}
+    found |= {("qkv_proj",): normed, ("gate_up_proj",): normed}
+    return found | {(name,): added for name in ("o_proj", "down_proj") if add is not None}
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,17 @@ class DecoderLayer:
         return (self.first, self.second, *self.added, *self.head_norms)
 
 
+def activation_of(config: Any) -> str | None:
+    """The activation of an MLP by its configuration, or None of one that no product gates with."""
+    named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    return ACTIVATIONS.get(named or "")
+
+
+def family_of_type(model_type: str) -> str | None:
+    """The family that a configuration calls by this name, such as "gemma3_text"."""
+    return next((family for family in FAMILIES if model_type.removesuffix("_text") == family.lower()), None)
+
+
 def family_of(module: nn.Module, kind: str) -> str | None:
     """The family of a module of transformers whose class is called that and `kind`."""
     name = type(module).__name__
@@ -75,11 +96,9 @@ def _taken_apart(module: Any, family: str) -> DecoderLayer | None:
     attention, mlp = module.self_attn, module.mlp
     if type(mlp).__name__ != family + "MLP" or type(attention).__name__ != family + "Attention":
         return None
-    config = mlp.config
-    named = getattr(config, "hidden_activation", None) or config.hidden_act
     act = mlp.activation_fn if family == "Phi3" else mlp.act_fn
-    activation = ACTIVATIONS.get(named)
-    if activation is None or not _is_of(act, named):
+    activation = activation_of(mlp.config)
+    if activation is None or not _is_of(act, activation):
         return None
     queries: tuple[nn.Module, ...] = (attention.qkv_proj,) if family == "Phi3" else (
         attention.q_proj, attention.k_proj, attention.v_proj,
@@ -122,7 +141,8 @@ def _is_plain(module: nn.Module) -> bool:
     return not is_hooked(module) and (own is None or is_method_of(norms.forward, own))
 
 
-def _is_of(activation: nn.Module, name: str) -> bool:
+def _is_of(module: nn.Module, activation: str) -> bool:
     from transformers.activations import ACT2FN
 
-    return type(activation) is type(ACT2FN[name]) and not is_hooked(activation)
+    kinds = {type(ACT2FN[name]) for name, known in ACTIVATIONS.items() if known == activation}
+    return type(module) in kinds and not is_hooked(module)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfbyte.kernels.common.patience import compiling
 from halfbyte.models import norms
 from halfbyte.models.patch import is_method_of
 
@@ -56,7 +57,10 @@ def _when_called(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which compiles when it is first called: many a region of a model is not, in a step."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return (function if _as_they_are.get() else _compiled(function))(*args, **kwargs)
+        if _as_they_are.get():
+            return function(*args, **kwargs)
+        with compiling():
+            return _compiled(function)(*args, **kwargs)
 
     return run
 

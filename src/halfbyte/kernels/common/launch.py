@@ -21,6 +21,7 @@ import torch
 
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Launch, driver
+from halfbyte.kernels.common.patience import compiling
 from halfbyte.kernels.common.thread_cache import ThreadCache
 
 # Triton appends pointers for its global and its profiling scratch memory, depending on its version. Our kernels need
@@ -52,7 +53,8 @@ def launch(
         return
     properties = properties_of(index)
     grid, options = configure(properties)
-    compiled = kernel[(grid,)](*arguments, **options)
+    with compiling():
+        compiled = kernel[(grid,)](*arguments, **options)
     if properties.kind != "cuda" or again is not None or not aligned:
         return
     made: _DirectLaunch | _CompiledLaunch | None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfbyte.kernels.common import compiler
+from halfbyte.kernels.common.patience import compiling
 
 _DIGEST = hashlib.sha256().digest_size
 _CONFIG = "config.cuh"
@@ -76,7 +77,8 @@ def cubin(variant: Variant) -> bytes:
     """
     code = cached(variant)
     if code is None:
-        code = compile_cubin(variant.source, variant.capability, dict(variant.constants))
+        with compiling():
+            code = compile_cubin(variant.source, variant.capability, dict(variant.constants))
         with suppress(OSError):  # a cache that cannot be written costs time, not results
             keep(variant, code)
     return code

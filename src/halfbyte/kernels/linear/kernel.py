@@ -73,8 +73,8 @@ class GroupKernel(Kernel[P], Protocol[P]):
         """The products with several weights on the current device."""
 
 
-class FusedKernel(Kernel[P], Protocol[P]):
-    """A kernel that can do what stands beside a product in the same launch."""
+class FusedKernel(GroupKernel[P], Protocol[P]):
+    """A kernel that can do what stands beside a product in the same launch; `group_variant` is for its plans, too."""
 
     def plan_fused(self, m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> Plan | None:
         """The plan for x [m, K] and one or several weights, or None where this kernel does not support it."""
