@@ -1,7 +1,7 @@
 """Products of a decoding step with what stands beside them: the norm of x before, a gate or a residual sum after.
 
-One launch does it all where a kernel is for it; else each has its own. It has neither gradients nor operators: it is
-for steps that are captured.
+One launch does it all where a kernel is for it, or all but the norm; else each has its own. There are neither gradients
+nor operators: it is for steps that are captured.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ def products(
     x, biases = eager.plain(x), [None if bias is None else eager.plain(bias) for bias in biases]
     if residual is not None:
         residual = residual._replace(value=eager.plain(residual.value))
-    if x.is_cuda:
-        tensors = [x, *biases, norm and norm.weight, residual and residual.value]
-        if all(tensor is None or eager.is_aligned(tensor) for tensor in tensors):
-            found: list[Tensor] | None = eager.cuda_products().fused(x, weights, biases, norm, activation, residual)
-            if found is not None:
-                return found
-    if norm is not None:
+    found = _in_one_launch(x, weights, biases, norm, activation, residual)
+    if found is None and norm is not None:
         x = rms_norm(x, norm)
+        if activation or residual is not None:
+            found = _in_one_launch(x, weights, biases, None, activation, residual)
+    if found is not None:
+        return found
     results = eager.linear_group(x, weights, biases)
     if results is None:
         results = [eager.linear(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)]
@@ -55,6 +54,21 @@ def products(
     if residual is not None:
         results = [torch.add(residual.value, results[0], alpha=residual.factor)]
     return results
+
+
+def _in_one_launch(
+    x: Tensor,
+    weights: Sequence[QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    norm: Norm | None,
+    activation: str,
+    residual: Residual | None,
+) -> list[Tensor] | None:
+    tensors = [x, *biases, norm and norm.weight, residual and residual.value]
+    if not x.is_cuda or not all(tensor is None or eager.is_aligned(tensor) for tensor in tensors):
+        return None
+    found: list[Tensor] | None = eager.cuda_products().fused(x, weights, biases, norm, activation, residual)
+    return found
 
 
 def rms_norm(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:

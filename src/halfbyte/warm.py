@@ -190,7 +190,11 @@ def _variant(
     m: int, group: Group, fusion: Fusion | None, properties: DeviceProperties, batch_invariant: bool
 ) -> Variant | None:
     if fusion is not None:
-        fused = None if batch_invariant or m > MOST_ROWS else choose_fused(m, group, fusion, properties)
+        if batch_invariant or m > MOST_ROWS:
+            return None
+        fused = choose_fused(m, group, fusion, properties)
+        if fused is None:  # then the norm has a launch of its own
+            fused = choose_fused(m, group, replace(fusion, norm=None), properties)
         return fused.kernel.group_variant(group, fused.plan, properties) if fused else None
     if len(group) == 1:
         choice = choose(m, group[0], properties, batch_invariant)

@@ -19,6 +19,7 @@ from halfbyte.kernels.linear import dispatch
 from halfbyte.kernels.linear.fusion import Fusion, Residual
 from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.pointwise import reference as plain_torch
 from halfbyte.models import fused
 from halfbyte.models import transformers as host
@@ -53,16 +54,17 @@ def multiply(
     activation: str,
     residual: Residual | None,
     static: bool,
+    kernel: Any = decode,
 ) -> list[Tensor] | None:
     """By the kernel, with poison under and around each result."""
     m = len(x)
     of_norm = None if norm is None else (norm.epsilon, norm.offset)
     fusion = Fusion(of_norm, activation, None if residual is None else residual.factor, static)
     group = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
-    plan = decode.plan_fused(m, group, fusion, properties_of(0))
+    plan = kernel.plan_fused(m, group, fusion, properties_of(0))
     if plan is None:
         return None
-    product = decode.bind_fused(DEVICE, m, group, list(map(addresses, weights)), fusion, plan)
+    product = kernel.bind_fused(DEVICE, m, group, list(map(addresses, weights)), fusion, plan)
     with ExitStack() as stack:
         results = [stack.enter_context(poisoned((m, q.shape[0]), x.dtype)) for q in weights]
         pointers = []
@@ -128,6 +130,30 @@ def test_error(dtype: torch.dtype, format: str, options: dict[str, Any], kind: s
             assert torch.equal(one, other), (m, k)
             assert error(one, right) <= max(error(rounded, right), 1e-6), (m, k)
     assert tried >= len(SIZES) // 2
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "residual"])
+@pytest.mark.parametrize(("format", "options"), [*KINDS, ("nf4", {"block_size": 32})], ids=str)
+@sixteen_bits
+def test_error_where_x_is_laid_out(dtype: torch.dtype, format: str, options: dict[str, Any], kind: str) -> None:
+    """sm90_streamk combines as it stores: in clusters, from shared sums, for an odd number of rows of W."""
+    for m, n, k in ((1, 1029, 4160), (17, 2048, 4096), (40, 515, 1024), (64, 5120, 2048), (64, 300, 14336)):
+        if k % options.get("group_size", options.get("block_size", 64)):
+            continue
+        weights = [weight(n, k, format, dtype, **options) for _ in range(1 if kind == "residual" else 2)]
+        biases = [random(n, dtype=dtype), None][: len(weights)]
+        residual = Residual(random(m, n, dtype=dtype), 0.5) if kind == "residual" else None
+        activation = "" if kind == "residual" else kind
+        x = random(m, k, dtype=dtype)
+        given = (biases, None, activation, residual)
+        results = [multiply(x, weights, *given, static=True, kernel=streamk) for _ in range(2)]
+        assert results[0] is not None
+        assert results[1] is not None
+        (ours,), (again,) = results
+        assert torch.equal(ours, again), (m, n, k)
+        exact = compose(x.double(), [hb.dequantize(q, F32).double() for q in weights], *given)[0]
+        theirs = compose(x, [hb.dequantize(q, dtype) for q in weights], *given)[0]
+        assert error(ours, exact) <= error(theirs, exact) * (1.0 if m * n > 5000 else 1.2), (m, n, k)
 
 
 @pytest.mark.parametrize("m", [1, 7, 16])

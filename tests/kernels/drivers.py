@@ -87,11 +87,14 @@ class Driver:
         m, n, k = rest[(5 if kernel is exact else 4) + changing - 1 :][:3]
         self.seen.append((kernel, m))
         if kernel is hopper:
-            self.workspaces.append(tuple(rest[8:11]))
+            self.workspaces.append((*rest[8:10], rest[11]))
             assert rest[8] == 0 or ctypes.c_uint32.from_address(rest[8]).value == 0xFFFFFFFF  # MISSING
         like = next((like for like in self.group if like.packed.data_ptr() == packed), None) or self.like
         assert (n, k) == like.shape
         self._multiply(like, (packed, *rest[:4]), m, x, bias, out)
+        if kernel is hopper and (other := rest[10]):
+            there, y = memory(other, (m, n), self.dtype), memory(out, (m, n), self.dtype)
+            y.copy_(pointwise.gated(there, y, self.activation) if self.activation else there + rest[-2] * y)
         return 0
 
     def _decode(self, arguments: bytes) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from halfbyte.kernels.linear.dispatch import choose_fused
 from halfbyte.kernels.linear.fusion import ACTIVATIONS, ALONE, Fusion, Residual
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.pointwise import reference as pointwise
 
 NORM, GATE, ADD = Fusion(norm=(1e-5, 0.0)), Fusion(norm=(1e-6, 1.0), activation="silu"), Fusion(residual=1.0)
@@ -47,19 +48,31 @@ def test_the_products_of_a_layer_are_fused(m: int) -> None:
     ]
     for group, fusion in cases:
         found = choose_fused(m, tuple(group), fusion, H200)
-        assert (found is not None) == (m <= 8 or group[0].k == hidden)  # sm90_streamk is ahead of the other
+        assert found is not None
+        assert found.kernel is (decode if m <= 8 or group[0].k == hidden else streamk)
 
 
 def test_what_is_not_fused() -> None:
     one = problem(4096, 4096)
-    assert choose_fused(512, (one,), ADD, H200) is None
     assert choose_fused(1, (problem(4096, 4096, dtype=torch.float32),), ADD, H200) is None
-    assert choose_fused(1, (problem(4096, 4096, block_size=32, scale=BF16, nested=0),), ADD, H200) is None
-    assert choose_fused(1, (problem(4094, 4096),), ADD, H200) is None
+    assert choose_fused(1, (one,), ALONE, H200) is None
+    assert choose_fused(1, (problem(4096, 4096, block_size=32, scale=BF16, nested=0),), NORM, H200) is None
+    assert choose_fused(1, (problem(4094, 4096),), NORM, H200) is None
     with pytest.raises(AssertionError, match="of one size"):
         decode.plan_fused(1, [one, problem(4100, 4096)], GATE, H200)
     with pytest.raises(AssertionError, match="one product"):
         decode.plan_fused(1, [one, one], ADD, H200)
+
+
+def test_with_more_rows_the_norm_is_alone() -> None:
+    """And sm90_streamk gates and adds."""
+    pair = (problem(25600, 5120),) * 2
+    assert choose_fused(32, pair, GATE, H200) is None
+    found = choose_fused(32, pair, replace(GATE, norm=None), H200)
+    assert found is not None
+    assert found.kernel is streamk
+    first, second = cast(Any, found.plan).plans
+    assert (first.activation, second.activation) == ("", "silu")
 
 
 def test_both_tiles_of_a_gated_pair_are_counted() -> None:
@@ -111,6 +124,28 @@ def test_what_is_handed_over(gpu: Driver, dtype: torch.dtype, norm: float | None
     assert [rows for _, rows in gpu.seen] == [1, 8, 1, 3]
 
 
+@pytest.mark.parametrize("kind", ["silu", "residual"])
+def test_what_is_handed_over_where_x_is_laid_out(gpu: Driver, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate has a launch and a result of its own, and the other one combines with it."""
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
+    n, k = 64, 320
+    gpu.group, gpu.activation = (
+        [make(n, k) for _ in range(1 if kind == "residual" else 2)],
+        kind if kind == "silu" else "",
+    )
+    biases = [torch.randn(n).bfloat16(), None][: len(gpu.group)]
+    for m in (1, 20, 64):
+        x = 0.05 * torch.randn(m, k).bfloat16()
+        residual = Residual(torch.randn(m, n).bfloat16(), 0.5) if kind == "residual" else None
+        assert cuda.fused(x, gpu.group, biases, Norm(torch.randn(k).bfloat16(), 1e-5), gpu.activation, residual) is None
+        found = cuda.fused(x, gpu.group, biases, None, gpu.activation, residual)
+        assert found is not None
+        right = [hb.linear(x, q, bias).float() for q, bias in zip(gpu.group, biases, strict=True)]
+        exact = pointwise.gated(*right, "silu") if residual is None else residual.value + 0.5 * right[0]
+        torch.testing.assert_close(found[0].float(), exact, rtol=2e-2, atol=0.02)
+    assert {kernel for kernel, _ in gpu.seen} == {streamk}
+
+
 def normed(x: Tensor, norm: Norm | None) -> Tensor:
     return x if norm is None else pointwise.rms_norm(x, *norm)
 
@@ -139,12 +174,16 @@ def test_launches_of_their_own(kind: str) -> None:
         (1, (4096, 1024, 1024), 4096, Fusion(norm=(1e-5, 0.0), static=True)),
         (8, (14336, 14336), 4096, Fusion(norm=(1e-5, 0.0), activation="silu", static=True)),
         (16, (25600, 25600), 5120, Fusion(norm=(1e-5, 1.0), activation="gelu_tanh", static=True)),  # in clusters
+        (4, (4096,), 14336, Fusion(residual=1.0)),
         (32, (4096,), 14336, Fusion(residual=1.0)),
+        (64, (14336, 14336), 4096, Fusion(activation="silu")),
     ],
 )
-def test_it_compiles(m: int, sizes: tuple[int, ...], k: int, fusion: Fusion, tmp_path: Path) -> None:
-    group = [problem(n, k, dtype=F16 if m == 8 else BF16) for n in sizes]
-    plan = decode.plan_fused(m, group, fusion, H200)
+def test_it_compiles(m: int, sizes: tuple[int, ...], k: int, fusion: Fusion) -> None:
+    group = tuple(problem(n, k, dtype=F16 if m == 8 else BF16) for n in sizes)
+    kernel = decode if m <= 16 else streamk
+    plan = kernel.plan_fused(m, group, fusion, H200)
     assert plan is not None
-    code = nvrtc.cubin(decode.group_variant(group, plan, H200))
-    assert len(code) > 1000
+    variant = kernel.group_variant(group, plan, H200)
+    assert variant is not None
+    assert len(nvrtc.cubin(variant)) > 1000

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from halfbyte.kernels.linear.tune import h200
 
 KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm80, simt)
 GROUP_KERNELS: tuple[GroupKernel[Any], ...] = (sm90_decode, sm90_streamk)
-FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode,)
+FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode, sm90_streamk)
 # The most rows of x for which a kernel beats the dense weight on GPUs whose dense products were not measured.
 MOST_ROWS = {sm80.NAME: h200.SM80_ROWS, simt.NAME: h200.SIMT_ROWS}
 # With batch_invariant no choice may depend on the rows of x: it is the best one for so many.
@@ -117,10 +118,14 @@ def choose_fused(
     m: int, group: tuple[Problem, ...], fusion: Fusion, properties: DeviceProperties
 ) -> FusedChoice | None:
     """How x [m, K] is multiplied with one or several weights, and what stands beside the product is done in the same
-    launch; None where launches of their own are as fast."""
+    launch; None where launches of their own are as fast, be it for the norm alone."""
     together = choose_group(m, group, properties) if len(group) > 1 else None
     best = _microseconds_one_by_one(m, group, properties) if together is None else together.plan.microseconds
     best += h200.POINTWISE * (bool(fusion.norm) + bool(fusion.activation) + (fusion.residual is not None))
+    if fusion.norm is not None:
+        rest = replace(fusion, norm=None)
+        after = choose_fused(m, group, rest, properties) if rest != Fusion(static=fusion.static) else None
+        best = min(best, math.inf if after is None else after.plan.microseconds + h200.POINTWISE)
     found = None
     for kernel in FUSED_KERNELS:
         plan = kernel.plan_fused(m, group, fusion, properties)

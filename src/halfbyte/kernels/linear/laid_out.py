@@ -14,12 +14,13 @@ from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear import workspace
-from halfbyte.kernels.linear.kernel import GroupProduct, Product
+from halfbyte.kernels.linear.fusion import Fusion
+from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
 
 UNIT_K = 256  # of K, a unit of work
-# Arguments in kernel.cu, aligned to 64 bytes: x, bias, out, x laid out, partial, left, its length and m change.
-LAYOUT = ("128s4Q", "6Q2I", "6If64s12x")
+# Arguments in device/laid_out.cuh: x, bias, out, x laid out, partial, left, other, the length of left and m change.
+LAYOUT = ("128s4Q", "7Q2I", "6I2f64s")
 launches: ThreadCache[Hashable, tuple[Launch, Launch]] = ThreadCache()
 
 
@@ -95,12 +96,12 @@ class Part(NamedTuple):
     partial: int
 
     def __call__(
-        self, stream: int, x: int, bias: int, out: int, laid_out: int, m: int, is_laid_out: bool = False
+        self, stream: int, x: int, bias: int, out: int, laid_out: int, m: int, is_laid_out: bool = False, other: int = 0
     ) -> None:
         (partial, left, count), held = (0, 0, 0), None
         if self.partial:
             (partial, left, count), held = workspace.take(self.device, stream, self.partial)
-        self.arguments.set(x, bias, out, laid_out, partial, left, count // 4, m)
+        self.arguments.set(x, bias, out, laid_out, partial, left, other, count // 4, m)
         if self.laid_out and not is_laid_out:
             self.lay_out(stream, self.arguments.parameters)
         self.multiply(stream, self.arguments.parameters)
@@ -142,10 +143,47 @@ def bind_group(
     return multiply
 
 
+def bind_fused(
+    kernel: LaidOutKernel,
+    device: torch.device,
+    m: int,
+    group: Sequence[Problem],
+    weights: Sequence[Addresses],
+    fusion: Fusion,
+    plans: Sequence[LaidOutPlan],
+) -> FusedProduct:
+    """The product of m rows of x with a weight, to which something is added, or with the two weights of a gated pair.
+    Of these gate comes first, with a result of its own, and the other combines with it as it stores."""
+    parts = [prepare(kernel, device, m, *each, fusion.residual) for each in zip(group, weights, plans, strict=True)]
+    first, shares = parts[0], not any(plan.resident for plan in plans)
+    gate_bytes = m * group[0].n * group[0].dtype.itemsize if fusion.activation else 0
+
+    def multiply(stream: int, x: int, norm: int, residual: int, results: Iterable[int]) -> None:
+        most = max(part.laid_out for part in parts)
+        laid_out = torch.empty(most, dtype=torch.uint8, device=device) if most else None
+        place = 0 if laid_out is None else laid_out.data_ptr()
+        bias, out, *others = results
+        if not fusion.activation:
+            first(stream, x, bias, out, place, m, other=residual)
+            return
+        gate = torch.empty(gate_bytes, dtype=torch.uint8, device=device)
+        first(stream, x, bias, gate.data_ptr(), place, m)
+        parts[1](stream, x, others[0], out, place, m, is_laid_out=shares, other=gate.data_ptr())
+
+    return multiply
+
+
 def prepare(
-    kernel: LaidOutKernel, device: torch.device, m: int, problem: Problem, weight: Addresses, plan: LaidOutPlan
+    kernel: LaidOutKernel,
+    device: torch.device,
+    m: int,
+    problem: Problem,
+    weight: Addresses,
+    plan: LaidOutPlan,
+    factor: float | None = None,
 ) -> Part:
-    """The launches of a product on the current device, of as many rows as there are tiles of x for m."""
+    """The launches of a product on the current device, of as many rows as there are tiles of x for m. factor: of the
+    product where it is added to something."""
     o, index = problem, device.index
     row_tiles, x_tiles, units = -(-o.n // plan.rows), plan.x_tiles(m), -(-o.k // UNIT_K)
     compiled = kernel.variant(o, plan, properties_of(index))
@@ -156,7 +194,8 @@ def prepare(
     packed, *scales = weight
     sizes = (o.n, o.k, row_tiles, x_tiles, units, plan.workers)
     weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), (UNIT_K // 2, plan.copied_rows))
-    arguments = Arguments(LAYOUT, (weights, *scales), (*sizes, *kernel.codebook(o)))
+    unit, codebook = kernel.codebook(o)
+    arguments = Arguments(LAYOUT, (weights, *scales), (*sizes, unit, 1.0 if factor is None else factor, codebook))
     laid_out = 0 if plan.resident else x_tiles * units * plan.tile_m * UNIT_K * 2
     return Part(device, *both, arguments, laid_out, partial)
 

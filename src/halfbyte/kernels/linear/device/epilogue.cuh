@@ -17,6 +17,16 @@ __device__ __forceinline__ void store_two(u16* to, u32 word, bool even, bool bot
     if (both) to[1] = u16(word >> 16);
   }
 }
+__device__ __forceinline__ u32 load_two(const u16* from, bool even, bool both) {
+  if (even) return *reinterpret_cast<const u32*>(from);
+  return from[0] | (both ? u32(from[1]) << 16 : 0);
+}
+// What gates, in fp32. silu(v) = v * sigmoid(v), and gelu's approximation by tanh is v * sigmoid(2 u), where
+// u = sqrt(2 / pi) (v + 0.044715 v^3).
+template <Activation KIND> __device__ __forceinline__ float activated(float v) {
+  const float twice = KIND == Activation::silu ? v : 1.5957691216057308f * fmaf(0.044715f * v, v * v, v);
+  return __fdividef(v, 1 + __expf(-twice));
+}
 // Four neighbours at a multiple of 8 bytes.
 __device__ __forceinline__ void store_four(u16* to, float4 v) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pack(v.x, v.y), pack(v.z, v.w));

@@ -54,7 +54,6 @@
 //   norm, activation, residual   x is normed first; what gates the second of two weights; the result is added to this
 //   static_weights               W was written long ago
 
-#include "gate.cuh"
 #include "norm.cuh"
 #include "scales.cuh"
 
@@ -303,7 +302,9 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
             store_sums(kept + c * 512, total[c]);
             continue;
           }
-          total[c] = gated(load_sums(kept + c * 512), total[c]);
+          const float4 gate = load_sums(kept + c * 512);
+          total[c].x *= activated<Config::activation>(gate.x), total[c].y *= activated<Config::activation>(gate.y);
+          total[c].z *= activated<Config::activation>(gate.z), total[c].w *= activated<Config::activation>(gate.w);
         }
         if constexpr (Config::residual) {
           const ushort4 r = *reinterpret_cast<const ushort4*>(a.residual + u64(m) * n + row);

@@ -102,28 +102,6 @@ __device__ __forceinline__ void decode(u32 (&a)[OPERANDS], u32 stage, u32 scales
   }
 }
 
-// Stores a tile of y.
-__device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const WorkUnit& at, u32 row,
-                                      u32 member) {
-  const u32 n = first_row(at) + row;
-  if (n >= a.n) return;
-  const bool both = n + 1 < a.n;
-  float bias[2] = {0, 0};
-  if (a.bias) {
-    bias[0] = unpack(a.bias[n]);
-    if (both) bias[1] = unpack(a.bias[n + 1]);
-  }
-#pragma unroll
-  for (u32 i = 0; i < Config::tile_m / 8; i++)
-#pragma unroll
-    for (u32 j = 0; j < 2; j++) {
-      const u32 m = at.column_tile * Config::tile_m + 8 * i + 2 * member + j;
-      if (m >= a.m) continue;
-      const u32 word = pack(__fadd_rn(total[4 * i + j], bias[0]), __fadd_rn(total[4 * i + 2 + j], bias[1]));
-      store_two(a.y + u64(m) * a.n + n, word, a.n % 2 == 0, both);
-    }
-}
-
 __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
   const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = lane * 8 | shared() & ~0u << 24;
   const Addresses mine(row, member);
@@ -179,7 +157,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       release_x(used);
       used = 0;
-      if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane)) store(a, total, at, row, member);
+      if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane))
+        store_tile(a, total, at, first_row(at) + row, member, [](u32) { return true; });
       fresh = true;
     }
     at.next(a);

@@ -70,7 +70,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "span": span_of(problem), "vector": loads_scales_at_once(problem), "tile_m": plan.tile_m,
         "warpgroups": plan.warpgroups, "w_stages": plan.w_stages, "x_stages": plan.x_stages, "direct": DIRECT,
         "cluster": plan.cluster, "producer_registers": producer, "consumer_registers": consumer,
-        "shared_bytes": plan.shared_bytes(span_of(problem)),
+        "shared_bytes": plan.shared_bytes(span_of(problem)), "activation": "Activation::none", "residual": False,
     }  # fmt: skip
 
 

@@ -29,6 +29,7 @@
 //   span, log_block                          weights summed before they are scaled, 64 or 32; log2 of the block size
 //   vector                                   a thread loads 16 bytes of a row's scales at a time
 //   x, scale, low_first                      types, and whether the first weight of a byte is in its low half
+//   activation, residual                     what y is combined with (device/laid_out.cuh)
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
 #include "fetch.cuh"
@@ -71,37 +72,18 @@ __device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const Add
   }
 }
 
-// Stores a tile of y; in a cluster each CTA stores its own groups of eight rows of x.
-__device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const WorkUnit& at, u32 row,
-                                      u32 member) {
-  const u32 n = at.row_tile * TILE_N + row;
-  if (n >= a.n) return;
-  const bool both = n + 1 < a.n;
-  float bias[2] = {0, 0};
-  if (a.bias) {
-    bias[0] = unpack(a.bias[n]);
-    if (both) bias[1] = unpack(a.bias[n + 1]);
-  }
-#pragma unroll
-  for (u32 i = 0; i < Config::tile_m / 8; i++)
-#pragma unroll
-    for (u32 j = 0; j < 2; j++) {
-      if (!is_own(i)) continue;
-      const u32 m = at.column_tile * Config::tile_m + 8 * i + 2 * member + j;
-      if (m >= a.m) continue;
-      const u32 word =
-          pack(scale_and_add(total[4 * i + j], a.unit, bias[0]), scale_and_add(total[4 * i + 2 + j], a.unit, bias[1]));
-      store_two(a.y + u64(m) * a.n + n, word, a.n % 2 == 0, both);
-    }
-}
-
 __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
   const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = column_of(shared(), lane);
   const Addresses mine(row, member);
+  float total[SUMS];
+  // In a cluster each CTA stores its own groups of eight rows of x.
+  const auto store = [&](const WorkUnit& at) {
+    store_tile(a, total, at, at.row_tile * TILE_N + row, member, [](u32 i) { return is_own(i); });
+  };
   Ring ring(0);
   u32 resident = lower_half(BASE + X_RESIDENT);
   WorkUnit at(a, first);
-  float total[SUMS], sum[SUMS];
+  float sum[SUMS];
   u32 even[4 * STEPS], odd[4 * STEPS];  // A operands of two spans: one is multiplied while the next is decoded
 #pragma unroll
   for (int i = 0; i < SUMS; i++) total[i] = 0;
@@ -140,9 +122,9 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
       if constexpr (Config::cluster > 1) {
         cluster_reduce<WARPS>(total, a, at, shared() + TILES, warp, lane);  // over W's stages, which are done with
-        store(a, total, at, row, member);
+        store(at);
       } else {
-        if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane)) store(a, total, at, row, member);
+        if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane)) store(at);
 #pragma unroll
         for (int i = 0; i < SUMS; i++) total[i] = 0;
       }

@@ -14,13 +14,15 @@ from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.linear import laid_out
 from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.constants import TYPES
-from halfbyte.kernels.linear.kernel import GroupProduct, Product
+from halfbyte.kernels.linear.fusion import Fusion
+from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.laid_out import loads_scales_at_once, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_streamk.plan import (
     REGISTERS,
     GroupPlan,
     StreamKPlan,
+    fused_plan,
     group_plan,
     streamk_plan,
 )
@@ -38,8 +40,15 @@ def plan_group(m: int, group: Sequence[Problem], properties: DeviceProperties) -
     return group_plan(m, group, properties) if len(group) > 1 and all(map(supports, group)) else None
 
 
-def group_variant(group: Sequence[Problem], plan: GroupPlan, properties: DeviceProperties) -> None:
-    """Each takes what it takes alone."""
+def plan_fused(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> GroupPlan | None:
+    """The plans for x [m, K], one weight or two, and what their launches do besides; None where they cannot."""
+    return fused_plan(m, group, fusion, properties) if all(map(supports, group)) else None
+
+
+def group_variant(group: Sequence[Problem], plan: GroupPlan, properties: DeviceProperties) -> Variant | None:
+    """That of the last, where it combines with what others have left; else each takes what it takes alone."""
+    last = plan.plans[-1]
+    return variant(group[-1], last, properties) if last.activation or last.residual else None
 
 
 def codebook(problem: Problem) -> tuple[float, bytes]:
@@ -58,6 +67,18 @@ def bind_group(
     return laid_out.bind_group(sys.modules[__name__], device, m, group, weights, plan.plans)
 
 
+def bind_fused(
+    device: torch.device,
+    m: int,
+    group: Sequence[Problem],
+    weights: Sequence[Addresses],
+    fusion: Fusion,
+    plan: GroupPlan,
+) -> FusedProduct:
+    """The product of m rows of x with a weight or a gated pair, and what is fused."""
+    return laid_out.bind_fused(sys.modules[__name__], device, m, group, weights, fusion, plan.plans)
+
+
 def variant(problem: Problem, plan: StreamKPlan, properties: DeviceProperties) -> Variant:
     """What is compiled."""
     return Variant.of(source(), "90a", constants(problem, plan))
@@ -72,7 +93,8 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "vector": loads_scales_at_once(problem), "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
         "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "direct": plan.direct,
         "producer_registers": producer, "consumer_registers": consumer,
-        "shared_bytes": plan.shared_bytes(span_of(problem)),
+        "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual,
+        "activation": f"Activation::{plan.activation or 'none'}",
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
+from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem
 from halfbyte.kernels.linear.tune import h200
@@ -27,6 +28,8 @@ class StreamKPlan:
     resident: int = 0  # units of x that a CTA keeps, which are all that it multiplies; 0: x is laid out ahead
     cluster: int = 1  # CTAs of a tile that add up among themselves, which are all of it; 1: sums meet in memory
     invariant: bool = False  # the sums of a row are made in the same order whatever tile_m is
+    activation: str = ""  # what the result of another weight gates this one's by
+    residual: bool = False  # the result is added to something
     microseconds: float = field(default=0.0, compare=False)
 
     @property
@@ -133,6 +136,19 @@ def group_plan(m: int, group: Sequence[Problem], properties: DeviceProperties) -
     ways = {(o.k, o.dtype, span_of(o), found.tile_m) for o, found in zip(group, plans, strict=True)}
     saved = (len(plans) - 1) * h200.STREAMK_LAYING_OUT
     return GroupPlan(plans, sum(found.microseconds for found in plans) - saved) if len(ways) == 1 else None
+
+
+def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> GroupPlan | None:
+    """The plans for one weight whose product is added to something, or for a gated pair, or None where this kernel does
+    not support them. The second of a pair combines with what the first has left."""
+    plans = [found for problem in group if (found := streamk_plan(m, problem, properties, False)) is not None]
+    if fusion.norm is not None or len(plans) < len(group) or len(group) != (2 if fusion.activation else 1):
+        return None
+    if len({(found.tile_m, found.resident > 0) for found in plans}) > 1:
+        return None
+    last = replace(plans[-1], activation=fusion.activation, residual=fusion.residual is not None)
+    saved = 0.0 if last.resident else (len(plans) - 1) * h200.STREAMK_LAYING_OUT
+    return GroupPlan((*plans[:-1], last), sum(found.microseconds for found in plans) - saved)
 
 
 def _microseconds(busy: float, plan: StreamKPlan, m: int, problem: Problem) -> float:

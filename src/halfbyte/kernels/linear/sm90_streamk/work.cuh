@@ -1,7 +1,7 @@
-// Sizes, the layout of shared memory, and arguments of kernel.cu, which says what Config holds.
+// Sizes, and the layout of shared memory of kernel.cu, which says what Config holds.
 
 #include "device/decode.cuh"
-#include "device/epilogue.cuh"
+#include "device/laid_out.cuh"
 #include "device/pipeline.cuh"
 #include "device/scale.cuh"
 #include "device/split_k.cuh"
@@ -37,19 +37,6 @@ static_assert(SUM_GROUPS * WARPS * 512 <= Config::stages * STAGE_BYTES, "the clu
 extern __shared__ __align__(1024) unsigned char memory[];
 // The address of shared memory. In a cluster the CTA's rank is on top of BASE.
 __device__ __forceinline__ u32 shared() { return Config::cluster > 1 ? u32(__cvta_generic_to_shared(memory)) : BASE; }
-
-struct Arguments {
-  alignas(64) unsigned char map[128];  // the tensor map of packed
-  const void* scale;
-  const float *code, *absmax, *offset;
-  const unsigned short *x, *bias;  // bias: null for none
-  unsigned short* y;
-  uint4* laid_out;
-  float4* workspace;  // all SENTINEL before this launch
-  float4* stale;      // sums of the launch before, which this one overwrites with SENTINEL
-  u32 stale_count, m, n, k, row_tiles, column_tiles, depth_units, ctas;  // depth_units: units of 256 along K
-  float unit, codebook[16];
-};
 
 // The value of a scale byte, which each lane has in the upper half of a row of the table.
 __device__ __forceinline__ float load_code(u32 address) {

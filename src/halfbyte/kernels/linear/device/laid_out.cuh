@@ -1,0 +1,59 @@
+// What kernels for which x is laid out are told, and how they store y. Their Config has `activation` and `residual`.
+//
+// A result may be combined with what an earlier launch left: y = other + result_scale * v with `residual`, or
+// y = activation(other) * v, where `other` is the product of the weight that gates.
+
+#include "epilogue.cuh"
+#include "ptx.cuh"
+#include "scheduler.cuh"
+
+struct Arguments {
+  alignas(64) unsigned char map[128];  // the tensor map of packed
+  const void* scale;
+  const float *code, *absmax, *offset;
+  const unsigned short *x, *bias;  // bias: null for none
+  unsigned short* y;
+  uint4* laid_out;
+  float4* workspace;            // all SENTINEL before this launch
+  float4* stale;                // sums of the launch before, which this one overwrites with SENTINEL
+  const unsigned short* other;  // [m, n], or null
+  // depth_units: units of 256 along K. ctas: that share the units, or clusters.
+  u32 stale_count, m, n, k, row_tiles, column_tiles, depth_units, ctas;
+  float unit, result_scale, codebook[16];
+};
+
+constexpr bool GATED = Config::activation != Activation::none;
+static_assert(!GATED || !Config::residual, "there is one other operand");
+
+__device__ __forceinline__ float combined(const Arguments& a, float value, u32 other) {
+  if constexpr (GATED) return activated<Config::activation>(unpack(other)) * value;
+  if constexpr (Config::residual) return fmaf(a.result_scale, value, unpack(other));
+  return value;
+}
+
+// Stores this lane's sums of a tile: rows n and n + 1 of W, and of x `member`'s of those groups of eight that it owns.
+template <int Sums, class Owns>
+__device__ __forceinline__ void store_tile(const Arguments& a, const float (&total)[Sums], const WorkUnit& at, u32 n,
+                                           u32 member, const Owns& owns) {
+  if (n >= a.n) return;
+  const bool even = a.n % 2 == 0, both = n + 1 < a.n;
+  float bias[2] = {0, 0};
+  if (a.bias) {
+    bias[0] = unpack(a.bias[n]);
+    if (both) bias[1] = unpack(a.bias[n + 1]);
+  }
+  if constexpr (GATED || Config::residual) wait_for_prior_kernel();  // of which only the producer has had to know
+#pragma unroll
+  for (u32 i = 0; i < Config::tile_m / 8; i++)
+#pragma unroll
+    for (u32 j = 0; j < 2; j++) {
+      if (!owns(i)) continue;
+      const u32 m = at.column_tile * Config::tile_m + 8 * i + 2 * member + j;
+      if (m >= a.m) continue;
+      const u64 place = u64(m) * a.n + n;
+      const u32 other = GATED || Config::residual ? load_two(a.other + place, even, both) : 0;
+      const float first = combined(a, scale_and_add(total[4 * i + j], a.unit, bias[0]), other);
+      const float second = combined(a, scale_and_add(total[4 * i + 2 + j], a.unit, bias[1]), other >> 16);
+      store_two(a.y + place, pack(first, second), even, both);
+    }
+}
