@@ -118,7 +118,7 @@ def linear_anew(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invari
     with on(x.device):
         x, bias = plain(given), None if given_bias is None else plain(given_bias)
         if x.is_cuda:
-            x, bias = _aligned(x), None if bias is None else _aligned(bias)
+            x, bias = aligned(x), None if bias is None else aligned(bias)
             # What another device, strides or address had kept from being ready may be so by now.
             changed = elsewhere or x is not given or bias is not given_bias
             found = ready_linear(x, q, bias, batch_invariant) if changed else None
@@ -155,8 +155,8 @@ def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence
     if not x.is_cuda or len(weights) < 2:
         return None
     with on(x.device):
-        given = [None if bias is None else _aligned(plain(bias.detach())) for bias in biases]
-        found: list[Tensor] | None = cuda_products().linear_group(_aligned(plain(x.detach())), weights, given)
+        given = [None if bias is None else aligned(plain(bias.detach())) for bias in biases]
+        found: list[Tensor] | None = cuda_products().linear_group(aligned(plain(x.detach())), weights, given)
     return found
 
 
@@ -170,5 +170,6 @@ def is_aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % ALIGNMENT == 0
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy at such an address."""
     return tensor if is_aligned(tensor) else tensor.clone()

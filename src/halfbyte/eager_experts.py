@@ -1,15 +1,20 @@
 """The operations of experts.py without checks of arguments: rows are sorted by expert, and each expert is multiplied
 with by the fused kernel of the device or, dequantized, by torch.
 
-Where an expert's rows are is read on the host. On a GPU that waits for the stream, so no CUDA graph can capture it.
+There, where an expert's rows are is read on the host. On a GPU that waits for the stream, so no CUDA graph can capture
+it. A Hopper GPU has kernels for few rows that need no host.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from halfbyte.eager import backend, dequantize, on, plain
+from halfbyte.eager import aligned, backend, dequantize, on, plain
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability
@@ -22,6 +27,10 @@ def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor |
     """x [S, K] times the expert of each row, plus its bias -> [S, N]; zeros for ids that are out of range."""
     with on(x.device):
         x, bias = plain(x.detach()), None if bias is None else plain(bias.detach())
+        if x.is_cuda:
+            found: Tensor | None = cuda_kernels().grouped_linear(aligned(x), q, plain(expert), _aligned(bias))
+            if found is not None:
+                return found
         out = x.new_zeros((len(x), q.shape[1]))
         if not x.is_meta:
             order, groups = reference.sort(expert, q.shape[0])
@@ -60,8 +69,16 @@ def moe(
     if x.is_meta:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     with on(x.device):
-        x, weights = plain(x.detach()), top_k_weights.detach().float()
+        x, weights = plain(x.detach()), top_k_weights.detach()
         biases = [None if bias is None else plain(bias.detach()) for bias in (gate_up_bias, down_bias)]
+        if x.is_cuda:
+            shares = plain(weights if weights.dtype is x.dtype else weights.float())
+            found: Tensor | None = cuda_kernels().moe(
+                aligned(x), plain(top_k_index), shares, gate_up, down, activation, *map(_aligned, biases)
+            )
+            if found is not None:
+                return found
+        weights = weights.float()
         order, groups = reference.sort(top_k_index.reshape(-1), gate_up.shape[0])
         pairs = x.new_empty((len(order), gate_up.shape[1]), dtype=torch.float32)
         rows = torch.arange(len(order), dtype=torch.int64, device=x.device)
@@ -71,6 +88,16 @@ def moe(
         _multiply(inner, rows, down, groups, biases[1], y, order)
         valid = (top_k_index >= 0) & (top_k_index < gate_up.shape[0])
         return reference.combine(y.view(tokens, k, hidden), torch.where(valid, weights, 0), x.dtype)
+
+
+@cache
+def cuda_kernels() -> ModuleType:
+    """The CUDA kernels, which say themselves whether one is for a product."""
+    return import_module("halfbyte.kernels.experts.cuda")
+
+
+def _aligned(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else aligned(bias)
 
 
 def _multiply(
@@ -88,8 +115,8 @@ def _multiply(
     if x.is_cuda:
         slow.warn(
             "experts on cuda",
-            "there is no CUDA kernel for stacks of experts, so experts are dequantized one by one and multiplied with "
-            "by torch, slowly; CPUs have a fused kernel",
+            "no CUDA kernel is for so many tokens, or for these experts, which are dequantized one by one and "
+            "multiplied with by torch, slowly; Hopper GPUs have one for up to 512 pairs of a token and an expert",
         )
     way = plan(groups, n, k, x.dtype, kind, cpu_capability())
     if way.fused:

@@ -24,8 +24,21 @@ __device__ __forceinline__ u32 load_two(const u16* from, bool even, bool both) {
 // What gates, in fp32. silu(v) = v * sigmoid(v), and gelu's approximation by tanh is v * sigmoid(2 u), where
 // u = sqrt(2 / pi) (v + 0.044715 v^3).
 template <Activation KIND> __device__ __forceinline__ float activated(float v) {
+  if constexpr (KIND == Activation::gelu) return 0.5f * v * (1 + erff(v * 0.70710678118654752f));
   const float twice = KIND == Activation::silu ? v : 1.5957691216057308f * fmaf(0.044715f * v, v * v, v);
   return __fdividef(v, 1 + __expf(-twice));
+}
+// activation(gate) * up; gpt-oss clamps both, and adds one to up.
+template <Activation KIND> __device__ __forceinline__ float gated(float gate, float up) {
+  if constexpr (KIND == Activation::swiglu_oai) {
+    gate = fminf(gate, 7.0f), up = fminf(fmaxf(up, -7.0f), 7.0f);
+    return (up + 1) * __fdividef(gate, 1 + __expf(-1.702f * gate));
+  }
+  return activated<KIND>(gate) * up;
+}
+template <Activation KIND> __device__ __forceinline__ float4 gated(float4 gate, float4 up) {
+  return make_float4(gated<KIND>(gate.x, up.x), gated<KIND>(gate.y, up.y), gated<KIND>(gate.z, up.z),
+                     gated<KIND>(gate.w, up.w));
 }
 // Four neighbours at a multiple of 8 bytes.
 __device__ __forceinline__ void store_four(u16* to, float4 v) {

@@ -10,8 +10,8 @@ typedef unsigned long long u64;
 
 // nested, of scales: a byte, which is a number of a code times a scale of its own, plus an offset.
 enum class Type { fp32, fp16, bf16, nested };
-// What the first of two weights is put through before it multiplies the second's result.
-enum class Activation { none, silu, gelu_tanh };
+// What the first of two results is put through before it multiplies the second. swiglu_oai is gpt-oss', see `gated`.
+enum class Activation { none, silu, gelu, gelu_tanh, swiglu_oai };
 
 #include "config.cuh"
 

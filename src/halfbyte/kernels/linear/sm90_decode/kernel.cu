@@ -24,6 +24,11 @@
 // another, a tile belongs to one weight, and all read the same x. Of a gated pair each tile of gate is followed by the
 // same tile of up in the same CTA, and y = activation(gate) * up.
 //
+// Experts. A stack is one weight with the rows of all experts. Each CTA finds out which experts are wanted by which
+// tokens (routes.cuh), and takes tiles of those alone (walk.cuh). Its warps then hold the x of up to eight pairs of a
+// token and an expert, and load those of the next unit while they multiply. With `sums_experts` a token's results are
+// weighted and added up here, in the order of its experts.
+//
 // Fusion. With `norm` the multiplying warps apply an RMS norm to the x that they hold, in fp32 and with one rounding,
 // while the first tile of W is on its way (norm.cuh). With `residual` y = residual + result_scale * product.
 //
@@ -53,9 +58,11 @@
 //   x, scale, low_first, bias    types; the first weight of a byte is in its low half; there is a bias
 //   norm, activation, residual   x is normed first; what gates the second of two weights; the result is added to this
 //   static_weights               W was written long ago
+//   experts, pairs, sums_experts  of a stack, 0 for one weight; the most pairs; whether results are added up by token
 
 #include "norm.cuh"
 #include "scales.cuh"
+#include "walk.cuh"
 
 // The first chunk along K of a step of a tile.
 __device__ __forceinline__ u32 chunk_of(u32 first_block, int step) {
@@ -81,8 +88,9 @@ __device__ __forceinline__ void copy_scales(u32 to, const Weight& w, u32 row, u3
 // Prefetches the CTA's first tile to L2 while the kernel before still runs. That kernel may be the one that writes W:
 // until it has ended W may be prefetched, but not read.
 __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_block) {
-  if (first_tile() >= a.tiles) return;
-  const Tile tile(a, first_tile());
+  const Walk walk(a, 0);
+  if (!walk.is_there()) return;
+  const Tile tile = walk.get();
 #pragma unroll
   for (int step = 0; step < Config::steps; step++)
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {0, %1, %2}];" ::"l"(a.weight[tile.part].map),
@@ -101,8 +109,8 @@ __device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 firs
   const u32 row_blocks = a.k / 64;
   Ring ring(1), scales(0);
   bool alone = true;
-  for (u32 number = first_tile(); number < a.tiles; number = next_tile(number), scales.next(SCALE_STAGES)) {
-    const Tile tile(a, number);
+  for (Walk walk(a, shared); walk.is_there(); walk.next(), scales.next(SCALE_STAGES)) {
+    const Tile tile = walk.get();
     const Weight& w = a.weight[tile.part];
     const float* absmax = NESTED ? absmax_of(a, tile, first_block, lane) : nullptr;
 #pragma unroll
@@ -147,6 +155,16 @@ __device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 firs
   if (alone) sync_all();
 }
 
+using XFragments = uint2[Config::m_tiles][Config::slice][4];
+__device__ __forceinline__ void copy_fragments(XFragments& to, const XFragments& from) {
+#pragma unroll
+  for (int c = 0; c < Config::m_tiles; c++)
+#pragma unroll
+    for (int b = 0; b < Config::slice; b++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) to[c][b][i] = from[c][b][i];
+}
+
 // A multiplying warp. ready: called when the first loads are in flight; returns when shared memory is ready.
 template <class Ready>
 __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 warp, u32 lane,
@@ -156,28 +174,39 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
   // Where in a tile this lane's bytes of row 2 * group of W are; it has row 2 * group + 1 too.
   const u32 mine = row_at<Config::chunk>(2 * group) ^ member * 8;
   const ScaleDecoder scales_of_warp(shared, warp, lane);
-  uint2 x[Config::m_tiles][Config::slice][4];
+  XFragments x, then;  // then: of the next unit, where there are several
+  const auto load_x = [&](XFragments& to, u32 unit) {
 #pragma unroll
-  for (int c = 0; c < Config::m_tiles; c++)
+    for (int c = 0; c < Config::m_tiles; c++) {
+      const u32 pair = ROUTED ? pair_of(shared, unit, 8 * c + group) : 0;
+      const u32 row = ROUTED ? pair / a.per_row : first_row() + 8 * c + group;
+      const bool wanted = ROUTED ? pair != NOBODY : row < a.m;
 #pragma unroll
-    for (int b = 0; b < Config::slice; b++)
+      for (int b = 0; b < Config::slice; b++)
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const u32 row = first_row() + 8 * c + group, block = first_block + place(warp, b);
-        const bool exists = row < a.m && block < row_blocks;
-        const u64 at = u64(row) * a.k + block * 64 + member * 16 + half * 8;
-        const uint4 both = exists ? *reinterpret_cast<const uint4*>(a.x + at) : make_uint4(0, 0, 0, 0);
-        x[c][b][2 * half] = make_uint2(both.x, both.y), x[c][b][2 * half + 1] = make_uint2(both.z, both.w);
-      }
+        for (int half = 0; half < 2; half++) {
+          const u32 block = first_block + place(warp, b);
+          const u64 at = u64(row) * a.k + block * 64 + member * 16 + half * 8;
+          const uint4 both =
+              wanted && block < row_blocks ? *reinterpret_cast<const uint4*>(a.x + at) : make_uint4(0, 0, 0, 0);
+          to[c][b][2 * half] = make_uint2(both.x, both.y), to[c][b][2 * half + 1] = make_uint2(both.z, both.w);
+        }
+    }
+  };
+  if constexpr (!ROUTED) load_x(x, 0);
   if constexpr (Config::norm) normalize(a, shared, x, first_block, warp, lane);
   float offsets[Config::parts];
 #pragma unroll
   for (int i = 0; i < Config::parts; i++) offsets[i] = NESTED ? *a.weight[i].offset : 0.0f;
   ready();
   Ring ring(0), sums(1), scales(0);
-  for (u32 number = first_tile(); number < a.tiles;
-       number = next_tile(number), sums.next(Config::sum_buffers), scales.next(SCALE_STAGES)) {
-    const Tile tile(a, number);
+  Walk walk(a, shared);
+  if (ROUTED && walk.is_there()) load_x(x, walk.get().unit);
+  for (; walk.is_there(); sums.next(Config::sum_buffers), scales.next(SCALE_STAGES)) {
+    const Tile tile = walk.get();
+    walk.next();
+    const bool changes = ROUTED && walk.is_there() && walk.get().unit != tile.unit;
+    if (changes) load_x(then, walk.get().unit);
     float offset = offsets[0];
 #pragma unroll
     for (int i = 1; i < Config::parts; i++) offset = tile.part == i ? offsets[i] : offset;
@@ -225,15 +254,60 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
         store_pair(at + SUM_COLUMN, total[c][1], total[c][3]);
       }
     arrive(shared + SUM_FULL + 8 * sums.at);
+    if (changes) copy_fragments(x, then);
   }
+}
+
+// Of experts: a tile's results, four rows of W by one pair a lane, into memory, or into what a token's sum is made of.
+__device__ __forceinline__ void store_pairs(const Arguments& a, u32 shared, const Tile& tile, float4 v, u32 lane) {
+  const u32 pair = pair_of(shared, tile.unit, lane / 4), row = tile.own + 4 * (lane % 4);
+  const u32 kept = shared + GATE + 16 * lane;  // gate's, where this lane alone reads and writes
+  v.x *= a.unit, v.y *= a.unit, v.z *= a.unit, v.w *= a.unit;
+  if (Config::bias && a.result[0].bias) {
+    const ushort4 b = *reinterpret_cast<const ushort4*>(a.result[0].bias + tile.row + 4 * (lane % 4));
+    v.x += unpack(b.x), v.y += unpack(b.y), v.z += unpack(b.z), v.w += unpack(b.w);
+  }
+  if (pair == NOBODY) return;
+  if constexpr (Config::sums_experts) {
+    store_sums(shared + PAIR_RESULT + (pair * TILE_N + 4 * (lane % 4)) * 4, v);
+  } else if constexpr (PAIRED) {
+    if (tile.half == 0) store_sums(kept, v);
+    else
+      store_four(a.result[0].y + u64(pair) * (a.expert_rows / 2) + row, gated<Config::activation>(load_sums(kept), v));
+  } else if constexpr (INTERLEAVED) {
+    const u32 word = pack(gated<Config::activation>(v.x, v.y), gated<Config::activation>(v.z, v.w));
+    *reinterpret_cast<u32*>(a.result[0].y + u64(pair) * (a.expert_rows / 2) + row / 2) = word;
+  } else {
+    store_four(a.result[0].y + u64(pair) * a.expert_rows + row, v);
+  }
+}
+
+// The sums of all tokens for 16 rows of W from `own` on, each over its experts in the order in which it has them.
+__device__ __forceinline__ void store_sums_of_tokens(const Arguments& a, u32 shared, u32 own, u32 lane) {
+  __syncwarp();
+  for (u32 i = lane; i < a.pairs / a.top_k * 4; i += 32) {
+    float4 sum = make_float4(0, 0, 0, 0);
+    for (u32 pair = i / 4 * a.top_k; pair < (i / 4 + 1) * a.top_k; pair++) {
+      if (!has_expert(shared, pair)) continue;
+      const float share = a.narrow_shares ? unpack(reinterpret_cast<const u16*>(a.shares)[pair])
+                                          : reinterpret_cast<const float*>(a.shares)[pair];
+      const float4 v = load_sums(shared + PAIR_RESULT + (pair * TILE_N + i % 4 * 4) * 4);
+      sum.x = fmaf(share, v.x, sum.x), sum.y = fmaf(share, v.y, sum.y);
+      sum.z = fmaf(share, v.z, sum.z), sum.w = fmaf(share, v.w, sum.w);
+    }
+    store_four(a.result[0].y + u64(i / 4) * a.expert_rows + own + i % 4 * 4, sum);
+  }
+  __syncwarp();
 }
 
 __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part, u32 lane) {
   constexpr int OWN = Config::m_tiles / Config::reducers;  // groups of eight columns
   const u32 rank = blockIdx.y, column = part * (8 * OWN) + lane / 4, four = lane % 4;
   Ring sums(0), slot(0);
-  for (u32 number = first_tile(); number < a.tiles;
-       number = next_tile(number), sums.next(Config::sum_buffers), slot.next(SLOTS)) {
+  Walk walk(a, shared);
+  if (Config::sums_experts && rank == 0 && !walk.has_units())
+    for (u32 tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) store_sums_of_tokens(a, shared, tile * TILE_N, lane);
+  for (; walk.is_there(); walk.next(), sums.next(Config::sum_buffers), slot.next(SLOTS)) {
     wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
     float4 total[OWN];
 #pragma unroll
@@ -283,8 +357,13 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
                      : "memory");
     }
 
-    const Tile tile(a, number);
-    const Result &own = a.result[tile.part], &to = a.result[GATED ? 0 : tile.part];
+    const Tile tile = walk.get();
+    if constexpr (ROUTED) {
+      store_pairs(a, shared, tile, total[0], lane);
+      if (Config::sums_experts && walk.ends_rows()) store_sums_of_tokens(a, shared, tile.own, lane);
+      continue;
+    }
+    const Result &own = a.result[tile.part], &to = a.result[PAIRED ? 0 : tile.part];
     const u32 row = tile.row + 4 * four, n = a.n[tile.part];
     // Gate's, kept where this lane alone reads and writes.
     const u32 kept = shared + GATE + part * (OWN * 512) + 16 * lane;
@@ -297,14 +376,12 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
           const ushort4 b = *reinterpret_cast<const ushort4*>(own.bias + row);
           total[c].x += unpack(b.x), total[c].y += unpack(b.y), total[c].z += unpack(b.z), total[c].w += unpack(b.w);
         }
-        if constexpr (GATED) {
-          if (tile.part == 0) {
+        if constexpr (PAIRED) {
+          if (tile.half == 0) {
             store_sums(kept + c * 512, total[c]);
             continue;
           }
-          const float4 gate = load_sums(kept + c * 512);
-          total[c].x *= activated<Config::activation>(gate.x), total[c].y *= activated<Config::activation>(gate.y);
-          total[c].z *= activated<Config::activation>(gate.z), total[c].w *= activated<Config::activation>(gate.w);
+          total[c] = gated<Config::activation>(load_sums(kept + c * 512), total[c]);
         }
         if constexpr (Config::residual) {
           const ushort4 r = *reinterpret_cast<const ushort4*>(a.residual + u64(m) * n + row);
@@ -391,9 +468,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       if (lane < Config::parts && TENSOR_SCALES)
         asm volatile("prefetch.tensormap [%0];" ::"l"(a.weight[lane].scale_map) : "memory");
       if constexpr (!Config::static_weights) {
-        if (lane == 0) prefetch_first(a, first_block);
+        if (!ROUTED && lane == 0) prefetch_first(a, first_block);
         wait_for_prior_kernel();
       }
+      if constexpr (ROUTED) find_units(a, shared, lane);
       produce(a, shared, first_block, lane);
     } else if (warp <= Config::warps + Config::reducers) {
       sync_ready(prepare());

@@ -14,6 +14,7 @@ from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.tune import h200
 
+SWIGLU_OAI = "swiglu_oai"  # of interleaved rows of gate and up
 BLOCK = 64  # weights that are summed up before they are scaled
 ROWS = 16  # rows of W in a tile
 MOST_ROWS = 64  # of x
@@ -65,12 +66,15 @@ class DecodePlan:
     activation: str = ""  # what the first of two weights gates the second by
     residual: bool = False  # the result is added to something
     static_weights: bool = False  # W is read before the kernel ahead ends
+    experts: int = 0  # of a stack, rounded up to a multiple of 32; 0: there is one weight, or several
+    pairs: int = 0  # of a token and an expert, at most
+    sums_experts: bool = False  # a token's results are weighted and added up
     microseconds: float = field(default=0.0, compare=False)
 
     @property
     def tiles_at_once(self) -> int:
         """Tiles that one CTA takes one after the other: both of a gated pair."""
-        return 2 if self.activation else 1
+        return 2 if self.activation not in ("", SWIGLU_OAI) else 1
 
     @property
     def threads(self) -> int:
@@ -91,10 +95,16 @@ class DecodePlan:
         stage, tiles = ROWS * self.blocks // self.steps * 32, -(-self.stages // self.steps)
         slots = 2 if self.cluster > 4 else 4
         sums = self.sum_buffers * self.warps * 8 * self.m_tiles * 80 + slots * (self.cluster - 1) * self.m_tiles * 512
-        sums += self.norm * self.cluster * self.warps * self.m_tiles * 32 + bool(self.activation) * self.m_tiles * 512
+        sums += (
+            self.norm * self.cluster * self.warps * self.m_tiles * 32 + (self.tiles_at_once - 1) * self.m_tiles * 512
+        )
         ahead = -(-(1024 * self.parts + 256 + sums) // 1024) * 1024  # of the stages, which begin at a multiple of that
         scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested) + self.blocks // self.joined * 80
-        return 256 * 256 + ahead + self.stages * stage + scaling
+        whole = 256 * 256 + ahead + self.stages * stage + scaling
+        if self.experts == 0:
+            return whole
+        of_pair = 6 + 16 * self.m_tiles + (ROWS * 4 if self.sums_experts else 0)
+        return -(-whole // 16) * 16 + 16 + 4 * self.experts + self.pairs * of_pair
 
     def scale_row(self, scales: Scales) -> int:
         """Bytes of shared memory for the scales of a row."""
@@ -202,6 +212,40 @@ def decode_plan(
     fitting = (one for plan in plans for one in _smaller(plan) if is_valid(one, n, k, scales, properties))
     best = min(fitting, key=cost, default=None)  # the first of equals, which has the most room
     return None if best is None else replace(best, microseconds=_microseconds(best, n, k, scales, properties))
+
+
+PAIRS = (32, 128, 512)  # of a token and an expert, that there is room for
+MOST_EXPERTS = 1024
+
+
+def routed_plan(
+    pairs: int, experts: int, n: int, k: int, scales: Scales, activation: str, sums: bool, properties: DeviceProperties
+) -> DecodePlan | None:
+    """The plan for so many pairs of a token and one of the experts [n, k], or None where this kernel is not for them.
+
+    activation: of interleaved rows, or of gate rows that come before the up rows of an expert. sums: whether a token's
+    results are added up. As many CTAs share a multiprocessor as fit: one that changes its x waits for it.
+    """
+    room = next((room for room in PAIRS if pairs <= room), 0)
+    halves = 2 if activation not in ("", SWIGLU_OAI) else 1
+    if not (0 < pairs <= room and 0 < experts <= MOST_EXPERTS) or n % (ROWS * halves):
+        return None
+    blocks, width = k // BLOCK, h200.ROUTED_SLICE
+    cluster = -(-blocks // (width * h200.ROUTED_WARPS))
+    warps = -(-blocks // (width * cluster))
+    unaligned = scales.bytes_of(blocks) % 16 != 0 or (cluster > 1 and scales.bytes_of(warps * width) % 16 != 0)
+    found = DecodePlan(
+        1, warps, width, stages=2, cluster=cluster, bulk_scales=unaligned and cluster == 1,
+        window_scales=unaligned and cluster > 1, activation=activation, experts=-(-experts // 32) * 32, pairs=room,
+        sums_experts=sums,
+    )  # fmt: skip
+    most = max(1, min(h200.ROUTED_RESIDENT, h200.ROUTED_SM_WARPS // (warps + 2)))
+    plans = (
+        replace(found, resident_ctas=resident, stages=stages)
+        for resident in range(most, 0, -1)
+        for stages in range(h200.ROUTED_STAGES, 1, -1)
+    )
+    return next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
 
 
 def _turns(plan: DecodePlan, tiles: int, properties: DeviceProperties) -> int:

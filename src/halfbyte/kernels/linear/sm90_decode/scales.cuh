@@ -1,7 +1,7 @@
 // How kernel.cu decodes scales: a warp decodes those of its blocks of a tile once, a few in each lane, and its lanes
 // share them through shared memory. The absmax of nested scales come with the tile.
 
-#include "work.cuh"
+#include "walk.cuh"
 
 // The bits of a scale as stored.
 __device__ __forceinline__ u32 load_bits(u32 address) {

@@ -38,7 +38,14 @@ constexpr u32 SENT = Config::m_tiles * 512;         // each with so many bytes f
 // Of x, for its norm: a sum of squares for each row and warp of the cluster.
 constexpr u32 SQUARES_BYTES = Config::cluster * Config::warps * 8 * Config::m_tiles * 4;
 constexpr bool GATED = Config::activation != Activation::none;
-static_assert(!GATED || Config::parts == 2, "the first weight gates the second");
+constexpr bool ROUTED = Config::experts > 0;
+static_assert(!GATED || ROUTED || Config::parts == 2, "the first weight gates the second");
+static_assert(!ROUTED || (Config::parts == 1 && Config::batches == 1 && Config::reducers == 1 && !Config::norm &&
+                          !Config::residual),
+              "a stack is one weight");
+// Gate and up rows of an expert follow one another, so that a tile has both.
+constexpr bool INTERLEAVED = Config::activation == Activation::swiglu_oai;
+constexpr bool PAIRED = GATED && !INTERLEAVED;  // tiles come by twos
 
 // Shared memory: the table, codes, barriers, sums, sums from the cluster, squares, gate's results, stages, scales,
 // absmax, decoded scales.
@@ -50,13 +57,23 @@ constexpr u32 SUM = FULL + 256;
 constexpr u32 SLOT = SUM + Config::sum_buffers * Config::warps * SUM_WARP;
 constexpr u32 SQUARES = SLOT + SLOTS * (Config::cluster - 1) * SENT;
 constexpr u32 GATE = SQUARES + Config::norm * SQUARES_BYTES;
-constexpr u32 TILES = swizzled(GATE + GATED * SENT);
+constexpr u32 TILES = swizzled(GATE + PAIRED * SENT);
 constexpr u32 SCALES = TILES + Config::stages * STAGE;
 constexpr u32 ABSMAX = SCALES + SCALE_STAGES * SCALE_STAGE;
 constexpr u32 DECODED = ABSMAX + NESTED * SCALE_STAGES * 128;
 constexpr u32 DECODED_PITCH = 20 * 4;  // bytes: 16 rows, padded against bank conflicts
 constexpr u32 DECODED_WARP = Config::slice / Config::joined * DECODED_PITCH;
-static_assert(DECODED + Config::warps * DECODED_WARP == Config::shared_bytes, "plan.py reckons with other sizes");
+// Of experts (routes.cuh): the number of units, the expert of each pair and its place among the expert's, the number of
+// an expert's pairs and then its first unit, the expert and the pairs of each unit, and each pair's result.
+constexpr u32 WIDTH = 8 * Config::m_tiles, NOBODY = 0xffff;
+constexpr u32 UNITS = (DECODED + Config::warps * DECODED_WARP + 15) / 16 * 16;
+constexpr u32 PAIR_EXPERT = UNITS + 16, PLACE = PAIR_EXPERT + 2 * Config::pairs, COUNT = PLACE + 2 * Config::pairs;
+constexpr u32 UNIT_EXPERT = COUNT + 4 * Config::experts, UNIT_PAIRS = UNIT_EXPERT + 2 * Config::pairs;
+constexpr u32 PAIR_RESULT = UNIT_PAIRS + 2 * WIDTH * Config::pairs;
+constexpr u32 END = PAIR_RESULT + Config::sums_experts * TILE_N * 4 * Config::pairs;
+static_assert(ROUTED || DECODED + Config::warps * DECODED_WARP == Config::shared_bytes,
+              "plan.py reckons with other sizes");
+static_assert(!ROUTED || END == Config::shared_bytes, "plan.py reckons with other sizes");
 static_assert(Config::slice <= 8 && EACH * 2 * Config::joined == Config::slice && STEP_SLICE % Config::joined == 0,
               "two lanes a row, whole scales");
 static_assert(BLOCKS <= 256, "a row's part has two scales of scales at most");
@@ -85,33 +102,18 @@ struct Result {
 struct Arguments {
   Weight weight[Config::parts];
   const unsigned short *x, *norm, *residual;  // norm: weights of x's norm; residual: [m, n]; null for none
+  const void* ids;                            // of experts, a pair of a token and an expert after the other
+  const void* shares;                         // of the pairs, in the sum of a token
   Result result[Config::parts];
-  u32 m, n[Config::parts], first_tile[Config::parts], tiles, k;
+  u32 m, pairs, n[Config::parts], first_tile[Config::parts], tiles, k;
+  // Of a stack: experts, rows of W of one, pairs of a token, pairs that share a row of x, whether ids have 64 bits, and
+  // whether shares have the type of x, or are fp32.
+  u32 experts, expert_rows, top_k, per_row, wide_ids, narrow_shares;
   float unit, epsilon, norm_offset, result_scale, codebook[16];
 };
 
 // The first row of x of this CTA.
 __device__ __forceinline__ u32 first_row() { return Config::batches > 1 ? blockIdx.z * (8 * Config::m_tiles) : 0; }
-
-// The tiles of a CTA: every gridDim.x-th, or both of every gridDim.x-th gated pair.
-__device__ __forceinline__ u32 first_tile() { return GATED ? 2 * blockIdx.x : blockIdx.x; }
-__device__ __forceinline__ u32 next_tile(u32 tile) {
-  if constexpr (GATED) return tile % 2 == 0 ? tile + 1 : tile + 2 * gridDim.x - 1;
-  return tile + gridDim.x;
-}
-
-struct Tile {  // the number of its weight, and its first row there
-  u32 part = 0, row;
-  __device__ __forceinline__ Tile(const Arguments& a, u32 tile) {
-    if constexpr (GATED) {
-      part = tile % 2, row = tile / 2 * TILE_N;
-      return;
-    }
-#pragma unroll
-    for (int i = 1; i < Config::parts; i++) part += tile >= a.first_tile[i];
-    row = (tile - (Config::parts > 1 ? a.first_tile[part] : 0)) * TILE_N;
-  }
-};
 
 // The number, in the CTA, of block i of a warp's slice: all warps go through K side by side.
 __device__ __forceinline__ u32 place(u32 warp, u32 i) {

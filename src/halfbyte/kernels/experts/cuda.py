@@ -1,0 +1,113 @@
+"""Products with a stack of experts on an NVIDIA GPU: few pairs of a token and an expert, in one launch each.
+
+The kernel is `linear`'s for few rows (kernels/linear/sm90_decode). It finds on the device which experts are wanted,
+reads those alone, and needs neither a sort nor the host, so CUDA graphs can capture it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.linear import cache, reach
+from halfbyte.kernels.linear.kernel import RoutedProduct
+from halfbyte.kernels.linear.problem import addresses, problem_of
+from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_decode.plan import PAIRS
+
+products: ThreadCache[Hashable, tuple[RoutedProduct | None]] = ThreadCache()
+
+
+def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None) -> Tensor | None:
+    """x [S, K] times the expert of each row, plus its bias -> [S, N], zeros for ids that are out of range; None where
+    no kernel is for it. All contiguous, x and bias aligned to 16 bytes, on the current device."""
+    product = _product(x, q, bias, len(x), expert, 1, 1)
+    if product is None:
+        return None
+    out = x.new_zeros((len(x), q.shape[1]))
+    _launch(product, x, expert, None, bias, out, len(x))
+    return out
+
+
+def moe(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
+    activation: str,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor | None:
+    """The experts of each token of x [T, H], weighted and added up, in two launches; None where no kernel is for it.
+
+    All contiguous, x and biases aligned to 16 bytes, on the current device. top_k_weights: fp32, or of x's dtype.
+    """
+    tokens, k = top_k_index.shape
+    pairs = tokens * k
+    narrow = top_k_weights.dtype is x.dtype
+    inner = _product(x, gate_up, gate_up_bias, pairs, top_k_index, k, k, activation)
+    outer = _product(x, down, down_bias, pairs, top_k_index, k, 1, sums=True, narrow=narrow)
+    if inner is None or outer is None:
+        return None
+    hidden, out = x.new_empty((pairs, down.shape[2])), x.new_empty((tokens, down.shape[1]))
+    _launch(inner, x, top_k_index, None, gate_up_bias, hidden, pairs)
+    _launch(outer, hidden, top_k_index, top_k_weights, down_bias, out, pairs)
+    return out
+
+
+def _launch(
+    product: RoutedProduct, x: Tensor, ids: Tensor, shares: Tensor | None, bias: Tensor | None, out: Tensor, pairs: int
+) -> None:
+    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+    shares_at, bias_at = (0 if tensor is None else tensor.data_ptr() for tensor in (shares, bias))
+    product(stream, x.data_ptr(), ids.data_ptr(), shares_at, bias_at, out.data_ptr(), pairs)
+
+
+def _product(
+    x: Tensor,
+    q: QuantizedWeight,
+    bias: Tensor | None,
+    pairs: int,
+    ids: Tensor,
+    top_k: int,
+    per_row: int,
+    activation: str = "",
+    sums: bool = False,
+    narrow: bool = False,
+) -> RoutedProduct | None:
+    """The product with a stack, of so many pairs, kept from call to call."""
+    room = next((room for room in PAIRS if pairs <= room), 0)
+    if pairs == 0 or room == 0 or min(q.shape) == 0:
+        return None
+    routing = decode.Routing(q.shape[0], top_k, per_row, ids.dtype is torch.int64, narrow)
+    key = (cache.key(x, q, bias, False), room, routing, activation, sums)
+    return products.get(key, lambda: (_bind(x, q, bias, room, routing, activation, sums),))[0]
+
+
+def _bind(
+    x: Tensor, q: QuantizedWeight, bias: Tensor | None, room: int, routing: Any, activation: str, sums: bool
+) -> RoutedProduct | None:
+    properties = properties_of(x.get_device())
+    if reach.without_kernels(properties) is not None:
+        return None
+    rows = rows_of(q)
+    problem = problem_of(x, rows, bias)
+    plan = decode.plan_routed(room, problem, q.shape[0], activation, sums, properties)
+    return None if plan is None else decode.bind_routed(x.device, problem, addresses(rows), routing, plan)
+
+
+def rows_of(q: QuantizedWeight) -> QuantizedWeight:
+    """A stack [E, N, K] as one weight [E * N, K], sharing its memory."""
+    experts, n, k = q.shape
+    if not q.spec.along_k:
+        return replace(q, shape=(experts * n, k))
+    packed, scale = (tensor.view(experts * n, -1) for tensor in (q.packed, q.scale))
+    return replace(q, packed=packed, scale=scale, shape=(experts * n, k))

@@ -1,0 +1,67 @@
+// Which tiles a CTA takes, one after the other.
+//
+// Of one weight or several: every gridDim.x-th tile, or both tiles of every gridDim.x-th gated pair. Of experts: an
+// equal run of the tiles of all units, unit by unit; or, where the experts of a token are added up, every gridDim.x-th
+// tile of rows with all units, one after the other, so that a token's sum is made in one place.
+
+#include "routes.cuh"
+
+// part: the number of the weight. row: the first row there, of all experts of a stack. half: 0 gate, 1 up. unit, own:
+// its unit, and its first row in the expert's results, or in either half of them.
+struct Tile {
+  u32 part = 0, row, half = 0, unit = 0, own;
+};
+
+class Walk {
+ public:
+  __device__ __forceinline__ Walk(const Arguments& a, u32 shared) : a(a), shared(shared) {
+    if constexpr (!ROUTED) {
+      number = PAIRED ? 2 * blockIdx.x : blockIdx.x;
+      return;
+    }
+    units = load_number(shared + UNITS);
+    if constexpr (Config::sums_experts) {
+      tile = blockIdx.x;
+      return;
+    }
+    const u32 all = units * a.tiles;
+    number = blockIdx.x * all / gridDim.x, end = (blockIdx.x + 1) * all / gridDim.x;
+    unit = number / a.tiles, tile = number % a.tiles;
+  }
+  __device__ __forceinline__ bool is_there() const {
+    if constexpr (!ROUTED) return number < a.tiles;
+    return Config::sums_experts ? tile < a.tiles && units > 0 : number < end;
+  }
+  __device__ __forceinline__ void next() {
+    if constexpr (!ROUTED) {
+      number = !PAIRED ? number + gridDim.x : number % 2 == 0 ? number + 1 : number + 2 * gridDim.x - 1;
+    } else if constexpr (Config::sums_experts) {
+      if (++unit == units) unit = 0, tile += gridDim.x;
+    } else {
+      if (PAIRED && (half ^= 1)) return;
+      number++;
+      if (++tile == a.tiles) tile = 0, unit++;
+    }
+  }
+  __device__ __forceinline__ Tile get() const {
+    Tile found;
+    if constexpr (ROUTED) {
+      found.half = half, found.unit = unit, found.own = tile * TILE_N;
+      found.row = expert_of(shared, unit) * a.expert_rows + half * (a.expert_rows / 2) + found.own;
+    } else if constexpr (PAIRED) {
+      found.part = found.half = number % 2, found.row = found.own = number / 2 * TILE_N;
+    } else {
+#pragma unroll
+      for (int i = 1; i < Config::parts; i++) found.part += number >= a.first_tile[i];
+      found.row = found.own = (number - (Config::parts > 1 ? a.first_tile[found.part] : 0)) * TILE_N;
+    }
+    return found;
+  }
+  __device__ __forceinline__ bool has_units() const { return units > 0; }
+  // Of experts: this tile is the last one of its rows.
+  __device__ __forceinline__ bool ends_rows() const { return unit + 1 == units; }
+
+ private:
+  const Arguments& a;
+  u32 shared, number = 0, end = 0, units = 0, unit = 0, tile = 0, half = 0;
+};

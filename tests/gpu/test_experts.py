@@ -1,0 +1,149 @@
+"""Stacks of experts: right, in the same bits every time, whichever tokens want whichever experts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear as dense_linear
+
+import halfbyte as hb
+from halfbyte.kernels.experts import cuda, reference
+
+from .conftest import BF16, DEVICE, F32, captured, error, poisoned, sixteen_bits
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="needs Hopper or later"
+)
+KINDS = [("nf4", {}), ("fp4", {"nested": False}), ("int4", {"group_size": 128}), ("nf4", {"block_size": 256})]
+#         experts, I, H, experts of a token: one CTA along K and several, scales that come in each way
+SIZES = [(16, 256, 512, 4), (128, 768, 2048, 8), (8, 2048, 5120, 2), (4, 5120, 512, 1)]
+
+
+def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def stack(experts: int, n: int, k: int, format: str, dtype: torch.dtype, **options: Any) -> hb.QuantizedWeight:
+    return hb.quantize((torch.randn((experts, n, k), device=DEVICE) / k**0.5).to(dtype), format, **options)
+
+
+def routing(tokens: int, experts: int, k: int, kind: str) -> Tensor:
+    """Of ids [tokens, k]: different experts for a token; all the same one; half of them out of range; none in range."""
+    ids = torch.rand((tokens, experts), device=DEVICE).topk(k).indices
+    if kind == "one expert":
+        return torch.full_like(ids, experts - 1)
+    if kind == "out of range":
+        return torch.where(
+            torch.rand(ids.shape, device=DEVICE) < 0.5, ids, torch.where(ids % 2 == 0, -1, experts + ids)
+        )
+    return torch.full_like(ids, -7) if kind == "none" else ids
+
+
+def compose(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str, biases: tuple[Any, Any]
+) -> Tensor:
+    """The block as transformers computes it, rounded where it rounds; exact in fp64."""
+    out = torch.zeros_like(x)
+    for token, (chosen, shares) in enumerate(zip(ids.tolist(), weights, strict=True)):
+        for place, e in enumerate(chosen):
+            if 0 <= e < len(gate_up):
+                bias = [None if one is None else one[e].to(x.dtype) for one in biases]
+                both = dense_linear(x[token], gate_up[e], bias[0])
+                inner = activate(both, activation)
+                out[token] += shares[place].to(x.dtype) * dense_linear(inner, down[e], bias[1])
+    return out
+
+
+def activate(both: Tensor, activation: str) -> Tensor:
+    if both.dtype is not torch.float64:
+        return reference.activate(both.float(), activation).to(both.dtype)
+    gate, up = (both[::2], both[1::2]) if activation == "swiglu_oai" else both.chunk(2)
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    act = {"silu": torch.nn.functional.silu}.get(activation)
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return (act(gate) if act else torch.nn.functional.gelu(gate, approximate=approximate)) * up
+
+
+@pytest.mark.parametrize(("format", "options"), KINDS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@sixteen_bits
+def test_a_block(sizes: tuple[int, ...], dtype: torch.dtype, format: str, options: dict[str, Any]) -> None:
+    """The error is not above that of dequantized experts in transformers' order; replays give the same bits."""
+    experts, inner, hidden, k = sizes
+    gate_up = stack(experts, 2 * inner, hidden, format, dtype, **options)
+    down = stack(experts, hidden, inner, format, dtype, **options)
+    exact = [hb.dequantize(q, F32) for q in (gate_up, down)]
+    kinds = ("usual", "one expert", "out of range", "none")
+    cases = zip((1, 2, 9, 3, 17), (*kinds, "usual"), (*reference.ACTIVATIONS, "silu"), strict=True)
+    for tokens, kind, activation in cases:
+        x, weights = random(tokens, hidden, dtype=dtype), torch.rand((tokens, k), device=DEVICE).to(dtype)
+        ids = routing(tokens, experts, k, kind)
+        biases: tuple[Any, Any] = (None, None)
+        if tokens % 2:
+            biases = random(experts, 2 * inner, dtype=dtype), random(experts, hidden, dtype=dtype)
+        block = partial(cuda.moe, x, ids, weights, gate_up, down, activation, *biases)
+        found = block()
+        if found is None:
+            assert options.get("block_size") == 256, "scales of rows that fill no multiple of 4 bytes"
+            return
+        right = compose(x.double(), ids, weights.double(), *(w.double() for w in exact), activation, biases)
+        theirs = compose(x, ids, weights, *(hb.dequantize(q, dtype) for q in (gate_up, down)), activation, biases)
+        if kind == "none":
+            assert not found.any()
+        else:
+            assert error(found, right) <= error(theirs, right), (tokens, kind, activation)
+        graph, replayed = captured(block)
+        for _ in range(3):
+            replayed.fill_(77)
+            graph.replay()
+            assert torch.equal(replayed, found)
+
+
+@pytest.mark.parametrize("pairs", [1, 31, 32, 33, 128, 129, 512])
+def test_grouped_linear(pairs: int) -> None:
+    """As many units as there can be, and as few; nothing is written behind the result."""
+    q = stack(40, 1040, 1024, "nf4", BF16)
+    dense = hb.dequantize(q, F32).double()
+    for high in (1, 8, 41):
+        x, expert = random(pairs, 1024), torch.randint(-1 if high > 1 else 0, high, (pairs,), device=DEVICE)
+        found = hb.grouped_linear(x, q, expert)
+        valid = (expert >= 0) & (expert < 40)
+        right = torch.einsum("sk,snk->sn", x.double(), dense[expert.clamp(0, 39)]) * valid[:, None]
+        assert not found[~valid].any()
+        assert error(found, right) < 3e-3
+        assert torch.equal(found, hb.grouped_linear(x, q, expert))
+        with poisoned((pairs, 1040), BF16) as out:
+            out.zero_()
+            product = cuda._product(x, q, None, pairs, expert, 1, 1)
+            assert product is not None
+            cuda._launch(product, x, expert, None, None, out, pairs)
+        assert torch.equal(out, found)
+
+
+def test_a_token_has_the_same_bits_among_others() -> None:
+    """As long as no expert of it has more than eight tokens, which go by eights."""
+    gate_up, down = stack(64, 512, 512, "nf4", BF16), stack(64, 512, 256, "nf4", BF16)
+    x, weights = random(8, 512), torch.rand((8, 4), device=DEVICE)
+    ids = routing(8, 64, 4, "usual")
+    whole = hb.moe(x, ids, weights, gate_up, down)
+    for token in range(8):
+        alone = hb.moe(x[token : token + 1], ids[token : token + 1], weights[token : token + 1], gate_up, down)
+        assert torch.equal(alone[0], whole[token])
+
+
+def test_ids_of_both_kinds_and_other_streams() -> None:
+    gate_up, down = stack(16, 512, 512, "nf4", BF16), stack(16, 512, 256, "nf4", BF16)
+    x, weights, ids = random(3, 512), torch.rand((3, 4), device=DEVICE), routing(3, 16, 4, "usual")
+    right = hb.moe(x, ids, weights, gate_up, down)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = hb.moe(x, ids.int(), weights, gate_up, down)
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(found, right)
