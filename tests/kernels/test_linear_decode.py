@@ -271,7 +271,7 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_batch_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of x; in a cluster one without any would wait for ever. Nothing is launched before that is known."""
     launched: list[int] = []
-    arguments = SimpleNamespace(set=lambda *given: launched.append(given[-1]), parameters=None)
+    arguments = SimpleNamespace(set=lambda *given: launched.append(given[-2]), parameters=None)
     monkeypatch.setattr(decode, "_prepare", lambda *_: (lambda stream, parameters: None, arguments))
     problem = Problem(torch.bfloat16, 2048, 2048, "nf4", 64, torch.uint8, 256)
     plan = decode_plan(64, 2048, 2048, NESTED, H200)
