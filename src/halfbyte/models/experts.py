@@ -19,9 +19,10 @@ from halfbyte.formats.stacks import StackWriter, shapes
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.experts.reference import ACTIVATIONS, activate
 from halfbyte.nn.experts import BIAS, PROJECTIONS, Experts4bit
-from halfbyte.ops import quantize
+from halfbyte.ops import dequantize, quantize
 
 NOTED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # by transformers' decorator
+SOURCE = "_halfbyte_source"  # of an Experts4bit: the dense module whose place it has, without memory
 READY = "_is_hf_initialized"  # what transformers marks that needs no random numbers any more
 
 
@@ -111,7 +112,7 @@ def quantize_stack(
 
 
 def replacement(module: Any, facts: Facts, stacks: Mapping[str, QuantizedWeight]) -> Experts4bit:
-    """The module that computes what `module` does, with 4-bit stacks and the same biases."""
+    """The module that computes what `module` does, with 4-bit stacks and the same biases. `module` loses its memory."""
     biases = {f"{name}_bias": module._parameters.get(name + BIAS) for name in PROJECTIONS}
     experts = Experts4bit.from_quantized(stacks["gate_up_proj"], stacks["down_proj"], facts.activation, **biases).train(
         module.training
@@ -122,7 +123,24 @@ def replacement(module: Any, facts: Facts, stacks: Mapping[str, QuantizedWeight]
     own = [parameter for name, parameter in experts.named_parameters() if not name.endswith(BIAS)]
     for ready in (experts, experts.gate_up_proj, experts.down_proj, *own):
         ready.__dict__[READY] = True
+    for name, parameter in module._parameters.items():
+        module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    vars(experts)[SOURCE] = module
     return experts
+
+
+def dense_module(experts: Experts4bit, dtype: torch.dtype | None) -> Any:
+    """The module that `experts` took the place of, with the weights that it has, in `dtype`; itself if there is none."""
+    module: Any = vars(experts).get(SOURCE)
+    if module is None:
+        return experts
+    for name in PROJECTIONS:
+        stack = dequantize(getattr(experts, name), dtype)
+        stack = stack.transpose(1, 2).contiguous() if module.is_transposed else stack
+        module._parameters[name] = nn.Parameter(stack, requires_grad=False)
+        if name + BIAS in module._parameters:
+            module._parameters[name + BIAS] = experts._parameters[name + BIAS]
+    return module.train(experts.training)
 
 
 def quantize_module(module: Any, facts: Facts, settings: Mapping[str, Any]) -> Experts4bit:

@@ -22,16 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.formats import bitsandbytes, compressed_tensors, gpt_oss
-from halfbyte.formats.settings import DEFAULT, check_format, check_settings
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
-from halfbyte.nn.experts import PROJECTIONS
+from halfbyte.models.experts import dense_module
+from halfbyte.nn.experts import PROJECTIONS, Experts4bit
 from halfbyte.nn.linear import NAMES, Linear4bit
 from halfbyte.ops import dequantize, quantize
 
 OLDEST = "5.10"
-METHOD = "halfbyte"
-
 try:
     import transformers
     from packaging.version import Version
@@ -43,9 +41,13 @@ try:
     from transformers.quantizers import HfQuantizer
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
-    from transformers.utils.quantization_config import QuantizationConfigMixin
 
     from halfbyte.models import experts_loading
+    from halfbyte.models.config import METHOD
+    from halfbyte.models.config import HalfbyteConfig as HalfbyteConfig
+    from halfbyte.models.config import config_from_bitsandbytes as config_from_bitsandbytes
+    from halfbyte.models.config import config_from_compressed_tensors as config_from_compressed_tensors
+    from halfbyte.models.config import config_from_gpt_oss as config_from_gpt_oss
 except ImportError as error:
     raise ImportError(
         f"halfbyte.models.quantizer needs transformers >= {OLDEST} ({error}): pip install -U transformers"
@@ -55,99 +57,6 @@ except ImportError as error:
 SUFFIXES = (
     *bitsandbytes.SUFFIXES, *compressed_tensors.SUFFIXES, "_zero_point", "_g_idx", *gpt_oss.SUFFIXES, "",
 )  # fmt: skip
-
-
-class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """How transformers is to quantize the linear layers of a model; and, in config.json, how they were quantized.
-
-    format: "nf4", "fp4", "int4" or "mxfp4". block_size, nested: for nf4 and fp4, group_size: for int4, as
-    `halfbyte.quantize` takes them, with its defaults. experts: whether the experts of mixture-of-experts models are
-    quantized, too, without nested scales; or the name of another format for them, with its usual block size.
-    modules_to_not_convert: names, ends of names or regular expressions of layers and experts that stay dense, besides
-    the output layer and layers whose weight is tied to another, which always do.
-
-    Raises TypeError or ValueError for arguments that do not fit.
-    """
-
-    def __init__(
-        self,
-        format: str = DEFAULT,
-        *,
-        block_size: int | None = None,
-        group_size: int | None = None,
-        nested: bool | None = None,
-        experts: bool | str = True,
-        modules_to_not_convert: list[str] | None = None,
-    ) -> None:
-        size, nested = check_settings(format, block_size, group_size, nested)
-        if isinstance(experts, str):
-            check_format(experts)
-        elif not isinstance(experts, bool):
-            raise TypeError(f"experts is {experts!r}; True, False or the name of a format is accepted")
-        names = modules_to_not_convert
-        if names is not None and not (
-            isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
-        ):
-            raise TypeError(f"modules_to_not_convert is {names!r}; a list of names is accepted")
-        self.quant_method = METHOD
-        self.format = format
-        self.block_size: int | None = None
-        self.group_size: int | None = None
-        setattr(self, FORMATS[format].size_name, size)
-        self.nested = nested
-        self.experts = experts
-        self.modules_to_not_convert = None if names is None else list(names)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The configuration that `to_dict` wrote."""
-        settings = {key: value for key, value in config_dict.items() if key != "quant_method"}
-        return super().from_dict(settings, return_unused_kwargs, **kwargs)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments that `halfbyte.quantize` takes."""
-        return {name: getattr(self, name) for name in ("format", "block_size", "group_size", "nested")}
-
-    @property
-    def experts_settings(self) -> dict[str, Any]:
-        """Those for experts."""
-        if isinstance(self.experts, str) and self.experts != self.format:
-            spec = FORMATS[self.experts]
-            return {"format": self.experts, spec.size_name: spec.block_size, "nested": False}
-        return {**self.settings, "nested": False}
-
-
-def config_from_bitsandbytes(path: Any, **options: Any) -> Any:
-    """The model configuration of a checkpoint that bitsandbytes quantized to 4 bits, to load it as ours:
-
-        from_pretrained(path, config=config_from_bitsandbytes(path))
-
-    transformers lets no `quantization_config` replace the one that a checkpoint has, so it is replaced beforehand.
-    path, options: as `AutoConfig.from_pretrained` takes them. Raises ValueError for any other kind of checkpoint.
-    """
-    config = transformers.AutoConfig.from_pretrained(path, **options)
-    theirs = getattr(config, "quantization_config", None)
-    if theirs is None:
-        theirs = getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    theirs = theirs if isinstance(theirs, dict) else theirs.to_dict() if theirs is not None else {}
-    if not theirs.get("load_in_4bit"):
-        kind = theirs.get("quant_method") or "not quantized"
-        raise ValueError(f"{str(path)!r} is {kind}, without load_in_4bit; a 4-bit bitsandbytes checkpoint is accepted")
-    storage = theirs.get("bnb_4bit_quant_storage") or "uint8"
-    if storage != "uint8" and not hasattr(HfQuantizer, "get_new_dtype"):
-        # Such releases cast every floating tensor to the dtype of the model, and these are packed nibbles.
-        raise ValueError(
-            f"{str(path)!r} has bnb_4bit_quant_storage {storage}, which transformers {transformers.__version__} would "
-            "cast; transformers >= 5.21 reads it: pip install -U transformers"
-        )
-    ours = HalfbyteConfig(
-        theirs.get("bnb_4bit_quant_type") or bitsandbytes.UNSAID,
-        nested=bool(theirs.get("bnb_4bit_use_double_quant")),
-        modules_to_not_convert=theirs.get("llm_int8_skip_modules"),
-    )
-    config.quantization_config = ours.to_dict()
-    return config
 
 
 class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -297,6 +206,8 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                 dense.weight = nn.Parameter(dequantize(module.weight, dtype), requires_grad=False)
                 dense.register_parameter("bias", module.bias)
                 model.set_submodule(name, dense.train(module.training))
+            elif isinstance(module, Experts4bit):
+                model.set_submodule(name, dense_module(module, dtype))
         return model
 
 
