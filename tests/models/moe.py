@@ -63,6 +63,10 @@ def experts_of(model: nn.Module) -> dict[str, Experts4bit]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Experts4bit)}
 
 
+def stacks(experts: Experts4bit) -> dict[str, hb.QuantizedWeight]:
+    return {"gate_up_proj": experts.gate_up, "down_proj": experts.down}
+
+
 def oriented(experts: Any, stack: Tensor) -> Tensor:
     """A stack [E, N, K] as the dense module `experts` holds it, and the other way round."""
     return stack.transpose(1, 2).contiguous() if experts.is_transposed else stack
@@ -76,8 +80,8 @@ def dequantized(model: nn.Module, path: Path) -> Any:
             dense.get_submodule(name).weight.data = hb.dequantize(module.weight, torch.float32)
         if isinstance(module, Experts4bit):
             experts = dense.get_submodule(name)
-            for projection in PROJECTIONS:
-                stack = hb.dequantize(getattr(module, projection), torch.float32)
+            for projection, q in stacks(module).items():
+                stack = hb.dequantize(q, torch.float32)
                 getattr(experts, projection).data = oriented(experts, stack)
     return dense
 

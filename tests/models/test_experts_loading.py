@@ -25,6 +25,7 @@ from .moe import (
     make,
     oriented,
     same_bits,
+    stacks,
     stands_for,
 )
 
@@ -66,7 +67,7 @@ def test_loaded_saved_and_loaded_again(
         original = dense.get_submodule(path)
         for name in PROJECTIONS:
             expected = hb.quantize(oriented(original, getattr(original, name).data), **config.experts_settings)
-            for here, there in zip(getattr(experts, name).tensors, expected.tensors, strict=True):
+            for here, there in zip(stacks(experts)[name].tensors, expected.tensors, strict=True):
                 assert torch.equal(here.view(-1), there.view(-1))
     stands_for(model, dequantized(model, checkpoints[family]))
 
@@ -127,8 +128,8 @@ def test_the_biases_are_those_of_the_checkpoint(checkpoints: dict[str, Path]) ->
             bias = getattr(experts, f"{name}_bias")
             assert bias.requires_grad
             assert torch.equal(bias, getattr(original, f"{name}_bias"))
-            assert getattr(experts, name).scale.dtype == torch.float32
-            assert getattr(experts, name).dtype == torch.bfloat16
+            assert stacks(experts)[name].scale.dtype == torch.float32
+            assert stacks(experts)[name].dtype == torch.bfloat16
 
 
 def test_experts_that_cannot_be_cut_into_blocks(checkpoints: dict[str, Path]) -> None:

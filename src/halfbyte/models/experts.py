@@ -119,9 +119,9 @@ def replacement(module: Any, facts: Facts, stacks: Mapping[str, QuantizedWeight]
     )
     if hasattr(module, "config"):
         experts.config = module.config
-    # There are no weights to draw at random, neither here nor for a block that reaches in: transformers asks each.
+    # There are no weights to draw at random, neither here nor for a block that reaches in.
     own = [parameter for name, parameter in experts.named_parameters() if not name.endswith(BIAS)]
-    for ready in (experts, experts.gate_up_proj, experts.down_proj, *own):
+    for ready in (experts, *own):
         ready.__dict__[READY] = True
     for name, parameter in module._parameters.items():
         module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
@@ -130,12 +130,12 @@ def replacement(module: Any, facts: Facts, stacks: Mapping[str, QuantizedWeight]
 
 
 def dense_module(experts: Experts4bit, dtype: torch.dtype | None) -> Any:
-    """The module that `experts` took the place of, with the weights that it has, in `dtype`; itself if there is none."""
+    """The module that `experts` took the place of, with the weights of now in `dtype`; itself if there is none."""
     module: Any = vars(experts).get(SOURCE)
     if module is None:
         return experts
-    for name in PROJECTIONS:
-        stack = dequantize(getattr(experts, name), dtype)
+    for name, q in zip(PROJECTIONS, (experts.gate_up, experts.down), strict=True):
+        stack = dequantize(q, dtype)
         stack = stack.transpose(1, 2).contiguous() if module.is_transposed else stack
         module._parameters[name] = nn.Parameter(stack, requires_grad=False)
         if name + BIAS in module._parameters:

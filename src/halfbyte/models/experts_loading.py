@@ -239,8 +239,8 @@ def settle(model: Any) -> str | None:
     """
     for module in model.modules():
         vars(module).pop(ATTRIBUTE, None)
-    formats = {m.gate_up_proj.format: m for m in model.modules() if isinstance(m, Experts4bit)}
-    formats |= {m.down_proj.format: m for m in model.modules() if isinstance(m, Experts4bit)}
+    modules = [module for module in model.modules() if isinstance(module, Experts4bit)]
+    formats = {q.format for module in modules for q in (module.gate_up, module.down)}
     if len(formats) > 1:
         raise ValueError(f"the checkpoint has experts in several formats ({', '.join(sorted(formats))})")
     return next(iter(formats), None)

@@ -7,13 +7,13 @@ like), and of each of the two projections, gate_up_proj and down_proj:
     NAME_scale    [E, N, K / block]: fp32, for int4 a float dtype, for mxfp4 uint8
     NAME_bias     [E, N], where there are biases
 
-K comes last for all models, gpt-oss too. What `experts.gate_up_proj` gives is not the parameter but the weight that it
-is part of, a QuantizedWeight [E, N, K], as `Linear4bit.weight` does. The state_dict has the three names above.
+K comes last for all models, gpt-oss too. `experts.gate_up` and `experts.down` are the weights that these are parts of,
+each a QuantizedWeight [E, N, K].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,10 @@ from halfbyte.ops import quantize
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 SCALE, BIAS = "_scale", "_bias"  # what follows a projection's name
+
+# Where PEFT looks for the shape of a parameter whose tensor has another one, to give its adapters their sizes. The name
+# is DeepSpeed's, whose parameters are in pieces.
+DENSE_SHAPE = "ds_shape"
 
 
 class Experts4bit(torch.nn.Module):
@@ -124,19 +128,18 @@ class Experts4bit(torch.nn.Module):
         for name, q, bias in zip(PROJECTIONS, (gate_up, down), (gate_up_bias, down_bias), strict=True):
             if bias is not None and bias.shape != q.shape[:2]:
                 raise ValueError(f"{name}_bias has shape {list(bias.shape)}; {list(q.shape[:2])} is needed")
-            # Not by register_parameter, which takes the properties below for other attributes of these names.
-            for key, tensor in ((name, q.packed), (name + SCALE, q.scale)):
-                self._parameters[key] = Parameter(tensor, requires_grad=False)
+            self.register_parameter(name, _frozen(q.packed, q.shape))
+            self.register_parameter(name + SCALE, _frozen(q.scale))
             self.register_parameter(name + BIAS, bias)
             self._weights[name] = q
 
     @property
-    def gate_up_proj(self) -> QuantizedWeight:
+    def gate_up(self) -> QuantizedWeight:
         """[E, 2I, H], sharing the memory of the parameters."""
         return self._weight("gate_up_proj")
 
     @property
-    def down_proj(self) -> QuantizedWeight:
+    def down(self) -> QuantizedWeight:
         """[E, H, I], sharing the memory of the parameters."""
         return self._weight("down_proj")
 
@@ -161,7 +164,7 @@ class Experts4bit(torch.nn.Module):
         biases: list[Tensor | None] = [self.gate_up_proj_bias, self.down_proj_bias]
         if dtype is not None:
             x, biases = x.to(dtype), [None if bias is None else bias.to(dtype) for bias in biases]
-        return moe(x, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj, self.activation, *biases)
+        return moe(x, top_k_index, top_k_weights, self.gate_up, self.down, self.activation, *biases)
 
     def extra_repr(self) -> str:
         q = self._weights["gate_up_proj"]
@@ -180,6 +183,13 @@ class Experts4bit(torch.nn.Module):
         for name, parameter in weights.items():
             moved = fn(parameter.data)
             moved = moved if moved.dtype == parameter.dtype else parameter.data.to(moved.device)
-            self._parameters[name] = Parameter(moved, requires_grad=False)
+            self._parameters[name] = _frozen(moved, getattr(parameter, DENSE_SHAPE, None))
         self._parameters.update(others)
         return self
+
+
+def _frozen(tensor: Tensor, dense_shape: Sequence[int] | None = None) -> Parameter:
+    parameter = Parameter(tensor, requires_grad=False)
+    if dense_shape is not None:
+        setattr(parameter, DENSE_SHAPE, torch.Size(dense_shape))
+    return parameter
