@@ -16,6 +16,7 @@ from halfbyte.formats.settings import DEFAULT, check_format, check_settings
 from halfbyte.formats.spec import FORMATS
 
 METHOD = "halfbyte"
+EXPERTS = "experts"  # the entry of a configuration, ours or bitsandbytes', that says in which format experts are
 
 
 class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -101,6 +102,17 @@ def config_from_gpt_oss(path: Any, **options: Any) -> Any:
     return _replaced(path, options, _of_gpt_oss)
 
 
+def note_experts(config: Any, format: str) -> None:
+    """Say in a model's configuration that its experts are 4-bit stacks of `format`, which saving it will write."""
+    theirs = getattr(config, "quantization_config", None)
+    if theirs is None:
+        config.quantization_config = HalfbyteConfig(format)
+    elif isinstance(theirs, dict):
+        theirs[EXPERTS] = format
+    else:
+        setattr(theirs, EXPERTS, format)
+
+
 def _replaced(path: Any, options: dict[str, Any], of: Callable[[str, dict[str, Any]], HalfbyteConfig]) -> Any:
     config = transformers.AutoConfig.from_pretrained(path, **options)
     theirs = getattr(config, "quantization_config", None)
@@ -130,6 +142,7 @@ def _of_bitsandbytes(path: str, theirs: dict[str, Any]) -> HalfbyteConfig:
     return HalfbyteConfig(
         theirs.get("bnb_4bit_quant_type") or bitsandbytes.UNSAID,
         nested=bool(theirs.get("bnb_4bit_use_double_quant")),
+        experts=theirs.get(EXPERTS, True),
         modules_to_not_convert=theirs.get("llm_int8_skip_modules"),
     )
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.stacks import StackWriter, shapes
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.experts.reference import ACTIVATIONS, activate
+from halfbyte.models.patch import has_forward_of_class
 from halfbyte.nn.experts import BIAS, PROJECTIONS, Experts4bit
 from halfbyte.ops import dequantize, quantize
 
@@ -147,3 +150,55 @@ def quantize_module(module: Any, facts: Facts, settings: Mapping[str, Any]) -> E
     """`replacement` with the module's own weights, rounded."""
     stacks = {name: quantize_stack(module._parameters[name], facts, name, settings) for name in PROJECTIONS}
     return replacement(module, facts, stacks)
+
+
+def round_in_place(model: nn.Module, settings: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, str]]:
+    """Put `Experts4bit` in the place of every module of dense experts in `model`.
+
+    Returns by their paths what was rounded, and the bytes that it had, and why others were left alone.
+    """
+    rounded: dict[str, int] = {}
+    left: dict[str, str] = {}
+    for path, module in list(model.named_modules()):
+        if not is_experts(module):
+            continue
+        facts = _roundable(model, path, module, settings)
+        if isinstance(facts, str):
+            left[path] = facts
+            continue
+        rounded[path] = sum(module.get_parameter(name).nbytes for name in PROJECTIONS)
+        hook = vars(module).get("_hf_hook")
+        experts = quantize_module(module, facts, settings)
+        model.set_submodule(path, experts)
+        if hook is not None:  # accelerate's, which moves what the module is given to its device
+            import_module("accelerate.hooks").add_hook_to_module(experts, hook)
+        _rounded.add(experts)
+    return rounded, left
+
+
+def rounded_in(model: nn.Module) -> list[Experts4bit]:
+    """The modules that `round_in_place` has put there."""
+    return [module for module in model.modules() if isinstance(module, Experts4bit) and module in _rounded]
+
+
+def _roundable(model: nn.Module, path: str, module: Any, settings: Mapping[str, Any]) -> Facts | str:
+    """What is needed to round a module where it is, or why that cannot be."""
+    parent = model.get_submodule(path.rpartition(".")[0])
+    if not path:
+        return "it is the model itself; a model that holds it is accepted"
+    if getattr(parent, "merged", False):
+        return "an adapter is merged into it: unmerge it first"
+    if getattr(vars(module).get("_hf_hook"), "offload", False):
+        return "its weights are offloaded"
+    if not has_forward_of_class(module):
+        return "its forward is not that of its class: other code has replaced it"
+    facts = facts_of(module)
+    if isinstance(facts, str):
+        return facts
+    if module.gate_up_proj.is_meta:
+        return "its weights are on the meta device, without memory"
+    format = settings["format"]
+    return misfit(facts, format, settings[FORMATS[format].size_name]) or facts
+
+
+_rounded: WeakSet[Experts4bit] = WeakSet()
