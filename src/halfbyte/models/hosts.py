@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.models import bitsandbytes, compressed_tensors, norms, own, peft, transformers, unsloth
+from halfbyte.models import bitsandbytes, compressed_tensors, norms, own, peft, peft_experts, transformers, unsloth
 
 
 class Layers(Protocol):
@@ -52,7 +52,7 @@ class Library(Protocol):
 
 
 LAYERS: tuple[Layers, ...] = (bitsandbytes, compressed_tensors, own)
-OTHERS: tuple[Others, ...] = (peft, norms)
+OTHERS: tuple[Others, ...] = (peft, peft_experts, norms)
 LIBRARIES: tuple[Library, ...] = (peft, unsloth, transformers)
 
 

@@ -13,7 +13,7 @@ each a QuantizedWeight [E, N, K].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -128,23 +128,34 @@ class Experts4bit(torch.nn.Module):
         for name, q, bias in zip(PROJECTIONS, (gate_up, down), (gate_up_bias, down_bias), strict=True):
             if bias is not None and bias.shape != q.shape[:2]:
                 raise ValueError(f"{name}_bias has shape {list(bias.shape)}; {list(q.shape[:2])} is needed")
-            self.register_parameter(name, _frozen(q.packed, q.shape))
-            self.register_parameter(name + SCALE, _frozen(q.scale))
+            self.register_parameter(name, Parameter(q.packed, requires_grad=False))
+            self.register_parameter(name + SCALE, Parameter(q.scale, requires_grad=False))
             self.register_parameter(name + BIAS, bias)
             self._weights[name] = q
+        self._tell_shapes()
+
+    def _tell_shapes(self) -> None:
+        """Note on the packed parameters which shapes their weights have; copies and casts lose it."""
+        for name, q in self._weights.items():
+            setattr(self._parameters[name], DENSE_SHAPE, torch.Size(q.shape))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._tell_shapes()
 
     @property
     def gate_up(self) -> QuantizedWeight:
         """[E, 2I, H], sharing the memory of the parameters."""
-        return self._weight("gate_up_proj")
+        return self.stack("gate_up_proj")
 
     @property
     def down(self) -> QuantizedWeight:
         """[E, H, I], sharing the memory of the parameters."""
-        return self._weight("down_proj")
+        return self.stack("down_proj")
 
-    def _weight(self, name: str) -> QuantizedWeight:
-        """The weight of the two parameters as they are now: those who move or shard a model replace them."""
+    def stack(self, name: str) -> QuantizedWeight:
+        """Either of them, by the name of its parameter."""
+        # Of the parameters as they are now: those who move or shard a model replace them.
         q, packed, scale = self._weights[name], self._parameters[name], self._parameters[name + SCALE]
         if q.packed is packed and q.scale is scale:
             return q
@@ -183,13 +194,7 @@ class Experts4bit(torch.nn.Module):
         for name, parameter in weights.items():
             moved = fn(parameter.data)
             moved = moved if moved.dtype == parameter.dtype else parameter.data.to(moved.device)
-            self._parameters[name] = _frozen(moved, getattr(parameter, DENSE_SHAPE, None))
+            self._parameters[name] = Parameter(moved, requires_grad=False)
         self._parameters.update(others)
+        self._tell_shapes()
         return self
-
-
-def _frozen(tensor: Tensor, dense_shape: Sequence[int] | None = None) -> Parameter:
-    parameter = Parameter(tensor, requires_grad=False)
-    if dense_shape is not None:
-        setattr(parameter, DENSE_SHAPE, torch.Size(dense_shape))
-    return parameter
