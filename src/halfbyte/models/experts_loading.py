@@ -39,7 +39,8 @@ from halfbyte.ops import quantize
 ATTRIBUTE = "_halfbyte_arriving"  # of a module of dense experts that is to become Experts4bit
 
 # Of a weight's keys; zero points and activation orders only to be refused by name.
-ENDINGS = "|".join(map(re.escape, (*bitsandbytes.SUFFIXES, *compressed_tensors.SUFFIXES, "_zero_point", "_g_idx")))
+FORMS = (*bitsandbytes.SUFFIXES, *compressed_tensors.SUFFIXES, "_zero_point", "_g_idx", *gpt_oss.SUFFIXES)
+ENDINGS = "|".join(map(re.escape, FORMS))
 
 Settings = Mapping[str, Any]  # as `halfbyte.quantize` takes them
 
@@ -117,7 +118,7 @@ class Merge(ConversionOps):  # type: ignore[misc]
             raise ValueError(f"{full_layer_name!r} is 4-bit and cannot be computed: {arriving}")
         device = self._device(full_layer_name)
         if None not in found:
-            q = self._joined(found, arriving.facts, name, device)
+            q = self._joined(found, arriving.facts, name, parameter.dtype, device)
         elif is_dense:
             q = self._rounded(found[None][name][""](), arriving.facts, name, device)
         else:
@@ -166,7 +167,7 @@ class Merge(ConversionOps):  # type: ignore[misc]
         return torch.stack([torch.cat([found[e][part][""]() for part in self.parts]) for e in range(len(found))])
 
     def _joined(
-        self, found: Mapping[int | None, Any], facts: Facts, name: str, device: torch.device
+        self, found: Mapping[int | None, Any], facts: Facts, name: str, dtype: torch.dtype, device: torch.device
     ) -> QuantizedWeight:
         writer = StackWriter((facts.count, *facts.shapes[name]))
         for expert in range(facts.count):
@@ -176,7 +177,7 @@ class Merge(ConversionOps):  # type: ignore[misc]
                 if tensors.keys() == {""}:
                     dense.append(tensors[""]().to(device))
                     continue
-                q = _saved(part, {part + suffix: tensor() for suffix, tensor in tensors.items()})
+                q = _saved(part, {part + suffix: tensor() for suffix, tensor in tensors.items()}, dtype)
                 writer.write(expert, row, q.to(device))
                 row += q.shape[0]
             if dense and row:
@@ -323,8 +324,10 @@ def _by_expert(tensors: Mapping[str, Any], last: str, name: str) -> dict[int | N
     return found
 
 
-def _saved(name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-    """A weight that bitsandbytes or compressed-tensors saved."""
+def _saved(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> QuantizedWeight:
+    """A weight that a library saved; `dtype` is what it stands for where that is not saved."""
+    if f"{name}_blocks" in tensors:
+        return replace(gpt_oss.from_tensors(name, tensors), dtype=dtype)
     library = compressed_tensors if f"{name}_packed" in tensors else bitsandbytes
     q: QuantizedWeight = library.from_tensors(name, tensors)
     return q
