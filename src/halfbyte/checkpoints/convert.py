@@ -24,8 +24,8 @@ from halfbyte.checkpoints.plan import (
 )
 from halfbyte.checkpoints.reader import DTYPES, Checkpoint, open_checkpoint, read_json
 from halfbyte.checkpoints.stream import Converted, Left, Output, Progress, Summary, stream
+from halfbyte.formats import gpt_oss
 from halfbyte.formats.layouts import layout_of
-from halfbyte.formats.mxfp4 import MXFP4
 from halfbyte.formats.settings import DEFAULT, check_settings
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES
@@ -188,8 +188,9 @@ def _refuse_quantized(checkpoint: Checkpoint, config: dict[str, Any] | None) -> 
     marks = (".weight_packed", ".qweight", ".weight.absmax", ".weight_blocks", *(n + experts_of.SCALE for n in _STACKS))
     key = next((name for name in checkpoint.entries if name.endswith(marks)), None)
     said = (config or {}).get("quantization_config") or {}
-    if key is None and said.get("quant_method") == MXFP4.name:
-        return MXFP4.name
+    method = said.get("quant_method")
+    if key is None and method in gpt_oss.FORMATS:  # transformers names it as we do
+        return str(method)
     if key or (config and "quantization_config" in config):
         why = f"it holds {key!r}" if key else "its config.json has a quantization_config"
         raise ValueError(f"{checkpoint.path} is quantized already ({why}); dequantize it first")

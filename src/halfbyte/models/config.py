@@ -9,9 +9,7 @@ import transformers
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from halfbyte.formats import bitsandbytes
-from halfbyte.formats.int4 import INT4
-from halfbyte.formats.mxfp4 import MXFP4
+from halfbyte.formats import bitsandbytes, compressed_tensors, gpt_oss
 from halfbyte.formats.settings import DEFAULT, check_format, check_settings
 from halfbyte.formats.spec import FORMATS
 
@@ -152,15 +150,17 @@ def _of_compressed_tensors(path: str, theirs: dict[str, Any]) -> HalfbyteConfig:
     sizes = {weights.get("group_size") for weights in groups}
     symmetric = all(w.get("num_bits") == 4 and w.get("type") == "int" and w.get("symmetric") for w in groups)
     (size,) = sizes if len(sizes) == 1 else (None,)
-    if _kind(theirs) != "compressed-tensors" or not symmetric or size not in INT4.block_sizes:
+    (format,) = compressed_tensors.FORMATS.values()
+    if _kind(theirs) != "compressed-tensors" or not symmetric or size not in format.block_sizes:
         raise ValueError(
             f"{path} is {_kind(theirs)}; compressed-tensors' symmetric 4-bit integers in groups of one size, one of "
-            f"{INT4.block_sizes}, are accepted"
+            f"{format.block_sizes}, are accepted"
         )
-    return HalfbyteConfig(INT4.name, group_size=size)
+    return HalfbyteConfig(format.name, group_size=size)
 
 
 def _of_gpt_oss(path: str, theirs: dict[str, Any]) -> HalfbyteConfig:
-    if _kind(theirs) != MXFP4.name:
-        raise ValueError(f"{path} is {_kind(theirs)}; a checkpoint of gpt-oss with mxfp4 experts is accepted")
-    return HalfbyteConfig(MXFP4.name)
+    (format,) = gpt_oss.FORMATS  # which transformers names as we do
+    if _kind(theirs) != format:
+        raise ValueError(f"{path} is {_kind(theirs)}; a checkpoint of gpt-oss with {format} experts is accepted")
+    return HalfbyteConfig(format)
