@@ -199,15 +199,19 @@ def test_an_older_peft_is_told(pairs: Any) -> None:
         model(TOKENS)
 
 
-def test_rows_without_an_expert_are_zeros() -> None:
+@pytest.mark.parametrize("grouped", [False, True], ids=["one by one", "torch's grouped product"])
+def test_rows_without_an_expert_are_zeros(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is what GPUs use; torch has it for bf16 on CPUs as well."""
+    monkeypatch.setattr(peft_experts, "_has_grouped", lambda *_: grouped)
     torch.manual_seed(0)
     expert = torch.tensor([3, -1, 0, 3, 4, 1])
     rows = Rows(expert, 4)
-    x, w = torch.randn(6, 5, requires_grad=True), torch.randn(4, 5, 3, requires_grad=True)
+    x, w = torch.randn(6, 16).bfloat16().requires_grad_(), torch.randn(4, 16, 8).bfloat16().requires_grad_()
     y = peft_experts._product(x[rows.order], w, rows)
-    expected = torch.stack([x[i] @ w[e] if 0 <= e < 4 else torch.zeros(3) for i, e in enumerate(expert.tolist())])
+    none = torch.zeros(8, dtype=torch.bfloat16)
+    expected = torch.stack([x[i] @ w[e] if 0 <= e < 4 else none for i, e in enumerate(expert.tolist())])
     torch.testing.assert_close(y, expected[rows.order])
-    grad = torch.randn(6, 3)
+    grad = torch.randn(6, 8).bfloat16()
     ours = torch.autograd.grad(y, (x, w), grad)
     theirs = torch.autograd.grad(expected[rows.order], (x, w), grad)
     for one, other in zip(ours, theirs, strict=True):

@@ -168,15 +168,18 @@ def _multiply(x: Tensor, w: Tensor, rows: Rows) -> Tensor:
 
 def _outer(x: Tensor, grad: Tensor, rows: Rows) -> Tensor:
     """The gradient of w: of each expert x.T @ grad of its rows, [E, K, N]."""
+    if _has_grouped(x, grad):
+        result: Tensor = torch._grouped_mm(x.contiguous().t(), grad.contiguous(), offs=rows.ends)
+        return result
     out = x.new_zeros((len(rows.ends), x.shape[1], grad.shape[1]))
     for expert, first, last in rows.groups:
         torch.mm(x[first:last].t(), grad[first:last], out=out[expert])
     return out
 
 
-def _has_grouped(x: Tensor, w: Tensor) -> bool:
+def _has_grouped(x: Tensor, y: Tensor) -> bool:
     """Whether torch multiplies groups of rows in one launch: bf16 from sm_90 on, in whole 16 bytes."""
-    is_aligned = all(side % 8 == 0 for side in (*w.shape[1:], x.shape[1]))
+    is_aligned = all(side % 8 == 0 for side in (*x.shape[1:], *y.shape[1:]))
     return (
         x.is_cuda
         and x.dtype is torch.bfloat16
