@@ -214,5 +214,5 @@ def test_rows_without_an_expert_are_zeros(grouped: bool, monkeypatch: pytest.Mon
     grad = torch.randn(6, 8).bfloat16()
     ours = torch.autograd.grad(y, (x, w), grad)
     theirs = torch.autograd.grad(expected[rows.order], (x, w), grad)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
+    for one, other in zip(ours, theirs, strict=True):  # autograd adds the rows of an expert up in bf16
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
