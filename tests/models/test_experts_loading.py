@@ -31,7 +31,7 @@ from .moe import (
 
 pytest.importorskip("transformers", minversion="5.10")
 
-from halfbyte.models import experts_loading
+from halfbyte.models import experts_tensors
 from halfbyte.models.quantizer import HalfbyteConfig
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
@@ -104,7 +104,7 @@ def test_modules_to_not_convert(checkpoints: dict[str, Path], tmp_path: Path) ->
 
 def test_one_expert_is_dense_at_a_time(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    most, read = [0], experts_loading._read
+    most, read = [0], experts_tensors._read
 
     def watched(given: list[Any]) -> Tensor:
         tensor = read(given)
@@ -112,7 +112,7 @@ def test_one_expert_is_dense_at_a_time(checkpoints: dict[str, Path], monkeypatch
         most[0] = max(most[0], len(alive))
         return tensor
 
-    monkeypatch.setattr(experts_loading, "_read", watched)
+    monkeypatch.setattr(experts_tensors, "_read", watched)
     model = load(checkpoints["mixtral"], quantization_config=HalfbyteConfig())
     assert experts_of(model)
     assert 2 <= most[0] <= 3  # gate and up of one expert, and the last one of the expert before

@@ -291,8 +291,8 @@ def sides(layer: Any) -> tuple[int, int]:
 
 
 def is_ours(conversion: Any) -> bool:
-    ours = (Assemble, experts_loading.Merge, experts_loading.StackBiases)
-    return any(isinstance(step, ours) for step in getattr(conversion, "operations", ()))
+    steps = getattr(conversion, "operations", ())
+    return any(isinstance(step, Assemble) or experts_loading.is_ours(step) for step in steps)
 
 
 register_quantization_config(METHOD)(HalfbyteConfig)
