@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4,
     },
 }  # fmt: skip
+RENAMED = {"granitemoe": {"intermediate_size": I, "num_local_experts": E, "num_experts_per_tok": 2}}
 PROJECTIONS = ("gate_up_proj", "down_proj")
 TOKENS = torch.arange(3, 27).view(2, 12)
 
@@ -45,7 +46,7 @@ def make(family: str, **options: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **COMMON | FAMILIES[family] | options)
+    config = AutoConfig.for_model(family, **COMMON | (FAMILIES | RENAMED)[family] | options)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 or name.endswith("bias"):

@@ -102,6 +102,28 @@ def test_modules_to_not_convert(checkpoints: dict[str, Path], tmp_path: Path) ->
     stands_for(again, dequantized(model, checkpoints["qwen3_moe"]))
 
 
+def test_stacks_that_transformers_renames(tmp_path: Path) -> None:
+    make("granitemoe").save_pretrained(tmp_path / "dense")
+    assert not any("experts" in key for key in load_file(tmp_path / "dense" / "model.safetensors"))
+    model = load(tmp_path / "dense", quantization_config=HalfbyteConfig())
+    assert len(experts_of(model)) == 2
+    stands_for(model, dequantized(model, tmp_path / "dense"))
+    model.save_pretrained(tmp_path / "saved")
+    same_bits(model, load(tmp_path / "saved"))
+
+
+def test_stacks_that_transformers_makes(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a model's own conversion does more than to merge, its result is quantized."""
+    expected = load(checkpoints["qwen3_moe"], quantization_config=HalfbyteConfig())
+    monkeypatch.setattr("halfbyte.models.experts_loading._parts", lambda *_: None)
+    model = load(checkpoints["qwen3_moe"], quantization_config=HalfbyteConfig())
+    same_bits(model, expected)
+    model.save_pretrained(tmp_path)
+    same_bits(model, load(tmp_path))
+
+
 def test_one_expert_is_dense_at_a_time(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     most, read = [0], experts_tensors._read

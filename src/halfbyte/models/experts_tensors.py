@@ -201,7 +201,10 @@ class StackBiases(ConversionOps):  # type: ignore[misc]
 
 
 def _by_expert(tensors: Mapping[str, Any], last: str, name: str) -> dict[int | None, dict[str, dict[str, Any]]]:
-    """expert -> projection -> ending -> tensor, of tensors by their keys; a stack's expert is None."""
+    """expert -> projection -> ending -> tensor, of tensors by their keys; a stack's expert is None.
+
+    Keys are those of the file. One that has nothing of a module's name in it is of a stack that transformers renames.
+    """
     found: dict[int | None, dict[str, dict[str, Any]]] = {}
     forms = (
         (rf"{last}\.(?P<expert>\d+)\.(?P<part>\w+)\.weight(?P<ending>.*)$"),
@@ -209,10 +212,14 @@ def _by_expert(tensors: Mapping[str, Any], last: str, name: str) -> dict[int | N
         (rf"{last}\.(?P<part>{name})(?P<ending>.*)$"),
     )
     for key, tensor in tensors.items():
-        match = next(match for form in forms if (match := re.search(form, key)))
-        groups = match.groupdict()
+        match = next((match for form in forms if (match := re.search(form, key))), None)
+        renamed = {"part": name, "ending": next((e for e in (SCALE, *gpt_oss.SUFFIXES) if key.endswith(e)), "")}
+        groups = renamed if match is None else match.groupdict()
         expert = int(groups["expert"]) if "expert" in groups else None
-        found.setdefault(expert, {}).setdefault(groups["part"], {})[groups["ending"]] = tensor
+        pieces = found.setdefault(expert, {}).setdefault(groups["part"], {})
+        if groups["ending"] in pieces:
+            raise ValueError(f"{key!r} is a second tensor for the same part of {last}.{name}")
+        pieces[groups["ending"]] = tensor
     return found
 
 
