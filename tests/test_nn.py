@@ -22,6 +22,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("nf4", {"nested": False, "block_size": 128}),
     ("fp4", {}),
     ("int4", {"group_size": 64}),
+    ("mxfp4", {}),
 ]
 kinds = pytest.mark.parametrize(("format", "options"), KINDS)
 
@@ -165,6 +166,8 @@ def test_state_dict(format: str, options: dict[str, Any], assign: bool) -> None:
     assert all(type(key) is str and not tensor.requires_grad for key, tensor in state.items())
     if format == "int4":
         assert list(state) == ["0.weight_packed", "0.weight_scale", "0.weight_shape", "0.bias"]
+    elif format == "mxfp4":
+        assert list(state) == ["0.weight_blocks", "0.weight_scales", "0.bias"]
     else:
         nested = ["0.weight.nested_absmax", "0.weight.nested_quant_map"] if ours[0].weight.nested else []
         mark = f"0.weight.quant_state.bitsandbytes__{format}"

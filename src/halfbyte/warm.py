@@ -85,6 +85,7 @@ def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings)
 
     Raises ValueError where there are none of either kind.
     """
+    from halfbyte.checkpoints.experts import SavedStacks, is_one, is_stack
     from halfbyte.checkpoints.plan import quantized_names, read_quantized
     from halfbyte.checkpoints.reader import DTYPES, open_checkpoint
     from halfbyte.checkpoints.select import select
@@ -98,7 +99,9 @@ def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings)
 
     names = quantized_names(checkpoint)
     for name in names:
-        q = read_quantized(checkpoint, name, planning=True)
+        if is_one(name) or is_stack(name):
+            continue  # experts have kernels of their own
+        q = read_quantized(checkpoint, name, SavedStacks.of(None), planning=True)
         if len(q.shape) == 2:
             weights[name] = problem_of(x, q, x if has_bias(name) else None)
     for name in () if names else select(checkpoint.entries):

@@ -26,7 +26,7 @@ def test_sources_that_are_quantized_already(source: Path, tmp_path: Path) -> Non
     (source / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     with pytest.raises(ValueError, match=r"config\.json has a quantization_config"):
         quantize_checkpoint(source, tmp_path / "again")
-    with pytest.raises(ValueError, match="has no nf4, fp4 or int4 weight among its 9 tensors"):
+    with pytest.raises(ValueError, match="has no nf4, fp4, int4 or mxfp4 weight among its 9 tensors"):
         dequantize_checkpoint(source, tmp_path / "again")
     (source / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match="Conv1D"):

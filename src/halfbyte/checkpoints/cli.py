@@ -37,7 +37,7 @@ def quantize(
     destination: Destination,
     format: Annotated[
         str,
-        typer.Option(metavar=NAMES, help="nf4 and fp4 as bitsandbytes has them, int4 as compressed-tensors."),
+        typer.Option(metavar=NAMES, help="nf4, fp4 as bitsandbytes has them, int4 as compressed-tensors, mxfp4."),
     ] = DEFAULT,
     block_size: BlockSize = None,
     group_size: GroupSize = None,
@@ -51,6 +51,9 @@ def quantize(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Leave the weights that match as they are.")
     ] = None,
+    experts: Annotated[
+        bool, typer.Option("--experts/--no-experts", help="Whether experts are quantized. halfbyte loads the result.")
+    ] = True,
     device: Device = None,
     max_shard_size: ShardSize = None,
     overwrite: Overwrite = False,
@@ -59,9 +62,9 @@ def quantize(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a checkpoint with its linear layers in 4 bits; transformers loads the result as it is.
+    """Write a checkpoint with its linear layers and experts in 4 bits; transformers loads the result.
 
-    Embeddings, norms, routers, experts and output layers stay as they are. --include adds weights such as "lm_head";
+    Embeddings, norms, routers and output layers stay as they are. --include adds weights such as "lm_head";
     what nothing could load in 4 bits is refused before anything is written. Patterns are those of a shell, on names
     such as "model.layers.0.mlp.*", and can be given several times.
 
@@ -87,6 +90,7 @@ def quantize(
             include=include or (),
             only=only or (),
             exclude=exclude or (),
+            experts=experts,
             device=device_of(device),
             max_shard_size=size_of(max_shard_size),
             overwrite=overwrite,

@@ -38,6 +38,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+FLOATS = ("F16", "BF16", "F32")  # of dense weights
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _CHUNK = 1 << 24

@@ -30,10 +30,10 @@ def summary(console: Console, summary: Summary) -> None:
     if measured:
         console.print("error: norm of the difference over norm of the weight; largest: of all weights\n")
     for name in summary.skipped:
-        console.print(styled(("left as it was", "yellow"), f": {name}, whose K is no multiple of the group size"))
+        console.print(styled(("left as it was", "yellow"), f": {name}, which is not made of whole blocks or groups"))
     if summary.experts:
         size = f"{_count(len(summary.experts), 'weight')} of experts, {_bytes(summary.experts_bytes)}"
-        why = "transformers keeps the experts of a layer in one stack, which it does not load in 4 bits yet"
+        why = "they were to stay so, or are of a kind that nothing loads in 4 bits"
         console.print(styled(("left dense", "yellow"), f": {size}; {why}"), highlight=False)
     would, about = ("would be ", "about ") if summary.dry_run else ("", "")
     ratio = summary.bytes_before / max(summary.bytes_after, 1)

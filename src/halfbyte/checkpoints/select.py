@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from halfbyte.checkpoints.reader import Entry
-from halfbyte.formats import bitsandbytes
+from halfbyte.checkpoints.experts import is_one
+from halfbyte.checkpoints.reader import FLOATS, Entry
+from halfbyte.formats import bitsandbytes, compressed_tensors
 from halfbyte.formats.layouts import layout_of
+from halfbyte.formats.spec import FORMATS
 
 # Output layers, by the names that models give them. Where embeddings are tied they are not in the checkpoint at all,
 # yet transformers must be told to leave them dense.
 HEADS = ("lm_head", "embed_out", "proj_out", "classifier", "score", "qa_outputs")
 
-# transformers keeps the experts of a layer in one stack, whatever the checkpoint has: nothing loads them in 4 bits.
-_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 _EMBEDDING = re.compile(r"emb(ed\w*)?$|^embed|^(wte|wpe|shared)$|relative_attention_bias")
 
-_FLOATS = ("F16", "BF16", "F32")
 _NOT_LINEAR = re.compile(r"emb(ed|$)|norm|(^|_)ln(_|\d|$)|^(wte|wpe|shared|router)$")
 _NOT_LINEAR_LAST = re.compile(r"^(gate|router|output)$|_gate$|relative_attention_bias")
 
@@ -35,7 +34,7 @@ def is_linear(name: str) -> bool:
     (gate, .._gate).
     """
     *path, last = name.split(".")
-    if last != "weight" or not path or _EXPERT.search(name):
+    if last != "weight" or not path or is_one(name):
         return False
     parts = [part.lower() for part in path]
     if any(_NOT_LINEAR.search(part) for part in parts):
@@ -58,10 +57,12 @@ def select(
     exclude: Sequence[str] = (),
     only: Sequence[str] = (),
     tied: bool = False,
+    experts: Collection[str] = (),
 ) -> list[str]:
     """The names of the weights to quantize: fp16, bf16 or fp32, two dimensions, ending in ".weight", and
 
     - all that `is_linear` takes for the weight of a linear layer, and those that match a glob of `include`;
+    - weights of `experts`, one by one or in stacks of three dimensions;
     - with `only`, those that match one of its globs, instead;
     - in either case none that match a glob of `exclude`.
 
@@ -73,7 +74,8 @@ def select(
     able = [
         name
         for name, entry in entries.items()
-        if name.endswith(".weight") and len(entry.shape) == 2 and entry.nbytes and entry.dtype in _FLOATS
+        if name in experts
+        or (name.endswith(".weight") and len(entry.shape) == 2 and entry.nbytes and entry.dtype in FLOATS)
     ]
     for option, globs in (("include", include), ("only", only)):
         for glob in globs:
@@ -82,10 +84,14 @@ def select(
                     f"{option} {glob!r} matches none of the {len(able)} tensors that can be quantized (fp16, bf16 or "
                     f"fp32, two dimensions, ending in '.weight'){f', such as {able[0]!r}' if able else ''}"
                 )
-    chosen = [name for name in able if (_matches(name, only) if only else is_linear(name) or _matches(name, include))]
+
+    def is_usual(name: str) -> bool:
+        return name in experts or is_linear(name) or _matches(name, include)
+
+    chosen = [name for name in able if (_matches(name, only) if only else is_usual(name))]
     chosen = [name for name in chosen if not _matches(name, exclude)]
     for name in chosen:
-        if why := _not_loaded(name, entries, tied):
+        if name not in experts and (why := _not_loaded(name, entries, tied)):
             raise ValueError(
                 f"{'only' if only else 'include'} takes in {name!r}, {why}; nothing would load it in 4 bits: leave it "
                 f"out, with exclude {name.removesuffix('.weight')!r} for one"
@@ -97,8 +103,8 @@ def _not_loaded(name: str, entries: Mapping[str, Entry], tied: bool) -> str:
     """What a weight is that no library loads in 4 bits, or "" for one that may be a linear layer's."""
     module = name.removesuffix(".weight")
     parent, _, last = module.rpartition(".")
-    if _EXPERT.search(name):
-        return "one of several experts, which transformers keeps in one stack"
+    if is_one(name):
+        return "one of several experts, of a kind that nothing keeps in 4 bits or that were to stay dense"
     if _EMBEDDING.search(last.lower()) and last not in HEADS:
         return "an embedding"
     if last in ("gate", "router") and any(other.startswith(f"{parent}.experts.") for other in entries):
@@ -106,16 +112,6 @@ def _not_loaded(name: str, entries: Mapping[str, Entry], tied: bool) -> str:
     if tied and last in HEADS:
         return "which config.json ties to the embeddings"
     return ""
-
-
-def experts(entries: Mapping[str, Entry]) -> list[str]:
-    """The names of all dense weights of experts: one by one, or in stacks of three dimensions."""
-    return [
-        name
-        for name, entry in entries.items()
-        if entry.dtype in _FLOATS
-        and (_EXPERT.search(name) if len(entry.shape) == 2 else "experts" in name.split(".") and len(entry.shape) == 3)
-    ]
 
 
 def _matches(name: str, globs: Iterable[str]) -> bool:
@@ -141,11 +137,22 @@ def dense_modules(entries: Mapping[str, Entry], chosen: Iterable[str]) -> list[s
     return sorted(matrices - quantized) + heads
 
 
-def quantization_config(format: str, block_size: int, nested: bool, dtype: str, dense: Sequence[str]) -> dict[str, Any]:
+def quantization_config(
+    format: str, block_size: int, nested: bool, dtype: str, dense: Sequence[str], experts: bool | str = False
+) -> dict[str, Any]:
     """What config.json says of a quantized checkpoint, in the words of transformers.
 
     block_size is int4's group size; bitsandbytes finds its own beside each weight. dtype is the weights' ("bfloat16").
+    experts: whether there are some in 4 bits, or their format where that is another one. These, and mxfp4, no other
+    library loads: what is said then is what `halfbyte.HalfbyteConfig` says.
     """
+    if experts or layout_of(format) not in (bitsandbytes, compressed_tensors):
+        sizes = {"block_size": None, "group_size": None, FORMATS[format].size_name: block_size}
+        return {
+            "quant_method": "halfbyte", "format": format, **sizes, "nested": nested,
+            "experts": True if experts == format else experts or True,
+            "modules_to_not_convert": None,
+        }  # fmt: skip
     if layout_of(format) is bitsandbytes:
         return {
             "quant_method": "bitsandbytes",

@@ -1,17 +1,22 @@
-"""gpt-oss' MXFP4 experts seen as a QuantizedWeight.
+"""gpt-oss' MXFP4 experts seen as a QuantizedWeight, and the keys that MXFP4 weights have in a checkpoint.
 
     NAME_blocks    uint8 [E, rows, K / 32, 16], two weights a byte, the first in the low nibble
     NAME_scales    uint8 [E, rows, K / 32], E8M0
 
-Its gate and up rows take turns: gate is rows 0, 2, 4, ... of gate_up_proj. Source: the checkpoints of openai/gpt-oss.
+A single weight has the same two without E. gpt-oss' gate and up rows take turns: gate is rows 0, 2, 4, ... of
+gate_up_proj. Source: the checkpoints of openai/gpt-oss.
 """
 
 from __future__ import annotations
 
 import torch
 
+from halfbyte.formats.lookup import Tensors, find
 from halfbyte.formats.mxfp4 import MXFP4
 from halfbyte.formats.weight import QuantizedWeight
+
+FORMATS = {MXFP4.name: MXFP4}
+SUFFIXES = ("_blocks", "_scales")
 
 
 def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> QuantizedWeight:
@@ -39,3 +44,33 @@ def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype 
     packed = blocks.view(*scales.shape[:-1], groups * octets)
     shape = (*scales.shape[:-1], groups * MXFP4.block_size)
     return QuantizedWeight(MXFP4.name, packed, scales, shape, dtype, MXFP4.block_size)
+
+
+def keys(name: str, q: QuantizedWeight) -> list[str]:
+    """The keys under which a weight like `q` is saved as `name`."""
+    return [name + suffix for suffix in SUFFIXES]
+
+
+def to_tensors(name: str, q: QuantizedWeight) -> dict[str, torch.Tensor]:
+    """The tensors, by their keys, of `q` saved as `name`. Raises ValueError unless `q` is mxfp4."""
+    if q.format != MXFP4.name:
+        raise ValueError(f"format is {q.format!r}; blocks and scales are 'mxfp4': dequantize, then quantize to it")
+    return {f"{name}_blocks": q.packed.view(*q.scale.shape, MXFP4.block_size // 2), f"{name}_scales": q.scale}
+
+
+def from_tensors(name: str, tensors: Tensors) -> QuantizedWeight:
+    """The weight that was saved as `name`, from a mapping of keys to tensors or a function that looks them up.
+
+    A function returns None, or raises KeyError, for a key that is not there. It stands for a bf16 weight. Raises
+    ValueError, saying which key is at fault, where one is missing or the parts do not fit.
+    """
+    parts = []
+    for suffix in SUFFIXES:
+        part = find(tensors, name + suffix)
+        if part is None:
+            raise ValueError(f"key {name + suffix!r} is missing and an mxfp4 weight needs it; the file is incomplete")
+        parts.append(part)
+    try:
+        return from_gpt_oss(parts[0], parts[1])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name!r} does not fit together: {error}") from error

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from halfbyte.formats import bitsandbytes, compressed_tensors
+from halfbyte.formats import bitsandbytes, compressed_tensors, gpt_oss
 
-LAYOUTS: tuple[ModuleType, ...] = (bitsandbytes, compressed_tensors)
+LAYOUTS: tuple[ModuleType, ...] = (bitsandbytes, compressed_tensors, gpt_oss)
 
 
 def layout_of(format: str) -> ModuleType:

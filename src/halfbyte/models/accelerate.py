@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,17 +10,22 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from halfbyte.formats.settings import check_settings
+from halfbyte.formats.spec import FORMATS
+from halfbyte.kernels.experts.serves import serves as serves_experts
 from halfbyte.kernels.linear.serves import serves
+from halfbyte.models import experts as experts_of
 from halfbyte.models import projections, transformers
 from halfbyte.models.hosts import LIBRARIES, apply_around, undo_everything
 from halfbyte.models.linears import LAYERS, Layers, layers_of
 from halfbyte.models.repacked import FASTER
 from halfbyte.models.report import Report, told, weigh
+from halfbyte.nn.experts import Experts4bit
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
 
 
-def accelerate(model: nn.Module) -> Report:
+def accelerate(model: nn.Module, experts: str | None = None) -> Report:
     """Make a loaded 4-bit model faster in place: same weights, same state_dict, no second copy of anything.
 
     model: any torch module that holds bitsandbytes' Linear4bit layers or INT4 ones of compressed-tensors, as
@@ -27,14 +33,25 @@ def accelerate(model: nn.Module) -> Report:
     are given the same x in one launch where that is faster; a transformers model on a GPU decodes on CUDA graphs in a
     plain `model.generate(...)`. Modules that halfbyte cannot take are left as they were, and so are those that
     bitsandbytes computes faster on this very CPU; the report says which, why, and what else the model is made of.
-    A second call takes what is new. Warns where it takes nothing or has to leave a 4-bit module alone. Raises TypeError
-    for what is no module.
+    A second call takes what is new. Warns where it takes nothing or has to leave a 4-bit module alone.
+
+    experts: None, or the format ("nf4" and so on) in which the dense experts of a mixture-of-experts model are put in
+    the place of the bf16 ones, without nested scales. That rounds weights, which nothing brings back but loading the
+    model again; the report names the modules, and the state_dict has `Experts4bit`'s keys.
+
+    Raises TypeError for what is no module, and ValueError for an unknown format.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; accelerate takes a torch.nn.Module: a loaded model")
     kernels: dict[str, str] = {}
     skipped: dict[str, str] = {}
+    rounded: dict[str, int] = {}
+    if experts is not None:
+        rounded, skipped = _round_experts(model, experts)
     for path, module in model.named_modules():
+        if isinstance(module, Experts4bit):
+            kernels[path] = serves_experts(module.gate_up)
+            continue
         host = layers_of(module)
         if host is None:
             continue
@@ -56,10 +73,25 @@ def accelerate(model: nn.Module) -> Report:
         packed,
         MappingProxyType(dense),
         MappingProxyType(kernels),
+        MappingProxyType(rounded),
+        experts if rounded else None,
     )
 
 
+def _round_experts(model: nn.Module, format: str) -> tuple[dict[str, int], dict[str, str]]:
+    size, _ = check_settings(format, None, None, None)
+    settings = {"format": format, FORMATS[format].size_name: size, "nested": False}
+    rounded, left = experts_of.round_in_place(model, settings)
+    if rounded and "transformers" in sys.modules:
+        from halfbyte.models.saving import keep_stacks
+
+        keep_stacks(model, format)
+    return rounded, left
+
+
 def _stored(module: nn.Module) -> tuple[Tensor, ...]:
+    if isinstance(module, Experts4bit):
+        return *module.gate_up.tensors, *module.down.tensors
     host = layers_of(module)
     tensors: tuple[Tensor, ...] = () if host is None else host.stored(module)
     return tensors
@@ -108,9 +140,20 @@ def release(model: nn.Module) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `accelerate`: every module computes as it did before. A model that was not accelerated is left as it is."""
+    """Undo `accelerate`: every module computes as it did before. A model that was not accelerated is left as it is.
+
+    Experts that `accelerate(model, experts=...)` has rounded stay so, which a warning says: their dense weights are
+    gone, and only loading the model again brings them back.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; restore takes the torch.nn.Module that was accelerated")
+    if rounded := experts_of.rounded_in(model):
+        warnings.warn(
+            f"halfbyte has restored all but the experts of {len(rounded)} layers, which stay in "
+            f"{rounded[0].gate_up.format}: accelerate(model, experts=...) rounded them, and nothing holds their dense "
+            "weights any more. Load the model again to have those back",
+            UserWarning, stacklevel=2,
+        )  # fmt: skip
     projections.unlink(model)
     undo_everything(model)
     _accelerated.discard(model)

@@ -8,27 +8,28 @@ Importing this module registers the quantization method "halfbyte" with transfor
 
 While a model loads, its linear layers are transformers' own, on the meta device. Once all the tensors of one's weight
 are there, `halfbyte.nn.Linear4bit` takes its place: no layer has a dense weight and a quantized one for longer than it
-takes to round it, and a layer that a checkpoint holds dense stays as it is.
+takes to round it, and a layer that a checkpoint holds dense stays as it is. So it is with experts (experts_loading.py).
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfbyte.formats import bitsandbytes, compressed_tensors
-from halfbyte.formats.settings import DEFAULT, check_settings
+from halfbyte.formats import bitsandbytes, compressed_tensors, gpt_oss
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES, QuantizedWeight
-from halfbyte.nn import NAMES, Linear4bit
+from halfbyte.models.experts import dense_module
+from halfbyte.nn.experts import PROJECTIONS, Experts4bit
+from halfbyte.nn.linear import NAMES, Linear4bit
 from halfbyte.ops import dequantize, quantize
 
 OLDEST = "5.10"
-METHOD = "halfbyte"
-
 try:
     import transformers
     from packaging.version import Version
@@ -40,91 +41,22 @@ try:
     from transformers.quantizers import HfQuantizer
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
-    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    from halfbyte.models import experts_loading
+    from halfbyte.models.config import METHOD
+    from halfbyte.models.config import HalfbyteConfig as HalfbyteConfig
+    from halfbyte.models.config import config_from_bitsandbytes as config_from_bitsandbytes
+    from halfbyte.models.config import config_from_compressed_tensors as config_from_compressed_tensors
+    from halfbyte.models.config import config_from_gpt_oss as config_from_gpt_oss
 except ImportError as error:
     raise ImportError(
         f"halfbyte.models.quantizer needs transformers >= {OLDEST} ({error}): pip install -U transformers"
     ) from error
 
 # What a checkpoint may hold of a weight, after its name; _zero_point and _g_idx only to be refused by name.
-SUFFIXES = (*bitsandbytes.SUFFIXES, *compressed_tensors.SUFFIXES, "_zero_point", "_g_idx", "")
-
-
-class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """How transformers is to quantize the linear layers of a model; and, in config.json, how they were quantized.
-
-    format: "nf4", "fp4" or "int4". block_size, nested: for nf4 and fp4, group_size: for int4, as `halfbyte.quantize`
-    takes them, with its defaults. modules_to_not_convert: names, ends of names or regular expressions of layers that
-    stay dense, besides the output layer and layers whose weight is tied to another, which always do.
-
-    Raises TypeError or ValueError for arguments that do not fit.
-    """
-
-    def __init__(
-        self,
-        format: str = DEFAULT,
-        *,
-        block_size: int | None = None,
-        group_size: int | None = None,
-        nested: bool | None = None,
-        modules_to_not_convert: list[str] | None = None,
-    ) -> None:
-        size, nested = check_settings(format, block_size, group_size, nested)
-        names = modules_to_not_convert
-        if names is not None and not (
-            isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
-        ):
-            raise TypeError(f"modules_to_not_convert is {names!r}; a list of names is accepted")
-        self.quant_method = METHOD
-        self.format = format
-        self.block_size: int | None = None
-        self.group_size: int | None = None
-        setattr(self, FORMATS[format].size_name, size)
-        self.nested = nested
-        self.modules_to_not_convert = None if names is None else list(names)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The configuration that `to_dict` wrote."""
-        settings = {key: value for key, value in config_dict.items() if key != "quant_method"}
-        return super().from_dict(settings, return_unused_kwargs, **kwargs)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments that `halfbyte.quantize` takes."""
-        return {name: getattr(self, name) for name in ("format", "block_size", "group_size", "nested")}
-
-
-def config_from_bitsandbytes(path: Any, **options: Any) -> Any:
-    """The model configuration of a checkpoint that bitsandbytes quantized to 4 bits, to load it as ours:
-
-        from_pretrained(path, config=config_from_bitsandbytes(path))
-
-    transformers lets no `quantization_config` replace the one that a checkpoint has, so it is replaced beforehand.
-    path, options: as `AutoConfig.from_pretrained` takes them. Raises ValueError for any other kind of checkpoint.
-    """
-    config = transformers.AutoConfig.from_pretrained(path, **options)
-    theirs = getattr(config, "quantization_config", None)
-    if theirs is None:
-        theirs = getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    theirs = theirs if isinstance(theirs, dict) else theirs.to_dict() if theirs is not None else {}
-    if not theirs.get("load_in_4bit"):
-        kind = theirs.get("quant_method") or "not quantized"
-        raise ValueError(f"{str(path)!r} is {kind}, without load_in_4bit; a 4-bit bitsandbytes checkpoint is accepted")
-    storage = theirs.get("bnb_4bit_quant_storage") or "uint8"
-    if storage != "uint8" and not hasattr(HfQuantizer, "get_new_dtype"):
-        # Such releases cast every floating tensor to the dtype of the model, and these are packed nibbles.
-        raise ValueError(
-            f"{str(path)!r} has bnb_4bit_quant_storage {storage}, which transformers {transformers.__version__} would "
-            "cast; transformers >= 5.21 reads it: pip install -U transformers"
-        )
-    ours = HalfbyteConfig(
-        theirs.get("bnb_4bit_quant_type") or bitsandbytes.UNSAID,
-        nested=bool(theirs.get("bnb_4bit_use_double_quant")),
-        modules_to_not_convert=theirs.get("llm_int8_skip_modules"),
-    )
-    config.quantization_config = ours.to_dict()
-    return config
+SUFFIXES = (
+    *bitsandbytes.SUFFIXES, *compressed_tensors.SUFFIXES, "_zero_point", "_g_idx", *gpt_oss.SUFFIXES, "",
+)  # fmt: skip
 
 
 class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -137,6 +69,8 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: HalfbyteConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.targets: frozenset[str] = frozenset()  # layers that the model could hold in 4 bits
+        self.experts: frozenset[str] = frozenset()  # modules of dense experts, to be quantized or read in 4 bits
+        self.device_map: Any = None
         self.regrouped: set[str] = set()  # what model-specific conversions made before it was quantized
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -152,6 +86,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                 "device_map offloads part of the model to the CPU or the disk, which halfbyte's layers do not support; "
                 "give it devices with enough memory, or device_map='cpu' for all of it"
             )
+        self.device_map = device_map
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype is not None and dtype not in FLOAT_DTYPES:
@@ -171,35 +106,47 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
             skipped = self.get_modules_to_not_convert(model, given, fp32, add_default_skips=True)
         layers = {name: layer for name, layer in layers.items() if should_convert_module(name, skipped)}
         self.targets = frozenset(layers)
+        if self.pre_quantized or self.quantization_config.experts:
+            settings = None if self.pre_quantized else self.quantization_config.experts_settings
+            self.experts = experts_loading.expect(model, partial(should_convert_module, patterns=skipped), settings)
         if self.pre_quantized:
             return
-        if not layers:
+        if not layers and not self.experts:
             raise ValueError(f"{type(model).__name__} has no linear layer to quantize; load it without this config")
-        group = self.quantization_config.group_size
-        misfits = [f"{name} (K = {sides(m)[1]})" for name, m in layers.items() if group and sides(m)[1] % group]
+        spec, size = FORMATS[self.quantization_config.format], self._size
+        misfits = [f"{name} (K = {sides(m)[1]})" for name, m in layers.items() if spec.along_k and sides(m)[1] % size]
         if misfits:
             raise ValueError(
-                f"group_size {group} does not divide the input features of {len(misfits)} layers: "
-                f"{', '.join(misfits[:5])}{', ...' if len(misfits) > 5 else ''}; take a smaller group_size, another "
-                "format, or name them in modules_to_not_convert"
+                f"{spec.size_name} {size} does not divide the input features of {len(misfits)} layers: "
+                f"{', '.join(misfits[:5])}{', ...' if len(misfits) > 5 else ''}; take a smaller {spec.size_name}, "
+                "another format, or name them in modules_to_not_convert"
             )
+
+    @property
+    def _size(self) -> int:
+        """How many weights of a linear layer share a scale."""
+        config = self.quantization_config
+        size: int = config.group_size or config.block_size
+        return size
 
     # While tensors arrive.
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         name, _, parameter = param_name.rpartition(".")
-        return parameter == "weight" and name in self.targets
+        return (parameter == "weight" and name in self.targets) or (parameter in PROJECTIONS and name in self.experts)
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes of a weight, its share of the scales included."""
+        size: float = param.element_size()
         if not self.param_needs_quantization(model, param_name):
-            size: float = param.element_size()
             return size
         config: HalfbyteConfig = self.quantization_config
-        if config.group_size is not None:
-            return 0.5 + param.element_size() / config.group_size
-        assert config.block_size is not None
-        return 0.5 + (1 if config.nested else 4) / config.block_size
+        is_linear = param_name.rpartition(".")[0] in self.targets
+        settings = config.settings if is_linear else config.experts_settings
+        spec = FORMATS[settings["format"]]
+        scale: float = size if spec.scale_dtype is None else 1 if settings["nested"] or spec.has_exponents else 4
+        weights: int = settings[spec.size_name]
+        return 0.5 + scale / weights
 
     def get_quantize_ops(self) -> Any:
         return Quantize(self)
@@ -218,11 +165,18 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
         """Ours come first: those of the model are for dense tensors, and take packed ones for such."""
-        return [*self.get_weight_conversions(), *weight_conversions]
+        conversions = [*self.get_weight_conversions(), *weight_conversions]
+        if not self.experts:
+            return conversions
+        settings, device_map = self.quantization_config.experts_settings, self.device_map
+        return [
+            *experts_loading.converters(self.experts, conversions, settings, self.pre_quantized, device_map),
+            *conversions,
+        ]
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """None, which is to say as in the file, for the tensors of a weight: casting would change scales and bytes."""
-        if any(isinstance(step, Assemble) for step in getattr(converter, "operations", ())):
+        if is_ours(converter):
             return None
         return super().get_new_dtype(converter, param, dtype)
 
@@ -232,6 +186,9 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         for module in model.modules():
             if isinstance(module, Linear4bit):
                 module._non_persistent_buffers_set.update(NAMES)
+        if format := experts_loading.settle(model):
+            same = format == self.quantization_config.format
+            self.quantization_config.experts = True if same else format
         # Saving undoes what the model's conversions did when loading. Ours are no such thing, and 4-bit weights cannot
         # be glued together again: they keep the names and shapes that they have in the model.
         conversions = getattr(model, "_weight_conversions", None) or []
@@ -249,6 +206,8 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                 dense.weight = nn.Parameter(dequantize(module.weight, dtype), requires_grad=False)
                 dense.register_parameter("bias", module.bias)
                 model.set_submodule(name, dense.train(module.training))
+            elif isinstance(module, Experts4bit):
+                model.set_submodule(name, dense_module(module, dtype))
         return model
 
 
@@ -267,7 +226,13 @@ class Quantize(ConversionOps):  # type: ignore[misc]
             if not self.quantizer.param_needs_quantization(model, key):
                 others[key] = tensor
                 continue
-            module = model.get_submodule(key.rpartition(".")[0])
+            path, name = key.rsplit(".", 1)
+            module = model.get_submodule(path)
+            if path in self.quantizer.experts:  # merged as the model's own conversions do
+                self.quantizer.regrouped.update(target_patterns)
+                settings = self.quantizer.quantization_config.experts_settings
+                experts_loading.round_stack(model, path, name, tensor, settings, missing_keys)
+                continue
             if tuple(tensor.shape) != tuple(module.weight.shape):
                 raise ValueError(f"{key!r} has shape {list(tensor.shape)}; the model has {list(module.weight.shape)}")
             weight = tensor.T if isinstance(module, Conv1D) else tensor
@@ -291,8 +256,11 @@ class Assemble(ConversionOps):  # type: ignore[misc]
             tensors[key] = given[0] if isinstance(given, list) else given
         if tensors.keys() == {name}:  # this one is dense
             return {full_layer_name: tensors[name].to(model.get_parameter(full_layer_name).dtype)}
-        library = compressed_tensors if f"{name}_packed" in tensors else bitsandbytes
-        q = library.from_tensors(name, tensors)
+        if f"{name}_blocks" in tensors:
+            q = replace(gpt_oss.from_tensors(name, tensors), dtype=model.get_parameter(full_layer_name).dtype)
+        else:
+            library = compressed_tensors if f"{name}_packed" in tensors else bitsandbytes
+            q = library.from_tensors(name, tensors)
         module = model.get_submodule(full_layer_name.rpartition(".")[0])
         if q.shape != sides(module):
             raise ValueError(f"{full_layer_name!r} has shape {list(q.shape)}; the model has {list(sides(module))}")
@@ -323,7 +291,8 @@ def sides(layer: Any) -> tuple[int, int]:
 
 
 def is_ours(conversion: Any) -> bool:
-    return any(isinstance(step, Assemble) for step in getattr(conversion, "operations", ()))
+    steps = getattr(conversion, "operations", ())
+    return any(isinstance(step, Assemble) or experts_loading.is_ours(step) for step in steps)
 
 
 register_quantization_config(METHOD)(HalfbyteConfig)

@@ -11,7 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from halfbyte.models.experts import facts_of
+
 PATHS = 3  # that a line names
+MEND = "accelerate(model, experts='nf4') quantizes them here, HalfbyteConfig while a model loads"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -22,7 +25,9 @@ class Report:
     modules: paths of those that halfbyte computes now. skipped: path to the reason why a 4-bit module was left alone.
     generation: how `generate` decodes from now on; where there are several models, which of them go on as before, and
     why. packed_bytes: of all 4-bit weights, scales included, whoever computes them. dense: everything else, what it is
-    and why it is not 4-bit to its bytes. kernels: of each of `modules` what multiplies one row of x.
+    and why it is not 4-bit to its bytes. kernels: of each of `modules` what multiplies one row of x. rounded: paths of
+    the experts that this call has quantized in place, and the bytes that their dense weights took; rounded_to: the
+    format that they have since then.
     """
 
     modules: tuple[str, ...] = ()
@@ -31,11 +36,18 @@ class Report:
     packed_bytes: int = 0
     dense: Mapping[str, int] = field(default_factory=lambda: NOTHING)
     kernels: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    rounded: Mapping[str, int] = field(default_factory=lambda: NOTHING)
+    rounded_to: str | None = None
 
     def __str__(self) -> str:
         lines = [f"halfbyte computes {len(self.modules)} of {len(self.modules) + len(self.skipped)} 4-bit modules"]
         counts = Counter(self.kernels.values())
         lines += table([(str(count), kernel) for kernel, count in counts.most_common()])
+        if self.rounded:
+            lines.append(
+                f"{len(self.rounded)} modules of dense experts ({size(sum(self.rounded.values()))}) were quantized to "
+                f"{self.rounded_to}: only loading the model again brings their weights back"
+            )
         if self.skipped:
             lines += ["left as they were", *table(told(self.skipped))]
         if self.packed_bytes or self.dense:
@@ -85,21 +97,24 @@ def weigh(model: nn.Module, stored: Callable[[nn.Module], tuple[Tensor, ...]]) -
             seen.add(id(tensor))
     heads = set(map(id, _heads(model)))
     dense: Counter[str] = Counter()
-    experts: dict[str, tuple[set[str], Counter[str]]] = {}
+    experts: dict[str, tuple[list[nn.Module], Counter[str]]] = {}
     for path, module in model.named_modules():
         for name, tensor in _tensors(module):
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
             if tensor.dim() == 3 and tensor.is_floating_point() and not isinstance(module, nn.modules.conv._ConvNd):
-                modules, counts = experts.setdefault(type(module).__name__, (set(), Counter()))
-                modules.add(path)
+                modules, counts = experts.setdefault(type(module).__name__, ([], Counter()))
+                if module not in modules:
+                    modules.append(module)
                 counts.update({"weights": 1, "bytes": tensor.nbytes})
             else:
                 dense[_kind(path, module, name, tensor, heads)] += tensor.nbytes
     for kind, (modules, counts) in experts.items():
         whose = f"{len(modules)} {kind} keep {counts['weights']} 3-D parameters"
-        dense[f"experts are dense: {whose}, which loading in 4 bits leaves as they are"] = counts["bytes"]
+        facts = facts_of(modules[0])
+        mend = f"halfbyte cannot compute them: {facts}" if isinstance(facts, str) else MEND
+        dense[f"experts are dense: {whose}, which bitsandbytes leaves as they are; {mend}"] = counts["bytes"]
     return packed, dict(dense)
 
 

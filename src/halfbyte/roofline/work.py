@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfbyte.roofline.names import ATTENTION, COPIES, DEQUANTIZE, ELEMENTWISE, NORMS, SAMPLING, Label
-from halfbyte.roofline.roles import Call
+from halfbyte.roofline.roles import EXPERTS, SHARED, Call
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def work_of(calls: Iterable[Call], shape: Shape, dense: Mapping[str, bool]) -> d
     for call in calls:
         if call.label.group == "products":
             stored = call.weight + call.moved
-            made = shape.itemsize * call.k * call.n if dense.get(call.label.role) else 0
+            made = shape.itemsize * call.k * call.n * call.weights if dense.get(call.label.role) else 0
             add(call.label, made + call.moved if made else stored, 2 * call.rows * call.k * call.n, stored)
             if made:
                 add(DEQUANTIZE, call.weight + made, 0, 0)
@@ -75,10 +75,10 @@ def work_of(calls: Iterable[Call], shape: Shape, dense: Mapping[str, bool]) -> d
 
 def _around(add: Any, call: Call, size: int) -> None:
     """What the class of a product implies: the gate before `down`, the residual sums, and a sample of the logits."""
-    inside = call.rows * call.k
-    if call.label.role == "down":  # silu(gate) * up
+    inside, role = call.rows * call.k, call.label.role.removeprefix(SHARED)
+    if role == "down":  # silu(gate) * up
         add(ELEMENTWISE, 3 * size * inside, 5 * inside)
-    if call.label.role in ("o", "down"):  # x + branch
+    if role in ("o", "down", EXPERTS):  # x + branch
         add(ELEMENTWISE, 3 * size * call.numel, call.numel)
     if call.label.role == "lm_head":
         add(SAMPLING, size * call.numel, call.numel)

@@ -1,7 +1,8 @@
 """A linear layer whose weight is 4-bit: a plain torch module.
 
 Its state_dict has the keys of bitsandbytes ("weight", "weight.absmax", ...) or, for int4, of compressed-tensors
-("weight_packed", ...), so either library's checkpoints load, and its own load there.
+("weight_packed", ...), so either library's checkpoints load, and its own load there. mxfp4 weights have the two keys
+that gpt-oss has for them ("weight_blocks", "weight_scales").
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ NAMES = ("packed", "scale", "nested_code", "nested_absmax", "nested_offset")
 class Linear4bit(torch.nn.Module):
     """x @ W.T + bias, with W [out_features, in_features] in 4 bits; as torch.nn.Linear in everything else.
 
-    in_features, out_features: K and N. bias: whether there is one. format: "nf4", "fp4" or "int4".
-    block_size, nested: for nf4 and fp4, group_size: for int4, as `halfbyte.quantize` takes them.
+    in_features, out_features: K and N. bias: whether there is one. format, and block_size and nested or group_size: as
+    `halfbyte.quantize` takes them.
     device, dtype: of the bias, and of the dense weight that is made, as torch.nn.Linear makes it, and then rounded.
 
     Casting the module (`.half()`, `.to(dtype)`) casts the bias and leaves the packed weight and its scales as they are.
