@@ -20,7 +20,6 @@ from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.kernels.common import driver, tensor_map
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.experts import reference as stacks
-from halfbyte.kernels.experts.cuda import rows_of
 from halfbyte.kernels.linear import cache, cuda, kernel, laid_out, reach, workspace
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.kernels.linear.simt import launch as exact
@@ -140,7 +139,7 @@ class Driver:
         """Pairs of a token and an expert, of which `like` is the stack."""
         assert n == experts * rows
         self.seen.append((decode, pairs))
-        flat = rows_of(self.like)
+        flat = decode.rows_of(self.like)
         given = memory(x, (-(-pairs // per_row), k), self.dtype)
         chosen = memory(ids, (pairs,), torch.int64 if wide else torch.int32).tolist()
         every = self._product(flat, addresses, given, 0).float()

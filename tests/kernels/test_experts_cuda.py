@@ -13,7 +13,8 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
-from halfbyte.kernels.experts import cuda, reference
+from halfbyte.kernels.experts import cuda, reference, serves
+from halfbyte.kernels.linear import reach
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import PAIRS, is_valid
@@ -46,6 +47,14 @@ def test_models_are_supported(model: str, pairs: int) -> None:
         assert is_valid(plan, o.n, k, decode.scales_of(o), H200)
         assert pairs <= plan.pairs in PAIRS
         assert plan.experts >= experts
+
+
+def test_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "without_kernels", lambda properties: None)
+    q = hb.quantize(torch.randn(4, 64, 256))
+    assert serves._on_cuda(q, H200) == "experts: CUDA C++ sm90_decode (sm_90), and one by one where tokens are many"
+    assert "no kernel is for such a stack" in serves._on_cuda(q, A100)
+    assert "no kernel is for such a stack" in serves._on_cuda(hb.quantize(torch.randn(4, 72, 256)), H200)
 
 
 def test_what_is_not_supported() -> None:
@@ -119,7 +128,7 @@ def test_grouped_linear(gpu: Driver, format: str) -> None:
 def test_a_stack_as_one_weight() -> None:
     for format in ("nf4", "int4", "mxfp4"):
         q = hb.quantize(torch.randn(3, 16, 128), format)
-        rows = cuda.rows_of(q)
+        rows = decode.rows_of(q)
         assert torch.equal(hb.dequantize(rows).view(3, 16, 128), hb.dequantize(q))
         assert rows.packed.data_ptr() == q.packed.data_ptr()
 

@@ -7,7 +7,6 @@ reads those alone, and needs neither a sort nor the host, so CUDA graphs can cap
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,16 +97,7 @@ def _bind(
     properties = properties_of(x.get_device())
     if reach.without_kernels(properties) is not None:
         return None
-    rows = rows_of(q)
+    rows = decode.rows_of(q)
     problem = problem_of(x, rows, bias)
     plan = decode.plan_routed(room, problem, q.shape[0], activation, sums, properties)
     return None if plan is None else decode.bind_routed(x.device, problem, addresses(rows), routing, plan)
-
-
-def rows_of(q: QuantizedWeight) -> QuantizedWeight:
-    """A stack [E, N, K] as one weight [E * N, K], sharing its memory."""
-    experts, n, k = q.shape
-    if not q.spec.along_k:
-        return replace(q, shape=(experts * n, k))
-    packed, scale = (tensor.view(experts * n, -1) for tensor in (q.packed, q.scale))
-    return replace(q, packed=packed, scale=scale, shape=(experts * n, k))

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import torch
+
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.slow import has_numba
+from halfbyte.kernels.linear import reach
+from halfbyte.kernels.linear.problem import problem_of
+from halfbyte.kernels.linear.sm90_decode import launch as decode
+
+ONE_BY_ONE = "experts one by one: dequantize, then torch.matmul"
 
 
 def serves(q: QuantizedWeight) -> str:
     """What `halfbyte.moe` multiplies few tokens and q [E, N, K] with, on q's device."""
+    if q.device.type == "cuda":
+        return _on_cuda(q, properties_of(q.device.index))
     if q.device.type != "cpu":
-        return "experts one by one: dequantize, then torch.matmul, as there is no kernel for stacks there"
+        return f"{ONE_BY_ONE}, as there is no kernel for stacks there"
     if not has_numba():
         return "experts one by one in torch: numba is missing"
     if q.shape[2] % 32:
         return f"experts one by one: numba dequantize, then torch.matmul: K = {q.shape[2]} is no multiple of 32"
     return "experts: numba"
+
+
+def _on_cuda(q: QuantizedWeight, properties: DeviceProperties) -> str:
+    lack = reach.without_kernels(properties)
+    if lack is not None:
+        return f"{ONE_BY_ONE}: {lack.what}"
+    x = torch.empty(0, dtype=q.dtype if q.dtype.itemsize == 2 else torch.bfloat16, device=q.device)
+    rows = decode.rows_of(q)
+    if decode.plan_routed(1, problem_of(x, rows, None), q.shape[0], "", False, properties) is None:
+        return f"{ONE_BY_ONE}, as no kernel is for such a stack on this GPU"
+    return f"experts: CUDA C++ {decode.NAME} (sm_{properties.capability}), and one by one where tokens are many"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
@@ -159,6 +160,15 @@ class Routing(NamedTuple):
     per_row: int
     wide_ids: bool
     narrow_shares: bool
+
+
+def rows_of(q: QuantizedWeight) -> QuantizedWeight:
+    """A stack [E, N, K] as one weight [E * N, K], sharing its memory."""
+    experts, n, k = q.shape
+    if not q.spec.along_k:
+        return replace(q, shape=(experts * n, k))
+    packed, scale = (tensor.view(experts * n, -1) for tensor in (q.packed, q.scale))
+    return replace(q, packed=packed, scale=scale, shape=(experts * n, k))
 
 
 def plan_routed(
