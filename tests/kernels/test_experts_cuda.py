@@ -20,7 +20,11 @@ from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import PAIRS, is_valid
 
 #         experts, I, H, experts of a token
-MODELS = {"qwen3-30b": (128, 768, 2048, 8), "mixtral": (8, 14336, 4096, 2), "deepseek-v3": (256, 2048, 7168, 8)}
+MODELS = {
+    "qwen3-30b": (128, 768, 2048, 8), "mixtral": (8, 14336, 4096, 2), "deepseek-v3": (256, 2048, 7168, 8),
+    "gpt-oss-20b": (32, 2880, 2880, 4),
+}  # fmt: skip
+MXFP4 = {"format": "mxfp4", "block_size": 32, "nested": 0}
 
 
 @pytest.fixture
@@ -41,7 +45,7 @@ def problem(n: int, k: int, **changes: Any) -> Problem:
 def test_models_are_supported(model: str, pairs: int) -> None:
     experts, inner, hidden, _ = MODELS[model]
     for n, k, activation, sums in ((2 * inner, hidden, "silu", False), (hidden, inner, "", True)):
-        o = problem(experts * n, k)
+        o = problem(experts * n, k, **(MXFP4 if model == "gpt-oss-20b" else {}))
         plan = decode.plan_routed(pairs, o, experts, activation, sums, H200)
         assert plan is not None
         assert is_valid(plan, o.n, k, decode.scales_of(o), H200)
@@ -138,13 +142,14 @@ def test_a_stack_as_one_weight() -> None:
     ("model", "which", "tokens", "dtype"),
     [
         ("qwen3-30b", "gate_up", 1, BF16), ("qwen3-30b", "down", 64, F16), ("mixtral", "down", 4, BF16),
-        ("deepseek-v3", "gate_up", 16, F16), ("qwen3-30b", "interleaved", 4, BF16), ("qwen3-30b", "grouped", 1, BF16),
+        ("deepseek-v3", "gate_up", 16, F16), ("gpt-oss-20b", "interleaved", 4, BF16), ("qwen3-30b", "grouped", 1, BF16),
     ],
 )  # fmt: skip
 def test_it_compiles(model: str, which: str, tokens: int, dtype: torch.dtype) -> None:
     experts, inner, hidden, k = MODELS[model]
     n, depth = (hidden, inner) if which == "down" else (2 * inner, hidden)
-    o = problem(experts * n, depth, dtype=dtype, bias=which != "gate_up")
+    others = MXFP4 if model == "gpt-oss-20b" else {}
+    o = problem(experts * n, depth, dtype=dtype, bias=which != "gate_up", **others)
     activation = {"gate_up": "silu", "interleaved": "swiglu_oai"}.get(which, "")
     plan = decode.plan_routed(tokens * k, o, experts, activation, which == "down", H200)
     assert plan is not None

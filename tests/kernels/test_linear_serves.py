@@ -54,19 +54,22 @@ def test_the_kernels_by_name() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, HALF, FULL], ids=str)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_120"])
 def test_no_kernel_takes_bytes_that_are_not_nested(target: str, dtype: torch.dtype, batch_invariant: bool) -> None:
-    """Their scales are exponents of two."""
+    """Their scales are exponents of two, which one kernel decodes, on Hopper and later, for few rows of bf16."""
     properties = properties_for(target)
-    for block_size, nested, known in ((32, 0, False), (64, 0, False), (64, 256, True)):
-        o = Problem(dtype, 4096, 4096, "mxfp4", block_size, torch.uint8, nested)
-        assert (reach.without_scales(o) is None) == known
+    served = dtype is torch.bfloat16 and target in ("sm_90", "sm_120")
+    for block_size in (32, 64):
+        o = Problem(dtype, 4096, 4096, "mxfp4", block_size, torch.uint8)
         for m in (1, 8, 300, 4096):
+            known = served and block_size == 32 and (m <= 64 or batch_invariant)
             plans = [kernel.plan(m, o, properties, batch_invariant) for kernel in (*dispatch.KERNELS, sm90_gemm)]
             assert any(plan is not None for plan in plans) == known
-        assert (dispatch.choose(8, o, properties, batch_invariant) is not None) == known
-        assert known or dispatch.choose_group(8, (o, o), properties) is None
-    unknown = Problem(dtype, 64, 64, "mxfp4", 32, torch.uint8)
-    told = module._on_cuda(unknown, properties, reach.without_scales(unknown))
-    assert told.endswith("torch.matmul: linear has no CUDA kernel for the scales of mxfp4 yet")
+            assert batch_invariant or (reach.without_scales(m, o, properties) is None) == known
+            if m <= 256:
+                assert (dispatch.choose(m, o, properties, batch_invariant) is not None) == known
+    unknown = Problem(dtype, 64, 64, "mxfp4", 64, torch.uint8)
+    told = module._on_cuda(unknown, properties, reach.without_scales(1, unknown, properties))
+    assert "torch.matmul: linear has a CUDA kernel for the scales of mxfp4 on Hopper alone" in told
+    assert reach.without_scales(300, problem(HALF), properties) is None
 
 
 def test_what_is_missing_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
         slow.warn("CUDA kernels", str(lack))
         return None
     problem, weight = problem_of(x, q, bias), addresses(q)
-    if (lack := reach.without_scales(problem)) is not None:
+    if (lack := reach.without_scales(m, problem, properties)) is not None:
         slow.warn("CUDA kernels for scales", str(lack))
         return None
     if (reason := reach.without_tensor_cores(problem, properties)) is not None:

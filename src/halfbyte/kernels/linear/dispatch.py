@@ -69,7 +69,7 @@ def choose(m: int, problem: Problem, properties: DeviceProperties, batch_invaria
     """How x [m, K] is multiplied, m and no side of W being 0, or None where the dense weight is the faster way.
 
     With batch_invariant m is up to INVARIANT_ROWS, and the choice depends on the weight alone: `simt` supports every
-    weight with known scales, and no kernel supports the others.
+    weight with known scales, and `sm90_decode` then takes any number of rows.
     """
     if batch_invariant:
         typical = _fastest(KERNELS, TYPICAL_INVARIANT_ROWS, problem, properties, True)

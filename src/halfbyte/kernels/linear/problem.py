@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE
-from halfbyte.formats.spec import FORMATS
+from halfbyte.formats.spec import E8M0, FORMATS
 from halfbyte.formats.weight import QuantizedWeight
 
 Addresses = tuple[int, int, int, int, int]
@@ -44,8 +44,13 @@ class Problem:
 
     @property
     def has_known_scales(self) -> bool:
-        """True if scales are what the kernels decode, floats or nested bytes: none supports exponents of two."""
+        """True if scales are what all kernels decode, floats or nested bytes; exponents are for one of them."""
         return (self.scale is torch.uint8) == (self.nested > 0)
+
+    @property
+    def has_exponents(self) -> bool:
+        """True if scales are exponents of two."""
+        return FORMATS[self.format].scale_encoding == E8M0
 
     @property
     def has_usual_nesting(self) -> bool:

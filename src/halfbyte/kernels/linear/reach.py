@@ -12,6 +12,8 @@ from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.driver import driver
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm80 import launch as sm80
+from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
+from halfbyte.kernels.linear.sm90_decode.plan import MOST_ROWS
 from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
 
 
@@ -40,12 +42,14 @@ def without_kernels(properties: DeviceProperties) -> Lack | None:
     return None
 
 
-def without_scales(problem: Problem) -> Lack | None:
-    """Why no CUDA kernel of this folder takes the scales of a weight; None where they do."""
-    if problem.has_known_scales:
+def without_scales(m: int, problem: Problem, properties: DeviceProperties) -> Lack | None:
+    """Why no CUDA kernel of this folder takes the scales of a weight for x [m, K]; None where one does."""
+    if problem.has_known_scales or sm90_decode.plan(m, problem, properties, False) is not None:
         return None
     return Lack(
-        f"linear has no CUDA kernel for the scales of {problem.format} yet", "quantize the weight to another format"
+        f"linear has a CUDA kernel for the scales of {problem.format} on Hopper alone, for up to {MOST_ROWS} rows of x "
+        "in bf16",
+        "quantize the weight to another format",
     )
 
 
@@ -54,7 +58,7 @@ def without_tensor_cores(problem: Problem, properties: DeviceProperties) -> str 
     """Why no kernel on tensor cores takes x of 16 bits with a weight; None where one does, and for x in fp32."""
     o = problem
     if o.dtype is torch.float32 or any(
-        kernel.plan(1, o, properties, False) is not None for kernel in (sm90_streamk, sm80)
+        kernel.plan(1, o, properties, False) is not None for kernel in (sm90_decode, sm90_streamk, sm80)
     ):
         return None
     slow = f"so linear multiplies x [M, {o.k}] with a weight [{o.n}, {o.k}] without tensor cores, slowly"

@@ -26,7 +26,8 @@ def serves(q: QuantizedWeight, dtype: torch.dtype) -> str:
         return "torch reference"
     properties = properties_of(device.index)
     problem = problem_of(torch.empty(0, dtype=dtype, device=device), q, None)
-    return _on_cuda(problem, properties, reach.without_kernels(properties) or reach.without_scales(problem))
+    lack = reach.without_kernels(properties) or reach.without_scales(1, problem, properties)
+    return _on_cuda(problem, properties, lack)
 
 
 def _on_cpu(n: int, k: int, dtype: torch.dtype) -> str:

@@ -9,7 +9,8 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 
 // nested, of scales: a byte, which is a number of a code times a scale of its own, plus an offset.
-enum class Type { fp32, fp16, bf16, nested };
+// e8m0, of scales: a byte e, which stands for 2^(e - 127), and 255 for NaN.
+enum class Type { fp32, fp16, bf16, nested, e8m0 };
 // What the first of two results is put through before it multiplies the second. swiglu_oai is gpt-oss', see `gated`.
 enum class Activation { none, silu, gelu, gelu_tanh, swiglu_oai };
 

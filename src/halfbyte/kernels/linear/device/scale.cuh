@@ -11,6 +11,7 @@
 #include "numeric.cuh"
 
 constexpr bool NESTED = Config::scale == Type::nested;
+constexpr bool EXPONENTS = Config::scale == Type::e8m0;  // one for 32 weights, two bytes for a block of 64
 constexpr int SCALE_SIZE = NESTED ? 1 : Config::scale == Type::fp32 ? 4 : 2;  // bytes
 
 // Stored: as it lies in memory. Bits: an integer of its size.
@@ -38,6 +39,9 @@ template <class Bits> __device__ __forceinline__ float decode_stored(Bits scale)
 __device__ __forceinline__ float decode_nested(float code, float absmax, float offset) {
   return __fadd_rn(__fmul_rn(code, absmax), offset);
 }
+
+// 2^(e - 127) twice, in bf16: e = 0 is a subnormal number, 255 NaN.
+__device__ __forceinline__ u32 decode_exponent(u32 e) { return (e << 7 | u32((e + 1 & 255) <= 1) << 6) * 0x10001; }
 
 // Adds `sum`, the MMA's results of one span, to `total`. upper, lower: the scales of the lane's two rows of W, in the
 // order of device/mma.cuh.

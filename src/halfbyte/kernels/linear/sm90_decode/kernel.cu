@@ -9,6 +9,8 @@
 // them up. One look-up in a table in shared memory turns a byte into two 16-bit numbers (device/decode.cuh). The host
 // multiplies the codebook by a factor that makes its rounding to 16 bits harmless, and the epilogue multiplies by one
 // over that factor, `unit`. Scales are applied in fp32 to the sums of a block, or of `joined` blocks that share one.
+// Those that are powers of two, one for 32 weights, are multiplied into the operand of the MMA instead, which is exact: a
+// lane's 16 weights of a block share one.
 //
 // Work. A CTA owns warps * slice blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in
 // registers throughout. A producer warp copies tiles into shared memory, `stages` of them, each by one tensor copy:
@@ -219,22 +221,32 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
       const u32 chunk = shared + TILES + ring.at * STAGE + number_of_chunk * (TILE_N * Config::chunk);
       const u32 inside = mine ^ b * BLOCK_BYTES % Config::chunk;
       const uint2 w = load_pair(chunk + inside), v = load_pair(chunk + row_after<Config::chunk>(inside));
+      u32 upper = 0, lower = 0;  // factors of this lane's 16 weights of each row
+      if constexpr (EXPONENTS) {
+        const u32 slot = Config::steps == 1 ? ring.at : scales.at, byte = place(warp, b) * SCALE_SIZE + member / 2;
+        if (!Config::padded || first_block + place(warp, b) < row_blocks) {
+          upper = decode_exponent(load_byte(exponent_at(a, shared, tile, first_block, slot, 2 * group, byte)));
+          lower = decode_exponent(load_byte(exponent_at(a, shared, tile, first_block, slot, 2 * group + 1, byte)));
+        }
+      }
 #pragma unroll
       for (int c = 0; c < Config::m_tiles; c++)
         if (b % Config::joined == 0) sum[c][0] = sum[c][1] = sum[c][2] = sum[c][3] = 0;
 #pragma unroll
       for (int step = 0; step < 4; step++) {
         const u32 over = step < 2 ? w.x : w.y, under = step < 2 ? v.x : v.y;
-        const u32 a0 = step % 2 ? look_up<2>(over, column) : look_up<0>(over, column);
-        const u32 a2 = step % 2 ? look_up<3>(over, column) : look_up<1>(over, column);
-        const u32 a1 = step % 2 ? look_up<2>(under, column) : look_up<0>(under, column);
-        const u32 a3 = step % 2 ? look_up<3>(under, column) : look_up<1>(under, column);
+        u32 a0 = step % 2 ? look_up<2>(over, column) : look_up<0>(over, column);
+        u32 a2 = step % 2 ? look_up<3>(over, column) : look_up<1>(over, column);
+        u32 a1 = step % 2 ? look_up<2>(under, column) : look_up<0>(under, column);
+        u32 a3 = step % 2 ? look_up<3>(under, column) : look_up<1>(under, column);
+        if constexpr (EXPONENTS) a0 = fold(a0, upper), a2 = fold(a2, upper), a1 = fold(a1, lower), a3 = fold(a3, lower);
 #pragma unroll
-        for (int c = 0; c < Config::m_tiles; c++) mma(sum[c], a0, a1, a2, a3, x[c][b][step].x, x[c][b][step].y);
+        for (int c = 0; c < Config::m_tiles; c++)
+          mma(EXPONENTS ? total[c] : sum[c], a0, a1, a2, a3, x[c][b][step].x, x[c][b][step].y);
       }
-      if (b == 0)
+      if (b == 0 && !EXPONENTS)
         scales_of_warp.decode(a, shared, tile, first_block, Config::steps == 1 ? ring.at : scales.at, offset, lane);
-      if (b % Config::joined == Config::joined - 1) {
+      if (b % Config::joined == Config::joined - 1 && !EXPONENTS) {
         const float2 scale = scales_of_warp.of_block(b, group);
 #pragma unroll
         for (int c = 0; c < Config::m_tiles; c++) promote(total[c], sum[c], scale.x, scale.y);

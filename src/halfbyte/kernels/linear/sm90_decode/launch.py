@@ -42,9 +42,9 @@ launches: ThreadCache[Hashable, Launch] = ThreadCache()
 def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> DecodePlan | None:
     """The plan for x [m, K], or None where this kernel does not support the problem.
 
-    It supports every format in blocks of 64 or multiples, x of 16 bits and up to 64 rows, shapes that `is_valid`
-    describes. With batch_invariant it takes any number of rows, eight in a launch: a row's sums are then always made in
-    the same order.
+    It supports every format in blocks of 64 or multiples, exponents of 32 weights with x in bf16, up to 64 rows of x in
+    16 bits, and shapes that `is_valid` describes. With batch_invariant it takes any number of rows, eight in a launch:
+    a row's sums are then always made in the same order.
     """
     o = problem
     if not _supports(o):
@@ -77,15 +77,18 @@ def plan_fused(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
 
 
 def _supports(o: Problem) -> bool:
-    if o.dtype not in (torch.float16, torch.bfloat16) or o.block_size % BLOCK:
+    if o.dtype not in (torch.float16, torch.bfloat16) or not scales_of(o).are_known:
         return False
-    if not (o.has_known_scales and o.has_usual_nesting):
+    if o.has_exponents:  # whose range is that of bf16
+        if o.dtype is torch.float16:
+            return False
+    elif not (o.has_known_scales and o.has_usual_nesting):
         return False
     return min(o.align_packed, o.align_scale) >= ALIGNMENT
 
 
 def scales_of(problem: Problem) -> Scales:
-    return Scales(problem.scale, problem.block_size)
+    return Scales(problem.scale, problem.block_size, problem.has_exponents)
 
 
 def _tiles(problem: Problem) -> int:
@@ -267,9 +270,10 @@ def constants(problem: Problem, plan: DecodePlan) -> dict[str, Constant]:
     del shape["microseconds"]
     return {
         **shape, "activation": f"Activation::{plan.activation or 'none'}", "x": TYPES[problem.dtype],
-        "scale": TYPES[problem.scale], "low_first": problem.low_first, "bias": problem.bias, "mma_k": 16,
-        "scale_blocks": scales.blocks, "chunk": weight_chunk(problem.k), "scale_chunk": scale_chunk(plan, scales),
-        "padded": plan.blocks * plan.cluster * BLOCK != problem.k, "shared_bytes": plan.shared_bytes(scales),
+        "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale], "low_first": problem.low_first,
+        "bias": problem.bias, "mma_k": 16, "scale_blocks": scales.blocks, "chunk": weight_chunk(problem.k),
+        "scale_chunk": scale_chunk(plan, scales), "padded": plan.blocks * plan.cluster * BLOCK != problem.k,
+        "shared_bytes": plan.shared_bytes(scales),
     }  # fmt: skip
 
 

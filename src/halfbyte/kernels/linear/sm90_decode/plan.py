@@ -16,6 +16,7 @@ from halfbyte.kernels.linear.tune import h200
 
 SWIGLU_OAI = "swiglu_oai"  # of interleaved rows of gate and up
 BLOCK = 64  # weights that are summed up before they are scaled
+EXPONENT_BLOCK = 32  # weights that share an exponent
 ROWS = 16  # rows of W in a tile
 MOST_ROWS = 64  # of x
 MOST_STAGES = 8  # that there are barriers for
@@ -23,23 +24,29 @@ RESERVED = 1024  # bytes of shared memory that the system takes for each CTA
 
 
 class Scales(NamedTuple):
-    """Of a weight. dtype: uint8 where they are nested. block_size: weights that share one."""
+    """Of a weight. dtype: uint8 where they are nested, or exponents. block_size: weights that share one. exponents:
+    they are powers of two, a byte for 32 weights."""
 
     dtype: torch.dtype
     block_size: int = BLOCK
+    exponents: bool = False
 
     @property
     def nested(self) -> bool:
-        return self.dtype is torch.uint8
+        return self.dtype is torch.uint8 and not self.exponents
 
     @property
     def blocks(self) -> int:
-        """Blocks of 64 weights that share one."""
-        return self.block_size // BLOCK
+        """Blocks of 64 weights that share one, or share two exponents."""
+        return max(1, self.block_size // BLOCK)
+
+    @property
+    def are_known(self) -> bool:
+        return self.block_size == EXPONENT_BLOCK if self.exponents else self.block_size % BLOCK == 0
 
     def bytes_of(self, blocks: int) -> int:
         """Of so many blocks of 64 weights, the first of which is the first of those that share a scale."""
-        return -(-blocks // self.blocks) * self.dtype.itemsize
+        return -(-blocks // self.blocks) * (BLOCK // EXPONENT_BLOCK if self.exponents else self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -131,8 +138,8 @@ def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, properties: Devic
     blocks = k // BLOCK
     return (
         properties.ptx >= 90
-        and scales.block_size % BLOCK == 0
-        and k % scales.block_size == 0
+        and scales.are_known
+        and k % max(BLOCK, scales.block_size) == 0
         and _can_copy_scales(plan, blocks, scales)
         and n % 4 == 0
         and 0 < n * k < 1 << 38  # blocks are counted in 32 bits
@@ -165,6 +172,8 @@ def _can_copy_scales(plan: DecodePlan, blocks: int, scales: Scales) -> bool:
     of_row, of_cta = scales.bytes_of(blocks), scales.bytes_of(plan.blocks)
     if plan.cluster > 1 and plan.blocks % scales.blocks:
         return False
+    if plan.bulk_scales and plan.experts:
+        return plan.cluster == 1  # every tile has 16 rows
     if plan.bulk_scales or plan.window_scales:
         return of_row % 4 == 0 and not (plan.bulk_scales and (plan.window_scales or plan.cluster > 1))
     return of_row % 16 == of_cta % 16 == 0

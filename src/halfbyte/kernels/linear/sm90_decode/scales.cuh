@@ -27,6 +27,17 @@ __device__ __forceinline__ void arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Of scales that are exponents: the address of one of those of a row of a tile, `byte` being its place among the CTA's.
+__device__ __forceinline__ u32 exponent_at(const Arguments& a, u32 shared, const Tile& tile, u32 first_block, u32 slot,
+                                           u32 row, u32 byte) {
+  const u32 row_blocks = a.k / 64, base = shared + SCALES + slot * SCALE_STAGE;
+  if constexpr (TENSOR_SCALES)
+    return base + byte / Config::scale_chunk * (TILE_N * Config::scale_chunk) +
+           (row_at<Config::scale_chunk>(row) ^ byte % Config::scale_chunk);
+  if (Config::bulk_scales) return base + row * (row_blocks * SCALE_SIZE) + byte;
+  return base + row * SCALE_ROW + (((tile.row + row) * row_blocks + first_block) * SCALE_SIZE & 15) + byte;
+}
+
 // A lane's part in decoding its warp's scales of a tile: it decodes EACH of them, of one row, and reads those of two
 // rows for every block. No other warp reads or writes them.
 struct ScaleDecoder {
