@@ -18,7 +18,7 @@ from halfbyte.eager import aligned, backend, dequantize, on, plain
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability
-from halfbyte.kernels.experts import reference
+from halfbyte.kernels.experts import reference, router_reference
 from halfbyte.kernels.experts.plan import Group, plan
 from halfbyte.kernels.linear import reference as products
 
@@ -88,6 +88,17 @@ def moe(
         _multiply(inner, rows, down, groups, biases[1], y, order)
         valid = (top_k_index >= 0) & (top_k_index < gate_up.shape[0])
         return reference.combine(y.view(tokens, k, hidden), torch.where(valid, weights, 0), x.dtype)
+
+
+def route(scores: Tensor, k: int, before: bool, normalizes: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(ids, weights) [T, k] of a router's scores [T, E], as in kernels/experts/router_reference.py."""
+    if scores.is_cuda and slow.no_kernels(scores.device.type) is None:
+        from halfbyte.kernels.experts import router
+
+        if router.supports(scores, k):
+            with on(scores.device):
+                return router.route(plain(scores), k, before, normalizes, dtype)
+    return router_reference.route(scores, k, before, normalizes, dtype)
 
 
 @cache

@@ -87,10 +87,13 @@ def test_a_new_token(sizes: tuple[int, ...], plan: AttentionPlan | None, kind: s
     joined = random(texts, 1, heads * size + shared * (size + value), seed=2)
     query, key, new = joined.split([heads * size, shared * size, shared * value], -1)
     query, key, new = (t.view(texts, 1, -1, s).transpose(1, 2) for t, s in ((query, size), (key, size), (new, value)))
-    angles = random(texts if kind == "no mask" else 1, 1, rotary, seed=3)
+    halves = "sinks" in kind
+    angles = random(texts if kind == "no mask" else 1, 1, rotary // (2 if halves else 1), seed=3)
     slot = torch.tensor(tokens // 2)
     norms = (Norm(random(size), 1e-6, 1.0), Norm(random(size, seed=9), 1e-3, 1.0))
-    fresh = Fresh(key, new, angles.cos(), angles.sin(), slot, *(norms if "norms" in kind else ()))
+    fresh = Fresh(key, new, angles.cos(), angles.sin(), slot, *(norms if "norms" in kind else ()))._replace(
+        halves=halves
+    )
     keys, values = random(texts, shared, tokens, size), random(texts, shared, tokens, value)
     mask = None
     if kind != "no mask":

@@ -1,9 +1,10 @@
-"""Norms and gates agree with their definition, whatever the sizes."""
+"""Norms, gates and routers agree with their definition, whatever the sizes."""
 
 import pytest
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.experts import router, router_reference
 from halfbyte.kernels.pointwise import reference
 from halfbyte.kernels.pointwise.triton import gated, rms_norm, supports
 
@@ -42,3 +43,21 @@ def test_gated(numbers: int, activation: str) -> None:
 def test_supports() -> None:
     assert not supports(random(0, 8))
     assert not supports(random(1, 1 << 16))
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 128, 8), (5, 60, 4), (3, 8, 1), (2, 300, 6), (1, 4, 4)])
+@pytest.mark.parametrize(("before", "normalizes"), [(True, True), (True, False), (False, True)])
+def test_route(tokens: int, experts: int, k: int, before: bool, normalizes: bool) -> None:
+    scores = 3 * random(tokens, experts, seed=tokens)
+    assert router.supports(scores, k)
+    ids, weights = router.route(scores, k, before, normalizes, torch.float32)
+    right_ids, right = router_reference.route(scores, k, before, normalizes, torch.float32)
+    torch.testing.assert_close(weights, right, rtol=1e-4, atol=1e-6)
+    assert all(len(set(row)) == k for row in ids.tolist())
+    torch.testing.assert_close(scores.gather(1, ids), scores.gather(1, right_ids))  # ties may fall otherwise
+
+
+def test_route_supports() -> None:
+    assert not router.supports(random(0, 8), 2)
+    assert not router.supports(random(1, 8), 9)
+    assert not router.supports(random(1, 2048), 8)

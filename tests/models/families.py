@@ -30,12 +30,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
+OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"num_experts": 6, "moe_intermediate_size": 32, "mlp_only_layers": [1]}),
+    "mixtral": ("mixtral", EXPERTS | {"num_local_experts": 4, "sliding_window": None}),
+    "gpt_oss": ("gpt_oss", EXPERTS | {"num_local_experts": 4, "sliding_window": WINDOW, "layer_types": MIXED}),
+}
+
 
 def make(family: str, **options: Any) -> Any:
     """A model in fp32, where no rounding decides between two tokens."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, facts = FAMILIES[family]
+    kind, facts = (FAMILIES | OF_EXPERTS)[family]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIDES | facts | options)).to(DEVICE).eval()
     model.requires_grad_(False)

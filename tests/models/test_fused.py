@@ -19,7 +19,7 @@ from halfbyte.models.layers import FAMILIES as KNOWN
 from halfbyte.models.layers import activation_of, family_of_type, fusions, layer_of, norm_of
 from halfbyte.nn import Linear4bit
 
-from .families import FAMILIES, counted, generate, make, plainly, prompt
+from .families import FAMILIES, OF_EXPERTS, counted, generate, make, plainly, prompt
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("captures")
@@ -36,7 +36,7 @@ def quantized(model: Any) -> Any:
             if "norm" in name:  # so that it matters
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
     model.requires_grad_(False)
-    hb.accelerate(model)
+    hb.accelerate(model, experts="nf4" if any(name.endswith(".experts") for name, _ in model.named_modules()) else None)
     return model
 
 
@@ -56,7 +56,7 @@ def decoder_layers(model: Any) -> list[Any]:
     return [module for module in model.modules() if layer_of(module) is not None]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | OF_EXPERTS)
 def test_tokens_of_every_family(family: str, layers: list[int]) -> None:
     model = quantized(make(family))
     assert len(decoder_layers(model)) == 3
@@ -73,7 +73,7 @@ def test_tokens_of_every_family(family: str, layers: list[int]) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | OF_EXPERTS)
 def test_what_is_warmed_is_what_is_fused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantized(make(family))
     asked: dict[tuple[str, ...], Any] = {}
@@ -98,10 +98,10 @@ def test_what_is_warmed_is_what_is_fused(family: str, monkeypatch: pytest.Monkey
 
 
 def test_every_family_is_tried() -> None:
-    assert {name.lower() for name in KNOWN} == set(FAMILIES)
+    assert {name.lower() for name in KNOWN} == {name.replace("_", "") for name in FAMILIES | OF_EXPERTS}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "mixtral"])
 def test_results_in_16_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not farther from fp32 than transformers' own."""
     from halfbyte.models.loop import TokenStep

@@ -106,20 +106,21 @@ class StepAttention:
         mask: Tensor | None,
         scale: float,
         softcap: float | None,
+        sinks: Tensor | None,
         fresh: Fresh,
     ) -> Tensor | None:
         """The attention of one new token of each text, whose key and value are put into the cache on the way; None on a
         GPU whose kernel does not support it. Shapes: as for `attend`."""
         if not has_triton():
             return None if query.is_cuda else reference.attend(
-                reference.put(query, keys, values, fresh), keys, values, mask, scale, softcap
+                reference.put(query, keys, values, fresh), keys, values, mask, scale, softcap, sinks
             )  # fmt: skip
         from halfbyte.kernels.attention import triton as kernels
 
-        if not kernels.supports(query, keys, values, mask) or not supports_fresh(fresh, query, keys, values):
+        if not kernels.supports(query, keys, values, mask, sinks) or not supports_fresh(fresh, query, keys, values):
             return None
         spans = None if mask is None else self.spans_of(mask, len(query))
-        return kernels.attend(query, keys, values, mask, scale, softcap=softcap, spans=spans, fresh=fresh)
+        return kernels.attend(query, keys, values, mask, scale, softcap=softcap, sinks=sinks, spans=spans, fresh=fresh)
 
     def spans_of(self, mask: Tensor, texts: int) -> Tensor:
         from halfbyte.kernels.attention.spans import spans_of

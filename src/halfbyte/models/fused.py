@@ -2,7 +2,8 @@
 
 Query, key and value are one product, which norms x as it reads it. Attention norms and rotates the heads and puts the
 new token into the cache. The product of its result adds the residual, gate and up are one product that norms and gates,
-and the product behind them adds the residual again. Gemma norms what it adds: that is a launch more, twice.
+and the product behind them adds the residual again. Gemma norms what it adds: that is a launch more, twice. In the
+place of an MLP there may be experts: a norm, the router's product and its choice, two launches of experts, and a sum.
 
 The first step of a bucket computes each layer both ways. A layer that disagrees with transformers, of a version that
 computes something else, stays as it was.
@@ -17,17 +18,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
+from halfbyte.eager_experts import route
 from halfbyte.eager_fused import gated, products, rms_norm
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.models.attention import StepAttention
-from halfbyte.models.layers import DecoderLayer, is_hooked, layer_of, norm_of
+from halfbyte.models.layers import Block, DecoderLayer, is_hooked, layer_of, norm_of
 from halfbyte.models.linears import layers_of
 from halfbyte.models.regions import uncompiled
 from halfbyte.models.rotation import slot_of
+from halfbyte.nn.experts import Experts4bit
 
 AGREES = "_halfbyte_agrees"  # attribute of a layer that was computed both ways: whether the results agree
 MOST_ROWS = 64  # of x; beyond, launches are little of the time
@@ -38,8 +42,8 @@ Operands = tuple[tuple[QuantizedWeight, ...], tuple[Tensor | None, ...]]
 
 @contextmanager
 def fused_layers(model: nn.Module, attention: StepAttention) -> Iterator[None]:
-    """Within, the decoder layers of `model` whose projections halfbyte computes, and norms outside of them, compute one
-    new token of each text in few launches, where a cache of rotation.py holds the others."""
+    """Within, decoder layers of `model` of which halfbyte computes some projections or the experts, and norms outside
+    of them, compute one new token of each text in few launches, where a cache of rotation.py holds the others."""
     with ExitStack() as stack:
         inside: set[nn.Module] = set()
         found = {module: layer for module in model.modules() if (layer := _fusible(module)) is not None}
@@ -59,9 +63,11 @@ def _fusible(module: nn.Module) -> DecoderLayer | None:
     layer = layer_of(module)
     if layer is None:
         return None
+    if any(map(is_hooked, layer.projections)):
+        return None
     hosts = {part: layers_of(part) for part in layer.projections}
-    applied = all(host is not None and host.is_applied(part) and not is_hooked(part) for part, host in hosts.items())
-    return layer if applied else None
+    applied = any(host is not None and host.is_applied(part) for part, host in hosts.items())
+    return layer if applied or (layer.block is not None and isinstance(layer.block.experts, Experts4bit)) else None
 
 
 def _replace(stack: ExitStack, module: nn.Module, forward: Any) -> None:
@@ -131,38 +137,61 @@ class _Layer:
             return None
         kept = past_key_values.layers[attention.layer_idx]
         slot, mask = slot_of(kept), attention_mask
-        operands = [self._operands(part, x) for part in (layer.queries, (layer.out,), layer.gates, (layer.down,))]
-        if slot is None or not all(_may_fuse(x, norm) for norm in layer.norms) or None in operands:
+        if slot is None or not all(_may_fuse(x, norm) for norm in layer.norms):
             return None
-        of_queries, of_out, of_gates, of_down = (found for found in operands if found is not None)
-
-        new = products(x, *of_queries, norm=layer.first)
+        new = self._project(layer.queries, x, layer.first)
         if len(new) == 1:
             size, most = attention.head_dim, new[0].shape[-1]
             of_keys = kept.keys.shape[1] * size
             new = list(new[0].split([most - 2 * of_keys, of_keys, of_keys], dim=-1))
         query, key, value = (part.view(len(x), 1, -1, attention.head_dim).transpose(1, 2) for part in new)
         cos, sin = position_embeddings
-        fresh = Fresh(key, value, cos, sin, slot, *layer.head_norms)
+        norms = layer.head_norms or (None, None)
+        fresh = Fresh(key, value, cos, sin, slot, norms[0], norms[1], layer.halves)
         seen = self.attention.of_new_token(
-            query, kept.keys, kept.values, mask, float(attention.scaling), layer.softcap, fresh
+            query, kept.keys, kept.values, mask, float(attention.scaling), layer.softcap, layer.sinks, fresh
         )
         if seen is None:
             return None
-        x = self._add(seen.reshape(len(x), 1, -1), of_out, x, layer.added[0] if layer.added else None)
+        x = self._add((layer.out,), seen.reshape(len(x), 1, -1), x, layer.added[0] if layer.added else None)
+        if layer.block is not None:
+            return torch.add(x, _of_experts(layer.block, rms_norm(x, layer.second)), alpha=layer.factor)
+        assert layer.down is not None
         if len(layer.gates) == 2:
-            (inner,) = products(x, *of_gates, norm=layer.second, activation=layer.activation)
+            (inner,) = self._project(layer.gates, x, layer.second, layer.activation)
         else:
-            (both,) = products(x, *of_gates, norm=layer.second)
+            (both,) = self._project(layer.gates, x, layer.second)
             gate, up = both.chunk(2, dim=-1)
             inner = gated(gate, up, layer.activation)
-        return self._add(inner, of_down, x, layer.added[1] if layer.added else None)
+        return self._add((layer.down,), inner, x, layer.added[1] if layer.added else None)
 
-    def _add(self, x: Tensor, weight: Operands, residual: Tensor, norm: Norm | None) -> Tensor:
+    def _add(self, module: tuple[nn.Module], x: Tensor, residual: Tensor, norm: Norm | None) -> Tensor:
         """The residual plus a product of x, which is normed first if there is a norm."""
         if norm is None:
-            return products(x, *weight, residual=Residual(residual, self.layer.factor))[0]
-        return rms_norm(products(x, *weight)[0], norm, residual)
+            return self._project(module, x, residual=Residual(residual, self.layer.factor))[0]
+        return rms_norm(self._project(module, x)[0].contiguous(), norm, residual)
+
+    def _project(
+        self,
+        modules: tuple[nn.Module, ...],
+        x: Tensor,
+        norm: Norm | None = None,
+        activation: str = "",
+        residual: Residual | None = None,
+    ) -> list[Tensor]:
+        """As `products`; of modules that are not all in 4 bits, with launches of their own."""
+        operands = self._operands(modules, x)
+        if operands is not None:
+            return products(x, *operands, norm, activation, residual)
+        if norm is not None:
+            x = rms_norm(x.contiguous(), norm)
+        results = [module(x) for module in modules]
+        if activation:
+            gate, up = results
+            results = [gated(gate, up, activation)]
+        if residual is not None:
+            results = [torch.add(residual.value, results[0], alpha=residual.factor)]
+        return results
 
     def _operands(self, modules: Sequence[nn.Module], x: Tensor) -> Operands | None:
         """Weights and biases of projections that multiply in the dtype of x, or None."""
@@ -174,6 +203,20 @@ class _Layer:
                 return None
             found.append((inputs.q, None if inputs.bias is None else inputs.bias.to(x.dtype)))
         return tuple(q for q, _ in found), tuple(bias for _, bias in found)
+
+
+def _of_experts(block: Block, x: Tensor) -> Tensor:
+    """What a block of experts gives for x [texts, 1, hidden], normed."""
+    router = block.router
+    if router is None or router.weight.dtype is not x.dtype:
+        found: Any = block.module(x)
+        return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+    rows = x.view(-1, x.shape[-1])
+    dtype = x.dtype if router.narrow else torch.float32
+    scores = linear(rows, router.weight, router.bias)
+    ids, weights = route(scores, router.top_k, router.before, router.normalizes, dtype)
+    result: Tensor = block.experts(rows, ids, weights)
+    return result.view_as(x)
 
 
 def _may_fuse(x: Tensor, norm: Norm) -> bool:

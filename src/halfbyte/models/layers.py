@@ -1,22 +1,25 @@
 """What a decoder layer of transformers consists of, where it is of a family that a captured step computes as a whole.
 
-Such a layer norms its input, attends to it, adds the result to the input, and does the same with an MLP that gates.
-Gemma norms each result once more before it is added. Which attribute of which class holds what is said here alone.
+Such a layer norms its input, attends to it, adds the result to the input, and does the same with an MLP that gates, or
+with a block of experts. Gemma norms each result once more before it is added. Which attribute of which class holds what
+is said here alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.models import norms
 from halfbyte.models.patch import is_method_of
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Granite")
+DENSE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Granite")
+OF_EXPERTS = ("Qwen3Moe", "Mixtral", "GptOss")  # whose MLP is a block of experts, or in some layers of Qwen3Moe
+FAMILIES = (*DENSE, *OF_EXPERTS)
 ONE_MORE = ("Gemma2", "Gemma3")  # whose norms store their weights less one, and that norm what is added
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as configurations name them
 
@@ -30,20 +33,41 @@ def fusions(family: str, activation: str) -> dict[tuple[str, ...], Fusion]:
     return found | {(name,): added for name in ("o_proj", "down_proj") if add is not None}
 
 
+class Router(NamedTuple):
+    """scores = x @ weight.T + bias of each expert; the rest as `route` in kernels/experts/router_reference.py takes it.
+    narrow: weights are rounded to x's dtype, else fp32."""
+
+    weight: Tensor
+    bias: Tensor | None
+    top_k: int
+    before: bool
+    normalizes: bool
+    narrow: bool
+
+
+class Block(NamedTuple):
+    """A block of experts, in the place of an MLP. module: all of it. router: None where only the module knows."""
+
+    module: nn.Module
+    experts: nn.Module
+    router: Router | None
+
+
 @dataclass(frozen=True)
 class DecoderLayer:
     """Of one layer. queries: the projections of query, key and value, or one for all three. gates: of gate and up, or
     one for both. first, second: the norms ahead of attention and of the MLP. added: those of what these give, or none.
     head_norms: of query and key, or none.
 
-    activation: of kernels/linear/fusion.py's. factor: of what is added to the residual. softcap: of attention, or None.
+    activation: of kernels/linear/fusion.py's. factor: of what is added to the residual. softcap, sinks: of attention,
+    or None. halves: its angles are for half of what turns. block: of experts, instead of gates and down.
     """
 
     attention: nn.Module
     queries: tuple[nn.Module, ...]
     out: nn.Module
     gates: tuple[nn.Module, ...]
-    down: nn.Module
+    down: nn.Module | None
     first: Norm
     second: Norm
     added: tuple[Norm, ...]
@@ -51,10 +75,13 @@ class DecoderLayer:
     activation: str
     factor: float
     softcap: float | None
+    sinks: Tensor | None = None
+    halves: bool = False
+    block: Block | None = None
 
     @property
     def projections(self) -> tuple[nn.Module, ...]:
-        return (*self.queries, self.out, *self.gates, self.down)
+        return (*self.queries, self.out, *self.gates, *(() if self.down is None else (self.down,)))
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -69,7 +96,8 @@ def activation_of(config: Any) -> str | None:
 
 def family_of_type(model_type: str) -> str | None:
     """The family that a configuration calls by this name, such as "gemma3_text"."""
-    return next((family for family in FAMILIES if model_type.removesuffix("_text") == family.lower()), None)
+    name = model_type.removesuffix("_text").replace("_", "")
+    return next((family for family in FAMILIES if name == family.lower()), None)
 
 
 def family_of(module: nn.Module, kind: str) -> str | None:
@@ -94,16 +122,20 @@ def layer_of(module: Any) -> DecoderLayer | None:
 
 def _taken_apart(module: Any, family: str) -> DecoderLayer | None:
     attention, mlp = module.self_attn, module.mlp
-    if type(mlp).__name__ != family + "MLP" or type(attention).__name__ != family + "Attention":
+    block = _block_of(mlp, family)
+    if type(attention).__name__ != family + "Attention" or (block is None and type(mlp).__name__ != family + "MLP"):
         return None
-    act = mlp.activation_fn if family == "Phi3" else mlp.act_fn
-    activation = activation_of(mlp.config)
-    if activation is None or not _is_of(act, activation):
-        return None
+    gates: tuple[nn.Module, ...] = ()
+    activation = ""
+    if block is None:
+        named = activation_of(mlp.config)
+        if named is None or not _is_of(mlp.activation_fn if family == "Phi3" else mlp.act_fn, named):
+            return None
+        activation = named
+        gates = (mlp.gate_up_proj,) if family == "Phi3" else (mlp.gate_proj, mlp.up_proj)
     queries: tuple[nn.Module, ...] = (attention.qkv_proj,) if family == "Phi3" else (
         attention.q_proj, attention.k_proj, attention.v_proj,
     )  # fmt: skip
-    gates: tuple[nn.Module, ...] = (mlp.gate_up_proj,) if family == "Phi3" else (mlp.gate_proj, mlp.up_proj)
     if family in ONE_MORE:
         added: tuple[Any, ...] = (module.post_attention_layernorm, module.post_feedforward_layernorm)
         ahead = (module.input_layernorm, module.pre_feedforward_layernorm)
@@ -117,9 +149,25 @@ def _taken_apart(module: Any, family: str) -> DecoderLayer | None:
     factor = float(getattr(module, "residual_multiplier", 1.0))
     softcap = attention.attn_logit_softcapping if family == "Gemma2" else None
     return DecoderLayer(
-        attention, queries, attention.o_proj, gates, mlp.down_proj, first, second, tuple(more[: len(added)]),
-        tuple(more[len(added) :]), activation, factor, softcap,
+        attention, queries, attention.o_proj, gates, None if block else mlp.down_proj, first, second,
+        tuple(more[: len(added)]), tuple(more[len(added) :]), activation, factor, softcap,
+        attention.sinks if family == "GptOss" else None, family == "GptOss", block,
     )  # fmt: skip
+
+
+def _block_of(mlp: Any, family: str) -> Block | None:
+    """The block of experts that an MLP is, or None."""
+    name = type(mlp).__name__
+    if family not in OF_EXPERTS or name != (family + ("MLP" if family == "GptOss" else "SparseMoeBlock")):
+        return None
+    if family == "GptOss":
+        router, before, normalizes, narrow = mlp.router, False, True, True
+    else:
+        router, before = mlp.gate, True
+        normalizes, narrow = getattr(router, "norm_topk_prob", True), family != "Mixtral"
+    known = type(router).__name__ == family + "TopKRouter" and _is_plain(router)
+    facts = (router.weight, getattr(router, "bias", None), router.top_k, before, normalizes, narrow) if known else None
+    return Block(mlp, mlp.experts, None if facts is None else Router(*facts))
 
 
 def norm_of(module: Any) -> Norm | None:

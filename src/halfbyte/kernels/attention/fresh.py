@@ -12,7 +12,8 @@ from halfbyte.kernels.common.norm import Norm
 
 class Fresh(NamedTuple):
     """keys, values: [texts, heads that share keys, 1, size], not rotated. cos, sin: [texts or 1, 1, rotary size]. slot:
-    int64 without dimensions, the place in the cache. query_norm, key_norm: of heads, before rotation, or None.
+    int64 without dimensions, the place in the cache. query_norm, key_norm: of heads, before rotation, or None. halves:
+    cos and sin have half the rotary size, and are the same for both halves of it (gpt-oss).
 
     All but slot in the dtype of the query, on its device, their last dimension contiguous.
     """
@@ -24,6 +25,12 @@ class Fresh(NamedTuple):
     slot: Tensor
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    halves: bool = False
+
+    @property
+    def rotary(self) -> int:
+        """Numbers of a head that turn."""
+        return self.cos.shape[2] * (2 if self.halves else 1)
 
 
 def supports(fresh: Fresh, query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -37,8 +44,8 @@ def supports(fresh: Fresh, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         and fresh.values.shape == (texts, keys.shape[1], 1, values.shape[3])
         and fresh.cos.shape == fresh.sin.shape
         and fresh.cos.shape[:2] in ((texts, 1), (1, 1))
-        and 0 < fresh.cos.shape[2] <= size
-        and fresh.cos.shape[2] % 2 == 0
+        and 0 < fresh.rotary <= size
+        and fresh.rotary % 2 == 0
         and fresh.cos.stride() == fresh.sin.stride()
         and all(weight.shape == (size,) for weight in norms)
         and all(tensor.dtype is query.dtype and tensor.device == query.device for tensor in tensors)

@@ -41,9 +41,10 @@ def put(query: Tensor, keys: Tensor, values: Tensor, fresh: Fresh) -> Tensor:
     the new token's key and value into their slot."""
     query, key = normed(query, fresh.query_norm), normed(fresh.keys, fresh.key_norm)
     slot = fresh.slot[None]
-    keys.index_copy_(2, slot, rotated(key, fresh.cos, fresh.sin).to(keys.dtype))
+    cos, sin = (torch.cat((t, t), -1) if fresh.halves else t for t in (fresh.cos, fresh.sin))
+    keys.index_copy_(2, slot, rotated(key, cos, sin).to(keys.dtype))
     values.index_copy_(2, slot, fresh.values.to(values.dtype))
-    return rotated(query, fresh.cos, fresh.sin)
+    return rotated(query, cos, sin)
 
 
 def normed(x: Tensor, norm: Norm | None) -> Tensor:

@@ -15,7 +15,7 @@ import triton.language as tl
 def rotated(
     at, inside, cos, sin, norm,
     SIZE: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr,
-    OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """fp32 [rows, D]: the heads that `at` points to, [rows], normed if NORM, and turned by cos and sin."""
     d = tl.arange(0, D)
@@ -29,6 +29,9 @@ def rotated(
         factor = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + EPSILON)[:, None]
         x *= factor * (OFFSET + tl.load(norm + d, d < SIZE, 0).to(tl.float32))[None, :]
         y *= factor * (OFFSET + tl.load(norm + other, d < SIZE, 0).to(tl.float32))[None, :]
-    c = tl.load(cos + d, turns, 1).to(tl.float32)
-    s = tl.load(sin + d, turns, 0).to(tl.float32)
+    angle = d
+    if HALVES:  # one for both halves
+        angle = tl.where(first, d, d - ROTARY // 2)
+    c = tl.load(cos + angle, turns, 1).to(tl.float32)
+    s = tl.load(sin + angle, turns, 0).to(tl.float32)
     return x * c[None, :] + tl.where(first[None, :], -y, y) * s[None, :]

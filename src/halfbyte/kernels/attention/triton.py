@@ -65,7 +65,8 @@ def attend_kernel(
     LEAST: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr, LOWEST: tl.constexpr,
     SPANS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, MERGES: tl.constexpr,
     FRESH: tl.constexpr, ROTARY: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
-    QUERY_EPSILON: tl.constexpr, KEY_EPSILON: tl.constexpr, OFFSET: tl.constexpr, OVERLAPS: tl.constexpr,
+    QUERY_EPSILON: tl.constexpr, KEY_EPSILON: tl.constexpr, OFFSET: tl.constexpr, HALVES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program i: the i % parts-th part of the tokens of a text, for ROWS of the GROUP * NEW rows (heads first) of a
     head of keys, of which there are `heads` a text.
@@ -102,7 +103,7 @@ def attend_kernel(
     if FRESH:
         cos += text * cos_text
         sin += text * cos_text
-        turned = rotated(at, inside, cos, sin, query_norm, KEY, D, ROTARY, QUERY_NORM, QUERY_EPSILON, OFFSET)
+        turned = rotated(at, inside, cos, sin, query_norm, KEY, D, ROTARY, QUERY_NORM, QUERY_EPSILON, OFFSET, HALVES)
         q = turned.to(keys.dtype.element_ty)
     else:
         q = tl.load(at[:, None] + d[None, :], inside[:, None] & (d < KEY)[None, :], 0)
@@ -129,7 +130,7 @@ def attend_kernel(
             one = tl.arange(0, 1)
             new_key = rotated(
                 new_keys + text * new_key_text + shared * new_key_head + one, one == 0, cos, sin, key_norm, KEY, D,
-                ROTARY, KEY_NORM, KEY_EPSILON, OFFSET,
+                ROTARY, KEY_NORM, KEY_EPSILON, OFFSET, HALVES,
             ).to(keys.dtype.element_ty)  # fmt: skip
             new_value = tl.load(new_values + text * new_value_text + shared * new_value_head + e, e < VALUE, 0)
             if which % TILES == 0:
@@ -195,12 +196,13 @@ def attend_kernel(
 def _described(fresh: Fresh | None, query: Tensor) -> tuple[dict[str, Any], tuple[Tensor, ...], tuple[int, ...]]:
     """What the kernel takes of a new token: constants, tensors and strides."""
     if fresh is None:
-        names = ("ROTARY", "QUERY_NORM", "KEY_NORM", "QUERY_EPSILON", "KEY_EPSILON", "OFFSET")
+        names = ("ROTARY", "QUERY_NORM", "KEY_NORM", "QUERY_EPSILON", "KEY_EPSILON", "OFFSET", "HALVES")
         return {"FRESH": False, **dict.fromkeys(names, 0)}, (query,) * 7, (0,) * 5
     of_query, of_key = fresh.query_norm, fresh.key_norm
     constants = {
-        "FRESH": True, "ROTARY": fresh.cos.shape[2], "QUERY_NORM": of_query is not None, "KEY_NORM": of_key is not None,
-        "QUERY_EPSILON": of_query.epsilon if of_query else 0.0, "KEY_EPSILON": of_key.epsilon if of_key else 0.0,
+        "FRESH": True, "ROTARY": fresh.rotary, "HALVES": fresh.halves, "QUERY_NORM": of_query is not None,
+        "KEY_NORM": of_key is not None, "QUERY_EPSILON": of_query.epsilon if of_query else 0.0,
+        "KEY_EPSILON": of_key.epsilon if of_key else 0.0,
         "OFFSET": (of_query or of_key).offset if of_query or of_key else 0.0,  # type: ignore[union-attr]
     }  # fmt: skip
     norms = [query if norm is None else norm.weight for norm in (of_query, of_key)]
