@@ -223,6 +223,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {"sliding_window": 40}, "qwen2": {}, "qwen3": {"head_dim": 64},
     "gemma2": {"head_dim": 64, "sliding_window": 40}, "gemma3_text": {"head_dim": 64, "sliding_window": 40},
     "phi3": {"sliding_window": None}, "granite": {"residual_multiplier": 0.3},
+    "qwen3_moe": {"head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "gpt_oss": {"head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 40},
 }  # fmt: skip
 SIDES = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -249,7 +252,8 @@ def test_layers_of_every_family(family: str, texts: int, monkeypatch: pytest.Mon
             if isinstance(child, nn.Linear) and name != "lm_head":
                 setattr(parent, name, hb.nn.Linear4bit.from_linear(child))
     model.generation_config.eos_token_id = None
-    hb.accelerate(model)
+    of_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
+    hb.accelerate(model, experts="nf4" if of_experts else None)
     layers = [module for module in model.modules() if layer_of(module) is not None]
     assert len(layers) == 3
     ids = torch.randint(3, 500, (texts, 30), device=DEVICE)
