@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from halfbyte.bench import decode, runs, train, whole_models
 from halfbyte.cli import app
+from halfbyte.kernels.common import slow
 from halfbyte.measure import decoder, records
 from halfbyte.measure.report import provenance
-from halfbyte.models import attention, caches, regions
+from halfbyte.models import attention, caches, fused, regions
 
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -57,20 +58,25 @@ def test_decode(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_errors_are_of_the_steps_that_graphs_make(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mode in its own way, to the logits of a plain step; here nothing is compiled."""
-    for module in (caches, attention):
+    for module in (caches, attention, slow):
         monkeypatch.setattr(module, "has_triton", lambda: False)
     monkeypatch.setattr(regions, "_compiled", lambda function: lambda *given, **named: function(*given, **named))
     monkeypatch.setattr(decoder, "modes_of", lambda device: decoder.MODES)
     entered: list[bool] = []
+    layers: list[int] = []
+    compute = fused._Layer._compute
+    monkeypatch.setattr(fused._Layer, "_compute", lambda *given, **named: layers.append(1) or compute(*given, **named))
     capturable = decoder.capturable
     monkeypatch.setattr(decoder, "capturable", lambda cache, ours: entered.append(ours) or capturable(cache, ours))
     errors = decoder.errors_against_fp32("tiny", torch.device("cpu"), torch.bfloat16)
     assert set(errors) == {(name, mode) for name in ("bitsandbytes", "halfbyte") for mode in decoder.MODES}
     for name in ("bitsandbytes", "halfbyte"):
         assert errors[name, "eager"] == pytest.approx(errors[name, "graph"], rel=0.02)
-        assert errors[name, "graph"] == errors[name, "fused graph"] > 0
-    steps = 2 * 2 * 16  # modes, texts of 4 and of 1, tokens
-    assert (entered.count(False), entered.count(True)) == (steps, steps)
+    assert errors["bitsandbytes", "graph"] == errors["bitsandbytes", "fused graph"] > 0
+    assert 0 < errors["halfbyte", "fused graph"] <= 1.02 * errors["halfbyte", "graph"]
+    steps = 2 * 16  # texts of 4 and of 1, tokens
+    assert (entered.count(False), entered.count(True)) == (2 * steps, steps)
+    assert len(layers) == steps * 2  # layers of the model
 
 
 @pytest.mark.slow

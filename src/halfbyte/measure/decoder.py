@@ -1,5 +1,6 @@
-"""A model that decodes one token a step: as it is, as a CUDA graph, or as a graph whose small kernels torch.compile has
-fused. And how far its logits are from those of the same weights in fp32."""
+"""A model that decodes one token a step: as it is, as a CUDA graph, or as a graph whose small kernels are fused, by
+torch.compile, and in an accelerated model as `generate` does it. And how far its logits are from those of the same
+weights in fp32."""
 
 from __future__ import annotations
 
@@ -14,15 +15,18 @@ from torch import Tensor
 from halfbyte.measure import models
 from halfbyte.measure.ab_run import ABRun, clock, enough, random_ids
 from halfbyte.measure.error import relative_error
+from halfbyte.measure.kept import KeptSteps, can_keep
 from halfbyte.models.accelerate import is_accelerated
 from halfbyte.models.caches import COUNTER
+from halfbyte.models.captured import Captured
 from halfbyte.models.graphs import Step, capturable
 from halfbyte.models.regions import compiled_regions
 
 CHECKED_LAYERS = 4  # that the fp32 reference has: all of a 70B model would not fit
 STEPS, LONG = 16, 200.0  # in a sample at most; ms that are enough for one of fewer
 MOST_APART = 0.1  # ‖ours - bitsandbytes'‖ / ‖bitsandbytes'‖ of a whole model's logits: bf16 noise of all its layers
-MODES = ("eager", "graph", "fused graph")  # of a step
+FUSED = "fused graph"
+MODES = ("eager", "graph", FUSED)  # of a step
 
 
 def modes_of(device: torch.device) -> Sequence[str]:
@@ -50,7 +54,7 @@ def as_captured(model: Any, cache: Any, mode: str) -> Iterator[None]:
     if mode == "eager":
         yield
         return
-    regions = compiled_regions(model) if mode == "fused graph" else nullcontext()
+    regions = compiled_regions(model) if mode == FUSED else nullcontext()
     with regions, capturable(cache, is_accelerated(model)):
         yield
 
@@ -63,11 +67,17 @@ class Decoder:
 
         self.model, self.context, self.device = model, context, model.device
         self.ids = random_ids(model, batch, context, seed=0)
+        self.steps_kept: KeptSteps | None = None
         self.cache = StaticCache(config=model.config, max_cache_len=context + 2 * STEPS)
         self.prefill()
         self.inputs = step_inputs(model, self.cache, self.ids[:, :1], context)
         self.run: Callable[[], Any] = self._eager
-        if mode != "eager":
+        if mode == FUSED and is_accelerated(model) and can_keep(model):
+            self.steps_kept = KeptSteps(model, self.ids, context + 2 * STEPS)
+            for _ in range(2):
+                self.steps_kept.step()
+            self.run = Captured(self.steps_kept.step, self.device).replay
+        elif mode != "eager":
             with torch.no_grad(), as_captured(model, self.cache, mode):
                 for _ in range(2):
                     self._eager()
@@ -137,9 +147,12 @@ def _logits(model: Any, ids: Tensor, mode: str) -> Tensor:
     its step does while it is captured, so none is made."""
     from transformers import StaticCache
 
-    parts = []
+    parts: list[Tensor] = []
     with torch.no_grad():
         for texts in (ids, ids[:1]):
+            if mode == FUSED and is_accelerated(model) and can_keep(model):
+                parts += _kept_logits(model, texts)
+                continue
             cache = StaticCache(config=model.config, max_cache_len=texts.shape[1])
             parts.append(model(texts[:, :32], past_key_values=cache, use_cache=True).logits)
             for position in range(32, texts.shape[1]):
@@ -147,3 +160,13 @@ def _logits(model: Any, ids: Tensor, mode: str) -> Tensor:
                 with as_captured(model, cache, mode):
                     parts.append(model(past_key_values=cache, **inputs).logits)
     return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+def _kept_logits(model: Any, texts: Tensor) -> Iterator[Tensor]:
+    """The same on a kept cache."""
+    kept = KeptSteps(model, texts[:, :32], texts.shape[1])
+    yield kept.prompt
+    for position in range(32, texts.shape[1]):
+        kept.token.copy_(texts[:, position : position + 1])
+        kept.place.fill_(position)
+        yield kept.step().logits

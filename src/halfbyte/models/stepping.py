@@ -54,7 +54,7 @@ class Stepper:
             self.is_compiled = True
 
     def _built_step(self) -> Any:
-        with _built(self.model):
+        with built(self.model):
             return self.step()
 
     def _capture(self) -> None:
@@ -66,7 +66,7 @@ class Stepper:
 
 
 @contextmanager
-def _built(model: Any) -> Iterator[None]:
+def built(model: Any) -> Iterator[None]:
     """Within, a step computes what is captured of it."""
     with building, attention_of_steps() as attention, fused_layers(model, attention), compiled_regions(model):
         yield

@@ -1,0 +1,56 @@
+"""Steps of an accelerated model as `generate` captures them: on a kept cache, with layers in few launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.models.caches import grow
+from halfbyte.models.graphs import building
+from halfbyte.models.rotation import Rotation, mask_names
+from halfbyte.models.stepping import built
+from halfbyte.models.store import CacheStore
+
+
+def can_keep(model: Any) -> bool:
+    """True for a model whose masks `generate` knows how to make inside a step."""
+    return mask_names(model.config.get_text_config(decoder=True)) is not None
+
+
+class KeptSteps:
+    """Makes steps of one token behind a prompt, each at the place that `place` says.
+
+    ids: the prompt [texts, tokens]. tokens: of the cache. It feeds `token` [texts, 1].
+    """
+
+    def __init__(self, model: Any, ids: Tensor, tokens: int) -> None:
+        from transformers import StaticCache
+
+        self.model = model
+        config = model.config.get_text_config(decoder=True)
+        self.store = CacheStore(StaticCache, config, len(ids), tokens)
+        cache = self.store.begin(len(ids))
+        with torch.no_grad(), building:
+            self.prompt: Tensor = model(ids, past_key_values=cache, use_cache=True).logits
+            grow(cache)
+            names = mask_names(config)
+            assert names is not None
+            floats = model.dtype if config._attn_implementation == "eager" else None
+            self.rotation = Rotation(self.store, names, floats)
+            self.rotation.begin(ids.shape[1])
+        self.visible = torch.ones((len(ids), tokens), dtype=torch.bool, device=ids.device)
+        self.place = torch.full((), ids.shape[1], dtype=torch.int64, device=ids.device)
+        self.token = ids[:, :1].clone()
+
+    def step(self) -> Any:
+        """The model's outputs for `token`, which takes its place in the cache."""
+        with torch.no_grad(), built(self.model):
+            return self.model(
+                input_ids=self.token,
+                position_ids=self.place.expand(len(self.token), 1),
+                attention_mask=self.rotation.turn(self.place, self.visible),
+                past_key_values=self.rotation.cache,
+                use_cache=True,
+            )
