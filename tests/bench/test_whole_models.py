@@ -76,7 +76,7 @@ def test_errors_are_of_the_steps_that_graphs_make(monkeypatch: pytest.MonkeyPatc
     assert 0 < errors["halfbyte", "fused graph"] <= 1.02 * errors["halfbyte", "graph"]
     steps = 2 * 16  # texts of 4 and of 1, tokens
     assert (entered.count(False), entered.count(True)) == (2 * steps, steps)
-    assert len(layers) == steps * 2  # layers of the model
+    assert len(layers) == steps * decoder.CHECKED_LAYERS
 
 
 @pytest.mark.slow
