@@ -72,10 +72,14 @@ def expect(model: Any, is_wanted: Callable[[str], bool], settings: Settings | No
 def settle(model: Any) -> str | None:
     """After loading: forget what did not arrive; returns the format of the model's 4-bit experts, if it has any.
 
-    Raises ValueError where there are two, which no config.json could name.
+    Raises ValueError where only one projection of a module came in 4 bits, and where there are two formats, which no
+    config.json could name.
     """
-    for module in model.modules():
-        vars(module).pop(ATTRIBUTE, None)
+    for path, module in model.named_modules():
+        arriving = vars(module).pop(ATTRIBUTE, None)
+        if isinstance(arriving, Arriving) and arriving.stacks:
+            (there,) = arriving.stacks
+            raise ValueError(f"of the experts {path!r} only {there} is 4-bit; both projections must be, or none")
     modules = [module for module in model.modules() if isinstance(module, Experts4bit)]
     formats = {q.format for module in modules for q in (module.gate_up, module.down)}
     if len(formats) > 1:
