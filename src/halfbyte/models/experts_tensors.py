@@ -107,6 +107,8 @@ class Merge(ConversionOps):  # type: ignore[misc]
         path, name = full_layer_name.rsplit(".", 1)
         module = model.get_submodule(path)
         parameter = module._parameters[name]
+        if hasattr(parameter, "placements"):
+            raise ValueError(f"{full_layer_name!r} is sharded over devices, which 4-bit experts do not support yet")
         arriving: Arriving | str | None = vars(module).get(ATTRIBUTE)
         found = _by_expert(input_dict, path.rpartition(".")[2], name)
         is_dense = all(t.keys() == {""} for pieces in found.values() for t in pieces.values())
