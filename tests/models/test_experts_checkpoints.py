@@ -39,6 +39,8 @@ from halfbyte.models.quantizer import (
     config_from_gpt_oss,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ONE = re.compile(r"experts\.\d+\.\w+\.weight$")
 BITSANDBYTES = {
     "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",

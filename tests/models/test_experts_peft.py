@@ -22,6 +22,8 @@ peft = pytest.importorskip("peft", minversion="0.21.2")
 
 from halfbyte.models.quantizer import HalfbyteConfig  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BOTH = ("experts.gate_up_proj", "experts.down_proj")
 
 
