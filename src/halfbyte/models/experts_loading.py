@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import WeightConverter
 
 from halfbyte.formats import bitsandbytes, compressed_tensors, gpt_oss
 from halfbyte.formats.spec import FORMATS
@@ -131,7 +131,7 @@ def _parts(conversions: Iterable[Any], target: str) -> tuple[str, ...] | None:
     for conversion in conversions:
         if not isinstance(conversion, WeightConverter) or not conversion.target_patterns[0].endswith(target):
             continue
-        merges = all(isinstance(step, (MergeModulelist, Concatenate)) for step in conversion.operations)
+        merges = all(type(step).__name__ in ("MergeModulelist", "Concatenate") for step in conversion.operations)
         found = [re.search(r"\*\.(\w+)\.weight$", source) for source in conversion.source_patterns]
         return tuple(match[1] for match in found if match) if merges and all(found) else None
     return ()

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
@@ -61,7 +62,7 @@ class Unread(WeightConverter):  # type: ignore[misc]
 
     def __init__(self, pattern: str, target: str, operation: ConversionOps) -> None:
         # On a GPU only what is packed: releases that know no force_cpu bring an expert, or a dense stack, there first.
-        options = {"force_cpu": True} if "force_cpu" in WeightConverter.__slots__ else {}
+        options = {"force_cpu": True} if hasattr(WeightConverter, "force_cpu") else {}
         super().__init__(pattern, target, [operation], **options)
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
@@ -109,6 +110,11 @@ class Merge(ConversionOps):  # type: ignore[misc]
         parameter = module._parameters[name]
         if hasattr(parameter, "placements"):
             raise ValueError(f"{full_layer_name!r} is sharded over devices, which 4-bit experts do not support yet")
+        if not all(map(callable, input_dict.values())):
+            raise ValueError(
+                f"transformers {transformers.__version__} reads tensors in a way that halfbyte does not know; load "
+                "dense experts with HalfbyteConfig(experts=False), or another version"
+            )
         arriving: Arriving | str | None = vars(module).get(ATTRIBUTE)
         found = _by_expert(input_dict, path.rpartition(".")[2], name)
         is_dense = all(t.keys() == {""} for pieces in found.values() for t in pieces.values())
