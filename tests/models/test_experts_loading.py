@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -187,6 +188,22 @@ def test_the_peak_of_memory_is_the_quantized_model_and_one_expert(checkpoints: d
     gate_up = 2 * (2 * inner * hidden)  # bytes of an expert's in bf16
     assert int(run.stdout) < 3 * gate_up + 4e6  # as it is read, joined, and being rounded
     assert 3 * gate_up + 4e6 < count * gate_up / 5
+
+
+def test_where_experts_go() -> None:
+    """transformers copies converters, and infers the map of "auto" after it was given them."""
+    places = experts_tensors.Places()
+    merge = copy.deepcopy(experts_tensors.Merge(("w1",), {}, False, places))
+    assert merge.places.of("model.layers.1.mlp.experts.down_proj") == torch.device("cpu")
+    places.device_map = {
+        "model.embed_tokens": "cpu",
+        "model.layers.1": "cuda:1",
+        "model.layers.10": torch.device("cuda", 2),
+    }
+    assert merge.places.of("model.layers.1.mlp.experts.down_proj") == torch.device("cuda", 1)
+    assert merge.places.of("model.layers.10.mlp.experts.down_proj") == torch.device("cuda", 2)
+    places.device_map = {"": "meta"}
+    assert merge.places.of("model.layers.1.mlp.experts.down_proj") == torch.device("meta")
 
 
 def test_the_biases_are_those_of_the_checkpoint(checkpoints: dict[str, Path]) -> None:

@@ -27,7 +27,7 @@ from transformers.core_model_loading import WeightConverter
 from halfbyte.formats import bitsandbytes, compressed_tensors, gpt_oss
 from halfbyte.formats.spec import FORMATS
 from halfbyte.models.experts import Facts, facts_of, is_experts, misfit, quantize_stack
-from halfbyte.models.experts_tensors import ATTRIBUTE, Arriving, Merge, Settings, StackBiases, Unread, arrive
+from halfbyte.models.experts_tensors import ATTRIBUTE, Arriving, Merge, Places, Settings, StackBiases, Unread, arrive
 from halfbyte.nn.experts import BIAS, PROJECTIONS, SCALE, Experts4bit
 
 # Of a weight's keys; zero points and activation orders only to be refused by name.
@@ -96,15 +96,14 @@ def round_stack(
 
 
 def converters(
-    paths: Iterable[str], conversions: Iterable[Any], settings: Settings, pre_quantized: bool, device_map: Any
+    paths: Iterable[str], conversions: Iterable[Any], settings: Settings, pre_quantized: bool, places: Places
 ) -> list[Any]:
     """What reads the experts of the modules at `paths`, to be asked before `conversions`, which are the model's.
 
     Experts that those make in another way than by merging are made dense by them first.
     """
-    device_map = device_map if isinstance(device_map, dict) else {}
     conversions, ours = list(conversions), []
-    merge = partial(Merge, settings=settings, pre_quantized=pre_quantized, device_map=device_map)
+    merge = partial(Merge, settings=settings, pre_quantized=pre_quantized, places=places)
     for last in sorted({path.rpartition(".")[2] for path in paths}):
         for name in PROJECTIONS:
             target = f"{last}.{name}"
