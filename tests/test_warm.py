@@ -100,6 +100,8 @@ def test_checkpoints(tmp_path: Path) -> None:
     tensors = {f"model.layers.0.mlp.{name}.weight": torch.randn(shape).half() for name, shape in weights.items()}
     tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(64).half()
     tensors["model.embed_tokens.weight"] = torch.randn(100, 64).half()
+    for name in weights:  # quantized, too, but no layers of their own
+        tensors[f"model.layers.1.mlp.experts.0.{name}.weight"] = torch.randn(64, 64).half()
     source = tmp_path / "dense.safetensors"
     save_file(tensors, source)
     gate = Problem(BF16, 96, 128, "nf4", 64, torch.uint8, 256)

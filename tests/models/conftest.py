@@ -30,6 +30,15 @@ def no_other_model() -> Iterator[None]:
         hb.accelerate(model)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small operators on several threads wait for each other longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps can be captured: without a GPU they run as they are, and nothing is compiled for them."""

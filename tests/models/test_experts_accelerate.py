@@ -19,6 +19,8 @@ transformers = pytest.importorskip("transformers", minversion="5.10")
 
 from halfbyte.models.quantizer import HalfbyteConfig, config_from_bitsandbytes  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

@@ -39,6 +39,8 @@ from halfbyte.models.quantizer import (
     config_from_gpt_oss,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ONE = re.compile(r"experts\.\d+\.\w+\.weight$")
 BITSANDBYTES = {
     "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
@@ -185,6 +187,15 @@ def test_dense_experts_of_a_quantized_checkpoint_stay_dense(dense: Callable[[str
     assert torch.equal(model.model.layers[1].mlp.experts.gate_up_proj, original.gate_up_proj)
     model.save_pretrained(tmp_path / "ours")
     same_bits(model, load(tmp_path / "ours"))
+
+
+def test_half_of_the_experts(dense: Callable[[str], Path], tmp_path: Path) -> None:
+    def gate_and_up(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return {name: tensor} if "down" in name else in_nf4(name, tensor)
+
+    path = rewritten(dense("qwen3_moe"), tmp_path, gate_and_up, BITSANDBYTES)
+    with pytest.raises(ValueError, match="only gate_up_proj is 4-bit; both projections must be, or none"):
+        load(path, config=config_from_bitsandbytes(path))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ pytest.importorskip("transformers", minversion="5.10")
 
 from halfbyte.models.quantizer import HalfbyteConfig, config_from_compressed_tensors
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KINDS: list[dict[str, Any]] = [{"format": "nf4"}, {"format": "int4", "group_size": 32}, {"format": "mxfp4"}]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,8 @@ pytest.importorskip("transformers", minversion="5.10")
 
 from halfbyte.models import experts_tensors
 from halfbyte.models.quantizer import HalfbyteConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     *((family, {"format": "nf4"}) for family in FAMILIES),
@@ -140,6 +146,64 @@ def test_one_expert_is_dense_at_a_time(checkpoints: dict[str, Path], monkeypatch
     assert experts_of(model)
     assert 2 <= most[0] <= 3  # gate and up of one expert, and the last one of the expert before
     assert E > 3
+
+
+MEASURE = """
+import sys, threading, time, torch, transformers
+from halfbyte.models.quantizer import HalfbyteConfig
+
+def resident():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+model = transformers.AutoModelForCausalLM
+options = {"dtype": torch.bfloat16, "quantization_config": HalfbyteConfig()}
+model.from_pretrained(sys.argv[1], **options)  # compiles the kernels
+before, peak, done = resident(), 0, False
+
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, resident())
+        time.sleep(0.001)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+loaded = model.from_pretrained(sys.argv[2], **options)
+done = True
+watcher.join()
+print(peak - before - sum(tensor.nbytes for tensor in (*loaded.parameters(), *loaded.buffers())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is measured as Linux tells it")
+def test_the_peak_of_memory_is_the_quantized_model_and_one_expert(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    hidden, inner, count = 512, 1024, 32
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_local_experts": count, "num_hidden_layers": 1}
+    make("mixtral", **sizes).bfloat16().save_pretrained(tmp_path)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the system at once
+    command = [sys.executable, "-c", MEASURE, str(checkpoints["mixtral"]), str(tmp_path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    gate_up = 2 * (2 * inner * hidden)  # bytes of an expert's in bf16
+    assert int(run.stdout) < 3 * gate_up + 4e6  # as it is read, joined, and being rounded
+    assert 3 * gate_up + 4e6 < count * gate_up / 5
+
+
+def test_where_experts_go() -> None:
+    """transformers copies converters, and infers the map of "auto" after it was given them."""
+    places = experts_tensors.Places()
+    merge = copy.deepcopy(experts_tensors.Merge(("w1",), {}, False, places))
+    assert merge.places.of("model.layers.1.mlp.experts.down_proj") == torch.device("cpu")
+    places.device_map = {
+        "model.embed_tokens": "cpu",
+        "model.layers.1": "cuda:1",
+        "model.layers.10": torch.device("cuda", 2),
+    }
+    assert merge.places.of("model.layers.1.mlp.experts.down_proj") == torch.device("cuda", 1)
+    assert merge.places.of("model.layers.10.mlp.experts.down_proj") == torch.device("cuda", 2)
+    places.device_map = {"": "meta"}
+    assert merge.places.of("model.layers.1.mlp.experts.down_proj") == torch.device("meta")
 
 
 def test_the_biases_are_those_of_the_checkpoint(checkpoints: dict[str, Path]) -> None:

@@ -22,6 +22,8 @@ peft = pytest.importorskip("peft", minversion="0.21.2")
 
 from halfbyte.models.quantizer import HalfbyteConfig  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BOTH = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -197,6 +199,24 @@ def test_an_older_peft_is_told(pairs: Any) -> None:
             module.lora_A["default"] = nn.Linear(32, 16, bias=False)
     with pytest.raises(ValueError, match=r"maps 32 to .* pip install -U peft"):
         model(TOKENS)
+
+
+def test_adapters_turned_round(tmp_path: Path) -> None:
+    """PEFT 0.18 has A at the output of dense experts [E, N, K], and B at their input."""
+    make("mixtral").save_pretrained(tmp_path)
+    model = adapted(load(tmp_path))
+    hb.accelerate(model, experts="nf4")
+    expected = logits(model)
+    for module in model.modules():
+        if peft_experts.supports(module):
+            a, b = module.lora_A["default"], module.lora_B["default"]
+            n, k, count = len(b.weight), a.weight.shape[1], module.num_experts
+            turned = b.weight.data.view(n, -1, count).permute(2, 1, 0).reshape(-1, n)
+            b.weight.data = a.weight.data.view(count, -1, k).permute(2, 1, 0).reshape(k, -1)
+            a.weight.data = turned
+            module._did_swap_in_out_features = False
+            assert peft_experts._is_turned(module, module.get_base_layer())
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["one by one", "torch's grouped product"])

@@ -80,7 +80,7 @@ def _activation(module: Any) -> str | None:
     try:
         with torch.no_grad(), torch.device("cpu"):
             given: Tensor = module._apply_gate(rows)
-    except (AttributeError, RuntimeError, TypeError):
+    except Exception:  # it is anybody's code
         return None
     for name in ACTIVATIONS:
         expected = activate(rows, name)
@@ -117,16 +117,15 @@ def quantize_stack(
 def replacement(module: Any, facts: Facts, stacks: Mapping[str, QuantizedWeight]) -> Experts4bit:
     """The module that computes what `module` does, with 4-bit stacks and the same biases. `module` loses its memory."""
     biases = {f"{name}_bias": module._parameters.get(name + BIAS) for name in PROJECTIONS}
-    experts = Experts4bit.from_quantized(stacks["gate_up_proj"], stacks["down_proj"], facts.activation, **biases).train(
-        module.training
-    )
+    experts = Experts4bit.from_quantized(stacks["gate_up_proj"], stacks["down_proj"], facts.activation, **biases)
+    experts.train(module.training)
     if hasattr(module, "config"):
         experts.config = module.config
     # There are no weights to draw at random, neither here nor for a block that reaches in.
     own = [parameter for name, parameter in experts.named_parameters() if not name.endswith(BIAS)]
     for ready in (experts, *own):
         ready.__dict__[READY] = True
-    for name, parameter in module._parameters.items():
+    for name, parameter in module.named_parameters():
         module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
     vars(experts)[SOURCE] = module
     return experts

@@ -22,12 +22,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import WeightConverter
 
 from halfbyte.formats import bitsandbytes, compressed_tensors, gpt_oss
 from halfbyte.formats.spec import FORMATS
 from halfbyte.models.experts import Facts, facts_of, is_experts, misfit, quantize_stack
-from halfbyte.models.experts_tensors import ATTRIBUTE, Arriving, Merge, Settings, StackBiases, Unread, arrive
+from halfbyte.models.experts_tensors import ATTRIBUTE, Arriving, Merge, Places, Settings, StackBiases, Unread, arrive
 from halfbyte.nn.experts import BIAS, PROJECTIONS, SCALE, Experts4bit
 
 # Of a weight's keys; zero points and activation orders only to be refused by name.
@@ -72,10 +72,14 @@ def expect(model: Any, is_wanted: Callable[[str], bool], settings: Settings | No
 def settle(model: Any) -> str | None:
     """After loading: forget what did not arrive; returns the format of the model's 4-bit experts, if it has any.
 
-    Raises ValueError where there are two, which no config.json could name.
+    Raises ValueError where only one projection of a module came in 4 bits, and where there are two formats, which no
+    config.json could name.
     """
-    for module in model.modules():
-        vars(module).pop(ATTRIBUTE, None)
+    for path, module in model.named_modules():
+        arriving = vars(module).pop(ATTRIBUTE, None)
+        if isinstance(arriving, Arriving) and arriving.stacks:
+            (there,) = arriving.stacks
+            raise ValueError(f"of the experts {path!r} only {there} is 4-bit; both projections must be, or none")
     modules = [module for module in model.modules() if isinstance(module, Experts4bit)]
     formats = {q.format for module in modules for q in (module.gate_up, module.down)}
     if len(formats) > 1:
@@ -92,15 +96,14 @@ def round_stack(
 
 
 def converters(
-    paths: Iterable[str], conversions: Iterable[Any], settings: Settings, pre_quantized: bool, device_map: Any
+    paths: Iterable[str], conversions: Iterable[Any], settings: Settings, pre_quantized: bool, places: Places
 ) -> list[Any]:
     """What reads the experts of the modules at `paths`, to be asked before `conversions`, which are the model's.
 
     Experts that those make in another way than by merging are made dense by them first.
     """
-    device_map = device_map if isinstance(device_map, dict) else {}
     conversions, ours = list(conversions), []
-    merge = partial(Merge, settings=settings, pre_quantized=pre_quantized, device_map=device_map)
+    merge = partial(Merge, settings=settings, pre_quantized=pre_quantized, places=places)
     for last in sorted({path.rpartition(".")[2] for path in paths}):
         for name in PROJECTIONS:
             target = f"{last}.{name}"
@@ -127,7 +130,7 @@ def _parts(conversions: Iterable[Any], target: str) -> tuple[str, ...] | None:
     for conversion in conversions:
         if not isinstance(conversion, WeightConverter) or not conversion.target_patterns[0].endswith(target):
             continue
-        merges = all(isinstance(step, (MergeModulelist, Concatenate)) for step in conversion.operations)
+        merges = all(type(step).__name__ in ("MergeModulelist", "Concatenate") for step in conversion.operations)
         found = [re.search(r"\*\.(\w+)\.weight$", source) for source in conversion.source_patterns]
         return tuple(match[1] for match in found if match) if merges and all(found) else None
     return ()

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
@@ -28,6 +29,23 @@ from halfbyte.ops import quantize
 ATTRIBUTE = "_halfbyte_arriving"  # of a module of dense experts that is to become Experts4bit
 
 Settings = Mapping[str, Any]  # as `halfbyte.quantize` takes them
+
+
+class Places:
+    """Where transformers puts parameters. It knows so only after it has been given the converters, and copies those."""
+
+    def __init__(self) -> None:
+        self.device_map: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Places:
+        return self
+
+    def of(self, key: str) -> torch.device:
+        """The device of a parameter."""
+        places = self.device_map if isinstance(self.device_map, dict) else {}
+        while key and key not in places:
+            key = key.rpartition(".")[0]
+        return torch.device(places.get(key, "cpu"))
 
 
 class Arriving:
@@ -61,7 +79,7 @@ class Unread(WeightConverter):  # type: ignore[misc]
 
     def __init__(self, pattern: str, target: str, operation: ConversionOps) -> None:
         # On a GPU only what is packed: releases that know no force_cpu bring an expert, or a dense stack, there first.
-        options = {"force_cpu": True} if "force_cpu" in WeightConverter.__slots__ else {}
+        options = {"force_cpu": True} if hasattr(WeightConverter, "force_cpu") else {}
         super().__init__(pattern, target, [operation], **options)
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
@@ -85,15 +103,12 @@ class Merge(ConversionOps):  # type: ignore[misc]
 
     parts: the projections, by their names in the checkpoint, whose rows follow each other in an expert. settings: of
     the format to round dense experts to, and of saved stacks; pre_quantized: dense experts are left dense.
-    device_map: transformers', from names of modules to devices.
     """
 
     # transformers copies an operation for every weight: what is kept here is small.
 
-    def __init__(
-        self, parts: tuple[str, ...], settings: Settings, pre_quantized: bool, device_map: Mapping[str, Any]
-    ) -> None:
-        self.parts, self.settings, self.pre_quantized, self.device_map = parts, settings, pre_quantized, device_map
+    def __init__(self, parts: tuple[str, ...], settings: Settings, pre_quantized: bool, places: Places) -> None:
+        self.parts, self.settings, self.pre_quantized, self.places = parts, settings, pre_quantized, places
 
     def convert(
         self,
@@ -107,6 +122,13 @@ class Merge(ConversionOps):  # type: ignore[misc]
         path, name = full_layer_name.rsplit(".", 1)
         module = model.get_submodule(path)
         parameter = module._parameters[name]
+        if hasattr(parameter, "placements"):
+            raise ValueError(f"{full_layer_name!r} is sharded over devices, which 4-bit experts do not support yet")
+        if not all(map(callable, input_dict.values())):
+            raise ValueError(
+                f"transformers {transformers.__version__} reads tensors in a way that halfbyte does not know; load "
+                "dense experts with HalfbyteConfig(experts=False), or another version"
+            )
         arriving: Arriving | str | None = vars(module).get(ATTRIBUTE)
         found = _by_expert(input_dict, path.rpartition(".")[2], name)
         is_dense = all(t.keys() == {""} for pieces in found.values() for t in pieces.values())
@@ -117,7 +139,7 @@ class Merge(ConversionOps):  # type: ignore[misc]
             return {full_layer_name: dense.to(parameter.dtype)}
         if not isinstance(arriving, Arriving):
             raise ValueError(f"{full_layer_name!r} is 4-bit and cannot be computed: {arriving}")
-        device = self._device(full_layer_name)
+        device = self.places.of(full_layer_name)
         if None not in found:
             q = self._joined(found, arriving.facts, name, parameter.dtype, device)
         elif is_dense:
@@ -126,13 +148,6 @@ class Merge(ConversionOps):  # type: ignore[misc]
             q = self._saved_stack(found[None][name], name, arriving.facts, parameter.dtype).to(device)
         arrive(model, path, name, q, missing_keys)
         return {}
-
-    def _device(self, key: str) -> torch.device:
-        """Where transformers puts a parameter."""
-        while key and key not in self.device_map:
-            key = key.rpartition(".")[0]
-        place = self.device_map.get(key, "cpu")
-        return torch.device(place)
 
     def _rounded(self, dense: Tensor, facts: Facts, name: str, device: torch.device) -> QuantizedWeight:
         n, k = facts.shapes[name]

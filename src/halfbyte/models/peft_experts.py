@@ -23,6 +23,7 @@ from halfbyte.autocast import autocast_dtype
 from halfbyte.experts import grouped_linear
 from halfbyte.kernels.experts.plan import Group, groups_of
 from halfbyte.kernels.experts.reference import activate
+from halfbyte.models.experts import SOURCE
 from halfbyte.nn.experts import Experts4bit
 
 
@@ -122,21 +123,33 @@ def _adapters(wrapper: Any, dtype: torch.dtype) -> list[Adapter]:
     found: list[Adapter] = []
     if wrapper.disable_adapters:
         return found
-    n, k = wrapper.get_base_layer().stack(wrapper.parameter_name).shape[1:]
+    experts = wrapper.get_base_layer()
+    n, k = experts.stack(wrapper.parameter_name).shape[1:]
     for name in wrapper.active_adapters:
         if name not in wrapper.lora_A:
             continue
         count = wrapper.num_experts
         a, b = wrapper.lora_A[name].weight.to(dtype), wrapper.lora_B[name].weight.to(dtype)
-        if (b.shape[0], a.shape[1]) != (n, k):
+        given = b.shape[0], a.shape[1]
+        if given not in ((n, k), (k, n)):
             raise ValueError(
                 f"the adapter {name!r} of {wrapper.parameter_name} maps {a.shape[1]} to {b.shape[0]} features, and the "
                 f"experts {k} to {n}: this PEFT takes the packed bytes for the weight. Update it: pip install -U peft"
             )
-        a = a.view(count, -1, k).transpose(1, 2)
-        b = b.view(n, -1, count).permute(2, 1, 0).contiguous()
-        found.append(Adapter(a, b, wrapper.scaling[name]))
+        first, second = a.view(count, -1, a.shape[1]), b.view(b.shape[0], -1, count)
+        if given == (n, k) and not (n == k and _is_turned(wrapper, experts)):
+            pair = first.transpose(1, 2), second.permute(2, 1, 0)
+        else:
+            pair = second.permute(2, 0, 1), first
+        found.append(Adapter(pair[0], pair[1].contiguous(), wrapper.scaling[name]))
     return found
+
+
+def _is_turned(wrapper: Any, experts: Experts4bit) -> bool:
+    """Whether A is at the output of the experts. So it is with PEFT 0.18, which takes dense parameters [E, N, K]
+    for [E, K, N], where it has made the adapters before the experts were quantized."""
+    source = vars(experts).get(SOURCE)
+    return not (getattr(wrapper, "_did_swap_in_out_features", False) or getattr(source, "is_transposed", True))
 
 
 class _Product(torch.autograd.Function):

@@ -48,6 +48,7 @@ try:
     from halfbyte.models.config import config_from_bitsandbytes as config_from_bitsandbytes
     from halfbyte.models.config import config_from_compressed_tensors as config_from_compressed_tensors
     from halfbyte.models.config import config_from_gpt_oss as config_from_gpt_oss
+    from halfbyte.models.experts_tensors import Places
 except ImportError as error:
     raise ImportError(
         f"halfbyte.models.quantizer needs transformers >= {OLDEST} ({error}): pip install -U transformers"
@@ -70,7 +71,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.targets: frozenset[str] = frozenset()  # layers that the model could hold in 4 bits
         self.experts: frozenset[str] = frozenset()  # modules of dense experts, to be quantized or read in 4 bits
-        self.device_map: Any = None
+        self.places = Places()
         self.regrouped: set[str] = set()  # what model-specific conversions made before it was quantized
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -86,7 +87,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                 "device_map offloads part of the model to the CPU or the disk, which halfbyte's layers do not support; "
                 "give it devices with enough memory, or device_map='cpu' for all of it"
             )
-        self.device_map = device_map
+        self.places.device_map = device_map
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype is not None and dtype not in FLOAT_DTYPES:
@@ -168,9 +169,9 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         conversions = [*self.get_weight_conversions(), *weight_conversions]
         if not self.experts:
             return conversions
-        settings, device_map = self.quantization_config.experts_settings, self.device_map
+        settings = self.quantization_config.experts_settings
         return [
-            *experts_loading.converters(self.experts, conversions, settings, self.pre_quantized, device_map),
+            *experts_loading.converters(self.experts, conversions, settings, self.pre_quantized, self.places),
             *conversions,
         ]
 

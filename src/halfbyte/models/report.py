@@ -114,7 +114,7 @@ def weigh(model: nn.Module, stored: Callable[[nn.Module], tuple[Tensor, ...]]) -
         whose = f"{len(modules)} {kind} keep {counts['weights']} 3-D parameters"
         facts = facts_of(modules[0])
         mend = f"halfbyte cannot compute them: {facts}" if isinstance(facts, str) else MEND
-        dense[f"experts are dense: {whose}, which bitsandbytes leaves as they are; {mend}"] = counts["bytes"]
+        dense[f"experts are dense: {whose}, which bitsandbytes does not quantize; {mend}"] = counts["bytes"]
     return packed, dict(dense)
 
 
