@@ -1,0 +1,141 @@
+// The reducer warps of kernel.cu: they add up what the multiplying warps and the CTAs of a cluster have, and store it.
+
+#include "walk.cuh"
+
+// Of experts: a tile's results, four rows of W by one pair a lane, into memory, or into what a token's sum is made of.
+__device__ __forceinline__ void store_pairs(const Arguments& a, u32 shared, const Tile& tile, float4 v, u32 lane) {
+  const u32 pair = pair_of(shared, tile.unit, lane / 4), row = tile.own + 4 * (lane % 4);
+  const u32 kept = shared + GATE + 16 * lane;  // gate's, where this lane alone reads and writes
+  v.x *= a.unit, v.y *= a.unit, v.z *= a.unit, v.w *= a.unit;
+  if (Config::bias && a.result[0].bias) {
+    const ushort4 b = *reinterpret_cast<const ushort4*>(a.result[0].bias + tile.row + 4 * (lane % 4));
+    v.x += unpack(b.x), v.y += unpack(b.y), v.z += unpack(b.z), v.w += unpack(b.w);
+  }
+  if (pair == NOBODY) return;
+  if constexpr (Config::sums_experts) {
+    store_sums(shared + PAIR_RESULT + (pair * TILE_N + 4 * (lane % 4)) * 4, v);
+  } else if constexpr (PAIRED) {
+    if (tile.half == 0) store_sums(kept, v);
+    else
+      store_four(a.result[0].y + u64(pair) * (a.expert_rows / 2) + row, gated<Config::activation>(load_sums(kept), v));
+  } else if constexpr (INTERLEAVED) {
+    const u32 word = pack(gated<Config::activation>(v.x, v.y), gated<Config::activation>(v.z, v.w));
+    *reinterpret_cast<u32*>(a.result[0].y + u64(pair) * (a.expert_rows / 2) + row / 2) = word;
+  } else {
+    store_four(a.result[0].y + u64(pair) * a.expert_rows + row, v);
+  }
+}
+
+// The sums of all tokens for 16 rows of W from `own` on, each over its experts in the order in which it has them.
+__device__ __forceinline__ void store_sums_of_tokens(const Arguments& a, u32 shared, u32 own, u32 lane) {
+  __syncwarp();
+  for (u32 i = lane; i < a.pairs / a.top_k * 4; i += 32) {
+    float4 sum = make_float4(0, 0, 0, 0);
+    for (u32 pair = i / 4 * a.top_k; pair < (i / 4 + 1) * a.top_k; pair++) {
+      if (!has_expert(shared, pair)) continue;
+      const float share = a.narrow_shares ? unpack(reinterpret_cast<const u16*>(a.shares)[pair])
+                                          : reinterpret_cast<const float*>(a.shares)[pair];
+      const float4 v = load_sums(shared + PAIR_RESULT + (pair * TILE_N + i % 4 * 4) * 4);
+      sum.x = fmaf(share, v.x, sum.x), sum.y = fmaf(share, v.y, sum.y);
+      sum.z = fmaf(share, v.z, sum.z), sum.w = fmaf(share, v.w, sum.w);
+    }
+    store_four(a.result[0].y + u64(i / 4) * a.expert_rows + own + i % 4 * 4, sum);
+  }
+  __syncwarp();
+}
+
+__device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part, u32 lane) {
+  constexpr int OWN = Config::m_tiles / Config::reducers;  // groups of eight columns
+  const u32 rank = blockIdx.y, column = part * (8 * OWN) + lane / 4, four = lane % 4;
+  Ring sums(0), slot(0);
+  Walk walk(a, shared);
+  if (Config::sums_experts && rank == 0 && !walk.has_units())
+    for (u32 tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) store_sums_of_tokens(a, shared, tile * TILE_N, lane);
+  for (; walk.is_there(); walk.next(), sums.next(Config::sum_buffers), slot.next(SLOTS)) {
+    wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
+    float4 total[OWN];
+#pragma unroll
+    for (int c = 0; c < OWN; c++) {
+      total[c] = make_float4(0, 0, 0, 0);
+      const u32 from = shared + SUM + sums.at * Config::warps * SUM_WARP + (8 * c + column) * SUM_COLUMN + 16 * four;
+      if (first_row() + 8 * c + column < a.m)
+#pragma unroll
+        for (int w = 0; w < Config::warps; w++) {
+          const float4 v = load_sums(from + w * SUM_WARP);
+          total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
+        }
+    }
+    arrive(shared + SUM_EMPTY + 8 * sums.at);
+
+    if constexpr (Config::cluster > 1) {
+      const u32 full = shared + SLOT_FULL + 8 * slot.at, empty = shared + SLOT_EMPTY + 8 * slot.at;
+      const u32 place = shared + SLOT + slot.at * (Config::cluster - 1) * SENT + part * (OWN * 512) + 16 * lane;
+      if (rank > 0) {
+        wait(empty, slot.parity ^ 1);
+        const u32 to = address_in(place + (rank - 1) * SENT, 0), barrier = address_in(full, 0);
+#pragma unroll
+        for (int c = 0; c < OWN; c++)
+          if (first_row() + 8 * c + column < a.m)
+            asm volatile(
+                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                    to + c * 512),
+                "f"(total[c].x), "f"(total[c].y), "f"(total[c].z), "f"(total[c].w), "r"(barrier)
+                : "memory");
+        continue;
+      }
+      if (part == 0 && lane == 0)
+        expect(full,
+               min(max(a.m, first_row()) - first_row(), 8 * Config::m_tiles) * TILE_N * 4 * (Config::cluster - 1));
+      wait(full, slot.parity);
+#pragma unroll
+      for (int other = 0; other < Config::cluster - 1; other++)
+#pragma unroll
+        for (int c = 0; c < OWN; c++)
+          if (first_row() + 8 * c + column < a.m) {
+            const float4 v = load_sums(place + other * SENT + c * 512);
+            total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
+          }
+      __syncwarp();
+      if (lane > 0 && lane < Config::cluster)
+        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(empty, lane))
+                     : "memory");
+    }
+
+    const Tile tile = walk.get();
+    if constexpr (ROUTED) {
+      store_pairs(a, shared, tile, total[0], lane);
+      if (Config::sums_experts && walk.ends_rows()) store_sums_of_tokens(a, shared, tile.own, lane);
+      continue;
+    }
+    const Result &own = a.result[tile.part], &to = a.result[PAIRED ? 0 : tile.part];
+    const u32 row = tile.row + 4 * four, n = a.n[tile.part];
+    // Gate's, kept where this lane alone reads and writes.
+    const u32 kept = shared + GATE + part * (OWN * 512) + 16 * lane;
+#pragma unroll
+    for (int c = 0; c < OWN; c++) {
+      const u32 m = first_row() + 8 * c + column;
+      if (m < a.m && row < n) {
+        total[c].x *= a.unit, total[c].y *= a.unit, total[c].z *= a.unit, total[c].w *= a.unit;
+        if (Config::bias && own.bias) {
+          const ushort4 b = *reinterpret_cast<const ushort4*>(own.bias + row);
+          total[c].x += unpack(b.x), total[c].y += unpack(b.y), total[c].z += unpack(b.z), total[c].w += unpack(b.w);
+        }
+        if constexpr (PAIRED) {
+          if (tile.half == 0) {
+            store_sums(kept + c * 512, total[c]);
+            continue;
+          }
+          total[c] = gated<Config::activation>(load_sums(kept + c * 512), total[c]);
+        }
+        if constexpr (Config::residual) {
+          const ushort4 r = *reinterpret_cast<const ushort4*>(a.residual + u64(m) * n + row);
+          total[c].x = fmaf(a.result_scale, total[c].x, unpack(r.x));
+          total[c].y = fmaf(a.result_scale, total[c].y, unpack(r.y));
+          total[c].z = fmaf(a.result_scale, total[c].z, unpack(r.z));
+          total[c].w = fmaf(a.result_scale, total[c].w, unpack(r.w));
+        }
+        store_four(to.y + u64(m) * n + row, total[c]);
+      }
+    }
+  }
+}
