@@ -11,17 +11,22 @@ import torch
 from kinds import quantize
 
 import halfbyte as hb
+from halfbyte import eager_fused
 from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.distance import shards
+from halfbyte.kernels.experts import cuda as experts_cuda
 from halfbyte.kernels.linear import cuda
+from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import DecodePlan, Scales, is_valid
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
 from halfbyte.kernels.linear.sm90_streamk.plan import is_valid as plan_fits
+from halfbyte.kernels.pointwise import reference as pointwise
 from halfbyte.measure.error import relative_error
 
 SHAPES = ((1, 1), (1, 63), (3, 21), (5, 65), (2, 1024), (1, 2049), (17, 127), (33, 4099), (129, 1000))
@@ -189,6 +194,40 @@ def test_linear_of_a_row_among_others(k: int) -> None:
     whole = hb.linear(x, q, batch_invariant=True)
     for m in (1, 9, 17, 33):
         assert torch.equal(hb.linear(x[:m], q, batch_invariant=True), whole[:m])
+
+
+@pytest.mark.parametrize(("n", "k"), [(4, 1024), (36, 3072), (20, 7168), (68, 320)])
+@pytest.mark.parametrize("m", [1, 5, 9, 20])
+def test_linear_with_what_stands_beside(m: int, n: int, k: int) -> None:
+    """Rows and K that fill no tile, one CTA along K and several, x laid out and not."""
+    pair = [hb.quantize(torch.randn(n, k, device="cuda").bfloat16() / k**0.5) for _ in range(2)]
+    x, residual = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(m, n, device="cuda").bfloat16()
+    norm = Norm(torch.randn(k, device="cuda").bfloat16(), 1e-5, 1.0)
+    dense = [hb.dequantize(q).float() for q in pair]
+    normed = pointwise.rms_norm(x.float(), *norm)
+    (found,) = eager_fused.products(x, pair, [None, None], norm, activation="silu")
+    right = pointwise.gated(*(normed @ one.T for one in dense), "silu")
+    assert relative_error(found, right) < 1e-2
+    (found,) = eager_fused.products(x, pair[:1], [None], residual=Residual(residual, 0.5))
+    assert relative_error(found, residual + 0.5 * x.float() @ dense[0].T) < 1e-2
+
+
+@pytest.mark.parametrize(("inner", "hidden"), [(256, 1024), (512, 5120), (2048, 256)])
+@pytest.mark.parametrize("format", ["nf4", "mxfp4"])
+def test_experts(format: str, inner: int, hidden: int) -> None:
+    """Units that are full and not, tokens that share experts and not, ids that are none."""
+    experts, k = 5, 3
+    gate_up, down = (
+        hb.quantize(torch.randn(experts, *sides, device="cuda").bfloat16() / sides[1] ** 0.5, format)
+        for sides in ((2 * inner, hidden), (hidden, inner))
+    )
+    for tokens in (1, 3, 11, 43):
+        x, weights = torch.randn(tokens, hidden, device="cuda").bfloat16(), torch.rand(tokens, k, device="cuda")
+        ids = torch.randint(-1, experts + 1, (tokens, k), device="cuda")
+        found = experts_cuda.moe(x, ids, weights, gate_up, down, "silu", None, None)
+        assert found is not None
+        right = hb.moe(x.float().cpu(), ids.cpu(), weights.cpu(), gate_up.to("cpu"), down.to("cpu"))
+        assert relative_error(found.cpu(), right) < 1e-2
 
 
 @pytest.mark.parametrize(("v", "d"), [(1, 1), (3, 64), (17, 127), (129, 33), (257, 192), (1000, 65)])

@@ -9,8 +9,8 @@
 // them up. One look-up in a table in shared memory turns a byte into two 16-bit numbers (device/decode.cuh). The host
 // multiplies the codebook by a factor that makes its rounding to 16 bits harmless, and the epilogue multiplies by one
 // over that factor, `unit`. Scales are applied in fp32 to the sums of a block, or of `joined` blocks that share one.
-// Those that are powers of two, one for 32 weights, are multiplied into the operand of the MMA instead, which is exact: a
-// lane's 16 weights of a block share one.
+// Those that are powers of two, one for 32 weights, are multiplied into the operand of the MMA instead, which is exact:
+// a lane's 16 weights of a block share one.
 //
 // Work. A CTA owns warps * slice blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in
 // registers throughout. A producer warp copies tiles into shared memory, `stages` of them, each by one tensor copy:

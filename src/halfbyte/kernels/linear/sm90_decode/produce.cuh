@@ -1,5 +1,4 @@
-// The producer warp of kernel.cu: it copies tiles of W and their scales to shared memory, stages ahead of the warps that
-// multiply.
+// The producer warp of kernel.cu: it copies tiles of W and their scales to shared memory, stages ahead of the others.
 
 #include "scales.cuh"
 
