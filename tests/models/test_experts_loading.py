@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte.nn import Linear4bit
 
+from .memory import CAN_MEASURE, peak_of_loading
 from .moe import (
     FAMILIES,
     PROJECTIONS,
@@ -148,45 +146,15 @@ def test_one_expert_is_dense_at_a_time(checkpoints: dict[str, Path], monkeypatch
     assert E > 3
 
 
-MEASURE = """
-import sys, threading, time, torch, transformers
-from halfbyte.models.quantizer import HalfbyteConfig
-
-def resident():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
-
-model = transformers.AutoModelForCausalLM
-options = {"dtype": torch.bfloat16, "quantization_config": HalfbyteConfig()}
-model.from_pretrained(sys.argv[1], **options)  # compiles the kernels
-before, peak, done = resident(), 0, False
-
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, resident())
-        time.sleep(0.001)
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-loaded = model.from_pretrained(sys.argv[2], **options)
-done = True
-watcher.join()
-print(peak - before - sum(tensor.nbytes for tensor in (*loaded.parameters(), *loaded.buffers())))
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is measured as Linux tells it")
+@pytest.mark.skipif(not CAN_MEASURE, reason="memory is measured as Linux tells it")
 def test_the_peak_of_memory_is_the_quantized_model_and_one_expert(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     hidden, inner, count = 512, 1024, 32
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_local_experts": count, "num_hidden_layers": 1}
     make("mixtral", **sizes).bfloat16().save_pretrained(tmp_path)
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the system at once
-    command = [sys.executable, "-c", MEASURE, str(checkpoints["mixtral"]), str(tmp_path)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    peak, held = peak_of_loading(tmp_path, "bfloat16", checkpoints["mixtral"])
     gate_up = 2 * (2 * inner * hidden)  # bytes of an expert's in bf16
-    assert int(run.stdout) < 3 * gate_up + 4e6  # as it is read, joined, and being rounded
+    assert peak - held < 3 * gate_up + 4e6  # as it is read, joined, and being rounded
     assert 3 * gate_up + 4e6 < count * gate_up / 5
 
 

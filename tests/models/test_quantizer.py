@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,8 @@ transformers = pytest.importorskip("transformers")
 
 from halfbyte.models import quantizer  # noqa: E402
 from halfbyte.models.quantizer import HalfbyteConfig, config_from_bitsandbytes  # noqa: E402
+
+from .memory import CAN_MEASURE, peak_of_loading  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -175,35 +176,8 @@ def test_layers_that_loading_splits(tmp_path: Path) -> None:
     assert torch.equal(logits(model), logits(again))
 
 
-MEASURE = """
-import sys, threading, time, torch, transformers
-from halfbyte.models.quantizer import HalfbyteConfig
-
-def resident():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
-
-model = transformers.AutoModelForCausalLM
-options = {"dtype": torch.float32, "quantization_config": HalfbyteConfig()}
-model.from_pretrained(sys.argv[1], **options)  # compiles the kernels
-before, peak, done = resident(), 0, False
-
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, resident())
-        time.sleep(0.001)
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-loaded = model.from_pretrained(sys.argv[2], **options)
-done = True
-watcher.join()
-print(peak - before)
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is measured as Linux tells it")
+@pytest.mark.skipif(not CAN_MEASURE, reason="memory is measured as Linux tells it")
 @pytest.mark.parametrize("again", [False, True], ids=["quantized as it loads", "quantized before"])
 def test_the_peak_of_memory_is_the_quantized_model_and_one_weight(
     checkpoints: dict[str, Path], tmp_path: Path, again: bool
@@ -220,11 +194,8 @@ def test_the_peak_of_memory_is_the_quantized_model_and_one_weight(
     if again:
         load(tmp_path, {}).save_pretrained(tmp_path)
     del model
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the system at once
-    command = [sys.executable, "-c", MEASURE, str(checkpoints["llama"]), str(tmp_path)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert int(run.stdout) < 0.16 * total + (0 if again else 1.1 * largest)
+    peak, _ = peak_of_loading(tmp_path, "float32", checkpoints["llama"])
+    assert peak < 0.16 * total + (0 if again else 1.1 * largest)
 
 
 # Saving, and loading what was saved.
