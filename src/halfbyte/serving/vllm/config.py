@@ -1,0 +1,115 @@
+"""vLLM's quantization method "halfbyte": what it takes, and which layer gets which method.
+
+    LLM("org/model-bnb-4bit")                             a bitsandbytes checkpoint is taken without a flag
+    LLM("org/model", quantization="halfbyte")             dense weights are rounded to NF4 while they load
+    LLM(..., hf_overrides={"quantization_config_dict_json": '{"format": "int4", "group_size": 64}'})    to another format
+
+Of a quantized checkpoint every weight stays as it is: packed ones are multiplied with as they are, dense ones stay
+dense. Only of a dense checkpoint are weights rounded, those of experts with plain scales.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models.utils import WeightsMapper
+
+from halfbyte import hub
+from halfbyte.serving.arrivals import LAYOUTS, WEIGHT, keys_of, parameter_of
+from halfbyte.serving.claims import METHOD, claims, holds_experts, layouts_of, settings_of, stays_dense
+from halfbyte.serving.vllm.experts import HalfbyteExpertsMethod, is_experts
+from halfbyte.serving.vllm.linear import HalfbyteLinearMethod
+
+
+@register_quantization_config(METHOD)
+class HalfbyteQuantization(QuantizationConfig):
+    """layouts: in which a checkpoint keeps its 4-bit weights; none of a dense one, whose weights are rounded as
+    `options` say (claims.py)."""
+
+    def __init__(self, layouts: tuple[str, ...] = (), options: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.layouts = layouts
+        self.settings, self.dense_names = (None, ()) if layouts else settings_of(options or {})
+        self.experts = not layouts
+        self.facts: Any = None
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+
+    @classmethod
+    def get_name(cls) -> str:
+        return METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> HalfbyteQuantization:
+        """Of a quantized checkpoint."""
+        return cls(layouts_of(config))
+
+    @classmethod
+    def from_config_dict_json(cls, text: str) -> HalfbyteQuantization:
+        """Of a dense checkpoint, with options. vLLM takes them from `hf_overrides`."""
+        return cls(options=json.loads(text))
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        return METHOD if claims(hf_quant_cfg, user_quant) else None
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Find out whether the experts of a quantized checkpoint are in 4 bits, or dense."""
+        if self.layouts:
+            self.experts = holds_experts(hub.local(model_name))
+
+    @staticmethod
+    def get_cache_scale_mapper() -> WeightsMapper:
+        """From a checkpoint's keys to the names of parameters, which have no dots."""
+        suffixes = {f".{key}": f".{parameter_of(key)}" for key in keys_of(tuple(LAYOUTS)) if key != WEIGHT}
+        return QuantizationConfig.get_cache_scale_mapper() | WeightsMapper(orig_to_new_suffix=suffixes)
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
+        """vLLM's own, from 0.30 on, drops activation orders, which would then be served wrongly, in silence."""
+        return WeightsMapper()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        self.facts = get_current_vllm_config().additional_config
+        if isinstance(layer, LinearBase):
+            return UnquantizedLinearMethod() if self._stays_dense(prefix) else HalfbyteLinearMethod(self, prefix)
+        if is_experts(layer) and self.experts and not stays_dense(prefix, self.dense_names):
+            return HalfbyteExpertsMethod(self, layer, prefix)
+        return None  # embeddings, lm_head, attention, dense experts: vLLM's own
+
+    def _stays_dense(self, prefix: str) -> bool:
+        """Whether a layer of a dense checkpoint was named to stay so, by its name in vLLM or those in the checkpoint."""
+        around, _, name = prefix.rpartition(".")
+        members = self.packed_modules_mapping.get(name, [name])
+        named = [stays_dense(f"{around}.{each}", self.dense_names) for each in members]
+        if any(named) and not all(named) and not stays_dense(prefix, self.dense_names):
+            raise ValueError(f"modules_to_not_convert names some of {', '.join(members)}, which vLLM computes as one "
+                             f"layer, {prefix}; name all of them or none")  # fmt: skip
+        return all(named) or stays_dense(prefix, self.dense_names)
+
+    def will_be_traced(self, prefix: str, held: object) -> None:
+        """Have vLLM's cache of compiled models tell apart what its own key leaves out: of what kind weights are."""
+        facts = self.facts
+        if isinstance(facts, dict):
+            facts[METHOD] = hashlib.sha256(f"{facts.get(METHOD, '')}{prefix}{held}".encode()).hexdigest()
