@@ -54,8 +54,14 @@ def environment(cache: Path, processes: int = 1) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} | fixed
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM's cache: it looks into a model's class in a process of its own, and compiles, once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def run_engine(tmp_path: Path) -> Callable[..., list[Any]]:
+def run_engine(tmp_path: Path, cache: Path) -> Callable[..., list[Any]]:
     """run_engine(checkpoint, steps, **arguments of LLM) in a process of its own; what each step gave (engine.py)."""
 
     def run(checkpoint: Path, *steps: str, adapter: Path | None = None, variables: Any = None, **arguments: Any) -> Any:
@@ -70,7 +76,7 @@ def run_engine(tmp_path: Path) -> Callable[..., list[Any]]:
         (tmp_path / "job.json").write_text(json.dumps(job), encoding="utf-8")
         processes = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
         command = [sys.executable, str(ENGINE), str(tmp_path / "job.json"), str(tmp_path / "result.json")]
-        variables = environment(tmp_path / "cache", processes) | (variables or {})
+        variables = environment(cache, processes) | (variables or {})
         finish(command, variables, tmp_path / "log")
         return json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
 

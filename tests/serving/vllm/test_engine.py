@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from served_models import dequantized, tokens_of
 
 PREQUANTIZED = [
@@ -24,8 +26,8 @@ def tokens(step: Any) -> list[list[int]]:
     return [each["tokens"] for each in step]
 
 
-def through_transformers(path: Path, format: str | None = None) -> list[list[int]]:
-    """Greedy tokens of a checkpoint in transformers, by halfbyte's kernels; format: of dense weights."""
+def through_transformers(path: Path, format: str | None = None, **settings: Any) -> list[list[int]]:
+    """Greedy tokens of a checkpoint in transformers, by halfbyte's kernels; format, settings: of dense weights."""
     from transformers import AutoModelForCausalLM
 
     from halfbyte import HalfbyteConfig, accelerate, restore
@@ -33,7 +35,7 @@ def through_transformers(path: Path, format: str | None = None) -> list[list[int
 
     options: dict[str, Any] = {"dtype": torch.float32}
     if format is not None:
-        options["quantization_config"] = HalfbyteConfig(format)
+        options["quantization_config"] = HalfbyteConfig(format, **settings)
     elif "compressed-tensors" not in (path / "config.json").read_text(encoding="utf-8"):
         options["config"] = config_from_bitsandbytes(path)
     model = AutoModelForCausalLM.from_pretrained(path, **options)
@@ -57,3 +59,85 @@ def test_in_flight(models: Models, run_engine: Engine) -> None:
     path = models("llama")
     [found] = run_engine(path, quantization="halfbyte")
     assert tokens(found) == through_transformers(path, "nf4")
+
+
+def test_in_flight_to_another_format(models: Models, run_engine: Engine, tmp_path: Path) -> None:
+    """Options come as JSON; layers that are named stay dense, and a reload rounds the checkpoint to the same bytes."""
+    options = {"format": "int4", "group_size": 32, "modules_to_not_convert": ["o_proj", "layers.1.mlp"]}
+    overrides = {"quantization_config_dict_json": json.dumps(options)}
+    found, _, again = run_engine(
+        models("llama"), "tokens", "reload", "tokens", quantization="halfbyte", hf_overrides=overrides
+    )
+    assert tokens(found) == through_transformers(models("llama"), **options)
+    assert found == again
+
+
+def test_compiled(models: Models, run_engine: Engine) -> None:
+    """The same with torch.compile; and vLLM's cache, shared by both runs, does not mistake one format for another."""
+    path = models("llama", "nf4", nested=True)
+    [found] = run_engine(path, enforce_eager=False)
+    assert tokens(found) == through_transformers(path)
+    flat = models("llama")
+    overrides = {"quantization_config_dict_json": json.dumps({"format": "fp4", "nested": False})}
+    for options in ({}, {"hf_overrides": overrides}):
+        [found] = run_engine(flat, enforce_eager=False, quantization="halfbyte", **options)
+        settings = {"format": "fp4", "nested": False} if options else {"format": "nf4"}
+        assert tokens(found) == through_transformers(flat, **settings)
+
+
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_processes(models: Models, run_engine: Engine, parallel: str) -> None:
+    """The same tokens from shards, k and v heads in both processes included."""
+    path = models("llama", "nf4", nested=True)
+    found, _, again = run_engine(path, "tokens", "reload", "tokens", **{parallel: 2})
+    assert tokens(found) == through_transformers(path)
+    assert tokens(again) == tokens(found)
+
+
+def test_a_cut_inside_a_block_is_refused(models: Models, run_engine: Engine) -> None:
+    path = models("llama", "nf4", block_size=512)  # two blocks in each row of down_proj, but half a one in q_proj's
+    with pytest.raises(RuntimeError, match=r"model\.layers\.0\.\S+ cannot be cut for 2 processes: .* cut a scale block"):
+        run_engine(path, tensor_parallel_size=2)
+
+
+def test_lora(models: Models, run_engine: Engine, tmp_path: Path) -> None:
+    """With an adapter, the tokens of the model whose dense weights are those in 4 bits plus the adapter's product."""
+    path = models("llama", "nf4", nested=True)
+    adapter, merged = lora_adapter(tmp_path, path)
+    plain, found = run_engine(path, "tokens", "lora", enable_lora=True, max_lora_rank=8, adapter=adapter)
+    assert tokens(plain) == through_transformers(path)
+    assert tokens(found) == dense_tokens(merged)
+    assert tokens(found) != tokens(plain)
+
+
+def lora_adapter(folder: Path, path: Path) -> tuple[Path, Path]:
+    """An adapter of all projections as PEFT saves it, and the dense model with it merged in."""
+    merged, adapter, rank = dequantized(folder / "merged", path), folder / "adapter", 8
+    torch.manual_seed(1)
+    weights, pairs = load_file(merged / "model.safetensors"), {}
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight"):
+            down, up = 0.2 * torch.randn(rank, weight.shape[1]), 0.2 * torch.randn(weight.shape[0], rank)
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            pairs |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
+            weight += up @ down
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    adapter.mkdir()
+    save_file(pairs, adapter / "adapter_model.safetensors")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return adapter, merged
+
+
+def dense_tokens(path: Path) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    return tokens_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+
+
+def test_batch_invariant(models: Models, run_engine: Engine) -> None:
+    """A prompt's log-probabilities keep their bits whatever runs beside it."""
+    path = models("llama", "nf4", nested=True)
+    together, alone = run_engine(path, "tokens", "alone", variables={"VLLM_BATCH_INVARIANT": "1"}, dtype="bfloat16")
+    assert together == alone

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import WeightsMapper
 
 from halfbyte import hub
+from halfbyte.checkpoints.select import is_linear
 from halfbyte.serving.arrivals import LAYOUTS, WEIGHT, keys_of, parameter_of
 from halfbyte.serving.claims import METHOD, claims, holds_experts, layouts_of, settings_of, stays_dense
 from halfbyte.serving.vllm.experts import HalfbyteExpertsMethod, is_experts
@@ -99,14 +100,20 @@ class HalfbyteQuantization(QuantizationConfig):
         return None  # embeddings, lm_head, attention, dense experts: vLLM's own
 
     def _stays_dense(self, prefix: str) -> bool:
-        """Whether a layer of a dense checkpoint was named to stay so, by its name in vLLM or those in the checkpoint."""
-        around, _, name = prefix.rpartition(".")
-        members = self.packed_modules_mapping.get(name, [name])
-        named = [stays_dense(f"{around}.{each}", self.dense_names) for each in members]
-        if any(named) and not all(named) and not stays_dense(prefix, self.dense_names):
-            raise ValueError(f"modules_to_not_convert names some of {', '.join(members)}, which vLLM computes as one "
-                             f"layer, {prefix}; name all of them or none")  # fmt: skip
-        return all(named) or stays_dense(prefix, self.dense_names)
+        """Whether a layer of a dense checkpoint is named to stay so, or is one that `halfbyte quantize` leaves alone."""
+        if self.layouts:
+            return False  # the checkpoint says so itself
+        around, _, last = prefix.rpartition(".")
+        members = [f"{around}.{name}" for name in self.packed_modules_mapping.get(last, [last])]
+        dense = [stays_dense(name, self.dense_names) or not is_linear(f"{name}.weight") for name in (prefix, *members)]
+        if dense[0] or all(dense[1:]):
+            return True
+        if any(dense[1:]):
+            raise ValueError(
+                f"modules_to_not_convert names some of {', '.join(members)}, which vLLM computes as one layer; name "
+                "all of them or none"
+            )
+        return False
 
     def will_be_traced(self, prefix: str, held: object) -> None:
         """Have vLLM's cache of compiled models tell apart what its own key leaves out: of what kind weights are."""
