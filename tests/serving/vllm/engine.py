@@ -1,8 +1,8 @@
 """One vLLM engine in a process of its own: python engine.py JOB.json RESULT.json
 
 A job has the arguments of vllm.LLM, prompts as token ids, and `steps`, done one after the other: "tokens" generates
-greedily, "lora" does so with the adapter at `adapter`, "reload" has vLLM load the checkpoint again, and "alone" generates
-for each prompt by itself. The result has what each step gave.
+greedily, "lora" does so with the adapter at `adapter`, and "reload" has vLLM load the checkpoint again. The result has
+what each step gave.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def main(job: dict[str, Any]) -> list[Any]:
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     sampling = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, logprobs=1)
 
-    def tokens(asked: list[Any], lora: Any = None) -> list[dict[str, Any]]:
-        outputs = [each.outputs[0] for each in llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)]
+    def tokens(lora: Any) -> list[dict[str, Any]]:
+        outputs = [each.outputs[0] for each in llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)]
         return [
             {
                 "tokens": list(output.token_ids),
@@ -36,11 +36,9 @@ def main(job: dict[str, Any]) -> list[Any]:
         if step == "reload":
             llm.collective_rpc("reload_weights")
             found.append(None)
-        elif step == "alone":
-            found.append([tokens([prompt])[0] for prompt in prompts])
         else:
             lora = LoRARequest("adapter", 1, job["adapter"]) if step == "lora" else None
-            found.append(tokens(prompts, lora))
+            found.append(tokens(lora))
     return found
 
 
