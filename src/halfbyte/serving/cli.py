@@ -40,8 +40,6 @@ def serve(
         chosen = choose(engine)
         if chosen.name != VLLM and more:
             raise ValueError(f"{' '.join(more)}: what follows -- is for vLLM, and transformers serves here")
-        if chosen.name != VLLM and name is not None:
-            raise ValueError("--name is for vLLM; transformers' server takes every name for its only model")
     found = find_model(model)
     check_format(found, format)
     check_port(host, port)
@@ -53,4 +51,4 @@ def serve(
     else:
         from halfbyte.serving.transformers_server import run as run_transformers
 
-        run_transformers(found, host, port, device, dtype, format)
+        run_transformers(found, name or model, host, port, device, dtype, format)

@@ -124,8 +124,12 @@ def test_streaming(server: Server) -> None:
 
 
 def test_stop(server: Server) -> None:
-    """A word that ends the answer is not part of it."""
+    """A word that ends the answer is not part of it; transformers' server says that it knows no such words."""
     right = server.right[1].split()
+    if server.engine == "transformers":
+        with pytest.raises(openai.BadRequestError, match="stop is given, which transformers' server ignores"):
+            server.goes_on(WORDS[1], stop=right[:1])
+        return
     last = next(place for place, word in enumerate(right) if place and word not in right[:place])
     answer = server.goes_on(WORDS[1], stop=[right[last]])
     assert answer.choices[0].text.split() == right[:last]
@@ -143,7 +147,7 @@ def test_stop(server: Server) -> None:
 )
 def test_bad_requests(server: Server, path: str, body: dict[str, Any]) -> None:
     """They are told so, and the server goes on."""
-    assert 400 <= status(server.port, path, {"model": server.client.models.list().data[0].id} | body) < 600
+    assert status(server.port, path, {"model": server.client.models.list().data[0].id} | body) in (400, 404, 422)
     assert status(server.port, "/health") == 200
     assert server.goes_on(WORDS[0]).choices[0].text.split() == server.right[0].split()
 
