@@ -83,11 +83,11 @@ def test_unnested_scales_are_those_of_the_format(kind: tuple[str, dict[str, obje
 def test_what_cuts_a_block_is_refused() -> None:
     q = made(("nf4", {"nested": False}), 8, 96)  # rows of one and a half blocks
     assert rows(q, 2, 4).shape == (2, 96)
-    with pytest.raises(ValueError, match="rows 1 to 2 .* cut a scale block: a row has 96 weights, and 64 share"):
+    with pytest.raises(ValueError, match=r"rows 1 to 2 .* cut a scale block: a row has 96 weights, and 64 share"):
         rows(q, 1, 2)
-    with pytest.raises(ValueError, match="columns 0 to 48 .* cut a scale block"):
+    with pytest.raises(ValueError, match=r"columns 0 to 48 .* cut a scale block"):
         columns(q, 0, 48)
-    with pytest.raises(ValueError, match="columns 0 to 48 .* cut a scale block"):
+    with pytest.raises(ValueError, match=r"columns 0 to 48 .* cut a scale block"):
         columns(made(("int4", {"group_size": 32}), 8, 96), 0, 48)
     with pytest.raises(ValueError, match="whole block"):
         concatenated([made(("nf4", {}), 1, 96), q])

@@ -59,7 +59,9 @@ def quantized(path: Path, source: Path, format: str, **settings: Any) -> Path:
             packed |= layout_of(format).to_tensors(name, q)
         else:
             packed[name] = tensor
-    save_file({name: tensor.contiguous() for name, tensor in packed.items()}, path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in packed.items()}, path / "model.safetensors", {"format": "pt"}
+    )
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = _config_of(format, settings)
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -221,13 +221,17 @@ def recover(
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="The folder of a checkpoint, or its name on the hub.")],
-    engine: Annotated[str | None, typer.Option(metavar="vllm|transformers", help="By default vLLM, if installed.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="vllm|transformers", help="By default vLLM, if installed.")
+    ] = None,
     baseline: Annotated[
         str | None, typer.Option(help="What the engine serves without halfbyte; by default the same. '': nothing.")
     ] = None,
     clients: Annotated[str, typer.Option(help="At once, comma-separated, 64 at most.")] = "1,8,32,64",
     requests: Annotated[int, typer.Option(min=1, max=100, help="Of each client.")] = 4,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="The mean; from half to one and a half times as many.")] = 128,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="The mean; from half to one and a half times as many.")
+    ] = 128,
     new_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 64,
     seconds: Annotated[float, typer.Option(min=1, max=3600, help="After so long a load begins no request.")] = 600,
     dtype: Annotated[str, typer.Option(help="Of activations: auto, float16, bfloat16 or float32.")] = "auto",

@@ -119,7 +119,13 @@ def cells(record: Mapping[str, Any]) -> Iterator[list[str]]:
         ratio = f"{speed / other:.2f}" if other and row["provider"] == OURS else ""
         times = [row[f"{kind}_ms_{rank}"] for kind in ("first", "between") for rank in ("p50", "p99")]
         failed = f", {row['failed']} failed" if row["failed"] else ""
-        yield [name, str(row["clients"]), f"{speed:,.1f}{failed}", ratio, *("" if t is None else f"{t:.2f}" for t in times)]
+        yield [
+            name,
+            str(row["clients"]),
+            f"{speed:,.1f}{failed}",
+            ratio,
+            *("" if t is None else f"{t:.2f}" for t in times),
+        ]
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:

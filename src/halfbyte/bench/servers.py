@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,9 @@ PATIENCE = 600.0  # seconds until a server answers
 FAREWELL = 30.0  # seconds from SIGTERM to SIGKILL
 
 
-def with_halfbyte(engine: str, model: str, port: int, dtype: str, more: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def with_halfbyte(
+    engine: str, model: str, port: int, dtype: str, more: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
     """The command of `halfbyte serve`, and the variables that it needs."""
     command = [sys.executable, "-m", "halfbyte", "serve", model, "--engine", engine, "--port", str(port)]
     return [*command, "--dtype", dtype, *(["--", *more] if more else [])], {}
@@ -85,12 +87,8 @@ def _answers(port: int) -> bool:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(FAREWELL)
-    except subprocess.TimeoutExpired:
-        pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

@@ -95,14 +95,14 @@ def concatenated(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def stacked(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """A stack [E, N, K] of weights [N, K]; its scales are plain. Raises ValueError where they differ in kind or shape."""
+    """A stack [E, N, K] of weights [N, K]; its scales are plain. Raises ValueError where kinds or shapes differ."""
     shapes = {q.shape for q in weights}
     if len(shapes) > 1:
         raise ValueError(f"experts of one stack have one shape; these have {sorted(shapes)}")
     q = unnested(concatenated(weights))
-    shape = (len(weights), *weights[0].shape)
+    shape, spec = (len(weights), *weights[0].shape), q.spec
     return replace(
-        q, packed=q.packed.view(q.spec.packed_shape(shape)), scale=q.scale.view(q.spec.scale_shape(shape, q.block_size)),
+        q, packed=q.packed.view(spec.packed_shape(shape)), scale=q.scale.view(spec.scale_shape(shape, q.block_size)),
         shape=shape,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ def cut(weight: Weight, n: tuple[int, int], k: tuple[int, int]) -> Weight:
     if isinstance(weight, QuantizedWeight):
         return columns(rows(weight, *n), *k)
     part = weight[slice(*n), slice(*k)]
-    return part if part.shape == weight.shape else part.clone(memory_format=torch.contiguous_format)
+    return weight if part.shape == weight.shape else part.clone(memory_format=torch.contiguous_format)
 
 
 class Arrivals:
@@ -79,7 +80,7 @@ class Arrivals:
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, settings: dict[str, object] | None, layouts: Sequence[str]
+        self, device: torch.device, dtype: torch.dtype, settings: dict[str, Any] | None, layouts: Sequence[str]
     ) -> None:
         self.device, self.dtype, self.settings = device, dtype, settings
         self.layouts = [LAYOUTS[name] for name in layouts]
@@ -121,7 +122,7 @@ class Arrivals:
         if self.settings is None:
             return weight.to(self.dtype)
         dense = weight.to(self.device, self.dtype).contiguous()
-        return quantize(dense, **self.settings)  # type: ignore[arg-type]
+        return quantize(dense, **self.settings)
 
     def take(self, slots: Sequence[Hashable], layer: str) -> list[Weight]:
         """The weights of these slots, which are let go of. Raises ValueError where any has not come as a whole."""

@@ -37,6 +37,12 @@ class Engine:
         return self.name
 
 
+def is_installed(package: str) -> bool:
+    """Whether it can be imported; a mere folder of that name, such as a clone beside us, is no package."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def choose(asked: str | None) -> Engine:
     """vLLM where it is installed, else transformers. asked: the name of one, if the user said so.
 
@@ -44,8 +50,8 @@ def choose(asked: str | None) -> Engine:
     """
     if asked not in (None, *ENGINES):
         raise ValueError(f"engine is {asked!r}; {' and '.join(ENGINES)} are known")
-    has_vllm = find_spec("vllm") is not None
-    missing = [name for name in SERVER_PACKAGES if find_spec(name) is None]
+    has_vllm = is_installed("vllm")
+    missing = [name for name in SERVER_PACKAGES if not is_installed(name)]
     if asked == VLLM and not has_vllm:
         raise ImportError("--engine vllm needs vLLM, which is not installed: pip install vllm")
     if asked == VLLM:
@@ -106,4 +112,6 @@ def check_port(host: str, port: int) -> None:
             tried.bind((host, port))
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ValueError(f"cannot listen on {host}, port {port} ({reason}); choose others with --host, --port") from error
+        raise ValueError(
+            f"cannot listen on {host}, port {port} ({reason}); choose others with --host, --port"
+        ) from error

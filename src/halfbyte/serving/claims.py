@@ -67,7 +67,7 @@ def _check_compressed_tensors(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} of the checkpoint quantizes activations; halfbyte serves 4-bit weights alone")
 
 
-def settings_of(options: Mapping[str, Any]) -> tuple[dict[str, object], tuple[str, ...]]:
+def settings_of(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """How dense weights are rounded, as `quantize` takes it, and the names of layers that stay dense.
 
     options: format, block_size, group_size, nested and modules_to_not_convert, each with `HalfbyteConfig`'s meaning.

@@ -13,11 +13,17 @@ from halfbyte.options import NAMES, usage
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="The folder of a checkpoint, or its name on the hub, org/model.")],
-    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is every one of this machine.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; 0.0.0.0 is every one of this machine.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    engine: Annotated[str | None, typer.Option(metavar="vllm|transformers", help="By default vLLM, if installed.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="vllm|transformers", help="By default vLLM, if installed.")
+    ] = None,
     format: Annotated[str | None, typer.Option(metavar=NAMES, help="Round a dense checkpoint while it loads.")] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name in the API; by default as it is given here.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name in the API; by default as it is given here.")
+    ] = None,
     device: Annotated[str, typer.Option(help="transformers: auto, cpu, cuda or cuda:1.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Of activations: auto, float16, bfloat16 or float32.")] = "auto",
 ) -> None:
@@ -43,7 +49,11 @@ def serve(
     found = find_model(model)
     check_format(found, format)
     check_port(host, port)
-    print(f"halfbyte: {chosen.title} ({chosen.reason}) serves {model} at http://{host}:{port}", file=sys.stderr, flush=True)
+    print(
+        f"halfbyte: {chosen.title} ({chosen.reason}) serves {model} at http://{host}:{port}",
+        file=sys.stderr,
+        flush=True,
+    )
     if chosen.name == VLLM:
         from halfbyte.serving.vllm.server import arguments, run
 

@@ -26,7 +26,9 @@ def problem(path: str, raw: bytes) -> str | None:
         return "messages is no list of objects that each have a role, the first of them with content"
     for name, accepted in NUMBERS.items():
         value = body.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not accepted(value)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not accepted(value)
+        ):
             return f"{name} is {value!r:.80}; {EXPECTED[name]} is expected"
     if body.get("stop"):
         return "stop is given, which transformers' server ignores when it batches; vLLM knows it: pip install vllm"

@@ -77,7 +77,7 @@ def _build_server(theirs: Callable[..., Any], *arguments: Any, generation_state:
 
     app.router.lifespan_context = ended
 
-    @app.middleware("http")
+    @app.middleware("http")  # type: ignore[untyped-decorator]
     async def check(request: Any, call_next: Any) -> Any:
         if request.method == "POST" and request.url.path in PATHS:
             message = problem(request.url.path, await request.body())
@@ -92,6 +92,7 @@ def _build_server(theirs: Callable[..., Any], *arguments: Any, generation_state:
 def _manager(theirs: type[Any], served: Model, name: str, format: str | None) -> type[Any]:
     """transformers' ModelManager with a single model, halfbyte's, whatever a request's `model` looks like on disk."""
     place = f"{served.path}@main"
+    is_bitsandbytes = (served.quantization or {}).get("quant_method") == "bitsandbytes"
 
     class AcceleratedModel(theirs):  # type: ignore[misc]
         @staticmethod
@@ -102,15 +103,14 @@ def _manager(theirs: type[Any], served: Model, name: str, format: str | None) ->
             return super()._load_processor(place, *arguments, **options)
 
         def _load_model(self, model_id_and_revision: str, *arguments: Any, **options: Any) -> Any:
-            is_bitsandbytes = (served.quantization or {}).get("quant_method") == "bitsandbytes"
             if format is not None or is_bitsandbytes:
-                model = self._load_in_4bit(is_bitsandbytes)
+                model = self._load_in_4bit()
             else:
                 model = super()._load_model(place, *arguments, **options)
             print(accelerate(model), file=sys.stderr, flush=True)
             return model
 
-        def _load_in_4bit(self, is_bitsandbytes: bool) -> Any:
+        def _load_in_4bit(self) -> Any:
             """With halfbyte's layers: bitsandbytes' weights, without bitsandbytes, or dense ones, which are rounded."""
             from transformers import AutoModelForCausalLM
 
@@ -119,7 +119,7 @@ def _manager(theirs: type[Any], served: Model, name: str, format: str | None) ->
             options: dict[str, Any] = {"dtype": self.dtype, "device_map": self.device}
             if self.attn_implementation is not None:
                 options["attn_implementation"] = self.attn_implementation
-            if is_bitsandbytes:
+            if format is None:
                 options["config"] = config_from_bitsandbytes(served.path)
             else:
                 options["quantization_config"] = HalfbyteConfig(format)

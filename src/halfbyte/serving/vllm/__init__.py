@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from halfbyte.serving.choice import is_installed
 
 
 def register() -> None:
     """Make "halfbyte" known to vLLM. vLLM calls it in each of its processes; without vLLM it does nothing."""
-    if find_spec("vllm") is not None:
+    if is_installed("vllm"):
         import halfbyte.serving.vllm.config  # noqa: F401  registers itself

@@ -10,7 +10,6 @@ dense. Only of a dense checkpoint are weights rounded, those of experts with pla
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
@@ -28,20 +27,19 @@ from halfbyte.serving.arrivals import LAYOUTS, WEIGHT, keys_of, parameter_of
 from halfbyte.serving.claims import METHOD, claims, holds_experts, layouts_of, settings_of, stays_dense
 from halfbyte.serving.vllm.experts import HalfbyteExpertsMethod, is_experts
 from halfbyte.serving.vllm.linear import HalfbyteLinearMethod
+from halfbyte.serving.vllm.scheme import Scheme
 
 
 @register_quantization_config(METHOD)
-class HalfbyteQuantization(QuantizationConfig):
+class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
     """layouts: in which a checkpoint keeps its 4-bit weights; none of a dense one, whose weights are rounded as
     `options` say (claims.py)."""
 
     def __init__(self, layouts: tuple[str, ...] = (), options: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.layouts = layouts
-        self.settings, self.dense_names = (None, ()) if layouts else settings_of(options or {})
+        settings, dense_names = settings_of(options or {})
+        self.scheme = Scheme(layouts, None if layouts else settings, dense_names, bool(envs.VLLM_BATCH_INVARIANT))
         self.experts = not layouts
-        self.facts: Any = None
-        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
 
     @classmethod
     def get_name(cls) -> str:
@@ -77,7 +75,7 @@ class HalfbyteQuantization(QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Find out whether the experts of a quantized checkpoint are in 4 bits, or dense."""
-        if self.layouts:
+        if self.scheme.layouts:
             self.experts = holds_experts(hub.local(model_name))
 
     @staticmethod
@@ -92,20 +90,22 @@ class HalfbyteQuantization(QuantizationConfig):
         return WeightsMapper()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        self.facts = get_current_vllm_config().additional_config
+        self.scheme.traced = get_current_vllm_config().additional_config
         if isinstance(layer, LinearBase):
-            return UnquantizedLinearMethod() if self._stays_dense(prefix) else HalfbyteLinearMethod(self, prefix)
-        if is_experts(layer) and self.experts and not stays_dense(prefix, self.dense_names):
-            return HalfbyteExpertsMethod(self, layer, prefix)
+            return UnquantizedLinearMethod() if self._stays_dense(prefix) else HalfbyteLinearMethod(self.scheme, prefix)
+        if is_experts(layer) and self.experts and not stays_dense(prefix, self.scheme.dense_names):
+            return HalfbyteExpertsMethod(self.scheme, layer, prefix)
         return None  # embeddings, lm_head, attention, dense experts: vLLM's own
 
     def _stays_dense(self, prefix: str) -> bool:
         """Whether a layer of a dense checkpoint is named to stay so, or is one that `halfbyte quantize` leaves alone."""
-        if self.layouts:
+        if self.scheme.layouts:
             return False  # the checkpoint says so itself
         around, _, last = prefix.rpartition(".")
         members = [f"{around}.{name}" for name in self.packed_modules_mapping.get(last, [last])]
-        dense = [stays_dense(name, self.dense_names) or not is_linear(f"{name}.weight") for name in (prefix, *members)]
+        dense = [
+            stays_dense(name, self.scheme.dense_names) or not is_linear(f"{name}.weight") for name in (prefix, *members)
+        ]
         if dense[0] or all(dense[1:]):
             return True
         if any(dense[1:]):
@@ -114,9 +114,3 @@ class HalfbyteQuantization(QuantizationConfig):
                 "all of them or none"
             )
         return False
-
-    def will_be_traced(self, prefix: str, held: object) -> None:
-        """Have vLLM's cache of compiled models tell apart what its own key leaves out: of what kind weights are."""
-        facts = self.facts
-        if isinstance(facts, dict):
-            facts[METHOD] = hashlib.sha256(f"{facts.get(METHOD, '')}{prefix}{held}".encode()).hexdigest()

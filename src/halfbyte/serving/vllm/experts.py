@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,7 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.serving.arrivals import Arrivals, Span, Weight, cut, keys_of, parameter_of
 from halfbyte.serving.vllm.dummy import dummy_weight, wants_dummies
 from halfbyte.serving.vllm.parameters import Held, count, expect, forget
-
-if TYPE_CHECKING:
-    from halfbyte.serving.vllm.config import HalfbyteQuantization
+from halfbyte.serving.vllm.scheme import Scheme
 
 GATE, DOWN, UP = "w1", "w2", "w3"  # vLLM's names of an expert's weights
 STEMS = {"w13": (GATE, UP), "w2": (DOWN,)}  # its parameters, and what they hold
@@ -29,12 +27,12 @@ def is_experts(layer: nn.Module) -> bool:
     return isinstance(layer, RoutedExperts)
 
 
-class HalfbyteExpertsMethod(FusedMoEMethodBase):
+class HalfbyteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """The experts of one block. prefix: its name in the model, for errors."""
 
-    def __init__(self, config: HalfbyteQuantization, layer: Any, prefix: str) -> None:
+    def __init__(self, scheme: Scheme, layer: Any, prefix: str) -> None:
         super().__init__(layer.moe_config)
-        self.config, self.prefix = config, prefix
+        self.scheme, self.prefix = scheme, prefix
         activation = str(getattr(layer.activation, "value", layer.activation))
         if activation not in ACTIVATIONS:
             raise self._refusal(f"activation {activation!r}; {', '.join(ACTIVATIONS)} are served")
@@ -44,7 +42,7 @@ class HalfbyteExpertsMethod(FusedMoEMethodBase):
             raise self._refusal("router weights that are applied to the input")
         if any(getattr(layer, name, None) is not None for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")):
             raise self._refusal("a clamped activation")
-        if config.batch_invariant:
+        if scheme.batch_invariant:
             raise self._refusal("VLLM_BATCH_INVARIANT, which products with experts do not promise")
         self.activation = ACTIVATIONS[activation]
 
@@ -70,12 +68,12 @@ class HalfbyteExpertsMethod(FusedMoEMethodBase):
         self.local = layer.expert_map_manager.map_global_to_local
         self.held: dict[str, Held] = {}
         self.dummies = wants_dummies()
-        settings = self.config.settings
-        if settings is not None:  # each projection would have an offset of its own, and a stack has one
-            settings = {**settings, "nested": None if settings["format"] == "int4" else False}
-        self.arrivals = Arrivals(torch.empty(0).device, params_dtype, settings, self.config.layouts)
+        settings = self.scheme.settings
+        if settings is not None:  # nested, each projection would have an offset of its own, and a stack has one
+            settings = {**settings, "nested": False}
+        self.arrivals = Arrivals(torch.empty(0).device, params_dtype, settings, self.scheme.layouts)
         for stem, shards in STEMS.items():
-            for key in keys_of(self.config.layouts):
+            for key in keys_of(self.scheme.layouts):
                 self._expect(layer, stem, key, num_experts * len(shards), params_dtype)
 
     def _expect(self, layer: nn.Module, stem: str, key: str, number: int, dtype: torch.dtype) -> None:
@@ -113,7 +111,7 @@ class HalfbyteExpertsMethod(FusedMoEMethodBase):
         gate_up = [concatenated(self._take(expert, (GATE, UP))) for expert in range(self.experts)]
         down = [self._take(expert, (DOWN,))[0] for expert in range(self.experts)]
         for stem in STEMS:
-            forget(layer, [f"{stem}_{parameter_of(key)}" for key in keys_of(self.config.layouts)])
+            forget(layer, [f"{stem}_{parameter_of(key)}" for key in keys_of(self.scheme.layouts)])
         self.held = {
             stem: Held.put(layer, f"{stem}_weight", stacked(weights))
             for stem, weights in (("w13", gate_up), ("w2", down))
@@ -123,11 +121,13 @@ class HalfbyteExpertsMethod(FusedMoEMethodBase):
         slots: list[Hashable] = [(expert, shard) for shard in shards]
         if self.dummies:
             shape = (self.hidden, self.inner) if shards == (DOWN,) else (self.inner, self.hidden)
-            return [dummy_weight(shape, self.config, self.arrivals) for _ in shards]
+            return [dummy_weight(shape, self.scheme, self.arrivals) for _ in shards]
         weights = self.arrivals.take(slots, self.prefix)
         quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
         if len(quantized) != len(weights):
-            raise ValueError(f"{self.prefix}: expert {expert} is dense and others are in 4 bits; a stack has one format")
+            raise ValueError(
+                f"{self.prefix}: expert {expert} is dense and others are in 4 bits; a stack has one format"
+            )
         return quantized
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:

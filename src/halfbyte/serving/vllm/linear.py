@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +15,21 @@ from halfbyte.serving.arrivals import Arrivals, Span, Weight, cut, keys_of, para
 from halfbyte.serving.products import merged, product
 from halfbyte.serving.vllm.dummy import dummy_weight, wants_dummies
 from halfbyte.serving.vllm.parameters import Held, count, expect, forget
-
-if TYPE_CHECKING:
-    from halfbyte.serving.vllm.config import HalfbyteQuantization
+from halfbyte.serving.vllm.scheme import Scheme
 
 QKV = {"q": 0, "k": 1, "v": 2}
 
 
-class HalfbyteLinearMethod(LinearMethodBase):
+class HalfbyteLinearMethod(LinearMethodBase):  # type: ignore[misc]
     """The weights of one layer. prefix: its name in the model, for errors."""
 
-    def __init__(self, config: HalfbyteQuantization, prefix: str) -> None:
+    def __init__(self, scheme: Scheme, prefix: str) -> None:
         super().__init__()
-        self.config, self.prefix = config, prefix
+        self.scheme, self.prefix = scheme, prefix
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -45,8 +43,8 @@ class HalfbyteLinearMethod(LinearMethodBase):
         self.replicas = int(getattr(layer, "num_kv_head_replicas", 1))
         self.held: tuple[Held, ...] = ()
         self.dummies = wants_dummies()
-        self.arrivals = Arrivals(torch.empty(0).device, params_dtype, self.config.settings, self.config.layouts)
-        for key in keys_of(self.config.layouts):
+        self.arrivals = Arrivals(torch.empty(0).device, params_dtype, self.scheme.settings, self.scheme.layouts)
+        for key in keys_of(self.scheme.layouts):
             self._expect(layer, key, params_dtype)
 
     def _expect(self, layer: nn.Module, key: str, dtype: torch.dtype) -> None:
@@ -65,7 +63,8 @@ class HalfbyteLinearMethod(LinearMethodBase):
 
     def _cut(self, slots: Sequence[int], whole: Weight) -> dict[Hashable, Weight]:
         """What this process keeps of a weight from the checkpoint, by slot."""
-        n, found, start = whole.shape[0], {}, 0
+        n, start = whole.shape[0], 0
+        found: dict[Hashable, Weight] = {}
         totals = [self._rows_on_disk(slot, n if len(slots) == 1 else None) for slot in slots]
         if sum(totals) != n:
             raise ValueError(f"{self.prefix}: the checkpoint's weight has {n} rows; {totals} are expected")
@@ -92,23 +91,23 @@ class HalfbyteLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         slots = list(range(len(self.sizes)))
         if self.dummies:
-            weights = [dummy_weight((n, self.k), self.config, self.arrivals) for n in self.sizes]
+            weights: list[Weight] = [dummy_weight((n, self.k), self.scheme, self.arrivals) for n in self.sizes]
         else:
             weights = self.arrivals.take(slots, self.prefix)
         shapes = [tuple(weight.shape) for weight in weights]
         if shapes != [(n, self.k) for n in self.sizes]:
             raise ValueError(f"{self.prefix} got weights {shapes}; the model has {[(n, self.k) for n in self.sizes]}")
-        forget(layer, [parameter_of(key) for key in keys_of(self.config.layouts)])
+        forget(layer, [parameter_of(key) for key in keys_of(self.scheme.layouts)])
         is_reload = bool(self.held)
         self.held = tuple(
             Held.put(layer, "weight" if place == 0 else f"weight_{place}", weight)
             for place, weight in enumerate(merged(weights))
         )
         if not is_reload:
-            self.config.will_be_traced(self.prefix, self.held)
+            self.scheme.will_be_traced(self.prefix, self.held)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return product(x, [held.get(layer) for held in self.held], bias, self.config.batch_invariant)
+        return product(x, [held.get(layer) for held in self.held], bias, self.scheme.batch_invariant)
 
     def dequantize_weight(self, layer: nn.Module) -> Tensor:
         """The dense weight [N, K], for those in vLLM who ask for it."""

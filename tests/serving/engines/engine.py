@@ -26,7 +26,9 @@ def main(job: dict[str, Any]) -> list[Any]:
         return [
             {
                 "tokens": list(output.token_ids),
-                "logprobs": [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)],
+                "logprobs": [
+                    step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)
+                ],
             }
             for output in outputs
         ]

@@ -116,7 +116,9 @@ def test_streaming(server: Server) -> None:
         "messages": [{"role": "user", "content": WORDS[0]}], "extra_body": server.body,
     }  # fmt: skip
     whole = server.client.chat.completions.create(**asked).choices[0]
-    chunks = [chunk.choices[0] for chunk in server.client.chat.completions.create(**asked, stream=True) if chunk.choices]
+    chunks = [
+        chunk.choices[0] for chunk in server.client.chat.completions.create(**asked, stream=True) if chunk.choices
+    ]
     parts = [chunk.delta.content for chunk in chunks if chunk.delta.content]
     assert len(parts) > 3
     assert "".join(parts).split() == whole.message.content.split() == server.right[0].split()

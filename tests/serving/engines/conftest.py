@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ import pytest
 import served_models
 from processes import environment, finish
 
-collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+from halfbyte.serving.choice import is_installed
+
+collect_ignore_glob = [] if is_installed("vllm") else ["test_*.py"]
 
 ENGINE = Path(__file__).with_name("engine.py")
 

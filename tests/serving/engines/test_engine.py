@@ -1,4 +1,4 @@
-"""vLLM over 4-bit weights of ours goes on with the tokens that halfbyte gives in transformers, whose weights are fp32."""
+"""vLLM over 4-bit weights goes on with the tokens that halfbyte gives in transformers, all in fp32."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_two_processes(models: Models, run_engine: Engine) -> None:
 
 def test_a_cut_inside_a_block_is_refused(models: Models, run_engine: Engine) -> None:
     path = models("llama", "nf4", block_size=512)  # two blocks in each row of down_proj, but half a one in q_proj's
-    with pytest.raises(RuntimeError, match=r"model\.layers\.0\.\S+ cannot be cut for 2 processes: .* cut a scale block"):
+    with pytest.raises(
+        RuntimeError, match=r"model\.layers\.0\.\S+ cannot be cut for 2 processes: .* cut a scale block"
+    ):
         run_engine(path, tensor_parallel_size=2)
 
 

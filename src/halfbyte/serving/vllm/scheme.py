@@ -1,0 +1,34 @@
+"""What all layers of a served model have in common: how its weights come, and how they are multiplied with."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from halfbyte.serving.claims import METHOD
+
+
+@dataclass
+class Scheme:
+    """layouts: in which a checkpoint keeps 4-bit weights; none of a dense one. settings: how weights of a dense
+    checkpoint are rounded, as `quantize` takes it; None of a quantized one. dense_names: of layers that stay dense.
+    batch_invariant: whether a row's bits must not depend on other rows. traced: vLLM's `additional_config`, once it is
+    known.
+    """
+
+    layouts: tuple[str, ...]
+    settings: dict[str, Any] | None
+    dense_names: tuple[str, ...]
+    batch_invariant: bool
+    traced: Any = None
+
+    def will_be_traced(self, prefix: str, held: object) -> None:
+        """Have vLLM's cache of compiled models tell apart what its own key leaves out: of what kind weights are.
+
+        The key has the configuration of the model, and neither the options of a quantization nor what a checkpoint
+        holds; a graph has both, as constants.
+        """
+        if isinstance(self.traced, dict):
+            told = f"{self.traced.get(METHOD, '')}{prefix}{held}"
+            self.traced[METHOD] = hashlib.sha256(told.encode()).hexdigest()
