@@ -99,7 +99,7 @@ $(VENV)/.ready: requirements-dev.txt pyproject.toml
 # CPU's and cannot be imported beside it. Text needs none of them.
 $(VLLM_VENV)/.ready: requirements-vllm.txt pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet -r requirements-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --quiet -r requirements-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,23 @@ def test_in_flight(models: Models, run_engine: Engine) -> None:
     )
     assert tokens(found) == through_transformers(models("llama"), **options)
     assert found == again
+
+
+def test_own_checkpoint(models: Models, run_engine: Engine, tmp_path: Path) -> None:
+    """As transformers saves it with a HalfbyteConfig; q is dense in it, so its layer is one of dense and 4-bit rows."""
+    from transformers import AutoModelForCausalLM
+
+    from halfbyte import HalfbyteConfig
+
+    path = tmp_path / "own"
+    shutil.copytree(models("llama"), path)
+    config = HalfbyteConfig("nf4", modules_to_not_convert=["q_proj"])
+    model = AutoModelForCausalLM.from_pretrained(models("llama"), quantization_config=config, dtype=torch.float32)
+    model.save_pretrained(path)
+    right = tokens_of(model)
+    found, _, again = run_engine(path, "tokens", "reload", "tokens")
+    assert tokens(found) == right
+    assert again == found
 
 
 def test_compiled(models: Models, run_engine: Engine) -> None:

@@ -49,3 +49,10 @@ def test_experts_in_flight(models: Models, run_engine: Engine, tmp_path: Path) -
     [found] = run_engine(models("qwen3_moe"), quantization="halfbyte", hf_overrides=overrides)
     flat = quantized(tmp_path / "flat", models("qwen3_moe"), "nf4", nested=False)
     assert tokens(found) == dense_tokens(dequantized(tmp_path / "dense", flat))
+
+
+def test_dummy_weights(models: Models, run_engine: Engine) -> None:
+    """A shape is served without its weights, with random ones."""
+    found, again = run_engine(models("qwen3_moe"), "tokens", "tokens", quantization="halfbyte", load_format="dummy")
+    assert found == again
+    assert len({token for answer in tokens(found) for token in answer}) > 3

@@ -1,8 +1,8 @@
 """vLLM's quantization method "halfbyte": what it takes, and which layer gets which method.
 
-    LLM("org/model-bnb-4bit")                             a bitsandbytes checkpoint is taken without a flag
-    LLM("org/model", quantization="halfbyte")             dense weights are rounded to NF4 while they load
-    LLM(..., hf_overrides={"quantization_config_dict_json": '{"format": "int4", "group_size": 64}'})    to another format
+    LLM("org/model-bnb-4bit")                      a bitsandbytes checkpoint is taken without a flag
+    LLM("org/model", quantization="halfbyte")      dense weights are rounded to NF4 while they load, or as options say:
+        hf_overrides={"quantization_config_dict_json": '{"format": "int4", "group_size": 64}'}
 
 Of a quantized checkpoint every weight stays as it is: packed ones are multiplied with as they are, dense ones stay
 dense. Only of a dense checkpoint are weights rounded, those of experts with plain scales.
@@ -98,11 +98,11 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
         return None  # embeddings, lm_head, attention, dense experts: vLLM's own
 
     def _stays_dense(self, prefix: str) -> bool:
-        """Whether a layer of a dense checkpoint is named to stay so, or is one that `halfbyte quantize` leaves alone."""
+        """Whether a layer of a dense checkpoint is named to stay so, or `halfbyte quantize` would leave it alone."""
         if self.scheme.layouts:
             return False  # the checkpoint says so itself
-        around, _, last = prefix.rpartition(".")
-        members = [f"{around}.{name}" for name in self.packed_modules_mapping.get(last, [last])]
+        last = prefix.rpartition(".")[2]
+        members = [prefix.removesuffix(last) + name for name in self.packed_modules_mapping.get(last, [last])]
         dense = [
             stays_dense(name, self.scheme.dense_names) or not is_linear(f"{name}.weight") for name in (prefix, *members)
         ]

@@ -145,5 +145,6 @@ class HalfbyteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Experts of other processes get no local number, and `moe` skips them."""
         ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         gate_up, down = (self.held[stem].get(layer) for stem in STEMS)
-        assert isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight)
+        assert isinstance(gate_up, QuantizedWeight)  # `stacked` made them
+        assert isinstance(down, QuantizedWeight)
         return moe(x, ids, topk_weights, gate_up, down, self.activation)

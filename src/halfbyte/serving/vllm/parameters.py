@@ -47,7 +47,9 @@ class Held:
             format, block_size, nested_block_size = weight.kind
             names = tuple(name if part == NAMES[0] else f"{name}_{part}" for part in NAMES[: len(weight.tensors)])
             held = cls(names, (format, tuple(weight.shape), block_size, nested_block_size, weight.dtype))
-            tensors: Sequence[Tensor] = weight.tensors
+            packed, scale, *nested = weight.tensors
+            # All weights that halfbyte rounds share one code, and a reload writes into each layer's parameters.
+            tensors: Sequence[Tensor] = [packed, scale, *(tensor.clone() for tensor in nested)]
         else:
             held, tensors = cls((name,), ("dense", tuple(weight.shape), str(weight.dtype))), (weight,)
         for each, tensor in zip(held.names, tensors, strict=True):
