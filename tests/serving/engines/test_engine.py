@@ -100,14 +100,6 @@ def test_two_processes(models: Models, run_engine: Engine) -> None:
     assert again == found
 
 
-def test_a_cut_inside_a_block_is_refused(models: Models, run_engine: Engine) -> None:
-    path = models("llama", "nf4", block_size=512)  # two blocks in each row of down_proj, but half a one in q_proj's
-    with pytest.raises(
-        RuntimeError, match=r"model\.layers\.0\.\S+ cannot be cut for 2 processes: .* cut a scale block"
-    ):
-        run_engine(path, tensor_parallel_size=2)
-
-
 def test_lora(models: Models, run_engine: Engine, tmp_path: Path) -> None:
     """With an adapter, the tokens of the model whose dense weights are those in 4 bits plus the adapter's product."""
     path = models("llama", "nf4", nested=True)
