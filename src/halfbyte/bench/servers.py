@@ -14,8 +14,11 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from halfbyte.bench.load import HOST
 from halfbyte.serving.choice import TRANSFORMERS, VLLM
+from halfbyte.serving.transformers_server import CPU_MEMORY
 
 PATIENCE = 600.0  # seconds until a server answers
 FAREWELL = 30.0  # seconds from SIGTERM to SIGKILL
@@ -38,6 +41,8 @@ def without(engine: str, model: str, port: int, dtype: str, more: Sequence[str])
     assert engine == TRANSFORMERS
     serve = "from transformers.cli.transformers import main; main()"
     command = [sys.executable, "-c", serve, "serve", model, "--continuous-batching", "--host", HOST]
+    if not torch.cuda.is_available():  # both leave the same memory to others
+        command += ["--cb-max-memory-percent", str(CPU_MEMORY)]
     return [*command, "--port", str(port), "--dtype", dtype, *more], {}
 
 

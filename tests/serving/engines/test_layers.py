@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization import get_quantization_config
 
@@ -146,3 +150,25 @@ def test_names_that_stay_dense() -> None:
     assert not quantization._stays_dense("model.layers.0.mlp.down_proj")
     with pytest.raises(ValueError, match=r"names some of .*gate_proj, .*up_proj, which vLLM computes as one layer"):
         quantization._stays_dense("model.layers.0.mlp.gate_up_proj")
+
+
+@pytest.mark.parametrize("files", [["model.safetensors.index.json"], ["model.safetensors"]])
+def test_experts_of_a_checkpoint_on_the_hub(files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what names the tensors is fetched, of the revision that is served."""
+    name, asked = "model.layers.0.mlp.experts.0.up_proj.weight.absmax", []
+
+    def snapshot_download(repository: str, revision: str, allow_patterns: list[str]) -> str:
+        asked.append((repository, revision, *allow_patterns))
+        for file in fnmatch.filter(files, allow_patterns[0]):
+            if file.endswith("json"):
+                (tmp_path / file).write_text(json.dumps({"weight_map": {name: ""}}), encoding="utf-8")
+            else:
+                save_file({name: torch.zeros(2)}, tmp_path / file)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    quantization = method_of("nf4")
+    quantization.maybe_update_config("org/model", revision="main")
+    assert quantization.experts
+    index = ("org/model", "main", "*.safetensors.index.json")
+    assert asked == [index, ("org/model", "main", "*.safetensors")][: 1 + ("json" not in files[0])]

@@ -11,6 +11,7 @@ dense. Only of a dense checkpoint are weights rounded, those of experts with pla
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
-from halfbyte import hub
 from halfbyte.checkpoints.select import is_linear
 from halfbyte.serving.arrivals import LAYOUTS, WEIGHT, keys_of, parameter_of
 from halfbyte.serving.claims import METHOD, claims, holds_experts, layouts_of, settings_of, stays_dense
@@ -76,7 +76,7 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Find out whether the experts of a quantized checkpoint are in 4 bits, or dense."""
         if self.scheme.layouts:
-            self.experts = holds_experts(hub.local(model_name))
+            self.experts = holds_experts(_names_of(model_name, revision))
 
     @staticmethod
     def get_cache_scale_mapper() -> WeightsMapper:
@@ -114,3 +114,19 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
                 "all of them or none"
             )
         return False
+
+
+def _names_of(model_name: str, revision: str | None) -> Path:
+    """A folder with what names a checkpoint's tensors: of one on the hub the index, or the only file where it has none.
+
+    vLLM fetches the weights later, and which of a repository's files those are is its business.
+    """
+    path = Path(model_name)
+    if not path.is_dir():
+        from huggingface_hub import snapshot_download
+
+        for pattern in ("*.safetensors.index.json", "*.safetensors"):
+            path = Path(snapshot_download(model_name, revision=revision, allow_patterns=[pattern]))
+            if any(path.glob(pattern)):
+                break
+    return path
