@@ -40,6 +40,18 @@ def keys_of(layouts: Sequence[str]) -> tuple[str, ...]:
     return tuple(WEIGHT + suffix for suffix in ("", *suffixes, *(REFUSED if "compressed-tensors" in layouts else ())))
 
 
+def dtype_of(key: str, layouts: Sequence[str], nested: bool, dtype: torch.dtype) -> torch.dtype:
+    """What a key usually has, for vLLM to warn of another. dtype: of dense weights and of INT4's scales."""
+    usual = {
+        WEIGHT: torch.uint8 if layouts else dtype,
+        f"{WEIGHT}.absmax": torch.uint8 if nested else torch.float32,
+        f"{WEIGHT}_packed": torch.int32,
+        f"{WEIGHT}_scale": dtype,
+        f"{WEIGHT}_shape": torch.int64,
+    }
+    return usual.get(key, torch.uint8 if bitsandbytes.STATE_KEY in key else torch.float32)
+
+
 @dataclass(frozen=True)
 class Span:
     """A side of a weight, of which this process keeps a part.

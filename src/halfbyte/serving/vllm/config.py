@@ -33,12 +33,15 @@ from halfbyte.serving.vllm.scheme import Scheme
 @register_quantization_config(METHOD)
 class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
     """layouts: in which a checkpoint keeps its 4-bit weights; none of a dense one, whose weights are rounded as
-    `options` say (claims.py)."""
+    `options` say (claims.py). nested: whether the checkpoint says that its scales are."""
 
-    def __init__(self, layouts: tuple[str, ...] = (), options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, layouts: tuple[str, ...] = (), options: dict[str, Any] | None = None, nested: bool = False
+    ) -> None:
         super().__init__()
         settings, dense_names = settings_of(options or {})
-        self.scheme = Scheme(layouts, None if layouts else settings, dense_names, bool(envs.VLLM_BATCH_INVARIANT))
+        invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.scheme = Scheme(layouts, None if layouts else settings, dense_names, invariant, nested)
         self.experts = not layouts
 
     @classmethod
@@ -60,7 +63,8 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> HalfbyteQuantization:
         """Of a quantized checkpoint."""
-        return cls(layouts_of(config))
+        nested = config.get("bnb_4bit_use_double_quant", config.get("nested"))
+        return cls(layouts_of(config), nested=bool(nested))
 
     @classmethod
     def from_config_dict_json(cls, text: str) -> HalfbyteQuantization:

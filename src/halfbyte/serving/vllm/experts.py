@@ -73,8 +73,8 @@ class HalfbyteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             settings = {**settings, "nested": False}
         self.arrivals = Arrivals(torch.empty(0).device, params_dtype, settings, self.scheme.layouts)
         for stem, shards in STEMS.items():
-            for key in keys_of(self.scheme.layouts):
-                self._expect(layer, stem, key, num_experts * len(shards), params_dtype)
+            for key, dtype in self.scheme.expected(params_dtype).items():
+                self._expect(layer, stem, key, num_experts * len(shards), dtype)
 
     def _expect(self, layer: nn.Module, stem: str, key: str, number: int, dtype: torch.dtype) -> None:
         def load(

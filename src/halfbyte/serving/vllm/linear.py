@@ -44,8 +44,8 @@ class HalfbyteLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.held: tuple[Held, ...] = ()
         self.dummies = wants_dummies()
         self.arrivals = Arrivals(torch.empty(0).device, params_dtype, self.scheme.settings, self.scheme.layouts)
-        for key in keys_of(self.scheme.layouts):
-            self._expect(layer, key, params_dtype)
+        for key, dtype in self.scheme.expected(params_dtype).items():
+            self._expect(layer, key, dtype)
 
     def _expect(self, layer: nn.Module, key: str, dtype: torch.dtype) -> None:
         def load(param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
