@@ -90,6 +90,7 @@ def test_wrong_usage(installed: set[str], checkpoint: Path) -> None:
         (["--format", "nf5"], "nf5"),
         (["--engine", "transformers", "--", "--tensor-parallel-size", "2"], "what follows -- is for vLLM"),
         (["--port", "0"], "port"),
+        (["--device", "cpu"], "--device cpu is for transformers"),
     ):
         result = run(str(checkpoint), *options)
         assert result.exit_code == 2, result.output

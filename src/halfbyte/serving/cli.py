@@ -46,6 +46,8 @@ def serve(
         chosen = choose(engine)
         if chosen.name != VLLM and more:
             raise ValueError(f"{' '.join(more)}: what follows -- is for vLLM, and transformers serves here")
+        if chosen.name == VLLM and device != "auto":
+            raise ValueError(f"--device {device} is for transformers; vLLM takes the devices that it was built for")
     found = find_model(model)
     check_format(found, format)
     check_port(host, port)
