@@ -71,7 +71,7 @@ class HalfbyteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         settings = self.scheme.settings
         if settings is not None:  # nested, each projection would have an offset of its own, and a stack has one
             settings = {**settings, "nested": False}
-        self.arrivals = Arrivals(torch.empty(0).device, params_dtype, settings, self.scheme.layouts)
+        self.arrivals = Arrivals(torch.get_default_device(), params_dtype, settings, self.scheme.layouts)
         for stem, shards in STEMS.items():
             for key, dtype in self.scheme.expected(params_dtype).items():
                 self._expect(layer, stem, key, num_experts * len(shards), dtype)

@@ -43,7 +43,7 @@ class HalfbyteLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.replicas = int(getattr(layer, "num_kv_head_replicas", 1))
         self.held: tuple[Held, ...] = ()
         self.dummies = wants_dummies()
-        self.arrivals = Arrivals(torch.empty(0).device, params_dtype, self.scheme.settings, self.scheme.layouts)
+        self.arrivals = Arrivals(torch.get_default_device(), params_dtype, self.scheme.settings, self.scheme.layouts)
         for key, dtype in self.scheme.expected(params_dtype).items():
             self._expect(layer, key, dtype)
 

@@ -22,7 +22,8 @@ from halfbyte.serving.arrivals import Weight
 
 def expect(layer: nn.Module, name: str, count: int, dtype: torch.dtype, loader: Callable[..., Any]) -> None:
     """Give the layer a parameter that takes `count` tensors. loader: called with the parameter and each tensor."""
-    tally = nn.Parameter(torch.empty(count, dtype=dtype), requires_grad=False)
+    device = torch.get_default_device()  # vLLM builds a model with its device as that
+    tally = nn.Parameter(torch.empty(count, dtype=dtype, device=device), requires_grad=False)
     tally.weight_loader = loader  # type: ignore[attr-defined]
     layer.register_parameter(name, tally)
 
