@@ -125,6 +125,7 @@ def test_formats_of_quantized_checkpoints(installed: set[str], checkpoint: Path)
 
 def test_what_vllm_is_told(tmp_path: Path) -> None:
     common = ["serve", str(tmp_path), "--served-model-name", "m", "--host", "::1", "--port", "8001"]
+    common += ["--shutdown-timeout", "30"]
     assert arguments(Model(tmp_path, None), "m", "::1", 8001, None, []) == common
     quantized = arguments(Model(tmp_path, {"quant_method": "bitsandbytes"}), "m", "::1", 8001, None, ["--seed", "1"])
     assert quantized == [*common, "--quantization", METHOD, "--seed", "1"]

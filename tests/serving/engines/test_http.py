@@ -168,11 +168,15 @@ def test_a_client_that_dies(server: Server) -> None:
 
 
 def test_the_end(server: Server) -> None:
-    """It has said who serves and why; SIGTERM ends it and its processes, and the port is free."""
+    """It has said who serves and why. SIGTERM ends it, after the answer that it was at, and the port is free."""
     told = server.log.read_text(encoding="utf-8")
     assert f"halfbyte: {server.engine} " in told
     assert "(--engine asks for it) serves" in told
+    answer = server.goes_on(WORDS[0], max_tokens=200, stream=True)
+    text = next(answer).choices[0].text
     server.process.send_signal(signal.SIGTERM)
+    text += "".join(chunk.choices[0].text for chunk in answer if chunk.choices)
+    assert len(text.split()) == 200
     assert server.process.wait(60) == 0
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

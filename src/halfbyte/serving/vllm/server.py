@@ -6,13 +6,17 @@ import json
 import os
 from collections.abc import Sequence
 
-from halfbyte.serving.choice import Model
+from halfbyte.serving.choice import PATIENCE, Model
 from halfbyte.serving.claims import METHOD
 
 
 def arguments(model: Model, name: str, host: str, port: int, format: str | None, more: Sequence[str]) -> list[str]:
-    """What `vllm serve` is told. A format is for a dense checkpoint; a dense one without is served as it is."""
+    """What `vllm serve` is told. A format is for a dense checkpoint; a dense one without is served as it is.
+
+    Of options given twice vLLM takes the last one, so `more` has the last word.
+    """
     told = ["serve", str(model.path), "--served-model-name", name, "--host", host, "--port", str(port)]
+    told += ["--shutdown-timeout", str(PATIENCE)]  # its default drops what is open
     if model.quantization is not None or format is not None:
         told += ["--quantization", METHOD]
     if format is not None:
