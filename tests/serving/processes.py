@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-SECONDS = 250  # that an engine may take; a compiled one, or two processes, take one minute on two free cores
+SECONDS = 280  # that an engine may take; a compiled one, or two processes, take one minute on two free cores
 
 
 def environment(cache: Path, processes: int = 1) -> dict[str, str]:

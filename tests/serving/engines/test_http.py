@@ -21,7 +21,8 @@ import pytest
 from processes import end, environment
 from served_models import NEW_TOKENS, PROMPTS, dequantized, tokens_of
 
-SECONDS = 180  # until a server answers
+SECONDS = 400  # until a server answers; two free cores need 40
+pytestmark = pytest.mark.timeout(SECONDS + 200)
 ENGINES = {
     "vllm": ["--", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4"],
     "transformers": ["--device", "cpu"],
