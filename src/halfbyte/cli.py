@@ -15,6 +15,7 @@ from halfbyte.formats.settings import DEFAULT, check_settings
 from halfbyte.options import NAMES, BlockSize, Dtype, GroupSize, Nested, progress, usage
 from halfbyte.recover.cli import recover
 from halfbyte.roofline.cli import profile
+from halfbyte.serving.cli import serve
 
 app = typer.Typer(
     cls=Group,
@@ -31,6 +32,7 @@ app.command()(quantize)
 app.command()(dequantize)
 app.command()(recover)
 app.command()(profile)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serve)
 
 
 @app.callback(invoke_without_command=True)

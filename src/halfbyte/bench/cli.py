@@ -217,6 +217,45 @@ def recover(
     runs.run_recovery(chosen, where, out)
 
 
+@app.command(context_settings={"allow_extra_args": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="The folder of a checkpoint, or its name on the hub.")],
+    engine: Annotated[
+        str | None, typer.Option(metavar="vllm|transformers", help="By default vLLM, if installed.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="What the engine serves without halfbyte; by default the same. '': nothing.")
+    ] = None,
+    clients: Annotated[str, typer.Option(help="At once, comma-separated, 64 at most.")] = "1,8,32,64",
+    requests: Annotated[int, typer.Option(min=1, max=100, help="Of each client.")] = 4,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="The mean; from half to one and a half times as many.")
+    ] = 128,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 64,
+    seconds: Annotated[float, typer.Option(min=1, max=3600, help="After so long a load begins no request.")] = 600,
+    dtype: Annotated[str, typer.Option(help="Of activations: auto, float16, bfloat16 or float32.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of prompts and their order.")] = 0,
+    out: Out = None,
+) -> None:
+    """A served model, tokens a second and latency, beside the same engine without halfbyte. -- precedes its options."""
+    from halfbyte.bench import runs
+    from halfbyte.bench.serve import Settings
+    from halfbyte.serving.choice import choose, find_model
+
+    counts = counts_of(clients)
+    if max(counts) > 64:
+        raise typer.BadParameter(f"{max(counts)} clients are more than 64, the most that one machine is asked with")
+    with usage():
+        chosen = choose(engine)
+    path = str(find_model(model).path)
+    settings = Settings(
+        chosen.name, counts, requests, prompt_tokens, new_tokens, seconds, dtype, seed,
+        path if baseline is None else baseline, tuple(context.args),
+    )  # fmt: skip
+    runs.run_serving(path, settings, out)
+
+
 @app.command()
 def check(
     device: Device = None,

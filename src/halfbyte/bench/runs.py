@@ -65,6 +65,17 @@ def run_recovery(cases: Sequence[Any], device: torch.device, out: Path | None) -
     _check_right(record)
 
 
+def run_serving(model: str, settings: Any, out: Path | None) -> None:
+    """Loads on servers of this machine. Raises ValueError for answers that failed, once all is printed and kept."""
+    from halfbyte.bench import serve as bench
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    record = _empty_record("serve", bench.METHOD, device)
+    _run_each(record, "model", {model: partial(bench.serve_rows, model, settings, say)}, device, out)
+    terminal().print(bench.terminal_table(record))
+    _check_right(record)
+
+
 def run_nearest(settings: Any, device: torch.device, out: Path | None) -> None:
     """Nearest rows over several processes, beside one."""
     from halfbyte.bench import nearest

@@ -15,6 +15,7 @@ None of this imports bitsandbytes, but for `to_bitsandbytes`, which makes one of
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -132,6 +133,17 @@ def to_tensors(name: str, q: QuantizedWeight) -> dict[str, torch.Tensor]:
         list(json.dumps(state).encode()), dtype=torch.uint8, device="cpu"
     )
     return tensors
+
+
+def is_complete(name: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether all keys of the weight `name` are there, for those who get them one by one and in any order."""
+    for format in FORMATS:
+        key = name + STATE_KEY + format
+        if key in tensors:
+            nested = _State(key, tensors[key]).has("nested_offset")
+            suffixes = ("", ".absmax", ".quant_map", *((".nested_absmax", ".nested_quant_map") if nested else ()))
+            return all(name + suffix in tensors for suffix in suffixes)
+    return False
 
 
 def from_tensors(name: str, tensors: Tensors) -> QuantizedWeight:

@@ -10,7 +10,7 @@ tensor are other formats, and are refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -66,6 +66,11 @@ def to_tensors(name: str, q: QuantizedWeight) -> dict[str, torch.Tensor]:
         f"{name}_scale": q.scale,
         f"{name}_shape": torch.tensor(q.shape, dtype=torch.int64, device="cpu"),
     }
+
+
+def is_complete(name: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether all keys of the weight `name` are there, for those who get them one by one and in any order."""
+    return all(name + suffix in tensors for suffix in SUFFIXES)
 
 
 def from_tensors(name: str, tensors: Tensors) -> QuantizedWeight:

@@ -1,0 +1,1 @@
+"""4-bit weights behind a server: a plugin for vLLM, and `halfbyte serve`."""

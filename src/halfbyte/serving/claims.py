@@ -1,0 +1,112 @@
+"""Which checkpoints halfbyte serves, read from the `quantization_config` of their config.json. Nothing needs vLLM."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfbyte.formats.int4 import INT4
+from halfbyte.formats.settings import DEFAULT, check_settings
+from halfbyte.serving.arrivals import LAYOUTS
+
+METHOD = "halfbyte"
+
+
+def layouts_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The layouts, by their names in LAYOUTS, in which such a checkpoint keeps 4-bit weights.
+
+    Raises ValueError for a kind of checkpoint that is not read, saying why.
+    """
+    method = config.get("quant_method")
+    if method == METHOD:
+        return tuple(LAYOUTS)
+    if method == "bitsandbytes":
+        if not config.get("load_in_4bit"):
+            raise ValueError("the checkpoint is bitsandbytes' without load_in_4bit; halfbyte serves its 4-bit weights")
+        return (method,)
+    if method == "compressed-tensors":
+        _check_compressed_tensors(config)
+        return (method,)
+    raise ValueError(f"the checkpoint's quant_method is {method!r}; halfbyte serves {', '.join((*LAYOUTS, METHOD))}")
+
+
+def claims(config: Mapping[str, Any], asked: str | None) -> bool:
+    """Whether halfbyte takes a checkpoint. asked: the quantization method that the user named, if any.
+
+    bitsandbytes' and halfbyte's own need no flag. compressed-tensors has kernels in vLLM itself, so it must be asked
+    for. Raises ValueError where halfbyte was asked for and cannot.
+    """
+    if asked == METHOD:
+        layouts_of(config)
+        return True
+    if asked is not None or config.get("quant_method") not in ("bitsandbytes", METHOD):
+        return False
+    return config.get("quant_method") == METHOD or bool(config.get("load_in_4bit"))
+
+
+def _check_compressed_tensors(config: Mapping[str, Any]) -> None:
+    if config.get("format") != "pack-quantized":
+        raise ValueError(f"the checkpoint's format is {config.get('format')!r}; of compressed-tensors', "
+                         "halfbyte serves 'pack-quantized'")  # fmt: skip
+    for name, group in (config.get("config_groups") or {}).items():
+        weights = group.get("weights") or {}
+        expected: dict[str, Sequence[Any]] = {
+            "num_bits": (4,), "type": ("int",), "symmetric": (True,), "strategy": ("group",),
+            "group_size": INT4.block_sizes, "actorder": (None, False),
+        }  # fmt: skip
+        for key, accepted in expected.items():
+            if weights.get(key) not in accepted:
+                raise ValueError(
+                    f"{name} of the checkpoint has weights of {key} {weights.get(key)!r}; "
+                    f"halfbyte serves {' or '.join(map(repr, accepted))}"
+                )
+        if group.get("input_activations"):
+            raise ValueError(f"{name} of the checkpoint quantizes activations; halfbyte serves 4-bit weights alone")
+
+
+def settings_of(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """How dense weights are rounded, as `quantize` takes it, and the names of layers that stay dense.
+
+    options: format, block_size, group_size, nested and modules_to_not_convert, each with `HalfbyteConfig`'s meaning.
+    Raises ValueError or TypeError for options that are none or do not fit.
+    """
+    known = ("format", "block_size", "group_size", "nested", "modules_to_not_convert")
+    if unknown := sorted(set(options) - {*known, "quant_method"}):
+        raise ValueError(f"{', '.join(unknown)}: known options are {', '.join(known)}")
+    format = options.get("format", DEFAULT)
+    given = {name: options.get(name) for name in known[1:4]}
+    check_settings(format, given["block_size"], given["group_size"], given["nested"])
+    names = options.get("modules_to_not_convert") or ()
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"modules_to_not_convert is {names!r}; a list of names is accepted")
+    return {"format": format, **given}, tuple(names)
+
+
+def stays_dense(name: str, names: Iterable[str]) -> bool:
+    """Whether one of `names` is the layer `name`, the end of it, a module around it, or a pattern of it."""
+    return any(name == each or name.endswith(f".{each}") or re.match(rf"{each}(\.|$)", name) for each in names)
+
+
+def holds_experts(path: Path) -> bool:
+    """Whether a checkpoint's experts are in 4 bits, one by one. path: its folder.
+
+    bitsandbytes leaves the stacked experts of transformers dense, and its configuration does not say so.
+    """
+    return any(
+        ".experts." in name and name.endswith((".absmax", "_packed")) for file in _files(path) for name in _names(file)
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    """Those that name the tensors: the index, or the files themselves."""
+    return sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
+
+
+def _names(file: Path) -> list[str]:
+    with file.open("rb") as opened:
+        if file.suffix == ".json":
+            return list(json.load(opened)["weight_map"])
+        return list(json.loads(opened.read(int.from_bytes(opened.read(8), "little"))))

@@ -1,0 +1,136 @@
+"""vLLM's quantization method "halfbyte": what it takes, and which layer gets which method.
+
+    LLM("org/model-bnb-4bit")                      a bitsandbytes checkpoint is taken without a flag
+    LLM("org/model", quantization="halfbyte")      dense weights are rounded to NF4 while they load, or as options say:
+        hf_overrides={"quantization_config_dict_json": '{"format": "int4", "group_size": 64}'}
+
+Of a quantized checkpoint every weight stays as it is: packed ones are multiplied with as they are, dense ones stay
+dense. Only of a dense checkpoint are weights rounded, those of experts with plain scales.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models.utils import WeightsMapper
+
+from halfbyte.checkpoints.select import is_linear
+from halfbyte.serving.arrivals import LAYOUTS, WEIGHT, keys_of, parameter_of
+from halfbyte.serving.claims import METHOD, claims, holds_experts, layouts_of, settings_of, stays_dense
+from halfbyte.serving.vllm.experts import HalfbyteExpertsMethod, is_experts
+from halfbyte.serving.vllm.linear import HalfbyteLinearMethod
+from halfbyte.serving.vllm.scheme import Scheme
+
+
+@register_quantization_config(METHOD)
+class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
+    """layouts: in which a checkpoint keeps its 4-bit weights; none of a dense one, whose weights are rounded as
+    `options` say (claims.py). nested: whether the checkpoint says that its scales are."""
+
+    def __init__(
+        self, layouts: tuple[str, ...] = (), options: dict[str, Any] | None = None, nested: bool = False
+    ) -> None:
+        super().__init__()
+        settings, dense_names = settings_of(options or {})
+        invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.scheme = Scheme(layouts, None if layouts else settings, dense_names, invariant, nested)
+        self.experts = not layouts
+
+    @classmethod
+    def get_name(cls) -> str:
+        return METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> HalfbyteQuantization:
+        """Of a quantized checkpoint."""
+        nested = config.get("bnb_4bit_use_double_quant", config.get("nested"))
+        return cls(layouts_of(config), nested=bool(nested))
+
+    @classmethod
+    def from_config_dict_json(cls, text: str) -> HalfbyteQuantization:
+        """Of a dense checkpoint, with options. vLLM takes them from `hf_overrides`."""
+        return cls(options=json.loads(text))
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        return METHOD if claims(hf_quant_cfg, user_quant) else None
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Find out whether the experts of a quantized checkpoint are in 4 bits, or dense."""
+        if self.scheme.layouts:
+            self.experts = holds_experts(_names_of(model_name, revision))
+
+    @staticmethod
+    def get_cache_scale_mapper() -> WeightsMapper:
+        """From a checkpoint's keys to the names of parameters, which have no dots."""
+        suffixes = {f".{key}": f".{parameter_of(key)}" for key in keys_of(tuple(LAYOUTS)) if key != WEIGHT}
+        return QuantizationConfig.get_cache_scale_mapper() | WeightsMapper(orig_to_new_suffix=suffixes)
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
+        """vLLM's own, from 0.30 on, drops activation orders, which would then be served wrongly, in silence."""
+        return WeightsMapper()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        self.scheme.traced = get_current_vllm_config().additional_config
+        if isinstance(layer, LinearBase):
+            return UnquantizedLinearMethod() if self._stays_dense(prefix) else HalfbyteLinearMethod(self.scheme, prefix)
+        if is_experts(layer) and self.experts and not stays_dense(prefix, self.scheme.dense_names):
+            return HalfbyteExpertsMethod(self.scheme, layer, prefix)
+        return None  # embeddings, lm_head, attention, dense experts: vLLM's own
+
+    def _stays_dense(self, prefix: str) -> bool:
+        """Whether a layer of a dense checkpoint is named to stay so, or `halfbyte quantize` would leave it alone."""
+        if self.scheme.layouts:
+            return False  # the checkpoint says so itself
+        last = prefix.rpartition(".")[2]
+        members = [prefix.removesuffix(last) + name for name in self.packed_modules_mapping.get(last, [last])]
+        dense = [
+            stays_dense(name, self.scheme.dense_names) or not is_linear(f"{name}.weight") for name in (prefix, *members)
+        ]
+        if dense[0] or all(dense[1:]):
+            return True
+        if any(dense[1:]):
+            raise ValueError(
+                f"modules_to_not_convert names some of {', '.join(members)}, which vLLM computes as one layer; name "
+                "all of them or none"
+            )
+        return False
+
+
+def _names_of(model_name: str, revision: str | None) -> Path:
+    """A folder with what names a checkpoint's tensors: of one on the hub the index, or the only file where it has none.
+
+    vLLM fetches the weights later, and which of a repository's files those are is its business.
+    """
+    path = Path(model_name)
+    if not path.is_dir():
+        from huggingface_hub import snapshot_download
+
+        for pattern in ("*.safetensors.index.json", "*.safetensors"):
+            path = Path(snapshot_download(model_name, revision=revision, allow_patterns=[pattern]))
+            if any(path.glob(pattern)):
+                break
+    return path

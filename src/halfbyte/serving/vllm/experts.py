@@ -1,0 +1,150 @@
+"""vLLM's mixture-of-experts blocks with 4-bit experts: two stacks, and `halfbyte.moe` in place of vLLM's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from halfbyte.experts import moe
+from halfbyte.formats.shards import concatenated, stacked
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.serving.arrivals import Arrivals, Span, Weight, cut, keys_of, parameter_of
+from halfbyte.serving.vllm.dummy import dummy_weight, wants_dummies
+from halfbyte.serving.vllm.parameters import Held, count, expect, forget
+from halfbyte.serving.vllm.scheme import Scheme
+
+GATE, DOWN, UP = "w1", "w2", "w3"  # vLLM's names of an expert's weights
+STEMS = {"w13": (GATE, UP), "w2": (DOWN,)}  # its parameters, and what they hold
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}  # vLLM's name to that of `moe`
+
+
+def is_experts(layer: nn.Module) -> bool:
+    return isinstance(layer, RoutedExperts)
+
+
+class HalfbyteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """The experts of one block. prefix: its name in the model, for errors."""
+
+    def __init__(self, scheme: Scheme, layer: Any, prefix: str) -> None:
+        super().__init__(layer.moe_config)
+        self.scheme, self.prefix = scheme, prefix
+        activation = str(getattr(layer.activation, "value", layer.activation))
+        if activation not in ACTIVATIONS:
+            raise self._refusal(f"activation {activation!r}; {', '.join(ACTIVATIONS)} are served")
+        if self.moe.has_bias:
+            raise self._refusal("experts with biases")
+        if layer.apply_router_weight_on_input:
+            raise self._refusal("router weights that are applied to the input")
+        if any(getattr(layer, name, None) is not None for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")):
+            raise self._refusal("a clamped activation")
+        if scheme.batch_invariant:
+            raise self._refusal("VLLM_BATCH_INVARIANT, which products with experts do not promise")
+        self.activation = ACTIVATIONS[activation]
+
+    def _refusal(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self.prefix} asks for {what}; halfbyte's experts do not do that: leave it to vLLM's own kernels, with "
+            "dense experts (modules_to_not_convert) or another checkpoint"
+        )
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        self.experts, self.hidden, self.inner = num_experts, hidden_size, intermediate_size_per_partition
+        self.inner_on_disk = int(self.moe.intermediate_size)
+        parallel = self.moe.moe_parallel_config
+        self.rank, self.processes = int(parallel.tp_rank), int(parallel.tp_size)
+        self.local = layer.expert_map_manager.map_global_to_local
+        self.held: dict[str, Held] = {}
+        self.dummies = wants_dummies()
+        settings = self.scheme.settings
+        if settings is not None:  # nested, each projection would have an offset of its own, and a stack has one
+            settings = {**settings, "nested": False}
+        self.arrivals = Arrivals(torch.get_default_device(), params_dtype, settings, self.scheme.layouts)
+        for stem, shards in STEMS.items():
+            for key, dtype in self.scheme.expected(params_dtype).items():
+                self._expect(layer, stem, key, num_experts * len(shards), dtype)
+
+    def _expect(self, layer: nn.Module, stem: str, key: str, number: int, dtype: torch.dtype) -> None:
+        def load(
+            param: Tensor,
+            loaded_weight: Tensor,
+            weight_name: str = "",
+            shard_id: str = "",
+            expert_id: int = 0,
+            return_success: bool = False,
+        ) -> bool | None:
+            expert = self.local(expert_id)
+            if expert < 0:  # another process has it
+                return False if return_success else None
+            if count(param):
+                slot = (expert, shard_id)
+                k = self.inner_on_disk if shard_id == DOWN else self.hidden
+                self.arrivals.add((slot,), key, loaded_weight, k, lambda whole: {slot: self._cut(shard_id, whole)})
+            return True if return_success else None
+
+        expect(layer, f"{stem}_{parameter_of(key)}", number, dtype, load)
+
+    def _cut(self, shard: str, whole: Weight) -> Weight:
+        inner = Span(self.inner_on_disk, self.inner, self.rank, self.processes).range
+        hidden = (0, self.hidden)
+        try:
+            return cut(whole, *((hidden, inner) if shard == DOWN else (inner, hidden)))
+        except ValueError as error:
+            raise ValueError(
+                f"{self.prefix} cannot be cut for {self.processes} processes: {error}; take fewer of them, or "
+                "enable_expert_parallel, which cuts no expert"
+            ) from error
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        gate_up = [concatenated(self._take(expert, (GATE, UP))) for expert in range(self.experts)]
+        down = [self._take(expert, (DOWN,))[0] for expert in range(self.experts)]
+        for stem in STEMS:
+            forget(layer, [f"{stem}_{parameter_of(key)}" for key in keys_of(self.scheme.layouts)])
+        self.held = {
+            stem: Held.put(layer, f"{stem}_weight", stacked(weights))
+            for stem, weights in (("w13", gate_up), ("w2", down))
+        }
+
+    def _take(self, expert: int, shards: tuple[str, ...]) -> list[QuantizedWeight]:
+        slots: list[Hashable] = [(expert, shard) for shard in shards]
+        if self.dummies:
+            shape = (self.hidden, self.inner) if shards == (DOWN,) else (self.inner, self.hidden)
+            return [dummy_weight(shape, self.scheme, self.arrivals) for _ in shards]
+        weights = self.arrivals.take(slots, self.prefix)
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        if len(quantized) != len(weights):
+            raise ValueError(
+                f"{self.prefix}: expert {expert} is dense and others are in 4 bits; a stack has one format"
+            )
+        return quantized
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """None: no kernel of vLLM's multiplies."""
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """Experts of other processes get no local number, and `moe` skips them."""
+        ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
+        gate_up, down = (self.held[stem].get(layer) for stem in STEMS)
+        assert isinstance(gate_up, QuantizedWeight)  # `stacked` made them
+        assert isinstance(down, QuantizedWeight)
+        return moe(x, ids, topk_weights, gate_up, down, self.activation)

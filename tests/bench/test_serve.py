@@ -1,0 +1,198 @@
+"""`halfbyte bench serve`: the load and its times against a server whose times are known; records and tables."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from halfbyte.bench import load as loads
+from halfbyte.bench import serve as bench
+from halfbyte.bench import servers
+from halfbyte.bench.load import Answer, Load
+from halfbyte.cli import app
+from halfbyte.measure import records
+
+FIRST, BETWEEN, TOKENS = 0.1, 0.03, 5
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers in words, the first after FIRST and the others each after BETWEEN seconds."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._begin("application/json")
+        self.wfile.write(b"{}")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)  # type: ignore[attr-defined]
+        if body["prompt"] == "wrong":
+            self.send_error(400, "a wrong prompt")
+            return
+        self._begin("text/event-stream")
+        time.sleep(FIRST)
+        for number in range(TOKENS):
+            time.sleep(BETWEEN if number else 0)
+            self._event({"choices": [{"text": f" {body['prompt']}{number}"}]})
+        self._event({"choices": [], "usage": {"completion_tokens": TOKENS}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _begin(self, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Connection", "close")
+        self.end_headers()
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def answering() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.bodies = []  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_load_is_seeded_and_bounded() -> None:
+    load = Load("m", ["a", "b", "c"], 20, TOKENS, seed=3)
+    assert load.order() == load.order() != Load("m", ["a", "b", "c"], 20, TOKENS, seed=4).order()
+    with answering() as server:
+        started = time.monotonic()
+        answers = loads.run(server.server_port, load, 10)
+        took = time.monotonic() - started
+        sent = [body["prompt"] for body in server.bodies]  # type: ignore[attr-defined]
+        assert len(loads.run(server.server_port, Load("m", ["a"], 50, TOKENS, seconds=0.01), 2)) == 2
+    assert [answer.prompt for answer in answers] == load.order()
+    assert sorted(sent) == sorted(load.order())
+    assert all(answer.text == "".join(f" {answer.prompt}{i}" for i in range(TOKENS)) for answer in answers)
+    assert took < 10 * (FIRST + BETWEEN * TOKENS)  # ten at a time, not one after the other
+
+
+def test_times_are_those_of_the_server() -> None:
+    with answering() as server:
+        facts = loads.summary(loads.run(server.server_port, Load("m", ["a"], 4, TOKENS, ignore_eos=True), 2))
+        assert server.bodies[0] == {  # type: ignore[attr-defined]
+            "model": "m", "prompt": "a", "max_tokens": TOKENS, "temperature": 0, "stream": True, "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+    assert (facts["requests"], facts["failed"], facts["tokens"]) == (4, 0, 4 * TOKENS)
+    assert 1e3 * FIRST <= facts["first_ms_p50"] <= facts["first_ms_p99"]
+    assert 0.9e3 * BETWEEN <= facts["between_ms_p50"] <= facts["between_ms_p99"]
+    assert facts["tokens_per_s"] < 2 * TOKENS / (FIRST + BETWEEN * (TOKENS - 1))
+
+
+def test_percentiles_and_failures() -> None:
+    values = [float(i) for i in range(1, 101)]
+    assert [loads.percentile(values, p) for p in (50, 99, 100)] == [50.0, 99.0, 100.0]
+    assert loads.percentile([7.0], 99) == 7.0
+    assert loads.percentile([], 50) is None
+    with answering() as server:
+        (answer,) = loads.run(server.server_port, Load("m", ["wrong"], 1, TOKENS), 1)
+    assert answer.error.startswith("400: ")
+    assert loads.summary([answer]) == {"requests": 1, "failed": 1, "error": answer.error}
+    assert loads.ask(server.server_port, Load("m", ["a"], 1, 1), "a").error
+    assert loads.summary([])["error"] == "no request was begun"
+    good = Answer("a", 0.0, [1.0, 2.0], "x", 2)
+    assert loads.summary([good, answer])["error"] == answer.error
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint that nobody loads: its servers answer by the Handler."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text("{}", encoding="utf-8")
+    (path / "model.safetensors").touch()
+    monkeypatch.setattr(bench, "make_prompts", lambda model, settings: ["a", "b"])
+    monkeypatch.setattr("halfbyte.serving.choice.is_installed", lambda name: True)
+    return path
+
+
+def test_a_record_of_both_providers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    @contextmanager
+    def running(command: Any, variables: Any, port: int) -> Iterator[None]:
+        asked.append((command, variables))
+        with answering() as server:
+            monkeypatch.setattr(loads, "ask", ask_at(server.server_port))
+            yield
+
+    plain = loads.ask
+
+    def ask_at(port: int) -> Any:
+        return lambda _, load, prompt: plain(port, load, prompt)
+
+    monkeypatch.setattr(servers, "running", running)
+    options = [
+        "--engine",
+        "vllm",
+        "--clients",
+        "1,3",
+        "--requests",
+        "2",
+        "--new-tokens",
+        str(TOKENS),
+        "--baseline",
+        "dense",
+    ]
+    result = CliRunner().invoke(
+        app, ["bench", "serve", str(model), *options, "--out", str(tmp_path), "--", "--seed", "1"]
+    )
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.glob("*/serve.json")
+    record = records.read(path)
+    assert [(row["provider"], row["clients"], row["requests"]) for row in record["rows"]] == [
+        ("halfbyte", 1, 2), ("halfbyte", 3, 6), ("without halfbyte", 1, 2), ("without halfbyte", 3, 6),
+    ]  # fmt: skip
+    assert all(row["same_as_alone"] == row["requests"] and row["tokens_per_s"] > 0 for row in record["rows"])
+    (ours, none), (theirs, plugins) = asked
+    assert (none, plugins) == ({}, {"VLLM_PLUGINS": "none"})
+    assert ours[-2:] == theirs[-2:] == ["--seed", "1"]
+    assert str(model) in ours
+    assert "dense" in theirs
+    text = bench.markdown(record)
+    assert text.count("| 3 |") == 2
+    assert "without halfbyte" in text
+
+
+def test_a_server_that_does_not_start_is_left_out(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the baseline the record says why; of halfbyte's it is an error."""
+    settings = bench.Settings("vllm", (1,), 1, 8, TOKENS, baseline="dense")
+    failing = (["python", "-c", "raise ValueError('no such kind of model')"], {})
+    monkeypatch.setattr(servers, "without", lambda *_: failing)
+    with answering() as server:
+        monkeypatch.setattr(servers, "free_port", lambda: server.server_port)
+        monkeypatch.setattr(servers, "with_halfbyte", lambda *_: (["sleep", "60"], {}))
+        rows = bench.serve_rows(str(model), settings, lambda step: None)
+        assert next(rows)["tokens"] == TOKENS
+        monkeypatch.setattr(servers, "free_port", lambda: 9)
+        assert next(rows)["left_out"] == "ValueError: no such kind of model"
+    monkeypatch.setattr(servers, "with_halfbyte", lambda *_: failing)
+    with pytest.raises(ValueError, match="the server did not start: ValueError: no such kind of model"):
+        next(bench.serve_rows(str(model), settings, lambda step: None))
+
+
+def test_only_so_many_clients(model: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "serve", str(model), "--clients", "65"])
+    assert result.exit_code == 2
+    assert "64" in result.output

@@ -1,0 +1,134 @@
+"""vLLM over 4-bit weights goes on with the tokens that halfbyte gives in transformers, all in fp32."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from served_models import dequantized, tokens_of
+
+PREQUANTIZED = [
+    pytest.param("nf4", {"nested": True}, id="nf4-nested"),
+    pytest.param("fp4", {"nested": False}, id="fp4-flat"),
+    pytest.param("int4", {"group_size": 64}, id="int4"),
+]
+Models = Callable[..., Path]
+Engine = Callable[..., list[Any]]
+
+
+def tokens(step: Any) -> list[list[int]]:
+    return [each["tokens"] for each in step]
+
+
+def through_transformers(path: Path, format: str | None = None, **settings: Any) -> list[list[int]]:
+    """Greedy tokens of a checkpoint in transformers, by halfbyte's kernels; format, settings: of dense weights."""
+    from transformers import AutoModelForCausalLM
+
+    from halfbyte import HalfbyteConfig, accelerate, restore
+    from halfbyte.models.quantizer import config_from_bitsandbytes
+
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if format is not None:
+        options["quantization_config"] = HalfbyteConfig(format, **settings)
+    elif "compressed-tensors" not in (path / "config.json").read_text(encoding="utf-8"):
+        options["config"] = config_from_bitsandbytes(path)
+    model = AutoModelForCausalLM.from_pretrained(path, **options)
+    report = accelerate(model)
+    assert not report.skipped
+    try:
+        return tokens_of(model)
+    finally:
+        restore(model)
+
+
+@pytest.mark.parametrize(("format", "settings"), PREQUANTIZED)
+def test_prequantized(models: Models, run_engine: Engine, format: str, settings: dict[str, Any]) -> None:
+    path = models("llama", format, **settings)
+    asked = {"quantization": "halfbyte"} if format == "int4" else {}
+    [found] = run_engine(path, **asked)
+    assert tokens(found) == through_transformers(path)
+
+
+def test_in_flight(models: Models, run_engine: Engine) -> None:
+    """Options come as JSON; layers that are named stay dense, and a reload rounds the checkpoint to the same bytes."""
+    options = {"format": "int4", "group_size": 32, "modules_to_not_convert": ["o_proj", "layers.1.mlp"]}
+    overrides = {"quantization_config_dict_json": json.dumps(options)}
+    found, _, again = run_engine(
+        models("llama"), "tokens", "reload", "tokens", quantization="halfbyte", hf_overrides=overrides
+    )
+    assert tokens(found) == through_transformers(models("llama"), **options)
+    assert found == again
+
+
+def test_own_checkpoint(models: Models, run_engine: Engine, tmp_path: Path) -> None:
+    """As transformers saves it with a HalfbyteConfig; q is dense in it, so its layer is one of dense and 4-bit rows."""
+    from transformers import AutoModelForCausalLM
+
+    from halfbyte import HalfbyteConfig
+
+    path = tmp_path / "own"
+    shutil.copytree(models("llama"), path)
+    config = HalfbyteConfig("nf4", modules_to_not_convert=["q_proj"])
+    model = AutoModelForCausalLM.from_pretrained(models("llama"), quantization_config=config, dtype=torch.float32)
+    model.save_pretrained(path)
+    right = tokens_of(model)
+    found, _, again = run_engine(path, "tokens", "reload", "tokens")
+    assert tokens(found) == right
+    assert again == found
+
+
+def test_compiled(models: Models, run_engine: Engine) -> None:
+    """The same with torch.compile: q, k and v in one operator, and the others each in one."""
+    path = models("llama", "nf4", nested=True)
+    [found] = run_engine(path, enforce_eager=False)
+    assert tokens(found) == through_transformers(path)
+
+
+def test_two_processes(models: Models, run_engine: Engine) -> None:
+    """The same tokens from shards, with the only k and v head in both processes; and again after a reload."""
+    path = models("llama", "nf4", nested=True)
+    found, _, again = run_engine(path, "tokens", "reload", "tokens", tensor_parallel_size=2)
+    assert tokens(found) == through_transformers(path)
+    assert again == found
+
+
+def test_lora(models: Models, run_engine: Engine, tmp_path: Path) -> None:
+    """With an adapter, the tokens of the model whose dense weights are those in 4 bits plus the adapter's product."""
+    path = models("llama", "nf4", nested=True)
+    adapter, merged = lora_adapter(tmp_path, path)
+    plain, found = run_engine(path, "tokens", "lora", enable_lora=True, max_lora_rank=8, adapter=adapter)
+    assert tokens(plain) == through_transformers(path)
+    assert tokens(found) == dense_tokens(merged)
+    assert tokens(found) != tokens(plain)
+
+
+def lora_adapter(folder: Path, path: Path) -> tuple[Path, Path]:
+    """An adapter of all projections as PEFT saves it, and the dense model with it merged in."""
+    merged, adapter, rank = dequantized(folder / "merged", path), folder / "adapter", 8
+    torch.manual_seed(1)
+    weights, pairs = load_file(merged / "model.safetensors"), {}
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight"):
+            down, up = 0.2 * torch.randn(rank, weight.shape[1]), 0.2 * torch.randn(weight.shape[0], rank)
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            pairs |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
+            weight += up @ down
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    adapter.mkdir()
+    save_file(pairs, adapter / "adapter_model.safetensors")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return adapter, merged
+
+
+def dense_tokens(path: Path) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    return tokens_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))

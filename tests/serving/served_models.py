@@ -1,0 +1,115 @@
+"""Tiny checkpoints to serve, made here, and what they are: nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import halfbyte as hb
+from halfbyte.formats.layouts import layout_of
+
+VOCABULARY = 512
+PROMPTS = [[5, 6, 7, 8], list(range(20, 60)), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
+NEW_TOKENS = 12
+SHAPE = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 512,
+    "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]}
+
+
+def dense(path: Path, kind: str = "llama") -> Path:
+    """A model with random bf16 weights and a tokenizer of words "t0" to "t511". kind: "llama" or "qwen3_moe"."""
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "llama":
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    else:
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHAPE, **experts))
+    model.to(torch.bfloat16).save_pretrained(path)
+    _tokenizer().save_pretrained(path)
+    return path
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t2"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t0", eos_token="t1", chat_template=template)
+
+
+def quantized(path: Path, source: Path, format: str, **settings: Any) -> Path:
+    """`source` with every projection in 4 bits, those of experts one by one, as the format's library saves them."""
+    shutil.copytree(source, path)
+    tensors, packed = load_file(source / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            q = hb.quantize(tensor, format, **settings)
+            packed |= layout_of(format).to_tensors(name, q)
+        else:
+            packed[name] = tensor
+    save_file(
+        {name: tensor.contiguous() for name, tensor in packed.items()}, path / "model.safetensors", {"format": "pt"}
+    )
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = _config_of(format, settings)
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+def _config_of(format: str, settings: dict[str, Any]) -> dict[str, Any]:
+    if format != "int4":
+        nested = settings.get("nested", True)
+        return {**BITSANDBYTES, "bnb_4bit_quant_type": format, "bnb_4bit_use_double_quant": nested}
+    weights = {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "dynamic": False,
+        "group_size": settings.get("group_size", 128),
+    }  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+    }  # fmt: skip
+
+
+def dequantized(path: Path, source: Path) -> Path:
+    """The dense fp32 model that `source` stands for."""
+    shutil.copytree(source, path)
+    tensors = load_file(source / "model.safetensors")
+    found = {}
+    for name in tensors:
+        stem = name.removesuffix("_packed").removesuffix(".absmax")
+        if name != stem:
+            layout = layout_of("int4" if name.endswith("_packed") else "nf4")
+            found[stem] = hb.dequantize(layout.from_tensors(stem, tensors), torch.float32)
+        elif ".weight." not in name and not name.endswith(("_scale", "_shape")) and f"{name}.absmax" not in tensors:
+            found[name] = tensors[name].float()
+    save_file(found, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "float32"}), encoding="utf-8")
+    return path
+
+
+def tokens_of(model: Any) -> list[list[int]]:
+    """What a transformers model in fp32 goes on with, greedily, a prompt at a time."""
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=-1,
+            pad_token_id=0,
+        )  # fmt: skip
+        found.append(made[0, len(prompt) :].tolist())
+    return found
