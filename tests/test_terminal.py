@@ -92,7 +92,7 @@ def checkpoint() -> None:
 @case("quantize")
 def _quantize(patch: Patch) -> Case:
     checkpoint()
-    shown = (f"model.{LABEL}.0.self_attn.up[/]_proj", f"{LABEL}.odd_proj.weight, whose K", f"written to {OUT}/q")
+    shown = (f"model.{LABEL}.0.self_attn.up[/]_proj", f"{LABEL}.odd_proj.weight, which", f"written to {OUT}/q")
     return Case((OUT, f"{OUT}/q", "--format", "int4"), shown)
 
 
@@ -106,6 +106,16 @@ def _dequantize(patch: Patch) -> Case:
 @case("warm")
 def _warm(patch: Patch) -> Case:
     return Case((OUT, "--target", "sm_90"), (f"{OUT} does not exist",), 1)
+
+
+@case("serve")
+def _serve(patch: Patch) -> Case:
+    return Case((OUT, "--engine", LABEL), (f"engine is '{LABEL}'",), 2)
+
+
+@case("bench serve")
+def _bench_serve(patch: Patch) -> Case:
+    return Case((OUT, "--engine", LABEL), (f"engine is '{LABEL}'",), 2)
 
 
 @case("recover")
@@ -351,5 +361,7 @@ def test_examples_in_help_run() -> None:
     weights = {f"layers.0.{name}.weight": torch.randn(32, 128) for name in ("q_proj", "o_proj")}
     save_file(weights, Path("model") / "model.safetensors")
     for line in EXAMPLES:
+        if line.startswith("halfbyte serve"):  # which does not end by itself; tests/serving has servers
+            continue
         result = invoke(*shlex.split(line)[1:])
         assert result.exit_code == 0, f"{line}\n{result.output}"

@@ -20,6 +20,7 @@ from halfbyte.formats.weight import QuantizedWeight
 
 FORMATS = {INT4.name: INT4}
 SUFFIXES = ("_packed", "_scale", "_shape")
+GROUP_SIZES = INT4.block_sizes
 
 
 def from_compressed_tensors(
@@ -41,9 +42,9 @@ def from_compressed_tensors(
     if len(sizes) != 2:
         raise ValueError(f"shape is {sizes}; a weight of two dimensions [N, K] is expected")
     k, groups = sizes[1], weight_scale.shape[1]
-    if groups == 0 or k % groups or k // groups not in INT4.block_sizes:
+    if groups == 0 or k % groups or k // groups not in GROUP_SIZES:
         raise ValueError(
-            f"weight_scale has {groups} columns for K = {k}; int4 takes groups of {INT4.block_sizes} along K. "
+            f"weight_scale has {groups} columns for K = {k}; int4 takes groups of {GROUP_SIZES} along K. "
             "One scale a row (strategy 'channel') is not accepted: quantize the dense weight anew"
         )
     return QuantizedWeight(INT4.name, weight_packed, weight_scale, (sizes[0], k), weight_scale.dtype, k // groups, None)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfbyte.formats.int4 import INT4
+from halfbyte.formats.compressed_tensors import GROUP_SIZES
 from halfbyte.formats.settings import DEFAULT, check_settings
 from halfbyte.serving.arrivals import LAYOUTS
 
@@ -55,7 +55,7 @@ def _check_compressed_tensors(config: Mapping[str, Any]) -> None:
         weights = group.get("weights") or {}
         expected: dict[str, Sequence[Any]] = {
             "num_bits": (4,), "type": ("int",), "symmetric": (True,), "strategy": ("group",),
-            "group_size": INT4.block_sizes, "actorder": (None, False),
+            "group_size": GROUP_SIZES, "actorder": (None, False),
         }  # fmt: skip
         for key, accepted in expected.items():
             if weights.get(key) not in accepted:
