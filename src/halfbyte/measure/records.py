@@ -19,7 +19,7 @@ from halfbyte.atomic import atomic_output
 from halfbyte.version import __version__
 
 SAME = ("device", "driver", "torch", "bitsandbytes", "transformers")  # where rows of two runs may stand in one record
-PACKAGES = ("torch", "triton", "numba", "bitsandbytes", "peft", "transformers")
+PACKAGES = ("torch", "triton", "numba", "bitsandbytes", "peft", "transformers", "humming-kernels")
 
 
 def device_name(device: torch.device) -> str:
