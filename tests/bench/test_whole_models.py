@@ -95,6 +95,27 @@ def test_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_experts_run_in_4_bits_and_then_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never both at once: bitsandbytes' turn comes when halfbyte's is over, with what the same bytes stand for."""
+    options = ("--model", "tiny-moe", "--batch", "2", "--context", "16", "--new-tokens", "4")
+    rows = run(tmp_path, "decode", *options)["rows"]
+    assert isinstance(rows, list)
+    modes = ("eager", "prefill", "generate")
+    assert [(row["provider"], row["mode"]) for row in rows] == [
+        (provider, mode) for provider in ("halfbyte", "bitsandbytes") for mode in modes
+    ]
+    assert all(row["median_ms"] > 0 and 0 < row["relative_error"] < decode.MOST_APART_OF_EXPERTS for row in rows)
+    record = run(tmp_path, "train", "--model", "tiny-moe", "--tokens", "16")
+    rows = record["rows"]
+    assert isinstance(rows, list)
+    assert [row["provider"] for row in rows] == ["halfbyte", "bitsandbytes"]
+    assert 0 < rows[0]["gradients_apart"] < train.MOST_APART_OF_EXPERTS
+    alone = record | {"rows": rows[:1]}  # as where there is no memory for dense experts
+    assert whole_models.markdown(alone, "tokens").count("| tiny-moe |") == 1
+    assert "tiny-moe" not in whole_models.training_summary(alone)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("bench", "module"), [("decode", decode), ("train", train)])
 def test_wrong_numbers_are_not_timed(
     bench: str, module: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

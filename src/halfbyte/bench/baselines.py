@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from halfbyte.formats.bitsandbytes import to_bitsandbytes
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.experts.reference import activate
 from halfbyte.ops import dequantize
 
 
@@ -126,6 +130,45 @@ class Marlin:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.layer(x)
         return result
+
+
+class GroupedMm:
+    """The "grouped_mm" experts of transformers: torch's grouped product over dense stacks [E, N, K]."""
+
+    def __init__(self) -> None:
+        require("transformers")
+        functions = import_module("transformers.integrations.moe")
+        self.product, self.block = functions._grouped_linear, functions.grouped_mm_experts_forward
+
+    def linear(self, rows: torch.Tensor, stack: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """rows [S, K], sorted by expert, whose rows end at offsets, int32 [E] -> [S, N]."""
+        result: torch.Tensor = self.product(rows, stack, offsets)
+        return result
+
+    def experts(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        activation: str,
+    ) -> Callable[..., torch.Tensor]:
+        """What computes a block of x [T, H], ids and weights [T, k] as a model's experts do."""
+        # What the function reads of a module of experts.
+        module = SimpleNamespace(
+            num_experts=len(gate_up),
+            gate_up_proj=gate_up,
+            down_proj=down,
+            gate_up_proj_bias=gate_up_bias,
+            down_proj_bias=down_bias,
+            has_gate=True,
+            has_bias=gate_up_bias is not None,
+            has_post_expert_norm=False,
+            is_transposed=False,
+            _is_expert_parallel=False,
+            _apply_gate=partial(activate, activation=activation),
+        )
+        return partial(self.block, module)
 
 
 class Unsloth:

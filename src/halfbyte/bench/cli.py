@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from halfbyte.options import Device, counts_of, device_to_measure, usage
+from halfbyte.options import NAMES, Device, counts_of, device_to_measure, usage
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -124,6 +124,32 @@ def attention(
         chosen = bench.LOADS if loads is None else bench.loads_of(loads)
     cases = bench.attention_cases(where, heads, chosen, getattr(torch, dtype))
     runs.run_cases("attention", cases, where, rounds, out)
+
+
+@app.command()
+def experts(
+    device: Device = None,
+    models: Annotated[
+        str | None, typer.Option(help="Names, such as mixtral-8x7b, or EXPERTSxTOP_KxHIDDENxINNER, comma-separated.")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens at once, comma-separated, such as 1,16,256.")] = None,
+    formats: Annotated[
+        str | None, typer.Option(help=f"Of the experts, comma-separated: {NAMES}. By default each model's own.")
+    ] = None,
+    rounds: Rounds = 15,
+    out: Out = None,
+) -> None:
+    """Products with stacks of experts and whole blocks, beside torch's grouped_mm over bf16 experts and humming."""
+    from halfbyte.bench import experts as bench
+    from halfbyte.bench import mixtures, runs
+
+    where = device_to_measure(device)
+    on_gpu = where.type == "cuda"
+    with usage():
+        names = ",".join(mixtures.GPU_MODELS if on_gpu else mixtures.CPU_MODELS) if models is None else models
+        chosen, kinds = mixtures.models_of(names), mixtures.formats_of(formats)
+    counts = counts_of(tokens) or (mixtures.GPU_TOKENS if on_gpu else mixtures.CPU_TOKENS)
+    runs.run_cases("experts", bench.experts_cases(where, chosen, counts, kinds), where, rounds, out)
 
 
 @app.command()

@@ -1,9 +1,10 @@
 """`halfbyte bench decode`: a whole model, prefill and decoding, as bitsandbytes and as halfbyte compute it.
 
-Both run the same weights: on a GPU the very same model, `accelerate` and `restore` going to and fro. First come the
-logits: of the model's first layers against the same layers in dequantized fp32, and of the whole model against
-bitsandbytes'. A step is timed as it is, as a CUDA graph, and as a graph whose small kernels torch.compile has fused;
-`generate` is timed as a user calls it.
+Both run the same weights: on a GPU the very same model, `accelerate` and `restore` going to and fro. A model with
+experts runs with one after the other, because bitsandbytes leaves experts dense: after halfbyte's turn they are
+dequantized. First come the logits: of the model's first layers against the same layers in dequantized fp32, and of the
+whole model against bitsandbytes'. A step is timed as it is, as a CUDA graph, and as a graph whose small kernels
+torch.compile has fused; `generate` is timed as a user calls it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,22 @@ import torch
 from torch import Tensor
 
 from halfbyte.measure import models
-from halfbyte.measure.ab_run import ABRun, clock, empty_cache, peak_gb, random_ids, times
-from halfbyte.measure.decoder import MODES, MOST_APART, Decoder, errors_against_fp32, modes_of
+from halfbyte.measure.ab_run import THEIRS, ABRun, ab_runs, clock, empty_cache, peak_gb, random_ids, times
+from halfbyte.measure.decoder import (
+    MODES,
+    MOST_APART,
+    MOST_APART_OF_EXPERTS,
+    Decoder,
+    errors_against_fp32,
+    modes_of,
+)
 from halfbyte.measure.error import relative_error
 from halfbyte.models.accelerate import accelerate, restore
 from halfbyte.models.repacked import FASTER
 
 BATCHES = (1, 8, 32)
+
+Logits = dict[tuple[str, str], Tensor]  # by provider and mode
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
     say(f"{name}: loading")
     empty_cache(device)
     model = models.load(name, device, dtype, layers=settings.layers)
-    weights = round(torch.cuda.memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
+    weights, has_experts = _allocated_gb(device), bool(models.experts_of(model))
     started = time.perf_counter()
     report = accelerate(model)
     seconds = time.perf_counter() - started
@@ -62,11 +72,18 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
         facts |= {"left_to_bitsandbytes": len(report.skipped)}
         if report.skipped:
             say(f"{name}: {len(report.skipped)} modules left alone, for {FASTER}")
-    ab_run = ABRun(model)
-    for batch in settings.batches:
-        say(f"{name}: batch {batch}")
-        for row in _batch_rows(ab_run, batch, settings, device):
-            yield facts | {"batch": batch} | row | {"relative_error": errors[row["provider"], _checked(row, device)]}
+    most_apart = MOST_APART_OF_EXPERTS if has_experts else MOST_APART
+    logits: dict[int, Logits] = {batch: {} for batch in settings.batches}
+    for ab_run in ab_runs(model, dtype, say):
+        if has_experts:
+            facts["weight_gb"] = _allocated_gb(device)
+        for batch in settings.batches:
+            say(f"{name}: batch {batch}, {' and '.join(ab_run.providers)}")
+            for row in _batch_rows(ab_run, batch, settings, device, logits[batch], most_apart):
+                error = errors[row["provider"], _checked(row, device)]
+                yield facts | {"batch": batch} | row | {"relative_error": error}
+    if models.experts_of(model):  # there was no memory for dense ones
+        return
     need = 2 * sum(module.out_features * module.in_features for _, module in models.four_bit(model))
     if device.type == "cuda" and need < 0.9 * torch.cuda.mem_get_info(device)[0]:
         say(f"{name}: dense")
@@ -74,6 +91,10 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
         for batch in settings.batches:
             for row in _dense_rows(model, batch, settings, device):
                 yield facts | {"batch": batch} | row
+
+
+def _allocated_gb(device: torch.device) -> float | None:
+    return round(torch.cuda.memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
 
 
 def _checked(row: Mapping[str, Any], device: torch.device) -> str:
@@ -84,14 +105,18 @@ def _checked(row: Mapping[str, Any], device: torch.device) -> str:
     return mode if mode in MODES else MODES[0]
 
 
-def _batch_rows(ab_run: ABRun, batch: int, settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
+def _batch_rows(
+    ab_run: ABRun, batch: int, settings: Settings, device: torch.device, logits: Logits, most_apart: float
+) -> Iterator[dict[str, Any]]:
+    """logits: those of earlier runs at this batch, which this one's are added to."""
     modes = modes_of(device)
     decoders: dict[tuple[str, str], Decoder] = {}
     for provider, run_by in ab_run.providers.items():
         with run_by() as model:
             for mode in modes:
                 decoders[provider, mode] = Decoder(model, batch, settings.context, mode)
-    _agree({key: decoder.logits for key, decoder in decoders.items()})
+    logits.update({key: decoder.logits.clone() for key, decoder in decoders.items()})
+    _agree(logits, most_apart)
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in decoders}
     prefills: dict[str, list[float]] = {provider: [] for provider in ab_run.providers}
     for turn in range(settings.rounds):
@@ -136,11 +161,14 @@ def _generate(model: Any, batch: int, settings: Settings, device: torch.device) 
     }  # fmt: skip
 
 
-def _agree(logits: Mapping[tuple[str, str], Tensor]) -> None:
-    right = logits["bitsandbytes", "eager"].double()
+def _agree(logits: Logits, most_apart: float) -> None:
+    """Raise ValueError unless all agree with bitsandbytes', once these are there. A record has no rows before."""
+    if (THEIRS, MODES[0]) not in logits:
+        return
+    right = logits[THEIRS, MODES[0]].double()
     for (provider, mode), result in logits.items():
         apart = relative_error(result, right)
-        if not apart <= MOST_APART:
+        if not apart <= most_apart:
             raise ValueError(f"logits of {provider}, {mode}, are {apart:.3g} from bitsandbytes': nothing is timed")
 
 

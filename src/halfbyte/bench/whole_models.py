@@ -65,6 +65,8 @@ def summary(record: Mapping[str, Any]) -> str:
     heads = ["model", "texts at once", f"{BASELINE}, tokens/s", f"{OURS}, tokens/s", "speed-up"]
     lines = [line(heads), line(["---", *["---:"] * (len(heads) - 1)])]
     for (model, batch), modes in by_case(record, "batch"):
+        if BASELINE not in modes["generate"]:  # there was no memory for its dense experts
+            continue
         theirs, ours = (modes["generate"][name]["tokens_per_s"] for name in (BASELINE, OURS))
         lines.append(line([model, str(batch), f"{theirs:,.0f}", f"{ours:,.0f}", f"**{ours / theirs:.1f}×**"]))
     return "\n".join([*lines, "", provenance(record)])
@@ -93,6 +95,8 @@ def training_summary(record: Mapping[str, Any]) -> str:
     lines = [line(heads), line(["---", *["---:"] * (len(heads) - 1)])]
     for (model, tokens), modes in by_case(record, "tokens"):
         rows = modes["step"]
+        if BASELINE not in rows:
+            continue
         times = [_time(rows.get(name)) for name in providers]
         peaks = [f"{rows[name]['peak_gb']:.1f}" for name in (BASELINE, OURS)]
         lines.append(line([model, f"{tokens:,}", *times, f"**{_ratio(rows)}×**", *peaks]))

