@@ -48,6 +48,11 @@ def products(
     results = eager.linear_group(x, weights, biases)
     if results is None:
         results = [eager.linear(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)]
+    return finished(results, activation, residual)
+
+
+def finished(results: list[Tensor], activation: str, residual: Residual | None) -> list[Tensor]:
+    """Products with what follows them, in launches of their own."""
     if activation:
         gate, up = results
         results = [gated(gate, up, activation)]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from halfbyte.eager_experts import route
-from halfbyte.eager_fused import gated, products, rms_norm
+from halfbyte.eager_fused import finished, gated, products, rms_norm
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.common.norm import Norm
@@ -29,7 +29,7 @@ from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.models.attention import StepAttention
 from halfbyte.models.layers import Block, DecoderLayer, is_hooked, layer_of, norm_of
 from halfbyte.models.linears import layers_of
-from halfbyte.models.regions import uncompiled
+from halfbyte.models.regions import put_back, uncompiled
 from halfbyte.models.rotation import slot_of
 from halfbyte.nn.experts import Experts4bit
 
@@ -73,13 +73,7 @@ def _fusible(module: nn.Module) -> DecoderLayer | None:
 def _replace(stack: ExitStack, module: nn.Module, forward: Any) -> None:
     before = vars(module).get("forward")
     module.forward = forward
-    stack.callback(_put_back, module, before)
-
-
-def _put_back(module: nn.Module, before: Any) -> None:
-    del module.forward
-    if before is not None:
-        module.forward = before
+    stack.callback(put_back, module, before)
 
 
 class _NormOutside:
@@ -185,13 +179,7 @@ class _Layer:
             return products(x, *operands, norm, activation, residual)
         if norm is not None:
             x = rms_norm(x.contiguous(), norm)
-        results = [module(x) for module in modules]
-        if activation:
-            gate, up = results
-            results = [gated(gate, up, activation)]
-        if residual is not None:
-            results = [torch.add(residual.value, results[0], alpha=residual.factor)]
-        return results
+        return finished([module(x) for module in modules], activation, residual)
 
     def _operands(self, modules: Sequence[nn.Module], x: Tensor) -> Operands | None:
         """Weights and biases of projections that multiply in the dtype of x, or None."""

@@ -34,7 +34,7 @@ def compiled_regions(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=MOST_SHAPES, suppress_errors=True))
         for module in model.modules():
             if is_region(module):
-                stack.callback(_put_back, module, vars(module).get("forward"))
+                stack.callback(put_back, module, vars(module).get("forward"))
                 module.forward = MethodType(_when_called(type(module).forward), module)
         for home in {sys.modules[type(module).__module__] for module in model.modules()}:
             if function := home.__dict__.get(ROTARY):
@@ -65,7 +65,7 @@ def _when_called(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _put_back(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+def put_back(module: nn.Module, forward: Callable[..., Any] | None) -> None:
     del module.forward
     if forward is not None:
         module.forward = forward
