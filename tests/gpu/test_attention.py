@@ -73,9 +73,7 @@ def test_a_new_token(size: int, texts: int, group: int, dtype: torch.dtype) -> N
     norms = Norm(random(size, dtype=dtype), 1e-6, 1.0), Norm(random(size, dtype=dtype), 1e-5, 1.0)
     slot = torch.zeros((), dtype=torch.int64, device=DEVICE)
     caches = [random(texts, shared, tokens, size, dtype=dtype) for _ in range(2)]
-    graph, (found, spans, mask) = captured(
-        lambda: attend_new(query, caches, slot, Fresh(key, new, cos, sin, slot, *norms))
-    )
+    graph, (found, spans, mask) = captured(lambda: attend_new(query, caches, Fresh(key, new, cos, sin, slot, *norms)))
     for place in (0, 1, 63, 64, 2999, 777):
         slot.fill_(place)
         exactly = [cache.double() for cache in caches]

@@ -102,13 +102,16 @@ class _Layer:
         if agrees or (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()):
             ours = self._compute(hidden_states, **kwargs)
             return self.theirs(hidden_states, **kwargs) if ours is None else ours
-        with uncompiled():
+        block_sees: list[Tensor] = []
+        with uncompiled(), _recorded(self.layer.block, block_sees):
             theirs = self.theirs(hidden_states, **kwargs)
-        ours = self._compute(hidden_states, **kwargs)  # and puts the token into the cache a second time
-        if ours is None:
+        attended = self._attend(hidden_states, **kwargs)  # and puts the token into the cache a second time
+        if attended is None:
             return theirs
-        setattr(self.module, AGREES, agree(hidden_states, ours, theirs))
-        if getattr(self.module, AGREES):
+        ours = self._feed(attended)
+        agrees = self._agrees(hidden_states, attended, ours, theirs, block_sees)
+        setattr(self.module, AGREES, agrees)
+        if agrees:
             return ours
         warnings.warn(
             f"halfbyte leaves {type(self.module).__name__} to transformers, whose version computes something else than "
@@ -117,7 +120,24 @@ class _Layer:
         )
         return theirs
 
-    def _compute(
+    def _agrees(self, x: Tensor, attended: Tensor, ours: Tensor, theirs: Any, block_sees: list[Tensor]) -> bool:
+        """Of a layer with experts each half is compared by itself: a rounding in the first may choose other experts."""
+        if self.layer.block is None:
+            return agree(x, ours, theirs)
+        if len(block_sees) != 1:
+            return False
+        normed = rms_norm(attended, self.layer.second)
+        added = _first(self.layer.block.module(normed))
+        return agree(rms_norm(x, self.layer.second), normed, block_sees[0]) and agree(
+            attended, ours, torch.add(attended, added, alpha=self.layer.factor)
+        )
+
+    def _compute(self, x: Tensor, **others: Any) -> Tensor | None:
+        """The layer's result, or None where only transformers knows it, and nothing has happened."""
+        attended = self._attend(x, **others)
+        return None if attended is None else self._feed(attended)
+
+    def _attend(
         self,
         x: Tensor,
         attention_mask: Any = None,
@@ -125,7 +145,7 @@ class _Layer:
         past_key_values: Any = None,
         **others: Any,
     ) -> Tensor | None:
-        """The layer's result, or None where only transformers knows it, and nothing has happened."""
+        """x and what attention adds to it, or None."""
         layer, attention = self.layer, cast(Any, self.layer.attention)
         if x.dim() != 3 or x.shape[1] != 1 or past_key_values is None or not _is_pair(position_embeddings):
             return None
@@ -147,7 +167,11 @@ class _Layer:
         )
         if seen is None:
             return None
-        x = self._add((layer.out,), seen.reshape(len(x), 1, -1), x, layer.added[0] if layer.added else None)
+        return self._add((layer.out,), seen.reshape(len(x), 1, -1), x, layer.added[0] if layer.added else None)
+
+    def _feed(self, x: Tensor) -> Tensor:
+        """x and what the MLP or the experts add to it."""
+        layer = self.layer
         if layer.block is not None:
             return torch.add(x, _of_experts(layer.block, rms_norm(x, layer.second)), alpha=layer.factor)
         assert layer.down is not None
@@ -197,14 +221,31 @@ def _of_experts(block: Block, x: Tensor) -> Tensor:
     """What a block of experts gives for x [texts, 1, hidden], normed."""
     router = block.router
     if router is None or router.weight.dtype is not x.dtype:
-        found: Any = block.module(x)
-        return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+        return _first(block.module(x))
     rows = x.view(-1, x.shape[-1])
     dtype = x.dtype if router.narrow else torch.float32
     scores = linear(rows, router.weight, router.bias)
     ids, weights = route(scores, router.top_k, router.before, router.normalizes, dtype)
     result: Tensor = block.experts(rows, ids, weights)
     return result.view_as(x)
+
+
+def _first(found: Any) -> Tensor:
+    """The result of a block that may give its scores too."""
+    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _recorded(block: Block | None, inputs: list[Tensor]) -> Iterator[None]:
+    """Within, what a block of experts is given goes to `inputs` too."""
+    if block is None:
+        yield
+        return
+    handle = block.module.register_forward_pre_hook(lambda module, args: inputs.extend(args[:1]))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _may_fuse(x: Tensor, norm: Norm) -> bool:
