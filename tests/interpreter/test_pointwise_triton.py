@@ -1,10 +1,12 @@
-"""Norms, gates and routers agree with their definition, whatever the sizes."""
+"""Norms, gates, routers and weighted sums agree with their definition, whatever the sizes."""
 
 import pytest
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.experts import reference as experts
 from halfbyte.kernels.experts import router, router_reference
+from halfbyte.kernels.experts.combine import combine
 from halfbyte.kernels.pointwise import reference
 from halfbyte.kernels.pointwise.triton import gated, rms_norm, supports
 
@@ -61,3 +63,18 @@ def test_route_supports() -> None:
     assert not router.supports(random(0, 8), 2)
     assert not router.supports(random(1, 8), 9)
     assert not router.supports(random(1, 2048), 8)
+
+
+@pytest.mark.parametrize(("tokens", "k", "columns"), [(1, 1, 1), (5, 8, 1300), (7, 3, 1024)])
+def test_combine(tokens: int, k: int, columns: int) -> None:
+    """Rows wherever they are sorted to, and without those of nobody, whose weights may be anything."""
+    rows, places = random(tokens * k, columns).float(), torch.randperm(tokens * k).int()
+    weights = random(tokens, k, seed=1)
+    nobody = torch.rand(tokens * k) < 0.3
+    places[nobody] = -1
+    weights.view(-1)[nobody] = float("nan")
+    out = torch.full((tokens, columns), 777.0).half()
+    combine(rows, places, weights, out)
+    chosen = torch.where((places >= 0).unsqueeze(1), rows[places.clamp(min=0).long()], 0).view(tokens, k, columns)
+    right = experts.combine(chosen, weights.nan_to_num(0), torch.float16)
+    torch.testing.assert_close(out, right, rtol=2e-3, atol=1e-3)

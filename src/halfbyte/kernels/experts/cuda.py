@@ -1,7 +1,8 @@
-"""Products with a stack of experts on an NVIDIA GPU: few pairs of a token and an expert, in one launch each.
+"""Products with a stack of experts on an NVIDIA GPU: few pairs of a token and an expert, in one launch each; many by
+grouped.py.
 
-The kernel is `linear`'s for few rows (kernels/linear/sm90_decode). It finds on the device which experts are wanted,
-reads those alone, and needs neither a sort nor the host, so CUDA graphs can capture it.
+The kernel for few is `linear`'s for few rows (kernels/linear/sm90_decode). It finds on the device which experts are
+wanted, reads those alone, and needs neither a sort nor the host, so CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.experts import grouped
 from halfbyte.kernels.linear import cache, reach
 from halfbyte.kernels.linear.kernel import RoutedProduct
 from halfbyte.kernels.linear.problem import addresses, problem_of
@@ -29,7 +31,7 @@ def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor |
     no kernel is for it. All contiguous, x and bias aligned to 16 bytes, on the current device."""
     product = _product(x, q, bias, len(x), expert, 1, 1)
     if product is None:
-        return None
+        return grouped.grouped_linear(x, q, expert, bias)
     out = x.new_zeros((len(x), q.shape[1]))
     _launch(product, x, expert, None, bias, out, len(x))
     return out
@@ -45,7 +47,8 @@ def moe(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> Tensor | None:
-    """The experts of each token of x [T, H], weighted and added up, in two launches; None where no kernel is for it.
+    """The experts of each token of x [T, H], weighted and added up, of few in two launches; None where no kernel is for
+    it.
 
     All contiguous, x and biases aligned to 16 bytes, on the current device. top_k_weights: fp32, or of x's dtype.
     """
@@ -55,7 +58,7 @@ def moe(
     inner = _product(x, gate_up, gate_up_bias, pairs, top_k_index, k, k, activation)
     outer = _product(x, down, down_bias, pairs, top_k_index, k, 1, sums=True, narrow=narrow)
     if inner is None or outer is None:
-        return None
+        return grouped.moe(x, top_k_index, top_k_weights, gate_up, down, activation, gate_up_bias, down_bias)
     hidden, out = x.new_empty((pairs, down.shape[2])), x.new_empty((tokens, down.shape[1]))
     _launch(inner, x, top_k_index, None, gate_up_bias, hidden, pairs)
     _launch(outer, hidden, top_k_index, top_k_weights, down_bias, out, pairs)
