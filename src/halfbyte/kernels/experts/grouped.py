@@ -62,18 +62,17 @@ def moe(
     down_bias: Tensor | None,
 ) -> Tensor | None:
     """As in cuda.py: sort, gate and up, down, and the weighted sums. Down's products are fp32."""
-    if slow.no_kernels("cuda") is not None:
+    if slow.no_kernels("cuda") is not None or top_k_index.numel() == 0:
         return None
     from halfbyte.kernels.experts.combine import combine
 
     (tokens, k), (experts, hidden, inner) = top_k_index.shape, down.shape
-    bytes_of_token = max(1, k * (6 * hidden + 4 * inner))  # x and down's rows, and what is between
-    most = max(1, h200.GROUPED_BYTES // bytes_of_token // 16) * 16  # so that every part is aligned
+    part = _part(tokens, k * (6 * hidden + 4 * inner))  # x laid out and down's rows, and what is between
     groupings = Grouping(experts, activation), Grouping(experts, wide=True)
     biases = gate_up_bias, down_bias
     out = x.new_empty((tokens, hidden))
-    for first in range(0, tokens, most):
-        rows, ids, weights = (tensor[first : first + most] for tensor in (x, top_k_index, top_k_weights))
+    for first in range(0, tokens, part):
+        rows, ids, weights = (tensor[first : first + part] for tensor in (x, top_k_index, top_k_weights))
         found = _products(x, (gate_up, down), biases, groupings, ids.numel())
         if found is None:
             return None
@@ -82,8 +81,14 @@ def moe(
         _launch(found.each[0], rows, routes, gate_up_bias, between, k)
         y = x.new_empty((ids.numel(), hidden), dtype=torch.float32)
         _launch(found.each[1], between, routes, down_bias, y, 0)
-        combine(y, routes.places, weights, out[first : first + most])
+        combine(y, routes.places, weights, out[first : first + part])
     return out
+
+
+def _part(tokens: int, bytes_of_token: int) -> int:
+    """Tokens that go together: all of them in equal parts, which are aligned."""
+    parts = -(-tokens * bytes_of_token // h200.GROUPED_BYTES)
+    return -(-tokens // max(1, parts) // 16) * 16
 
 
 def _launch(product: GroupedProduct, x: Tensor, routes: Routes, bias: Tensor | None, out: Tensor, per_row: int) -> None:

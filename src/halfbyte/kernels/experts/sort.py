@@ -55,7 +55,7 @@ def variant(tile_m: int) -> Variant:
 
 def _prepare(index: int, tile_m: int, experts: int) -> tuple[Launch, Arguments]:
     shared = 4 * WARPS * experts
-    (function,) = kernels(index, variant(tile_m), (("sort_pairs", shared),))
+    (function,) = kernels(index, variant(tile_m), (("sort_pairs", shared),), carveout=100)
     return Launch(function, (1, 1), 32 * WARPS, shared, overlaps=True), Arguments(LAYOUT, (), ())
 
 

@@ -74,6 +74,9 @@ def weight_map(packed: int, o: Problem, grouping: Grouping, plan: GemmPlan) -> b
     """Of the stack. A copy brings rows of one expert: what is beyond its last is zeros, not the next one's. Where gate
     and up are halves, it brings rows of both in turn."""
     n, row, rows = o.n // grouping.experts, o.k // 2, plan.copied_rows
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
     if has_halves(grouping):
         sizes, strides, box = (row, 2, n // 2, grouping.experts), (n // 2 * row, row, n * row), (2, rows // 2, 1)
     else:
