@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.experts import reference as stacks
 from halfbyte.kernels.experts import router, router_reference
+from halfbyte.kernels.experts.combine import combine
 from halfbyte.kernels.pointwise import reference
 from halfbyte.kernels.pointwise.triton import gated, rms_norm, supports
 
@@ -61,3 +63,17 @@ def test_route_supports() -> None:
     assert not router.supports(random(0, 8), 2)
     assert not router.supports(random(1, 8), 9)
     assert not router.supports(random(1, 2048), 8)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("columns", [1, 512, 700])
+def test_combine(columns: int, kind: torch.dtype) -> None:
+    """Rows of ids that are no expert are left out, whatever they hold."""
+    rows, weights = torch.randn(15, columns), torch.rand(5, 3)
+    ids = torch.randint(-1, 5, (5, 3), dtype=kind)
+    known = (ids >= 0) & (ids < 4)
+    rows[~known.view(-1)] = float("nan")
+    out = torch.full((5, columns), 9.0, dtype=torch.float16)
+    combine(rows, ids, weights, out, 4)
+    right = stacks.combine(rows.view(5, 3, columns).nan_to_num(), torch.where(known, weights, 0), torch.float16)
+    torch.testing.assert_close(out, right)

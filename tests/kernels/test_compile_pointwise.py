@@ -12,7 +12,7 @@ from halfbyte.kernels.common.targets import compile_for, pointer
 
 pytest.importorskip("triton")
 
-from halfbyte.kernels.experts import router
+from halfbyte.kernels.experts import combine, router
 from halfbyte.kernels.pointwise import triton as pointwise
 
 pytestmark = pytest.mark.slow
@@ -23,20 +23,24 @@ def test_compiles(
     rows: int, columns: int, dtype: torch.dtype, target: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[tuple[Any, ...]] = []
-    for module in (pointwise, router):
+    for module in (pointwise, router, combine):
         monkeypatch.setattr(module, "launch", lambda *launch: kept.append(launch))
     x, weight = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((rows, columns), (columns,)))
     pointwise.rms_norm(x, weight, 1e-6, 0.0)
     pointwise.rms_norm(x, weight, 1e-6, 1.0, x)
     pointwise.gated(x, x, "silu" if rows == 1 else "gelu_tanh")
     router.route(x, 8, rows == 1, True, torch.float32)
-    assert len(kept) == 4
+    pairs = torch.empty(rows, 8, dtype=torch.int64, device="meta")
+    combine.combine(x.new_empty((rows * 8, columns), dtype=torch.float32), pairs, pairs.float(), x, 64)
+    assert len(kept) == 5
+    grids = {pointwise.gated_kernel: -(-rows * columns // pointwise.BLOCK)}
+    grids[combine.combine_kernel] = rows * -(-columns // combine.BLOCK)
     for kernel, _, arguments, _, configure in kept:
         values = dict(zip(kernel.arg_names, arguments, strict=False))
         signature = {n: pointer(v.dtype) if isinstance(v, torch.Tensor) else "i32" for n, v in values.items()}
         unaligned = [name for name, value in values.items() if isinstance(value, int) and value % 16]
         grid, options = configure(gpu_of(target))
-        assert grid == (-(-rows * columns // pointwise.BLOCK) if kernel is pointwise.gated_kernel else rows)
+        assert grid == grids.get(kernel, rows)
         constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
         compiled = compile_for(kernel, target, signature, constants, unaligned, **options)
         assert compiled.asm["ptx" if isinstance(target, int) else "hsaco"]

@@ -1,0 +1,57 @@
+"""The weighted sum of what each token's experts give.
+
+Bytes: a row of fp32 for each pair of a token and an expert, and y. Each token adds up in the order of its experts, in
+fp32, and is rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.common.launch import launch
+from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
+
+BLOCK = 512  # numbers of a token that one program adds up
+
+
+@triton.jit
+def combine_kernel(
+    rows, ids, weights, out, columns, blocks, experts,
+    K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program i: block i % blocks of token i // blocks."""
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    if OVERLAPS:
+        wait_for_the_one_ahead()
+        let_the_next_begin()
+    total = tl.zeros((BLOCK,), tl.float32)
+    for turn in tl.static_range(K):
+        pair = token * K + turn
+        expert = tl.load(ids + pair)
+        known = (expert >= 0) & (expert < experts)
+        weight = tl.load(weights + pair).to(tl.float32)
+        total += tl.load(rows + pair * columns + column, inside & known, 0) * tl.where(known, weight, 0)
+    tl.store(out + token * columns + column, total, inside)
+
+
+def combine(rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, experts: int) -> None:
+    """out[t] = the sum over j of weights[t, j] * rows[t * k + j], without those whose ids[t, j] is none of the experts.
+
+    rows [T * k, H] fp32, ids and weights [T, k], and out [T, H], contiguous, on the current device.
+    """
+    (tokens, k), columns = weights.shape, out.shape[1]
+    blocks = -(-columns // BLOCK)
+
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
+        constants = {"K": k, "BLOCK": BLOCK, "OVERLAPS": properties.ptx >= SINCE}
+        return tokens * blocks, constants | {"num_warps": 4}
+
+    key = (out.dtype, ids.dtype, weights.dtype, tokens, k)
+    launch(combine_kernel, out.get_device(), (rows, ids, weights, out, columns, blocks, experts), key, configure)
