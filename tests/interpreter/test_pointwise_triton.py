@@ -1,12 +1,12 @@
-"""Norms, gates, routers and weighted sums agree with their definition, whatever the sizes."""
+"""Norms, gates and routers agree with their definition, whatever the sizes."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.experts import reference as experts
+from halfbyte.kernels.experts import reference as stacks
 from halfbyte.kernels.experts import router, router_reference
-from halfbyte.kernels.experts.combine import combine
+from halfbyte.kernels.experts.combine import combine, combine_sorted
 from halfbyte.kernels.pointwise import reference
 from halfbyte.kernels.pointwise.triton import gated, rms_norm, supports
 
@@ -65,16 +65,20 @@ def test_route_supports() -> None:
     assert not router.supports(random(1, 2048), 8)
 
 
-@pytest.mark.parametrize(("tokens", "k", "columns"), [(1, 1, 1), (5, 8, 1300), (7, 3, 1024)])
-def test_combine(tokens: int, k: int, columns: int) -> None:
-    """Rows wherever they are sorted to, and without those of nobody, whose weights may be anything."""
-    rows, places = random(tokens * k, columns).float(), torch.randperm(tokens * k).int()
-    weights = random(tokens, k, seed=1)
-    nobody = torch.rand(tokens * k) < 0.3
-    places[nobody] = -1
-    weights.view(-1)[nobody] = float("nan")
-    out = torch.full((tokens, columns), 777.0).half()
-    combine(rows, places, weights, out)
-    chosen = torch.where((places >= 0).unsqueeze(1), rows[places.clamp(min=0).long()], 0).view(tokens, k, columns)
-    right = experts.combine(chosen, weights.nan_to_num(0), torch.float16)
-    torch.testing.assert_close(out, right, rtol=2e-3, atol=1e-3)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("columns", [1, 512, 700])
+def test_combine(columns: int, kind: torch.dtype) -> None:
+    """Rows of ids that are no expert are left out, whatever they hold."""
+    rows, weights = torch.randn(15, columns), torch.rand(5, 3)
+    ids = torch.randint(-1, 5, (5, 3), dtype=kind)
+    known = (ids >= 0) & (ids < 4)
+    rows[~known.view(-1)] = float("nan")
+    out = torch.full((5, columns), 9.0, dtype=torch.float16)
+    combine(rows, ids, weights, out, 4)
+    right = stacks.combine(rows.view(5, 3, columns).nan_to_num(), torch.where(known, weights, 0), torch.float16)
+    torch.testing.assert_close(out, right)
+    places = torch.randperm(15).int()
+    there = rows[places.argsort()]
+    places[~known.view(-1)] = -1
+    combine_sorted(there, places, weights, out)
+    torch.testing.assert_close(out, right)

@@ -114,13 +114,13 @@ class Driver:
         group = self.group or [self.like]
         parts = len(group)
         values = struct.unpack("".join(decode.layout(parts)), arguments)
-        weights, (x, norm, residual, ids, shares) = values[: 6 * parts], values[6 * parts : 6 * parts + 5]
-        results, (m, pairs) = values[6 * parts + 5 : 8 * parts + 5], values[8 * parts + 5 : 8 * parts + 7]
-        sizes, (tiles, k) = values[8 * parts + 7 : 10 * parts + 7], values[10 * parts + 7 : 10 * parts + 9]
-        routing, (_, epsilon, offset, factor) = values[10 * parts + 9 :][:6], values[10 * parts + 15 :][:4]
+        weights, (x, norm, residual, ids) = values[: 6 * parts], values[6 * parts : 6 * parts + 4]
+        results, (m, pairs) = values[6 * parts + 4 : 8 * parts + 4], values[8 * parts + 4 : 8 * parts + 6]
+        sizes, (tiles, k) = values[8 * parts + 6 : 10 * parts + 6], values[10 * parts + 6 : 10 * parts + 8]
+        routing, (_, epsilon, offset, factor) = values[10 * parts + 8 :][:4], values[10 * parts + 12 :][:4]
         if routing[0]:
             (packed,) = struct.unpack_from("Q", weights[0])
-            self._routed((packed, *weights[2:6]), x, ids, shares, *results, pairs, sizes[0], tiles, k, *routing)
+            self._routed((packed, *weights[2:6]), x, ids, *results, pairs, sizes[0], tiles, k, *routing)
             return
         assert sizes[:parts] == tuple(like.shape[0] for like in group)
         counts = [-(-n // 16) for n in sizes[:parts]]
@@ -145,35 +145,28 @@ class Driver:
             memory(results[2 * part + 1], (m, sizes[part]), self.dtype).copy_(y)
 
     def _routed(
-        self, addresses: Sequence[int], x: int, ids: int, shares: int, bias: int, out: int, pairs: int, n: int,
-        tiles: int, k: int, experts: int, rows: int, top_k: int, per_row: int, wide: int, narrow: int,
+        self, addresses: Sequence[int], x: int, ids: int, bias: int, out: int, pairs: int, n: int, tiles: int, k: int,
+        experts: int, rows: int, per_row: int, wide_ids: int,
     ) -> None:  # fmt: skip
         """Pairs of a token and an expert, of which `like` is the stack."""
         assert n == experts * rows
         self.seen.append((decode, pairs))
         flat = decode.rows_of(self.like)
         given = memory(x, (-(-pairs // per_row), k), self.dtype)
-        chosen = memory(ids, (pairs,), torch.int64 if wide else torch.int32).tolist()
+        chosen = memory(ids, (pairs,), torch.int64 if wide_ids else torch.int32).tolist()
         every = self._product(flat, addresses, given, 0).float()
         every = every.view(-1, experts, rows)
         if bias:
             every = every + memory(bias, (experts, rows), self.dtype)
         found = [every[pair // per_row, e] if 0 <= e < experts else None for pair, e in enumerate(chosen)]
-        if not self.activation and not shares:
-            assert tiles == rows // 16
-            for pair, row in enumerate(found):
-                if row is not None:
-                    memory(out, (pairs, rows), self.dtype)[pair] = row
-        elif self.activation and per_row > 1:
-            assert tiles == rows // (16 if self.activation == "swiglu_oai" else 32)
-            for pair, row in enumerate(found):
-                if row is not None:
-                    memory(out, (pairs, rows // 2), self.dtype)[pair] = stacks.activate(row[None], self.activation)[0]
-        else:
-            weights = memory(shares, (pairs,), self.dtype if narrow else F32).float()
-            results = torch.stack([torch.zeros(rows) if row is None else row for row in found])
-            y = stacks.combine(results.view(-1, top_k, rows), weights.view(-1, top_k), self.dtype)
-            memory(out, tuple(y.shape), self.dtype).copy_(y)
+        gates = self.activation and per_row > 1
+        assert tiles == rows // (32 if gates and self.activation != "swiglu_oai" else 16)
+        # The second product of a block is the only one whose rows of x are pairs.
+        dtype = F32 if self.activation and not gates else self.dtype
+        for pair, row in enumerate(found):
+            if row is not None:
+                result = stacks.activate(row[None], self.activation)[0] if gates else row
+                memory(out, (pairs, len(result)), dtype)[pair] = result
 
     def _sort(self, ids: int, routes: int, pairs: int, experts: int, wide: int, room: int) -> None:
         chosen = memory(ids, (pairs,), torch.int64 if wide else torch.int32)

@@ -1,4 +1,4 @@
-"""Norms, gates, routers and weighted sums compile for every target."""
+"""Norms, gates and routers compile for every target."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ def test_compiles(
     pointwise.rms_norm(x, weight, 1e-6, 1.0, x)
     pointwise.gated(x, x, "silu" if rows == 1 else "gelu_tanh")
     router.route(x, 8, rows == 1, True, torch.float32)
-    weights = torch.empty(rows, 3, device="meta")
-    places = torch.empty(3 * rows, dtype=torch.int32, device="meta")
-    combine.combine(torch.empty(3 * rows, columns, device="meta"), places, weights, x)
-    assert len(kept) == 5
+    pairs = torch.empty(rows, 8, dtype=torch.int64, device="meta")
+    wide = x.new_empty((rows * 8, columns), dtype=torch.float32)
+    combine.combine(wide, pairs, pairs.float(), x, 64)
+    combine.combine_sorted(wide, pairs.int().view(-1), pairs.float(), x)
+    assert len(kept) == 6
+    grids = {pointwise.gated_kernel: -(-rows * columns // pointwise.BLOCK)}
+    grids[combine.combine_kernel] = rows * -(-columns // combine.BLOCK)
     for kernel, _, arguments, _, configure in kept:
         values = dict(zip(kernel.arg_names, arguments, strict=False))
         signature = {n: pointer(v.dtype) if isinstance(v, torch.Tensor) else "i32" for n, v in values.items()}
         unaligned = [name for name, value in values.items() if isinstance(value, int) and value % 16]
         grid, options = configure(gpu_of(target))
-        blocks = {pointwise.gated_kernel: -(-rows * columns // pointwise.BLOCK)}
-        blocks[combine.combine_kernel] = rows * -(-columns // combine.BLOCK)
-        assert grid == blocks.get(kernel, rows)
+        assert grid == grids.get(kernel, rows)
         constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
         compiled = compile_for(kernel, target, signature, constants, unaligned, **options)
         assert compiled.asm["ptx" if isinstance(target, int) else "hsaco"]

@@ -119,7 +119,7 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert not valid(chunk=1000)
     assert not valid(chunk=0)
     assert not valid(tile_m=16, chunk=160)
-    assert not valid(x_stages=8)  # more than shared memory holds
+    assert not valid(x_stages=8, tile_m=192, chunk=1920)  # more than shared memory holds
     assert not valid(cluster=4)
     assert not valid(experts=1 << 20, n=1 << 13)
     assert grouped_plans(600, 8, problems("mixtral"), A100) is None
@@ -151,7 +151,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     for module in (cuda, many):
         monkeypatch.setattr(module, "properties_of", lambda index: H200)
         module.products.entries.clear()
-    monkeypatch.setattr(combine, "combine", combined)
+    monkeypatch.setattr(combine, "combine_sorted", combined)
     yield from pretend(monkeypatch, H200)
     cuda.products.entries.clear()
     many.products.entries.clear()

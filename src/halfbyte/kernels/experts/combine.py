@@ -1,4 +1,4 @@
-"""The weighted sum of each token's experts, from rows that are sorted by expert.
+"""The weighted sum of what each token's experts give.
 
 Bytes: a row of fp32 for each pair of a token and an expert, and y. Each token adds up in the order of its experts, in
 fp32, and is rounded once.
@@ -16,15 +16,15 @@ from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
 
-BLOCK = 1024  # numbers of a token that one program adds up
+BLOCK = 512  # numbers of a token that one program adds up
 
 
 @triton.jit
 def combine_kernel(
-    rows, places, weights, out, columns, blocks,
-    K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    rows, ids, weights, out, columns, blocks, experts,
+    K: tl.constexpr, SORTED: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program i: block i % blocks of token i // blocks."""
+    """Program i: block i % blocks of token i // blocks. SORTED: ids are numbers of rows, of which `experts` exist."""
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -33,24 +33,35 @@ def combine_kernel(
         let_the_next_begin()
     total = tl.zeros((BLOCK,), tl.float32)
     for turn in tl.static_range(K):
-        place = tl.load(places + token * K + turn)
-        weight = tl.load(weights + token * K + turn).to(tl.float32)
-        row = tl.load(rows + place.to(tl.int64) * columns + column, inside & (place >= 0), 0)
-        total += row * tl.where(place >= 0, weight, 0)
+        pair = token * K + turn
+        number = tl.load(ids + pair).to(tl.int64)
+        known = (number >= 0) & (number < experts)
+        weight = tl.load(weights + pair).to(tl.float32)
+        row = number if SORTED else pair
+        total += tl.load(rows + row * columns + column, inside & known, 0) * tl.where(known, weight, 0)
     tl.store(out + token * columns + column, total, inside)
 
 
-def combine(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> None:
-    """out[t] = the sum over j of weights[t, j] * rows[places[t, j]], without those whose place is -1.
+def combine(rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, experts: int) -> None:
+    """out[t] = the sum over j of weights[t, j] * rows[t * k + j], without those whose ids[t, j] is none of the experts.
 
-    rows [P, H] fp32, places int32, weights [T, k] and out [T, H], contiguous, on the current device.
+    rows [T * k, H] fp32, ids and weights [T, k], and out [T, H], contiguous, on the current device.
     """
+    _combine(rows, ids, weights, out, experts, False)
+
+
+def combine_sorted(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> None:
+    """The same of rows that are sorted: that of pair t * k + j is rows[places[t * k + j]], or none where that is -1."""
+    _combine(rows, places, weights, out, len(rows), True)
+
+
+def _combine(rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, experts: int, is_sorted: bool) -> None:
     (tokens, k), columns = weights.shape, out.shape[1]
     blocks = -(-columns // BLOCK)
 
     def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
-        constants = {"K": k, "BLOCK": BLOCK, "OVERLAPS": properties.ptx >= SINCE}
+        constants = {"K": k, "SORTED": is_sorted, "BLOCK": BLOCK, "OVERLAPS": properties.ptx >= SINCE}
         return tokens * blocks, constants | {"num_warps": 4}
 
-    key = (out.dtype, weights.dtype, tokens, k)
-    launch(combine_kernel, out.get_device(), (rows, places, weights, out, columns, blocks), key, configure)
+    key = (out.dtype, ids.dtype, weights.dtype, tokens, k, is_sorted)
+    launch(combine_kernel, out.get_device(), (rows, ids, weights, out, columns, blocks, experts), key, configure)

@@ -1,8 +1,10 @@
-"""Products with a stack of experts on an NVIDIA GPU: few pairs of a token and an expert, in one launch each; many by
-grouped.py.
+"""Products with a stack of experts on an NVIDIA GPU: few pairs of a token and an expert, in one launch each. Many are
+grouped.py's.
 
-The kernel for few is `linear`'s for few rows (kernels/linear/sm90_decode). It finds on the device which experts are
-wanted, reads those alone, and needs neither a sort nor the host, so CUDA graphs can capture it.
+The kernel is `linear`'s for few rows (kernels/linear/sm90_decode). It finds on the device which experts are wanted,
+reads those alone, and needs neither a sort nor the host, so CUDA graphs can capture it. A launch of its own adds up
+what a token's experts give: done where the products are made, it took three times as long at 64 tokens, because all the
+pairs of a token then have to meet in one CTA.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.experts import grouped
@@ -29,11 +32,11 @@ products: ThreadCache[Hashable, tuple[RoutedProduct | None]] = ThreadCache()
 def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None) -> Tensor | None:
     """x [S, K] times the expert of each row, plus its bias -> [S, N], zeros for ids that are out of range; None where
     no kernel is for it. All contiguous, x and bias aligned to 16 bytes, on the current device."""
-    product = _product(x, q, bias, len(x), expert, 1, 1)
+    product = _product(x, q, bias, len(x), expert, 1)
     if product is None:
         return grouped.grouped_linear(x, q, expert, bias)
     out = x.new_zeros((len(x), q.shape[1]))
-    _launch(product, x, expert, None, bias, out, len(x))
+    _launch(product, x, expert, bias, out, len(x))
     return out
 
 
@@ -47,30 +50,33 @@ def moe(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> Tensor | None:
-    """The experts of each token of x [T, H], weighted and added up, of few in two launches; None where no kernel is for
-    it.
+    """The experts of each token of x [T, H], weighted and added up, of few in three launches; None where no kernel is
+    for it.
 
     All contiguous, x and biases aligned to 16 bytes, on the current device. top_k_weights: fp32, or of x's dtype.
     """
     tokens, k = top_k_index.shape
     pairs = tokens * k
-    narrow = top_k_weights.dtype is x.dtype
-    inner = _product(x, gate_up, gate_up_bias, pairs, top_k_index, k, k, activation)
-    outer = _product(x, down, down_bias, pairs, top_k_index, k, 1, sums=True, narrow=narrow)
+    if slow.no_kernels("cuda") is not None:
+        return None
+    inner = _product(x, gate_up, gate_up_bias, pairs, top_k_index, k, activation)
+    outer = _product(x, down, down_bias, pairs, top_k_index, 1, wide=True)
     if inner is None or outer is None:
         return grouped.moe(x, top_k_index, top_k_weights, gate_up, down, activation, gate_up_bias, down_bias)
-    hidden, out = x.new_empty((pairs, down.shape[2])), x.new_empty((tokens, down.shape[1]))
-    _launch(inner, x, top_k_index, None, gate_up_bias, hidden, pairs)
-    _launch(outer, hidden, top_k_index, top_k_weights, down_bias, out, pairs)
+    from halfbyte.kernels.experts.combine import combine
+
+    hidden, y = x.new_empty((pairs, down.shape[2])), x.new_empty((pairs, down.shape[1]), dtype=torch.float32)
+    out = x.new_empty((tokens, down.shape[1]))
+    _launch(inner, x, top_k_index, gate_up_bias, hidden, pairs)
+    _launch(outer, hidden, top_k_index, down_bias, y, pairs)
+    combine(y, top_k_index, top_k_weights, out, down.shape[0])
     return out
 
 
-def _launch(
-    product: RoutedProduct, x: Tensor, ids: Tensor, shares: Tensor | None, bias: Tensor | None, out: Tensor, pairs: int
-) -> None:
+def _launch(product: RoutedProduct, x: Tensor, ids: Tensor, bias: Tensor | None, out: Tensor, pairs: int) -> None:
     stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-    shares_at, bias_at = (0 if tensor is None else tensor.data_ptr() for tensor in (shares, bias))
-    product(stream, x.data_ptr(), ids.data_ptr(), shares_at, bias_at, out.data_ptr(), pairs)
+    at = 0 if bias is None else bias.data_ptr()
+    product(stream, x.data_ptr(), ids.data_ptr(), at, out.data_ptr(), pairs)
 
 
 def _product(
@@ -79,28 +85,26 @@ def _product(
     bias: Tensor | None,
     pairs: int,
     ids: Tensor,
-    top_k: int,
     per_row: int,
     activation: str = "",
-    sums: bool = False,
-    narrow: bool = False,
+    wide: bool = False,
 ) -> RoutedProduct | None:
     """The product with a stack, of so many pairs, kept from call to call."""
     room = next((room for room in PAIRS if pairs <= room), 0)
     if pairs == 0 or room == 0 or min(q.shape) == 0:
         return None
-    routing = decode.Routing(q.shape[0], top_k, per_row, ids.dtype is torch.int64, narrow)
-    key = (cache.key(x, q, bias, False), room, routing, activation, sums)
-    return products.get(key, lambda: (_bind(x, q, bias, room, routing, activation, sums),))[0]
+    routing = decode.Routing(q.shape[0], per_row, ids.dtype is torch.int64)
+    key = (cache.key(x, q, bias, False), room, routing, activation, wide)
+    return products.get(key, lambda: (_bind(x, q, bias, room, routing, activation, wide),))[0]
 
 
 def _bind(
-    x: Tensor, q: QuantizedWeight, bias: Tensor | None, room: int, routing: Any, activation: str, sums: bool
+    x: Tensor, q: QuantizedWeight, bias: Tensor | None, room: int, routing: Any, activation: str, wide: bool
 ) -> RoutedProduct | None:
     properties = properties_of(x.get_device())
     if reach.without_kernels(properties) is not None:
         return None
     rows = decode.rows_of(q)
     problem = problem_of(x, rows, bias)
-    plan = decode.plan_routed(room, problem, q.shape[0], activation, sums, properties)
+    plan = decode.plan_routed(room, problem, q.shape[0], activation, wide, properties)
     return None if plan is None else decode.bind_routed(x.device, problem, addresses(rows), routing, plan)

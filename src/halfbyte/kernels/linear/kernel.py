@@ -29,9 +29,10 @@ GroupProduct = Callable[[int, int, Iterable[int]], None]
 # bias (0: none) and out; with an activation the second out is not written.
 FusedProduct = Callable[[int, int, int, int, Iterable[int]], None]
 
-# The stream, the addresses of x, of the experts' ids, of the pairs' shares (0: none), of bias (0: none) and out, and
+# The stream, the addresses of x, of the experts' ids, of bias (0: none) and out, and
 # how many pairs of a token and an expert there are.
-RoutedProduct = Callable[[int, int, int, int, int, int, int], None]
+RoutedProduct = Callable[[int, int, int, int, int, int], None]
+
 # The stream, the addresses of x, of the routes of sorted pairs, of bias (0: none) and out, and how many pairs share a
 # row of x, or 0 where its rows are sorted.
 GroupedProduct = Callable[[int, int, int, int, int, int], None]

@@ -28,8 +28,7 @@
 //
 // Experts. A stack is one weight with the rows of all experts. Each CTA finds out which experts are wanted by which
 // tokens (routes.cuh), and takes tiles of those alone (walk.cuh). Its warps then hold the x of up to eight pairs of a
-// token and an expert, and load those of the next unit while they multiply. With `sums_experts` a token's results are
-// weighted and added up here, in the order of its experts.
+// token and an expert, and load those of the next unit while they multiply. Results that will be added up are `wide`.
 //
 // Fusion. With `norm` the multiplying warps apply an RMS norm to the x that they hold, in fp32 and with one rounding,
 // while the first tile of W is on its way (norm.cuh). With `residual` y = residual + result_scale * product.
@@ -60,7 +59,7 @@
 //   x, scale, low_first, bias    types; the first weight of a byte is in its low half; there is a bias
 //   norm, activation, residual   x is normed first; what gates the second of two weights; the result is added to this
 //   static_weights               W was written long ago
-//   experts, pairs, sums_experts  of a stack, 0 for one weight; the most pairs; whether results are added up by token
+//   experts, pairs, wide         of a stack, 0 for one weight; the most pairs; whether results are fp32
 
 #include "norm.cuh"
 #include "produce.cuh"

@@ -107,7 +107,7 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
         if m and (m - 1) % step < too_few:
             raise ValueError(f"got {m} rows of x: this plan is for {too_few + 1} to {step} at a time ({plan})")
         for first in range(0, m, step):
-            arguments.set(x + first * row, 0, 0, 0, 0, bias, out + first * out_row, min(step, m - first), 0)
+            arguments.set(x + first * row, 0, 0, 0, bias, out + first * out_row, min(step, m - first), 0)
             launch(stream, arguments.parameters)
 
     return multiply
@@ -133,7 +133,7 @@ def bind_fused(
     launch, arguments = _prepare(device.index, group, weights, plan, fusion)
 
     def multiply(stream: int, x: int, norm: int, residual: int, results: Iterable[int]) -> None:
-        arguments.set(x, norm, residual, 0, 0, *results, m, 0)
+        arguments.set(x, norm, residual, 0, *results, m, 0)
         launch(stream, arguments.parameters)
 
     return multiply
@@ -147,7 +147,7 @@ def _prepare(
     compiled = variant(o, plan, properties_of(index))
     launch = launches.get((index, sum(tiles), compiled), lambda: _launch(index, o, sum(tiles), plan, compiled))
     firsts = [sum(tiles[:part]) for part in range(parts)]
-    sizes = (*(o.n for o in group), *firsts, sum(tiles), o.k, *(0,) * 6)
+    sizes = (*(o.n for o in group), *firsts, sum(tiles), o.k, *(0,) * 4)
     described = chain.from_iterable(map(partial(_described, plan), group, weights))
     unit, codebook = unit_and_codebook(o.format, o.dtype)
     factors = (unit, *(fusion.norm or (0.0, 0.0)), 1.0 if fusion.residual is None else fusion.residual)
@@ -155,14 +155,11 @@ def _prepare(
 
 
 class Routing(NamedTuple):
-    """experts: of the stack. top_k: pairs of a token. per_row: pairs that share a row of x. wide_ids: ids have 64 bits.
-    narrow_shares: the shares of pairs have x's dtype; else they are fp32."""
+    """experts: of the stack. per_row: pairs that share a row of x. wide_ids: ids have 64 bits."""
 
     experts: int
-    top_k: int
     per_row: int
     wide_ids: bool
-    narrow_shares: bool
 
 
 def rows_of(q: QuantizedWeight) -> QuantizedWeight:
@@ -175,13 +172,13 @@ def rows_of(q: QuantizedWeight) -> QuantizedWeight:
 
 
 def plan_routed(
-    pairs: int, o: Problem, experts: int, activation: str, sums: bool, properties: DeviceProperties
+    pairs: int, o: Problem, experts: int, activation: str, wide: bool, properties: DeviceProperties
 ) -> DecodePlan | None:
     """The plan for pairs of a token and an expert of a stack, whose rows are all those of `o`, or None where this
     kernel does not support it."""
     if not _supports(o):
         return None
-    return routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, sums, properties)
+    return routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, wide, properties)
 
 
 def bind_routed(
@@ -191,27 +188,25 @@ def bind_routed(
     rows = o.n // routing.experts
     tiles = rows // (ROWS * plan.tiles_at_once)
     compiled = variant(o, plan, properties_of(device.index))
-    launch = launches.get(
-        (device.index, rows, compiled), lambda: _routed_launch(device.index, o, tiles, plan, compiled)
-    )
+    launch = launches.get((device.index, rows, compiled), lambda: _routed_launch(device.index, o, plan, compiled))
     unit, codebook = unit_and_codebook(o.format, o.dtype)
-    facts = (routing.experts, rows, routing.top_k, routing.per_row, routing.wide_ids, routing.narrow_shares)
+    facts = (routing.experts, rows, routing.per_row, routing.wide_ids)
     sizes = (o.n, 0, tiles, o.k, *facts, unit, 0.0, 0.0, 1.0, codebook)
     arguments = Arguments(layout(1), _described(plan, o, weight), sizes)
 
-    def multiply(stream: int, x: int, ids: int, shares: int, bias: int, out: int, pairs: int) -> None:
-        arguments.set(x, 0, 0, ids, shares, bias, out, 8 * plan.m_tiles, pairs)
+    def multiply(stream: int, x: int, ids: int, bias: int, out: int, pairs: int) -> None:
+        arguments.set(x, 0, 0, ids, bias, out, 8 * plan.m_tiles, pairs)
         launch(stream, arguments.parameters)
 
     return multiply
 
 
-def _routed_launch(index: int, o: Problem, tiles: int, plan: DecodePlan, compiled: Variant) -> Launch:
+def _routed_launch(index: int, o: Problem, plan: DecodePlan, compiled: Variant) -> Launch:
     shared = plan.shared_bytes(scales_of(o))
     (function,) = kernels(index, compiled, (("decode", shared),))
     launch = Launch(function, (1, plan.cluster), plan.threads, shared, cluster=plan.cluster, overlaps=True)
     most = min(launch.most_clusters(), properties_of(index).sms * plan.resident_ctas // plan.cluster)
-    launch.set_grid(min(most, tiles) if plan.sums_experts else most, plan.cluster)
+    launch.set_grid(most, plan.cluster)
     return launch
 
 
@@ -229,9 +224,9 @@ def _described(plan: DecodePlan, o: Problem, weight: Addresses) -> tuple[Any, ..
 
 
 def layout(parts: int) -> tuple[str, str, str]:
-    """kernel.cu's Arguments, of which x, norm, residual, ids and shares, then bias and out for each weight, and m and
+    """kernel.cu's Arguments, of which x, norm, residual and ids, then bias and out for each weight, and m and
     pairs change."""
-    before, changing, after = parts * "128s128s4Q32x", f"{5 + 2 * parts}Q2I", f"{2 * parts + 8}I4f64s"
+    before, changing, after = parts * "128s128s4Q32x", f"{4 + 2 * parts}Q2I", f"{2 * parts + 6}I4f64s"
     return before, changing, after + f"{-struct.calcsize(before + changing + after) % 64}x"
 
 

@@ -75,7 +75,7 @@ class DecodePlan:
     static_weights: bool = False  # W is read before the kernel ahead ends
     experts: int = 0  # of a stack, rounded up to a multiple of 32; 0: there is one weight, or several
     pairs: int = 0  # of a token and an expert, at most
-    sums_experts: bool = False  # a token's results are weighted and added up
+    wide: bool = False  # results are fp32
     microseconds: float = field(default=0.0, compare=False)
 
     @property
@@ -110,8 +110,7 @@ class DecodePlan:
         whole = 256 * 256 + ahead + self.stages * stage + scaling
         if self.experts == 0:
             return whole
-        of_pair = 6 + 16 * self.m_tiles + (ROWS * 4 if self.sums_experts else 0)
-        return -(-whole // 16) * 16 + 16 + 4 * self.experts + self.pairs * of_pair
+        return -(-whole // 16) * 16 + 16 + 4 * self.experts + self.pairs * (6 + 16 * self.m_tiles)
 
     def scale_row(self, scales: Scales) -> int:
         """Bytes of shared memory for the scales of a row."""
@@ -228,12 +227,12 @@ MOST_EXPERTS = 1024
 
 
 def routed_plan(
-    pairs: int, experts: int, n: int, k: int, scales: Scales, activation: str, sums: bool, properties: DeviceProperties
+    pairs: int, experts: int, n: int, k: int, scales: Scales, activation: str, wide: bool, properties: DeviceProperties
 ) -> DecodePlan | None:
     """The plan for so many pairs of a token and one of the experts [n, k], or None where this kernel is not for them.
 
-    activation: of interleaved rows, or of gate rows that come before the up rows of an expert. sums: whether a token's
-    results are added up. As many CTAs share a multiprocessor as fit: one that changes its x waits for it.
+    activation: of interleaved rows, or of gate rows that come before the up rows of an expert. wide: results are fp32.
+    As many CTAs share a multiprocessor as fit with enough stages: one that changes its x waits for it.
     """
     room = next((room for room in PAIRS if pairs <= room), 0)
     halves = 2 if activation not in ("", SWIGLU_OAI) else 1
@@ -246,13 +245,14 @@ def routed_plan(
     found = DecodePlan(
         1, warps, width, stages=2, cluster=cluster, bulk_scales=unaligned and cluster == 1,
         window_scales=unaligned and cluster > 1, activation=activation, experts=-(-experts // 32) * 32, pairs=room,
-        sums_experts=sums,
+        wide=wide,
     )  # fmt: skip
     most = max(1, min(h200.ROUTED_RESIDENT, h200.ROUTED_SM_WARPS // (warps + 2)))
     plans = (
         replace(found, resident_ctas=resident, stages=stages)
+        for fewest, last in ((h200.ROUTED_FEWEST_STAGES, h200.ROUTED_STAGES), (2, h200.ROUTED_FEWEST_STAGES - 1))
         for resident in range(most, 0, -1)
-        for stages in range(h200.ROUTED_STAGES, 1, -1)
+        for stages in range(last, fewest - 1, -1)
     )
     return next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
 

@@ -2,7 +2,7 @@
 
 #include "walk.cuh"
 
-// Of experts: a tile's results, four rows of W by one pair a lane, into memory, or into what a token's sum is made of.
+// Of experts: a tile's results, four rows of W by one pair a lane.
 __device__ __forceinline__ void store_pairs(const Arguments& a, u32 shared, const Tile& tile, float4 v, u32 lane) {
   const u32 pair = pair_of(shared, tile.unit, lane / 4), row = tile.own + 4 * (lane % 4);
   const u32 kept = shared + GATE + 16 * lane;  // gate's, where this lane alone reads and writes
@@ -12,8 +12,8 @@ __device__ __forceinline__ void store_pairs(const Arguments& a, u32 shared, cons
     v.x += unpack(b.x), v.y += unpack(b.y), v.z += unpack(b.z), v.w += unpack(b.w);
   }
   if (pair == NOBODY) return;
-  if constexpr (Config::sums_experts) {
-    store_sums(shared + PAIR_RESULT + (pair * TILE_N + 4 * (lane % 4)) * 4, v);
+  if constexpr (Config::wide) {
+    *reinterpret_cast<float4*>(reinterpret_cast<float*>(a.result[0].y) + u64(pair) * a.expert_rows + row) = v;
   } else if constexpr (PAIRED) {
     if (tile.half == 0) store_sums(kept, v);
     else
@@ -26,31 +26,11 @@ __device__ __forceinline__ void store_pairs(const Arguments& a, u32 shared, cons
   }
 }
 
-// The sums of all tokens for 16 rows of W from `own` on, each over its experts in the order in which it has them.
-__device__ __forceinline__ void store_sums_of_tokens(const Arguments& a, u32 shared, u32 own, u32 lane) {
-  __syncwarp();
-  for (u32 i = lane; i < a.pairs / a.top_k * 4; i += 32) {
-    float4 sum = make_float4(0, 0, 0, 0);
-    for (u32 pair = i / 4 * a.top_k; pair < (i / 4 + 1) * a.top_k; pair++) {
-      if (!has_expert(shared, pair)) continue;
-      const float share = a.narrow_shares ? unpack(reinterpret_cast<const u16*>(a.shares)[pair])
-                                          : reinterpret_cast<const float*>(a.shares)[pair];
-      const float4 v = load_sums(shared + PAIR_RESULT + (pair * TILE_N + i % 4 * 4) * 4);
-      sum.x = fmaf(share, v.x, sum.x), sum.y = fmaf(share, v.y, sum.y);
-      sum.z = fmaf(share, v.z, sum.z), sum.w = fmaf(share, v.w, sum.w);
-    }
-    store_four(a.result[0].y + u64(i / 4) * a.expert_rows + own + i % 4 * 4, sum);
-  }
-  __syncwarp();
-}
-
 __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part, u32 lane) {
   constexpr int OWN = Config::m_tiles / Config::reducers;  // groups of eight columns
   const u32 rank = blockIdx.y, column = part * (8 * OWN) + lane / 4, four = lane % 4;
   Ring sums(0), slot(0);
   Walk walk(a, shared);
-  if (Config::sums_experts && rank == 0 && !walk.has_units())
-    for (u32 tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) store_sums_of_tokens(a, shared, tile * TILE_N, lane);
   for (; walk.is_there(); walk.next(), sums.next(Config::sum_buffers), slot.next(SLOTS)) {
     wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
     float4 total[OWN];
@@ -104,7 +84,6 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
     const Tile tile = walk.get();
     if constexpr (ROUTED) {
       store_pairs(a, shared, tile, total[0], lane);
-      if (Config::sums_experts && walk.ends_rows()) store_sums_of_tokens(a, shared, tile.own, lane);
       continue;
     }
     const Result &own = a.result[tile.part], &to = a.result[PAIRED ? 0 : tile.part];

@@ -21,9 +21,6 @@ __device__ __forceinline__ u32 expert_of(u32 shared, u32 unit) { return load_sho
 __device__ __forceinline__ u32 pair_of(u32 shared, u32 unit, u32 column) {
   return load_short(shared + UNIT_PAIRS + 2 * (unit * WIDTH + column));
 }
-__device__ __forceinline__ bool has_expert(u32 shared, u32 pair) {
-  return load_short(shared + PAIR_EXPERT + 2 * pair) != NOBODY;
-}
 
 // By one warp; the others wait for it.
 __device__ __forceinline__ void find_units(const Arguments& a, u32 shared, u32 lane) {

@@ -1,8 +1,7 @@
 // Which tiles a CTA takes, one after the other.
 //
 // Of one weight or several: every gridDim.x-th tile, or both tiles of every gridDim.x-th gated pair. Of experts: an
-// equal run of the tiles of all units, unit by unit; or, where the experts of a token are added up, every gridDim.x-th
-// tile of rows with all units, one after the other, so that a token's sum is made in one place.
+// equal run of the tiles of all units, unit by unit.
 
 #include "routes.cuh"
 
@@ -19,24 +18,17 @@ class Walk {
       number = PAIRED ? 2 * blockIdx.x : blockIdx.x;
       return;
     }
-    units = load_number(shared + UNITS);
-    if constexpr (Config::sums_experts) {
-      tile = blockIdx.x;
-      return;
-    }
-    const u32 all = units * a.tiles;
+    const u32 all = load_number(shared + UNITS) * a.tiles;
     number = blockIdx.x * all / gridDim.x, end = (blockIdx.x + 1) * all / gridDim.x;
     unit = number / a.tiles, tile = number % a.tiles;
   }
   __device__ __forceinline__ bool is_there() const {
     if constexpr (!ROUTED) return number < a.tiles;
-    return Config::sums_experts ? tile < a.tiles && units > 0 : number < end;
+    return number < end;
   }
   __device__ __forceinline__ void next() {
     if constexpr (!ROUTED) {
       number = !PAIRED ? number + gridDim.x : number % 2 == 0 ? number + 1 : number + 2 * gridDim.x - 1;
-    } else if constexpr (Config::sums_experts) {
-      if (++unit == units) unit = 0, tile += gridDim.x;
     } else {
       if (PAIRED && (half ^= 1)) return;
       number++;
@@ -57,11 +49,8 @@ class Walk {
     }
     return found;
   }
-  __device__ __forceinline__ bool has_units() const { return units > 0; }
-  // Of experts: this tile is the last one of its rows.
-  __device__ __forceinline__ bool ends_rows() const { return unit + 1 == units; }
 
  private:
   const Arguments& a;
-  u32 shared, number = 0, end = 0, units = 0, unit = 0, tile = 0, half = 0;
+  u32 shared, number = 0, end = 0, unit = 0, tile = 0, half = 0;
 };

@@ -64,13 +64,12 @@ constexpr u32 DECODED = ABSMAX + NESTED * SCALE_STAGES * 128;
 constexpr u32 DECODED_PITCH = 20 * 4;  // bytes: 16 rows, padded against bank conflicts
 constexpr u32 DECODED_WARP = Config::slice / Config::joined * DECODED_PITCH;
 // Of experts (routes.cuh): the number of units, the expert of each pair and its place among the expert's, the number of
-// an expert's pairs and then its first unit, the expert and the pairs of each unit, and each pair's result.
+// an expert's pairs and then its first unit, the expert and the pairs of each unit.
 constexpr u32 WIDTH = 8 * Config::m_tiles, NOBODY = 0xffff;
 constexpr u32 UNITS = (DECODED + Config::warps * DECODED_WARP + 15) / 16 * 16;
 constexpr u32 PAIR_EXPERT = UNITS + 16, PLACE = PAIR_EXPERT + 2 * Config::pairs, COUNT = PLACE + 2 * Config::pairs;
 constexpr u32 UNIT_EXPERT = COUNT + 4 * Config::experts, UNIT_PAIRS = UNIT_EXPERT + 2 * Config::pairs;
-constexpr u32 PAIR_RESULT = UNIT_PAIRS + 2 * WIDTH * Config::pairs;
-constexpr u32 END = PAIR_RESULT + Config::sums_experts * TILE_N * 4 * Config::pairs;
+constexpr u32 END = UNIT_PAIRS + 2 * WIDTH * Config::pairs;
 static_assert(ROUTED || DECODED + Config::warps * DECODED_WARP == Config::shared_bytes,
               "plan.py reckons with other sizes");
 static_assert(!ROUTED || END == Config::shared_bytes, "plan.py reckons with other sizes");
@@ -97,18 +96,16 @@ struct Weight {
 };
 struct Result {
   const unsigned short* bias;  // null for none
-  unsigned short* y;
+  unsigned short* y;  // fp32 with Config::wide
 };
 struct Arguments {
   Weight weight[Config::parts];
   const unsigned short *x, *norm, *residual;  // norm: weights of x's norm; residual: [m, n]; null for none
   const void* ids;                            // of experts, a pair of a token and an expert after the other
-  const void* shares;                         // of the pairs, in the sum of a token
   Result result[Config::parts];
   u32 m, pairs, n[Config::parts], first_tile[Config::parts], tiles, k;
-  // Of a stack: experts, rows of W of one, pairs of a token, pairs that share a row of x, whether ids have 64 bits, and
-  // whether shares have the type of x, or are fp32.
-  u32 experts, expert_rows, top_k, per_row, wide_ids, narrow_shares;
+  // Of a stack: experts, rows of W of one, pairs that share a row of x, whether ids have 64 bits.
+  u32 experts, expert_rows, per_row, wide_ids;
   float unit, epsilon, norm_offset, result_scale, codebook[16];
 };
 

@@ -6,8 +6,9 @@
 // Operands. The kernel computes out.T = W @ x.T: W is the A operand and comes from registers, x is B and comes from
 // shared memory. A register of A holds two neighbouring k of one row of W, which is one packed byte. Within a span of
 // weights that share a scale K is permuted, and x is laid out alike (device/lay_out.cuh): a thread takes neighbouring
-// bytes of W. A table in shared memory turns a byte into two fp32 numbers of the codebook; times the scale, and rounded
-// once to 16 bits, they are the weights that dequantize gives, bit for bit. So nothing is left to do for the sums.
+// bytes of W. The codebook times a scale, in fp32, and rounded once to 16 bits, is a table of the weights that
+// dequantize gives, bit for bit; it is made in registers, for each scale, and nibbles are looked up there
+// (device/scaled_table.cuh). So nothing is left to do for the sums.
 //
 // Work. Tiles of TILE_ROWS rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every cluster takes
 // an equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and
@@ -32,6 +33,7 @@
 //   grouped, activation, wide, scatters      of experts: what gates; results are fp32; they go to their pairs' rows
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
+#include "device/scaled_table.cuh"
 #include "fetch.cuh"
 #include "pairs.cuh"
 
@@ -40,32 +42,6 @@
 
 constexpr int STEPS = Config::span / 16, WORDS = Config::span / 32;  // MMAs a span; words of it that a lane takes
 constexpr int OPERANDS = STEP_K / 4;                                 // registers of A a step of x
-
-// The table, by WARPS warps: row b has the two numbers of byte b, a copy for every lane.
-__device__ __forceinline__ void make_wide_table(const Arguments& a, u32 warp, u32 lane) {
-  const float own = a.codebook[lane % 16];
-  for (u32 byte = warp; byte < 256; byte += WARPS) {
-    const float high = __shfl_sync(~0u, own, byte >> 4), low = __shfl_sync(~0u, own, byte & 15);
-    const u32 at = shared() + byte * TABLE_ROW + lane * 8;
-    if constexpr (Config::low_first) store_pair(at, low, high);
-    else store_pair(at, high, low);
-  }
-}
-
-// Two weights of byte J of `bytes`, as dequantize rounds them. column: the lane's place in a row of the table.
-__device__ __forceinline__ float scaled(float number, float scale) {
-  float product;
-  if constexpr (Config::flushes) asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(number), "f"(scale));
-  else asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(number), "f"(scale));
-  return product;
-}
-template <int J> __device__ __forceinline__ u32 weights_of(u32 bytes, u32 column, float scale) {
-  float first, second;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2 + %3];"
-               : "=f"(first), "=f"(second)
-               : "r"(__byte_perm(bytes, column, 0x7604 | (J << 4))), "n"(BASE));
-  return pack(scaled(first, scale), scaled(second, scale));
-}
 
 // Where a thread finds its part of W, and of the scales, in a stage: rows `row` (even) and `row` + 1 of 128 bytes, in
 // 16-byte pieces that are swizzled by the row. The address of a span is that of the first span, exclusive or the span's
@@ -86,30 +62,31 @@ __device__ __forceinline__ void load(u32 (&words)[2], u32 at) {
 }
 __device__ __forceinline__ void load(u32 (&words)[1], u32 at) { words[0] = load_number(at); }
 
-// This thread's A operands of a step of a unit. stage, scales: addresses of the unit's.
-__device__ __forceinline__ void decode(u32 (&a)[OPERANDS], u32 stage, u32 scales, const Addresses& mine, int step,
-                                       u32 column) {
+// This thread's operands of a step of a unit. stage, scales: addresses of the unit's.
+__device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const Arguments& a, u32 stage, u32 scales,
+                                       const Addresses& mine, int step) {
 #pragma unroll
   for (int s = 0; s < STEP_SPANS; s++) {
     const int span = step * STEP_SPANS + s;
     const uint2 both = load_pair(scales + mine.scales + span / JOINED * TILE_N * 4);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const float scale = __uint_as_float(half ? both.y : both.x);
+      const ScaledTable table(a.codebook, __uint_as_float(half ? both.y : both.x));
       u32 words[WORDS];
       load(words, stage + ((half ? mine.lower : mine.upper) ^ span * (Config::span / 2)));
 #pragma unroll
-      for (int i = 0; i < STEPS; i++) {
-        const u32 word = words[i / 2], to = 4 * (s * STEPS + i) + half;
-        a[to] = i % 2 ? weights_of<2>(word, column, scale) : weights_of<0>(word, column, scale);
-        a[to + 2] = i % 2 ? weights_of<3>(word, column, scale) : weights_of<1>(word, column, scale);
+      for (int i = 0; i < WORDS; i++) {
+        u32 pairs[4];
+        table.look_up(words[i], pairs);
+#pragma unroll
+        for (int j = 0; j < 4; j++) operands[4 * (s * STEPS + 2 * i + j / 2) + half + j % 2 * 2] = pairs[j];
       }
     }
   }
 }
 
 __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
-  const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = lane * 8 | shared() & ~0u << 24;
+  const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2;
   const Addresses mine(row, member);
   const auto release = [&](u32 barrier) {
     __syncwarp();
@@ -130,7 +107,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
   u32 used = 0;                       // the barrier of the stage of x that is multiplied; 0: none
   bool fresh = true;                  // the tile's sums are zero
   wait(shared() + W_FULL, 0);
-  decode(even, shared() + W_AT, shared() + SCALE, mine, 0, column);
+  decode(even, a, shared() + W_AT, shared() + SCALE, mine, 0);
   for (u32 unit = first; unit < last; unit++) {
     const u32 stage = shared() + W_AT + w.at * W_BYTES, scales = shared() + SCALE + w.at * SCALE_BYTES;
     const u32 empty = shared() + W_EMPTY + 8 * w.at;
@@ -150,11 +127,11 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
       used = shared() + X_EMPTY + 8 * x.at;
       x.next(Config::x_stages);
       if (step + 1 < UNIT_K / STEP_K) {
-        decode(next, stage, scales, mine, step + 1, column);
+        decode(next, a, stage, scales, mine, step + 1);
         if (step + 2 == UNIT_K / STEP_K) release(empty);
       } else if (unit + 1 < last) {
         wait(shared() + W_FULL + 8 * w.at, w.parity);
-        decode(next, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, mine, 0, column);
+        decode(next, a, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, mine, 0);
       }
     };
     turn(even, odd, 0), turn(odd, even, 1), turn(even, odd, 2), turn(odd, even, 3);
@@ -183,7 +160,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     fetch(a, reinterpret_cast<u64>(a.map), first, last, warp - WARPS, lane);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::consumer_registers));
-    make_wide_table(a, warp, lane);
     if constexpr (Config::cluster > 1) sync_cluster();
     sync_all();
     multiply_units(a, first, last, warp, lane);

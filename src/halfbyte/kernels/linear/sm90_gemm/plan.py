@@ -18,7 +18,7 @@ TILES_M = (96, 128, 160, 192, 224, 256)
 GROUPED_TILES_M = (32, 64, *TILES_M)  # of experts, which have few rows each
 MOST_STAGES = 8  # that there are barriers for
 DIRECT = 8
-W_STAGES, NARROW_STAGES = 3, 4  # the second up to 64 rows of x, which leave room
+W_STAGES, NARROW_STAGES = 3, 6  # the second up to 64 rows of x, which leave room
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class GemmPlan:
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         unit = self.copied_rows * (UNIT_K // 2 + UNIT_K // span * 4)
-        return 256 * 256 + 2048 + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
+        return 2048 + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
 
     def x_tiles(self, m: int) -> int:
         """Tiles of x [m, K]."""
@@ -113,7 +113,7 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties) -> GemmPla
 
 def x_stages(tile_m: int) -> int:
     """As many as there is room for."""
-    return min(MOST_STAGES, 3 * 256 // tile_m)
+    return min(MOST_STAGES, 5 * 256 // tile_m)
 
 
 def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:

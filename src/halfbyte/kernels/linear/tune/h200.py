@@ -48,9 +48,10 @@ DECODE_TIMES = {
     4: DecodeTimes(2.799, 0.0, 7.897, 0.0242, 0.254, 0.0746, 3.0, 1.013),
 }
 
-# Of experts, guesses: blocks of K that a warp holds x for, twice; the most warps of a CTA; CTAs of a multiprocessor,
-# and their warps, together; stages.
+# Of experts: blocks of K that a warp holds x for, twice; the most warps of a CTA; CTAs of a multiprocessor, and their
+# warps, together; the most stages; and how many are worth more than another CTA.
 ROUTED_SLICE, ROUTED_WARPS, ROUTED_RESIDENT, ROUTED_SM_WARPS, ROUTED_STAGES = 4, 16, 3, 20, 4
+ROUTED_FEWEST_STAGES = 3
 # Groups of eight rows of x to blocks of K that a warp holds x for, and the most warps of a CTA.
 DECODE_SLICES = {1: (8, 16), 2: (4, 16), 4: (4, 8)}
 # The same to the most warps of each of two CTAs that share a multiprocessor.

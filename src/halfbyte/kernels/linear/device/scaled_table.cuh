@@ -1,0 +1,46 @@
+// From nibbles to the MMA's A operand without shared memory, which wgmma has little to spare of: its 256 columns of x,
+// the copies that bring them, and look-ups would together ask for more than there is.
+//
+// The sixteen numbers of a codebook times one scale, rounded as dequantize rounds them, are 32 bytes: eight registers.
+// A byte permute picks four bytes out of eight by four nibbles, so four of them and two that choose between the halves
+// give the low and the high bytes of four weights.
+
+#include "numeric.cuh"
+
+class ScaledTable {
+ public:
+  __device__ __forceinline__ ScaledTable(const float (&codebook)[16], float scale) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const u32 a = pack(scaled(codebook[4 * i], scale), scaled(codebook[4 * i + 1], scale));
+      const u32 b = pack(scaled(codebook[4 * i + 2], scale), scaled(codebook[4 * i + 3], scale));
+      low[i] = __byte_perm(a, b, 0x6420), high[i] = __byte_perm(a, b, 0x7531);
+    }
+  }
+  // The eight weights of four bytes, two by two.
+  __device__ __forceinline__ void look_up(u32 bytes, u32 (&pairs)[4]) const {
+    // A nibble's lower three bits pick of either half; its highest bit picks the half.
+    const u32 lower = bytes & 0x77777777, highest = bytes >> 1 & 0x44444444 | 0x32103210;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const u32 in_half = lower >> 16 * i, half = highest >> 16 * i;
+      const u32 l = pick(low, in_half, half), h = pick(high, in_half, half);
+      pairs[2 * i] = __byte_perm(l, h, Config::low_first ? 0x5140 : 0x4051);
+      pairs[2 * i + 1] = __byte_perm(l, h, Config::low_first ? 0x7362 : 0x6273);
+    }
+  }
+
+ private:
+  u32 low[4], high[4];  // bytes of the sixteen numbers
+
+  static __device__ __forceinline__ float scaled(float number, float scale) {
+    float product;
+    if constexpr (Config::flushes) asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(number), "f"(scale));
+    else asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(number), "f"(scale));
+    return product;
+  }
+  // Four bytes of sixteen.
+  static __device__ __forceinline__ u32 pick(const u32 (&bytes)[4], u32 in_half, u32 half) {
+    return __byte_perm(__byte_perm(bytes[0], bytes[1], in_half), __byte_perm(bytes[2], bytes[3], in_half), half);
+  }
+};
