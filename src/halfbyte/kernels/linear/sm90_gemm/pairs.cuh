@@ -13,16 +13,36 @@ __device__ __forceinline__ void store_two(float* to, float first, float second, 
   }
 }
 
+// Where the rows of a tile go, in rows of the result. Where these are the pairs' own, a warp reads all of them at once,
+// and lanes tell each other: one by one, each would wait for memory.
+struct RowsOfResult {
+  u32 first, pairs[Config::scatters ? (Config::tile_m + 31) / 32 : 1];
+  template <class Unit> __device__ __forceinline__ RowsOfResult(const Arguments& a, const Unit& at) {
+    first = at.tile.first;
+    if constexpr (Config::scatters)
+#pragma unroll
+      for (u32 i = 0; i < (Config::tile_m + 31) / 32; i++) {
+        const u32 row = 32 * i + threadIdx.x % 32;
+        pairs[i] = row < at.tile.rows ? pair_of(a, first + row) : 0;
+      }
+  }
+  // By all lanes; they have the same row / 32.
+  __device__ __forceinline__ u32 get(u32 row) const {
+    if constexpr (Config::scatters) return __shfl_sync(~0u, pairs[row / 32], row % 32);
+    return first + row;
+  }
+};
+
 // Stores this lane's sums of a tile: rows n and n + 1 of its expert's tiles, and of x the pairs 2 * member and
 // 2 * member + 1 of each eight. With GATES these rows are a gate and its up, and one result.
 template <int Sums, class Unit>
 __device__ __forceinline__ void store_pairs(const Arguments& a, const float (&total)[Sums], const Unit& at, u32 n,
                                             u32 member) {
-  if (n >= a.n) return;
-  const bool even = a.n % 2 == 0, both = n + 1 < a.n;
+  const bool even = a.n % 2 == 0, exists = n < a.n, both = n + 1 < a.n;
   const u32 columns = GATES ? a.n / 2 : a.n, column = GATES ? n / 2 : n;
+  const RowsOfResult rows(a, at);
   float bias[2] = {0, 0};
-  if (a.bias) {
+  if (a.bias && exists) {
     bias[0] = unpack(a.bias[row_of(a, at, n)]);
     if (both) bias[1] = unpack(a.bias[row_of(a, at, n + 1)]);
   }
@@ -31,9 +51,8 @@ __device__ __forceinline__ void store_pairs(const Arguments& a, const float (&to
 #pragma unroll
     for (u32 j = 0; j < 2; j++) {
       const u32 row = 8 * i + 2 * member + j;
-      if (row >= at.tile.rows) continue;
-      const u32 sorted = at.tile.first + row;
-      const u64 place = u64(Config::scatters ? pair_of(a, sorted) : sorted) * columns + column;
+      const u64 place = u64(rows.get(row)) * columns + column;
+      if (row >= at.tile.rows || !exists) continue;
       const float first = scale_and_add(total[4 * i + j], a.unit, bias[0]);
       const float second = scale_and_add(total[4 * i + 2 + j], a.unit, bias[1]);
       if constexpr (GATES) a.y[place] = narrow(gated<Config::activation>(first, second));
