@@ -225,7 +225,7 @@ def test_parts_ids_streams_and_the_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     right = moe(x, ids)
     assert torch.equal(on_another_stream(lambda: moe(x, ids.int())), right)
     assert torch.equal(torch.compile(moe, fullgraph=True)(x, ids), right)
-    monkeypatch.setattr(h200, "GROUPED_BYTES", 1 << 20)
+    monkeypatch.setattr(many, "MOST_BYTES", 1 << 20)
     assert torch.equal(moe(x, ids), right)
 
 

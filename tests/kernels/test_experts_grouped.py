@@ -196,7 +196,7 @@ def test_a_block(
         for n, k in ((2 * inner, hidden), (hidden, inner))
     )
     if parts:
-        monkeypatch.setattr(many.h200, "GROUPED_BYTES", 1)
+        monkeypatch.setattr(many, "MOST_BYTES", 1)
     gpu.dtype = dtype
     told(gpu, monkeypatch, (gate_up, Grouping(experts, activation)), (down, Grouping(experts, wide=True)))
     biases = torch.randn(experts, 2 * inner).to(dtype), torch.randn(experts, hidden).to(dtype)

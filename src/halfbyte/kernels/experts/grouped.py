@@ -22,7 +22,8 @@ from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_gemm import grouped
 from halfbyte.kernels.linear.sm90_gemm.grouped import Grouping
-from halfbyte.kernels.linear.tune import h200
+
+MOST_BYTES = 1 << 31  # of what a block keeps of its tokens; more of these go one part after the other
 
 
 class Products(NamedTuple):
@@ -86,7 +87,7 @@ def moe(
 
 def _part(tokens: int, bytes_of_token: int) -> int:
     """Tokens that go together: all of them in equal parts, which are aligned."""
-    parts = -(-tokens * bytes_of_token // h200.GROUPED_BYTES)
+    parts = -(-tokens * bytes_of_token // MOST_BYTES)
     return -(-tokens // max(1, parts) // 16) * 16
 
 

@@ -11,7 +11,7 @@
 #include "linear/device/ptx.cuh"
 
 constexpr u32 WARPS = 32, THREADS = 32 * WARPS, NOWHERE = ~0u;
-constexpr u32 AT_ONCE = 4;  // ids that a lane loads ahead
+constexpr u32 AT_ONCE = 8;  // ids that a lane loads ahead
 
 struct Arguments {
   const void* ids;  // [pairs], of 32 bits or 64

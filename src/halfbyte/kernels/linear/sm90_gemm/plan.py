@@ -161,10 +161,10 @@ def grouped_plans(
 
 def wanted(pairs: int, experts: int) -> float:
     """How many experts have pairs, if each is as likely for every pair."""
-    return experts * -math.expm1(pairs * math.log1p(-1 / experts)) if experts > 1 else 1.0
+    return experts * -math.expm1(pairs * math.log1p(-1 / experts)) if experts > 1 else 1
 
 
 def usual_tiles(pairs: int, experts: int, tile_m: int) -> float:
     """About how many tiles there are: of each expert that is wanted one, and half of another where it has more."""
     each = pairs / wanted(pairs, experts)
-    return wanted(pairs, experts) * max(1.0, each / tile_m + 0.5)
+    return wanted(pairs, experts) * max(1, (2 * each / tile_m + 1) / 2)
