@@ -2,7 +2,7 @@
 with by the fused kernel of the device or, dequantized, by torch.
 
 There, where an expert's rows are is read on the host. On a GPU that waits for the stream, so no CUDA graph can capture
-it. A Hopper GPU has kernels for few rows that need no host.
+it. A Hopper GPU has kernels that need no host.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _multiply(
     if x.is_cuda:
         slow.warn(
             "experts on cuda",
-            "no CUDA kernel is for so many tokens, or for these experts, which are dequantized one by one and "
-            "multiplied with by torch, slowly; Hopper GPUs have one for up to 512 pairs of a token and an expert",
+            "no CUDA kernel is for these experts on this GPU, which are dequantized one by one and multiplied with by "
+            "torch, slowly; Hopper GPUs have kernels for x in 16 bits",
         )
     way = plan(groups, n, k, x.dtype, kind, cpu_capability())
     if way.fused:

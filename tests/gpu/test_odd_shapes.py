@@ -231,6 +231,23 @@ def test_experts(format: str, inner: int, hidden: int) -> None:
         assert relative_error(found.cpu(), right) < 1e-2
 
 
+@pytest.mark.parametrize(("inner", "hidden"), [(64, 320), (96, 160), (192, 1024)])
+@pytest.mark.parametrize("format", ["nf4", "fp4", "mxfp4"])
+def test_many_pairs_with_experts(format: str, inner: int, hidden: int) -> None:
+    """Rows of W and pairs that fill no tile, K that ends within a unit, ids that are none, an expert without pairs."""
+    experts, k, size = 4, 3, 64 if format == "nf4" and inner % 64 == 0 else 32
+    gate_up, down = (
+        hb.quantize(torch.randn(experts, *sides, device="cuda").bfloat16() / sides[1] ** 0.5, format, block_size=size)
+        for sides in ((2 * inner, hidden), (hidden, inner))
+    )
+    for tokens, activation in ((172, "silu"), (347, "swiglu_oai")):
+        x, weights = torch.randn(tokens, hidden, device="cuda").bfloat16(), torch.rand(tokens, k, device="cuda")
+        ids = torch.randint(-1, experts - 1, (tokens, k), device="cuda")
+        found = hb.moe(x, ids, weights, gate_up, down, activation)
+        right = hb.moe(x.float().cpu(), ids.cpu(), weights.cpu(), gate_up.to("cpu"), down.to("cpu"), activation)
+        assert relative_error(found.cpu(), right) < 1e-2
+
+
 @pytest.mark.parametrize(("v", "d"), [(1, 1), (3, 64), (17, 127), (129, 33), (257, 192), (1000, 65)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_search(v: int, d: int, dtype: torch.dtype) -> None:

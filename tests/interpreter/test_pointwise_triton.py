@@ -6,7 +6,7 @@ from torch import Tensor
 
 from halfbyte.kernels.experts import reference as stacks
 from halfbyte.kernels.experts import router, router_reference
-from halfbyte.kernels.experts.combine import combine
+from halfbyte.kernels.experts.combine import combine, combine_sorted
 from halfbyte.kernels.pointwise import reference
 from halfbyte.kernels.pointwise.triton import gated, rms_norm, supports
 
@@ -76,4 +76,9 @@ def test_combine(columns: int, kind: torch.dtype) -> None:
     out = torch.full((5, columns), 9.0, dtype=torch.float16)
     combine(rows, ids, weights, out, 4)
     right = stacks.combine(rows.view(5, 3, columns).nan_to_num(), torch.where(known, weights, 0), torch.float16)
+    torch.testing.assert_close(out, right)
+    places = torch.randperm(15).int()
+    there = rows[places.argsort()]
+    places[~known.view(-1)] = -1
+    combine_sorted(there, places, weights, out)
     torch.testing.assert_close(out, right)

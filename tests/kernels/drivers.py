@@ -14,17 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from routes import routes_of
 
 import halfbyte as hb
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.kernels.common import driver, tensor_map
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.experts import reference as stacks
+from halfbyte.kernels.experts import sort
 from halfbyte.kernels.linear import cache, cuda, kernel, laid_out, reach, workspace
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.kernels.linear.simt import launch as exact
 from halfbyte.kernels.linear.sm80 import launch as tensor
 from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_gemm import grouped
+from halfbyte.kernels.linear.sm90_gemm.grouped import Grouping
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.pointwise import reference as pointwise
 
@@ -46,6 +50,8 @@ class Driver:
         self.group: list[QuantizedWeight] = []  # the weights of one launch, where it is not `like` alone
         self.dtype = BF16
         self.activation = ""  # of a gated pair
+        self.grouping: Grouping | None = None  # of a stack whose pairs are sorted
+        self.tile_m = 0  # of those
         self.names = [b""]
         self.seen: list[tuple[Any, int]] = []  # kernel and rows of x
         self.others: list[bytes] = []  # names of kernels before and after products
@@ -73,12 +79,18 @@ class Driver:
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
         time.sleep(self.pause)
-        kernel = KERNELS.get(self.names[function.value])
+        name = self.names[function.value]
+        kernel = KERNELS.get(name)
+        if name == b"sort_pairs":
+            self._sort(*struct.unpack(sort.LAYOUT[1], ctypes.string_at(parameters[0], struct.calcsize(sort.LAYOUT[1]))))
         if kernel is None:  # what comes before or after the product
             self.others.append(self.names[function.value])
             return 0
         if kernel is decode:
             self._decode(ctypes.string_at(parameters[0], struct.calcsize("".join(decode.layout(len(self.group) or 1)))))
+            return 0
+        if self.grouping is not None:
+            self._grouped(ctypes.string_at(parameters[0], struct.calcsize("".join(laid_out.LAYOUT))))
             return 0
         layout = laid_out.LAYOUT if kernel is hopper else kernel.LAYOUT
         first, *rest = struct.unpack_from("".join(layout), ctypes.string_at(parameters[0], 320))
@@ -156,6 +168,43 @@ class Driver:
                 result = stacks.activate(row[None], self.activation)[0] if gates else row
                 memory(out, (pairs, len(result)), dtype)[pair] = result
 
+    def _sort(self, ids: int, routes: int, pairs: int, experts: int, wide: int, room: int) -> None:
+        chosen = memory(ids, (pairs,), torch.int64 if wide else torch.int32)
+        found = routes_of(chosen, experts, self.tile_m, room)
+        memory(routes, (4,), torch.int32).copy_(torch.tensor([found.count, 0, 0, 0]))
+        memory(routes + 16, (room, 4), torch.int32).copy_(found.tiles)
+        if found.count:
+            memory(routes + 16 * (1 + room), (len(found.order),), torch.int32).copy_(found.order)
+        memory(routes + 16 * (1 + room + -(-pairs // 4)), (pairs,), torch.int32).copy_(found.places)
+
+    def _grouped(self, arguments: bytes) -> None:
+        """Tiles of sorted pairs, with the stack `like`."""
+        grouping = self.grouping
+        assert grouping is not None
+        first, *values = struct.unpack("".join(laid_out.LAYOUT), arguments)
+        addresses = (*struct.unpack_from("Q", first), *values[:4])
+        (x, bias, out, place, *others, routes), (stale, per_row) = values[4:11], values[11:13]
+        (n, k, row_tiles, room, units, _), (unit, _, _) = values[13:19], values[19:]
+        assert (grouping.experts, n, k) == self.like.shape
+        assert (row_tiles, units, unit) == (-(-n // 128), -(-k // 256), 1.0)
+        assert place != 0 == stale == others[0] == others[1]
+        flat = decode.rows_of(self.like)
+        self.seen.append((grouped, per_row))
+        (count,) = memory(routes, (1,), torch.int32).tolist()
+        for expert, begin, rows, _ in memory(routes + 16, (room, 4), torch.int32)[:count].tolist():
+            assert 0 < rows <= self.tile_m
+            for row in range(begin, begin + rows):
+                (pair,) = memory(routes + 16 * (1 + room) + 4 * row, (1,), torch.int32).tolist()
+                given = memory(x + (pair // per_row if per_row else row) * k * 2, (1, k), self.dtype)
+                y = self._product(flat, addresses, given, 0).float().view(-1, n)[expert]
+                if bias:
+                    y = y + memory(bias, (grouping.experts, n), self.dtype)[expert]
+                if grouping.activation:
+                    y = stacks.activate(y, grouping.activation)
+                kind = F32 if grouping.wide else self.dtype
+                at = out + (pair if grouping.scatters else row) * len(y) * kind.itemsize
+                memory(at, (len(y),), kind).copy_(y)
+
     def _multiply(self, like: QuantizedWeight, addresses: Sequence[int], m: int, x: int, bias: int, out: int) -> None:
         n, k = like.shape
         y = self._product(like, addresses, memory(x, (m, k), self.dtype), bias)
@@ -181,7 +230,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> It
     there = Driver()
     for module in (driver, tensor_map):
         monkeypatch.setattr(module, "driver", lambda: there)
-    for module in (cuda, kernel, laid_out, decode, exact, tensor):
+    for module in (cuda, kernel, laid_out, decode, exact, tensor, grouped):
         monkeypatch.setattr(module, "properties_of", lambda index: properties)
     monkeypatch.setattr(reach, "without_kernels", lambda properties: None)
     monkeypatch.setattr(driver, "cubin", lambda variant: b"")
@@ -198,6 +247,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> It
         decode.launches,
         exact.launches,
         laid_out.launches,
+        sort.launches,
         tensor.launches,
     )
     caches = (driver.kernels.cache_clear, tensor_map.tensor_map.cache_clear, *(one.entries.clear for one in kept))

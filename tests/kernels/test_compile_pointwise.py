@@ -31,8 +31,10 @@ def test_compiles(
     pointwise.gated(x, x, "silu" if rows == 1 else "gelu_tanh")
     router.route(x, 8, rows == 1, True, torch.float32)
     pairs = torch.empty(rows, 8, dtype=torch.int64, device="meta")
-    combine.combine(x.new_empty((rows * 8, columns), dtype=torch.float32), pairs, pairs.float(), x, 64)
-    assert len(kept) == 5
+    wide = x.new_empty((rows * 8, columns), dtype=torch.float32)
+    combine.combine(wide, pairs, pairs.float(), x, 64)
+    combine.combine_sorted(wide, pairs.int().view(-1), pairs.float(), x)
+    assert len(kept) == 6
     grids = {pointwise.gated_kernel: -(-rows * columns // pointwise.BLOCK)}
     grids[combine.combine_kernel] = rows * -(-columns // combine.BLOCK)
     for kernel, _, arguments, _, configure in kept:

@@ -56,9 +56,11 @@ def test_models_are_supported(model: str, pairs: int) -> None:
 def test_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "without_kernels", lambda properties: None)
     q = hb.quantize(torch.randn(4, 64, 256))
-    assert serves._on_cuda(q, H200) == "experts: CUDA C++ sm90_decode (sm_90), and one by one where tokens are many"
+    both = "experts: CUDA C++ sm90_decode where tokens are few, sm90_gemm where they are many (sm_90)"
+    assert serves._on_cuda(q, H200) == both
+    assert serves._on_cuda(hb.quantize(torch.randn(4, 72, 256)), H200) == "experts: CUDA C++ sm90_gemm (sm_90)"
     assert "no kernel is for such a stack" in serves._on_cuda(q, A100)
-    assert "no kernel is for such a stack" in serves._on_cuda(hb.quantize(torch.randn(4, 72, 256)), H200)
+    assert "no kernel is for such a stack" in serves._on_cuda(hb.quantize(torch.randn(4, 64, 250)), H200)
 
 
 def test_what_is_not_supported() -> None:

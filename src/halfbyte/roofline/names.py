@@ -35,8 +35,8 @@ def group_of(name: str) -> str:
 ATTENTION, NORMS, ELEMENTWISE, DEQUANTIZE, SAMPLING, COPIES, OTHER, GAPS = map(Label, GROUPS[1:])
 UNNAMED = Label("products", "unnamed")  # a product outside of every projection
 
-# What the kernels of kernels/linear are called.
-OURS = ("decode", "exact", "multiply", "lay_out", "product", "combine")
+# What the kernels of kernels/linear and those of experts are called.
+OURS = ("decode", "exact", "multiply", "lay_out", "product", "combine", "sort_pairs", "combine_kernel")
 
 # What torch's compiler fuses; such a kernel's name lists what it computes, what it takes up, and no product of its own.
 FUSED = ("triton_poi", "triton_red", "triton_per")

@@ -22,9 +22,9 @@ BLOCK = 512  # numbers of a token that one program adds up
 @triton.jit
 def combine_kernel(
     rows, ids, weights, out, columns, blocks, experts,
-    K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    K: tl.constexpr, SORTED: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program i: block i % blocks of token i // blocks."""
+    """Program i: block i % blocks of token i // blocks. SORTED: ids are numbers of rows, of which `experts` exist."""
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -34,10 +34,11 @@ def combine_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for turn in tl.static_range(K):
         pair = token * K + turn
-        expert = tl.load(ids + pair)
-        known = (expert >= 0) & (expert < experts)
+        number = tl.load(ids + pair).to(tl.int64)
+        known = (number >= 0) & (number < experts)
         weight = tl.load(weights + pair).to(tl.float32)
-        total += tl.load(rows + pair * columns + column, inside & known, 0) * tl.where(known, weight, 0)
+        row = number if SORTED else pair
+        total += tl.load(rows + row * columns + column, inside & known, 0) * tl.where(known, weight, 0)
     tl.store(out + token * columns + column, total, inside)
 
 
@@ -46,12 +47,21 @@ def combine(rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, experts: in
 
     rows [T * k, H] fp32, ids and weights [T, k], and out [T, H], contiguous, on the current device.
     """
+    _combine(rows, ids, weights, out, experts, False)
+
+
+def combine_sorted(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> None:
+    """The same of rows that are sorted: that of pair t * k + j is rows[places[t * k + j]], or none where that is -1."""
+    _combine(rows, places, weights, out, len(rows), True)
+
+
+def _combine(rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, experts: int, is_sorted: bool) -> None:
     (tokens, k), columns = weights.shape, out.shape[1]
     blocks = -(-columns // BLOCK)
 
     def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
-        constants = {"K": k, "BLOCK": BLOCK, "OVERLAPS": properties.ptx >= SINCE}
+        constants = {"K": k, "SORTED": is_sorted, "BLOCK": BLOCK, "OVERLAPS": properties.ptx >= SINCE}
         return tokens * blocks, constants | {"num_warps": 4}
 
-    key = (out.dtype, ids.dtype, weights.dtype, tokens, k)
+    key = (out.dtype, ids.dtype, weights.dtype, tokens, k, is_sorted)
     launch(combine_kernel, out.get_device(), (rows, ids, weights, out, columns, blocks, experts), key, configure)

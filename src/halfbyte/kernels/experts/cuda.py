@@ -1,4 +1,5 @@
-"""Products with a stack of experts on an NVIDIA GPU: few pairs of a token and an expert, in one launch each.
+"""Products with a stack of experts on an NVIDIA GPU: few pairs of a token and an expert, in one launch each. Many are
+grouped.py's.
 
 The kernel is `linear`'s for few rows (kernels/linear/sm90_decode). It finds on the device which experts are wanted,
 reads those alone, and needs neither a sort nor the host, so CUDA graphs can capture it. A launch of its own adds up
@@ -18,6 +19,7 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.experts import grouped
 from halfbyte.kernels.linear import cache, reach
 from halfbyte.kernels.linear.kernel import RoutedProduct
 from halfbyte.kernels.linear.problem import addresses, problem_of
@@ -32,7 +34,7 @@ def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor |
     no kernel is for it. All contiguous, x and bias aligned to 16 bytes, on the current device."""
     product = _product(x, q, bias, len(x), expert, 1)
     if product is None:
-        return None
+        return grouped.grouped_linear(x, q, expert, bias)
     out = x.new_zeros((len(x), q.shape[1]))
     _launch(product, x, expert, bias, out, len(x))
     return out
@@ -48,7 +50,8 @@ def moe(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> Tensor | None:
-    """The experts of each token of x [T, H], weighted and added up, in three launches; None where no kernel is for it.
+    """The experts of each token of x [T, H], weighted and added up, of few in three launches; None where no kernel is
+    for it.
 
     All contiguous, x and biases aligned to 16 bytes, on the current device. top_k_weights: fp32, or of x's dtype.
     """
@@ -59,7 +62,7 @@ def moe(
     inner = _product(x, gate_up, gate_up_bias, pairs, top_k_index, k, activation)
     outer = _product(x, down, down_bias, pairs, top_k_index, 1, wide=True)
     if inner is None or outer is None:
-        return None
+        return grouped.moe(x, top_k_index, top_k_weights, gate_up, down, activation, gate_up_bias, down_bias)
     from halfbyte.kernels.experts.combine import combine
 
     hidden, y = x.new_empty((pairs, down.shape[2])), x.new_empty((pairs, down.shape[1]), dtype=torch.float32)

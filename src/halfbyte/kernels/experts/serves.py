@@ -7,15 +7,18 @@ import torch
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.slow import has_numba
+from halfbyte.kernels.experts.sort import MOST_EXPERTS
 from halfbyte.kernels.linear import reach
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_gemm import grouped
+from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 
 ONE_BY_ONE = "experts one by one: dequantize, then torch.matmul"
 
 
 def serves(q: QuantizedWeight) -> str:
-    """What `halfbyte.moe` multiplies few tokens and q [E, N, K] with, on q's device."""
+    """What `halfbyte.moe` multiplies q [E, N, K] with, on q's device."""
     if q.device.type == "cuda":
         return _on_cuda(q, properties_of(q.device.index))
     if q.device.type != "cpu":
@@ -32,7 +35,12 @@ def _on_cuda(q: QuantizedWeight, properties: DeviceProperties) -> str:
     if lack is not None:
         return f"{ONE_BY_ONE}: {lack.what}"
     x = torch.empty(0, dtype=q.dtype if q.dtype.itemsize == 2 else torch.bfloat16, device=q.device)
-    rows = decode.rows_of(q)
-    if decode.plan_routed(1, problem_of(x, rows, None), q.shape[0], "", False, properties) is None:
+    problem, experts = problem_of(x, decode.rows_of(q), None), q.shape[0]
+    found = []
+    if decode.plan_routed(1, problem, experts, "", False, properties) is not None:
+        found.append(f"{decode.NAME} where tokens are few")
+    if experts <= MOST_EXPERTS and grouped.plan(1, experts, (problem,), properties) is not None:
+        found.append(f"{gemm.NAME} where they are many" if found else gemm.NAME)
+    if not found:
         return f"{ONE_BY_ONE}, as no kernel is for such a stack on this GPU"
-    return f"experts: CUDA C++ {decode.NAME} (sm_{properties.capability}), and one by one where tokens are many"
+    return f"experts: CUDA C++ {', '.join(found)} (sm_{properties.capability})"

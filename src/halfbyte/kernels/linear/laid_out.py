@@ -188,7 +188,7 @@ def prepare(
     row_tiles, x_tiles, units = -(-o.n // plan.rows), plan.x_tiles(m), -(-o.k // UNIT_K)
     compiled = kernel.variant(o, plan, properties_of(index))
     key = index, x_tiles * units, plan, compiled
-    both = launches.get(key, lambda: _launches(index, x_tiles * units, plan, compiled))
+    both = launches.get(key, lambda: make_launches(index, x_tiles * units, plan, compiled))
     fixes_up = plan.workers != row_tiles * x_tiles * (plan.cluster if plan.resident else 1)
     partial = plan.ctas * plan.copied_rows * plan.tile_m if fixes_up else 0
     packed, *scales = weight
@@ -200,7 +200,7 @@ def prepare(
     return Part(device, *both, arguments, laid_out, partial)
 
 
-def _launches(index: int, x_units: int, plan: LaidOutPlan, compiled: Variant) -> tuple[Launch, Launch]:
+def make_launches(index: int, x_units: int, plan: LaidOutPlan, compiled: Variant) -> tuple[Launch, Launch]:
     """What lays x out, and the product."""
     shared = int(dict(compiled.constants)["shared_bytes"])
     lay_out, multiply = kernels(index, compiled, (("lay_out", 0), ("multiply", shared)), carveout=100)

@@ -1,4 +1,5 @@
-// What kernels for which x is laid out are told, and how they store y. Their Config has `activation` and `residual`.
+// What kernels for which x is laid out are told, and how they store y. Their Config has `activation`, `residual`, and
+// `grouped`, for experts: see device/grouped.cuh, which has a use of its own for `other` and `m`.
 //
 // A result may be combined with what an earlier launch left: y = other + result_scale * v with `residual`, or
 // y = activation(other) * v, where `other` is the product of the weight that gates.

@@ -7,7 +7,8 @@
 
 // Prepares for `multiply`. For each CTA of that kernel one CTA here prefetches scales to L2; the others lay x [m, k]
 // out as [tile of x][K / 64][tile_m rows][128 bytes, whose 16-byte pieces are swizzled by the row]. A word is two
-// neighbouring k; piece j of a span holds word j of each of a quad's four lanes.
+// neighbouring k; piece j of a span holds word j of each of a quad's four lanes. With `grouped` a tile has the rows of
+// x that pairs of one expert want.
 extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant__ Arguments a) {
   // `multiply` waits for this kernel alone and reads W at once, so it may start only when all work before is done.
   wait_for_prior_kernel();
@@ -17,13 +18,22 @@ extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant_
   if (index >= pieces) return;
   const u32 piece = index % 8, row = index / 8 % Config::tile_m, block = index / (8 * Config::tile_m),
             blocks = a.depth_units * 4;
-  const u32 m = block / blocks * Config::tile_m + row, k = block % blocks * 64;
+  u32 m = block / blocks * Config::tile_m + row;
+  const u32 k = block % blocks * 64;
+  bool exists = m < a.m;
+  if constexpr (Config::grouped) {
+    const Tile tile = tile_of(a, block / blocks);
+    if (row >= copied_rows(tile)) return;
+    exists = row < tile.rows;
+    m = tile.first + row;
+    if (exists && a.m) m = pair_of(a, m) / a.m;
+  }
   const u32 word = piece / OWN * SPAN_WORDS + piece % OWN;
   u32 words[4];
 #pragma unroll
   for (u32 member = 0; member < 4; member++) {
     const u32 at = k + 2 * (word + OWN * member);
-    words[member] = m < a.m && at < a.k ? *reinterpret_cast<const u32*>(a.x + u64(m) * a.k + at) : 0;
+    words[member] = exists && at < a.k ? *reinterpret_cast<const u32*>(a.x + u64(m) * a.k + at) : 0;
   }
   a.laid_out[u64(index) / 8 * 8 + (piece ^ (row & 7))] = make_uint4(words[0], words[1], words[2], words[3]);
 }

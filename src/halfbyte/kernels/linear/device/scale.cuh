@@ -21,6 +21,9 @@ template <Type> struct ScaleTypes {
 template <> struct ScaleTypes<Type::nested> {
   typedef u8 Stored, Bits;
 };
+template <> struct ScaleTypes<Type::e8m0> {
+  typedef u8 Stored, Bits;
+};
 template <> struct ScaleTypes<Type::fp32> {
   typedef float Stored;
   typedef u32 Bits;
@@ -30,6 +33,10 @@ typedef ScaleTypes<Config::scale>::Bits ScaleBits;
 
 // The value of a scale that is a number itself. Bits beyond the scale's own are not looked at.
 __device__ __forceinline__ float decode_flat(u32 bits) {
+  if constexpr (EXPONENTS) {  // as in decode_exponent
+    const u32 e = bits & 255;
+    return __uint_as_float(e << 23 | u32((e + 1 & 255) <= 1) << 22);
+  }
   return Config::scale == Type::fp32   ? __uint_as_float(bits)
          : Config::scale == Type::fp16 ? from_fp16(bits)
                                        : from_bf16(bits);

@@ -7,7 +7,8 @@
 
 // A thread must not wait for memory, so it loads the scales of its rows into registers units before they are used. With
 // `vector` it loads 16 bytes of a row, which last for LOADED units; else one scale at a time.
-constexpr int UNIT_BYTES = Config::vector ? (UNIT_K >> Config::log_block) * SCALE_SIZE : SPANS * SCALE_SIZE,
+constexpr int BYTES = sizeof(ScaleBits),  // of a scale
+    UNIT_BYTES = Config::vector ? (UNIT_K >> Config::log_block) * BYTES : SPANS * BYTES,
               LOADED = Config::vector ? 16 / UNIT_BYTES : 1;
 static_assert(!Config::vector || UNIT_BYTES == 4 || UNIT_BYTES == 8 || UNIT_BYTES == 16, "units begin at words");
 
@@ -28,9 +29,11 @@ __device__ __forceinline__ u32 load_bits(const Arguments& a, u64 block) {
   return __ldg(static_cast<const ScaleBits*>(a.scale) + block);
 }
 
-// The number of the first scale that a vector load brings for `k` and a row; rows beyond N count as the last one.
+// The number of the first scale that a vector load brings for `k` and a row; rows beyond N count as the last one,
+// and those of experts are no such rows (row_of).
 __device__ __forceinline__ u64 first_block(const Arguments& a, u32 row, u32 k) {
-  return (u64(min(row, a.n - 1)) * a.k + k / (LOADED * UNIT_K) * (LOADED * UNIT_K)) >> Config::log_block;
+  return (u64(Config::grouped ? row : min(row, a.n - 1)) * a.k + k / (LOADED * UNIT_K) * (LOADED * UNIT_K)) >>
+         Config::log_block;
 }
 
 // Scales of a row as stored, by one vector load: those of LOADED units, in 16 bytes. They share an absmax.
@@ -41,7 +44,7 @@ struct VectorScales {
   // k is rounded down to what one load brings.
   __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 k) {
     const u64 block = first_block(a, row, k);
-    bytes = load_16_bytes(static_cast<const unsigned char*>(a.scale) + block * SCALE_SIZE);
+    bytes = load_16_bytes(static_cast<const unsigned char*>(a.scale) + block * BYTES);
     its_absmax = NESTED ? load_float(a.absmax + (block >> 8)) : 0.0f;
   }
   __device__ __forceinline__ void next_unit() {
@@ -49,7 +52,7 @@ struct VectorScales {
   }
   __device__ __forceinline__ u32 bits(int s) const {
     const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-    const int byte = (s * JOINED * Config::span >> Config::log_block) * SCALE_SIZE;
+    const int byte = (s * JOINED * Config::span >> Config::log_block) * BYTES;
     return words[byte / 4] >> byte % 4 * 8;
   }
   __device__ __forceinline__ float absmax(int) const { return its_absmax; }
@@ -63,7 +66,7 @@ struct SingleScales {
   __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 k) {
 #pragma unroll
     for (int s = 0; s < SPANS; s++) {
-      const bool exists = row < a.n && k + s * Config::span < a.k;
+      const bool exists = (Config::grouped || row < a.n) && k + s * Config::span < a.k;
       const u64 block = exists ? (u64(row) * a.k + k + s * Config::span) >> Config::log_block : 0;
       each_bits[s] = exists ? load_bits(a, block) : 0;
       if (NESTED) each_absmax[s] = exists ? __ldg(a.absmax + (block >> 8)) : 0.0f;
@@ -85,9 +88,12 @@ typedef ScalesOf<Config::vector>::Raw RawScales;
 // Prefetches the scales that CTA number `cta` of `multiply` loads first to L2. Each is in a line of its own, and there
 // are too many to arrive in time.
 __device__ __forceinline__ void prefetch_scales(const Arguments& a, u32 cta, u32 thread) {
-  const WorkUnit at(a, first_unit(a, cta));
+  const u32 first = first_unit(a, cta);
+  if (Config::grouped && first == end_unit(a, cta)) return;
+  const WorkUnit at(a, first);
   for (u32 row = at.row_tile * TILE_ROWS + thread; row < (at.row_tile + 1) * TILE_ROWS; row += 128) {
-    const void* from = static_cast<const unsigned char*>(a.scale) + first_block(a, row, at.depth * UNIT_K) * SCALE_SIZE;
+    const u64 block = first_block(a, row_of(a, at, row), at.depth * UNIT_K);
+    const void* from = static_cast<const unsigned char*>(a.scale) + block * BYTES;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
   }
 }

@@ -1,6 +1,6 @@
 // From nibbles to the MMA's A operand without shared memory, of which wgmma has little to spare: its 256 columns of x,
-// the copies that bring them, and all look-ups would together ask for more than there is. In registers alone it takes
-// as long, since permutes come at half the rate of other instructions; half of the look-ups here and half there is best.
+// the copies that bring them, and all look-ups would together ask for more than there is. All look-ups in registers
+// take as long, since permutes come at half the rate of other instructions. So half of them are done here, half there.
 //
 // The sixteen numbers of a codebook times one scale, rounded as dequantize rounds them, are 32 bytes: eight registers.
 // A byte permute picks four bytes out of eight by four nibbles, so four of them and two that choose between the halves

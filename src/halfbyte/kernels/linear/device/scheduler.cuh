@@ -7,23 +7,32 @@
 //
 // `Schedule` is a kernel's arguments, with row_tiles, column_tiles, depth_units (units of a tile) and ctas. Units times
 // CTAs are below 2^32.
+//
+// Of experts (Config::grouped) whole tiles are dealt out in turn instead, see device/grouped.cuh.
 
+#include "grouped.cuh"
 #include "numeric.cuh"
 
 template <class Schedule> __device__ __forceinline__ u32 count_units(const Schedule& s) {
   return s.row_tiles * s.column_tiles * s.depth_units;
 }
 template <class Schedule> __device__ __forceinline__ u32 first_unit(const Schedule& s, u32 cta) {
+  if constexpr (Config::grouped) return cta;
   return cta * count_units(s) / s.ctas;
+}
+// The one after the CTA's last.
+template <class Schedule> __device__ __forceinline__ u32 end_unit(const Schedule& s, u32 cta) {
+  if constexpr (Config::grouped) return cta + count_grouped_units(s, cta);
+  return first_unit(s, cta + 1);
 }
 // The CTA whose run has this unit.
 template <class Schedule> __device__ __forceinline__ u32 cta_of_unit(const Schedule& s, u32 unit) {
   return ((unit + 1) * s.ctas - 1) / count_units(s);
 }
 
-struct WorkUnit {  // which tile, and which part of K
+struct StreamUnit {  // which tile, and which part of K
   u32 row_tile, column_tile, depth;
-  template <class Schedule> __device__ WorkUnit(const Schedule& s, u32 unit) {
+  template <class Schedule> __device__ StreamUnit(const Schedule& s, u32 unit) {
     const u32 tile = unit / s.depth_units;
     depth = unit % s.depth_units;
     row_tile = tile / s.column_tiles;
@@ -37,3 +46,14 @@ struct WorkUnit {  // which tile, and which part of K
     row_tile++;
   }
 };
+
+template <bool Grouped> struct UnitOf {
+  typedef StreamUnit Unit;
+};
+template <> struct UnitOf<true> {
+  typedef GroupedUnit Unit;
+};
+typedef UnitOf<Config::grouped>::Unit WorkUnit;
+
+// The row of W that row n of tiles is.
+template <class Schedule> __device__ __forceinline__ u32 row_of(const Schedule&, const StreamUnit&, u32 n) { return n; }

@@ -10,10 +10,11 @@ constexpr int SHARE = TILE_N / SCALE_THREADS;  // rows of W a thread
 
 // Decodes the scales of each unit, and clears what the launch before has left in the workspace.
 __device__ __forceinline__ void fetch_scales(const Arguments& a, u32 first, u32 last, u32 thread) {
+  const auto row_at = [&](const WorkUnit& at, u32 row) { return row_of(a, at, first_row(at) + row); };
   WorkUnit at(a, first);
   RawScales now[SHARE], then[SHARE];  // of this unit and of those after it
 #pragma unroll
-  for (int i = 0; i < SHARE; i++) now[i].load(a, first_row(at) + thread + SCALE_THREADS * i, at.depth * UNIT_K);
+  for (int i = 0; i < SHARE; i++) now[i].load(a, row_at(at, thread + SCALE_THREADS * i), at.depth * UNIT_K);
   float offset = 0;
   if constexpr (NESTED) {
     offset = load_float(a.offset);
@@ -40,8 +41,7 @@ __device__ __forceinline__ void fetch_scales(const Arguments& a, u32 first, u32 
       WorkUnit after = at;
       after.depth += covered - 1, after.next(a);
 #pragma unroll
-      for (int i = 0; i < SHARE; i++)
-        then[i].load(a, first_row(after) + thread + SCALE_THREADS * i, after.depth * UNIT_K);
+      for (int i = 0; i < SHARE; i++) then[i].load(a, row_at(after, thread + SCALE_THREADS * i), after.depth * UNIT_K);
       has_next = true;
     }
     wait(shared() + W_EMPTY + 8 * ring.at, ring.parity);
@@ -72,6 +72,29 @@ __device__ __forceinline__ void fetch_scales(const Arguments& a, u32 first, u32 
   while (stale < a.stale_count) clear_some();
 }
 
+// The tensor map of experts has W as {bytes of a row, rows, experts}, or {bytes, halves, rows, experts}.
+__device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const StreamUnit& at, u32 full) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          to),
+      "l"(map), "r"(byte), "r"(first_row(at)), "r"(full)
+      : "memory");
+}
+__device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const GroupedUnit& at, u32 full) {
+  if constexpr (HALVES)
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+        "[%6];" ::"r"(to),
+        "l"(map), "r"(byte), "r"(0), "r"(first_row(at) / 2), "r"(at.tile.expert), "r"(full)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+        "[%5];" ::"r"(to),
+        "l"(map), "r"(byte), "r"(first_row(at)), "r"(at.tile.expert), "r"(full)
+        : "memory");
+}
+
 // One thread: W of each unit.
 __device__ __forceinline__ void fetch_w(const Arguments& a, u64 map, u32 first, u32 last) {
   WorkUnit at(a, first);
@@ -80,13 +103,13 @@ __device__ __forceinline__ void fetch_w(const Arguments& a, u64 map, u32 first, 
     const u32 full = shared() + W_FULL + 8 * ring.at;
     wait(shared() + W_EMPTY + 8 * ring.at, ring.parity);
     expect(full, W_BYTES);
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-            shared() + W_AT + ring.at * W_BYTES),
-        "l"(map), "r"(at.depth * (UNIT_K / 2)), "r"(first_row(at)), "r"(full)
-        : "memory");
+    copy_w(shared() + W_AT + ring.at * W_BYTES, map, at.depth * (UNIT_K / 2), at, full);
   }
 }
+
+// Of x, in a step.
+__device__ __forceinline__ u32 step_bytes(const StreamUnit&) { return X_STEP; }
+__device__ __forceinline__ u32 step_bytes(const GroupedUnit& at) { return copied_rows(at.tile) * (STEP_K * 2); }
 
 // One thread: x of each unit, step by step.
 __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last) {
@@ -98,13 +121,13 @@ __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last)
     for (u32 step = 0; step < UNIT_K / STEP_K; step++, ring.next(Config::x_stages)) {
       const u32 full = shared() + X_FULL + 8 * ring.at;
       wait(shared() + X_EMPTY + 8 * ring.at, ring.parity);
-      expect(full, X_STEP);
+      const u32 bytes = step_bytes(at);
+      expect(full, bytes);
       // Each CTA of a cluster brings a part of x to all.
-      constexpr u32 PART = X_STEP / Config::cluster;
-      const u32 to = shared() + X_AT + ring.at * X_STEP + own_rank() * PART;
-      const uint4* part = from + (step * X_STEP + own_rank() * PART) / 16;
-      if constexpr (Config::cluster == 1) copy(to, part, PART, full);
-      else copy_to_all(to, part, PART, full, (1 << Config::cluster) - 1);
+      const u32 size = bytes / Config::cluster, to = shared() + X_AT + ring.at * X_STEP + own_rank() * size;
+      const uint4* part = from + (step * X_STEP + own_rank() * size) / 16;
+      if constexpr (Config::cluster == 1) copy(to, part, size, full);
+      else copy_to_all(to, part, size, full, (1 << Config::cluster) - 1);
     }
   }
 }

@@ -16,6 +16,10 @@
 // next. CTAs of a cluster have neighbouring rows of W, and each brings a part of x to all of them. Clusters that share
 // a tile add their sums by the split-K fix-up, always in the order of K.
 //
+// Experts. With `grouped` x are rows of tokens, gathered by expert, and a tile has pairs of a token and one expert.
+// What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
+// up only activation(gate) * up is stored.
+//
 // Needs sm_90a, K % span == 0, packed aligned to 16 bytes, and units times CTAs below 2^32.
 //
 // Config:
@@ -27,10 +31,12 @@
 //   vector                                   a thread loads 16 bytes of a row's scales at a time
 //   x, scale, low_first, flushes             types; whether the first weight of a byte is in its low half; whether
 //                                            subnormal weights count as zero
+//   grouped, activation, wide, scatters      of experts: what gates; results are fp32; they go to their pairs' rows
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
 #include "device/scaled_table.cuh"
 #include "fetch.cuh"
+#include "pairs.cuh"
 
 // Below Arguments, which it reads.
 #include "device/lay_out.cuh"
@@ -146,7 +152,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       release_x(used);
       used = 0;
-      if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane))
+      if constexpr (Config::grouped) store_pairs(a, total, at, first_row(at) + row, member);
+      else if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane))
         store_tile(a, total, at, first_row(at) + row, member, [](u32) { return true; });
       fresh = true;
     }
@@ -156,7 +163,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Arguments a) {
   if ((u32(__cvta_generic_to_shared(memory)) & 0xffffff) != BASE) __trap();
-  const u32 first = first_unit(a, own_number()), last = first_unit(a, own_number() + 1), lane = threadIdx.x % 32;
+  const u32 first = first_unit(a, own_number()), last = end_unit(a, own_number()), lane = threadIdx.x % 32;
+  if (Config::grouped && first == last) return wait_for_prior_kernel();  // what follows relies on it
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
   if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");
   if (warp >= WARPS) {

@@ -65,13 +65,15 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
     producer, consumer = REGISTERS[plan.warpgroups]
     return {
-        "x": TYPES[problem.dtype], "scale": TYPES[problem.scale], "low_first": problem.low_first,
+        "x": TYPES[problem.dtype], "low_first": problem.low_first,
+        "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
         "flushes": FORMATS[problem.format].flushes, "log_block": problem.block_size.bit_length() - 1,
         "span": span_of(problem), "vector": loads_scales_at_once(problem), "tile_m": plan.tile_m,
         "warpgroups": plan.warpgroups, "w_stages": plan.w_stages, "x_stages": plan.x_stages, "direct": DIRECT,
         "permutes": plan.permutes, "cluster": plan.cluster, "producer_registers": producer,
         "consumer_registers": consumer, "shared_bytes": plan.shared_bytes(span_of(problem)),
         "activation": "Activation::none", "residual": False,
+        "grouped": False, "wide": False, "scatters": False,
     }  # fmt: skip
 
 

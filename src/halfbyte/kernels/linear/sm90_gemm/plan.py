@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from halfbyte.kernels.common.device import DeviceProperties
@@ -12,10 +13,12 @@ from halfbyte.kernels.linear.tune import h200
 
 STEP_K = 64  # of K, what x comes in
 REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
+GROUPED_REGISTERS = (56, 224)  # the same with experts, which a producer reads about
 TILES_M = (96, 128, 160, 192, 224, 256)
+GROUPED_TILES_M = (32, 64, *TILES_M)  # of experts, which have few rows each
 MOST_STAGES = 8  # that there are barriers for
 DIRECT = 8
-W_STAGES = 3
+W_STAGES, NARROW_STAGES = 3, 6  # the second up to 64 rows of x, which leave room
 
 
 @dataclass(frozen=True)
@@ -116,3 +119,57 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties) -> GemmPla
 def x_stages(tile_m: int) -> int:
     """As many as there is room for."""
     return min(MOST_STAGES, 3 * 256 // tile_m)
+
+
+def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
+    """True if kernel.cu computes the right thing under `plan` with a stack of experts [N, K]; `chunk` is the most rows
+    of x, all its tiles together."""
+    return (
+        properties.ptx == 90
+        and plan.tile_m in GROUPED_TILES_M
+        and plan.warpgroups in REGISTERS
+        and 2 <= plan.w_stages <= MOST_STAGES
+        and 2 <= plan.x_stages <= MOST_STAGES
+        and plan.cluster in (1, 2)
+        and plan.workers >= 1
+        and plan.chunk > 0 == plan.chunk % plan.tile_m
+        and -(-n // plan.rows) * plan.x_tiles(plan.chunk) * -(-k // UNIT_K) + plan.workers < 1 << 32
+        and plan.chunk * -(-k // UNIT_K) * UNIT_K < 1 << 35  # pieces of eight
+        and experts * n < 1 << 32
+        and plan.shared_bytes(span) <= properties.shared_memory
+    )
+
+
+def grouped_plans(
+    pairs: int, experts: int, problems: Sequence[Problem], properties: DeviceProperties
+) -> tuple[GemmPlan, ...] | None:
+    """The plans for pairs of a token and an expert with stacks, one after the other, that have tiles in common; or None
+    where this kernel does not support them. The rows of each problem are those of all experts."""
+    found = []
+    for tile_m, unit in (h200.GROUPED_UNIT | h200.GEMM_UNIT).items() if pairs and properties.ptx == 90 else ():
+        most = (pairs // tile_m + min(experts, pairs)) * tile_m
+        stages = NARROW_STAGES if tile_m <= 64 else W_STAGES
+        plans, workers = [], properties.sms
+        for o in problems:
+            n = o.n // experts
+            tiles = math.ceil(usual_tiles(pairs, experts, tile_m) * -(-n // 128))
+            busy = -(-tiles // workers) * (-(-o.k // UNIT_K) * unit + h200.GROUPED_TILE * tile_m / 256)
+            reading = o.megabytes * wanted(pairs, experts) / experts / h200.GEMM_BANDWIDTH
+            time = h200.GEMM_START + math.hypot(busy, reading)
+            plan = GemmPlan(tile_m, 2, stages, x_stages(tile_m), workers, 1, most, time)
+            if is_grouped_valid(plan, experts, n, o.k, span_of(o), properties):
+                plans.append(plan)
+        if len(plans) == len(problems):
+            found.append(tuple(plans))
+    return min(found, key=lambda plans: sum(plan.microseconds for plan in plans), default=None)
+
+
+def wanted(pairs: int, experts: int) -> float:
+    """How many experts have pairs, if each is as likely for every pair."""
+    return experts * -math.expm1(pairs * math.log1p(-1 / experts)) if experts > 1 else 1.0
+
+
+def usual_tiles(pairs: int, experts: int, tile_m: int) -> float:
+    """About how many tiles there are: of each expert that is wanted one, and half of another where it has more."""
+    each = pairs / wanted(pairs, experts)
+    return wanted(pairs, experts) * max(1.0, each / tile_m + 0.5)

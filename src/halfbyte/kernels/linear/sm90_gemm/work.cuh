@@ -41,4 +41,6 @@ __device__ __forceinline__ u32 own_number() { return gridDim.x - 1 - blockIdx.x;
 // Pipeline barriers and table are ready.
 __device__ __forceinline__ void sync_all() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
 // The CTA's own rows of a tile.
-__device__ __forceinline__ u32 first_row(const WorkUnit& at) { return at.row_tile * TILE_ROWS + own_rank() * TILE_N; }
+template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) {
+  return at.row_tile * TILE_ROWS + own_rank() * TILE_N;
+}

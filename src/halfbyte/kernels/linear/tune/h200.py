@@ -158,3 +158,9 @@ GEMM_START, GEMM_PART, GEMM_BANDWIDTH = 6.0, 2.8, 3.0
 GEMM_PERMUTES_M = 160
 # Bytes of x a launch, all of which stays in L2.
 GEMM_X_BYTES = 1 << 24
+
+# Of experts, guesses. Tiles of fewer rows, as in GEMM_UNIT. µs between tiles, for 256 rows. Bytes of what a block of
+# experts keeps of its tokens; more go one part after the other.
+GROUPED_UNIT = {32: 1.2, 64: 1.47}
+GROUPED_TILE = 1.5
+GROUPED_BYTES = 1 << 31

@@ -1,0 +1,140 @@
+"""Products with a stack of experts on a Hopper GPU: many pairs of a token and an expert, sorted by expert.
+
+The kernel is `linear`'s for many rows (kernels/linear/sm90_gemm). The sort and all that follows from it stay on the
+device (sort.cu), and launches are made for the most tiles that there can be, so CUDA graphs can capture them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.experts.sort import MOST_EXPERTS, Routes, most_tiles, sort
+from halfbyte.kernels.linear import cache, reach
+from halfbyte.kernels.linear.kernel import GroupedProduct
+from halfbyte.kernels.linear.problem import addresses, problem_of
+from halfbyte.kernels.linear.sm90_decode.launch import rows_of
+from halfbyte.kernels.linear.sm90_gemm import grouped
+from halfbyte.kernels.linear.sm90_gemm.grouped import Grouping
+from halfbyte.kernels.linear.tune import h200
+
+
+class Products(NamedTuple):
+    """Products with stacks, one after the other, whose pairs are sorted once. tile_m, tiles: of the routes."""
+
+    tile_m: int
+    tiles: int
+    each: tuple[GroupedProduct, ...]
+
+    def sort(self, ids: Tensor, experts: int) -> Routes:
+        return sort(ids, experts, self.tile_m, self.tiles)
+
+
+products: ThreadCache[Hashable, tuple[Products | None]] = ThreadCache()
+
+
+def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None) -> Tensor | None:
+    """As in cuda.py."""
+    experts, n, _ = q.shape
+    found = _products(x, (q,), (bias,), (Grouping(experts, scatters=True),), len(x))
+    if found is None:
+        return None
+    out = x.new_zeros((len(x), n))
+    _launch(found.each[0], x, found.sort(expert, experts), bias, out, 1)
+    return out
+
+
+def moe(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
+    activation: str,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor | None:
+    """As in cuda.py: sort, gate and up, down, and the weighted sums. Down's products are fp32."""
+    if top_k_index.numel() == 0:
+        return None
+    from halfbyte.kernels.experts.combine import combine_sorted
+
+    (tokens, k), (experts, hidden, inner) = top_k_index.shape, down.shape
+    part = _part(tokens, k * (6 * hidden + 4 * inner))  # x laid out and down's rows, and what is between
+    groupings = Grouping(experts, activation), Grouping(experts, wide=True)
+    biases = gate_up_bias, down_bias
+    out = x.new_empty((tokens, hidden))
+    for first in range(0, tokens, part):
+        rows, ids, weights = (tensor[first : first + part] for tensor in (x, top_k_index, top_k_weights))
+        found = _products(x, (gate_up, down), biases, groupings, ids.numel())
+        if found is None:
+            return None
+        routes = found.sort(ids, experts)
+        between = x.new_empty((ids.numel(), inner))
+        _launch(found.each[0], rows, routes, gate_up_bias, between, k)
+        y = x.new_empty((ids.numel(), hidden), dtype=torch.float32)
+        _launch(found.each[1], between, routes, down_bias, y, 0)
+        combine_sorted(y, routes.places, weights, out[first : first + part])
+    return out
+
+
+def _part(tokens: int, bytes_of_token: int) -> int:
+    """Tokens that go together: all of them in equal parts, which are aligned."""
+    parts = -(-tokens * bytes_of_token // h200.GROUPED_BYTES)
+    return -(-tokens // max(1, parts) // 16) * 16
+
+
+def _launch(product: GroupedProduct, x: Tensor, routes: Routes, bias: Tensor | None, out: Tensor, per_row: int) -> None:
+    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+    at = 0 if bias is None else bias.data_ptr()
+    product(stream, x.data_ptr(), routes.table.data_ptr(), at, out.data_ptr(), per_row)
+
+
+def room_of(pairs: int) -> int:
+    """How many pairs products are made for that will have these: up to an eighth more."""
+    step = 1 << max(0, pairs.bit_length() - 4)
+    return -(-pairs // step) * step
+
+
+def _products(
+    x: Tensor,
+    stacks: Sequence[QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    groupings: Sequence[Grouping],
+    pairs: int,
+) -> Products | None:
+    """The products with stacks, of so many pairs, kept from call to call; None where no kernel is for them."""
+    if pairs == 0 or any(min(q.shape) == 0 or q.shape[0] > MOST_EXPERTS for q in stacks):
+        return None
+    keys = tuple(cache.key(x, q, bias, False) for q, bias in zip(stacks, biases, strict=True))
+    room = room_of(pairs)
+    return products.get((keys, room, *groupings), lambda: (_bind(x, stacks, biases, groupings, room),))[0]
+
+
+def _bind(
+    x: Tensor,
+    stacks: Sequence[QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    groupings: Sequence[Grouping],
+    pairs: int,
+) -> Products | None:
+    properties, experts = properties_of(x.get_device()), stacks[0].shape[0]
+    if reach.without_kernels(properties) is not None:
+        return None
+    weights = [rows_of(q) for q in stacks]
+    problems = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
+    plans = grouped.plan(pairs, experts, problems, properties)
+    if plans is None:
+        return None
+    each = (
+        grouped.bind(x.device, problem, addresses(q), grouping, plan)
+        for problem, q, grouping, plan in zip(problems, weights, groupings, plans, strict=True)
+    )
+    tile_m = plans[0].tile_m
+    return Products(tile_m, most_tiles(pairs, experts, tile_m), tuple(each))

@@ -1,0 +1,65 @@
+"""Pairs of a token and an expert, sorted by expert on the device: one launch of sort.cu, which no host waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.common.driver import Arguments, Launch, kernels
+from halfbyte.kernels.common.nvrtc import Variant, read_source
+from halfbyte.kernels.common.thread_cache import ThreadCache
+
+MOST_EXPERTS = 1024  # a thread each
+WARPS = 32
+LAYOUT = ("", "2Q4I", "")  # sort.cu's Arguments, all of which change
+
+launches: ThreadCache[Hashable, tuple[Launch, Arguments]] = ThreadCache()
+
+
+class Routes(NamedTuple):
+    """table: what linear/device/grouped.cuh draws, int32. places: of each pair among the sorted ones, or -1; int32,
+    behind the table."""
+
+    table: Tensor
+    places: Tensor
+
+
+def most_tiles(pairs: int, experts: int, tile_m: int) -> int:
+    """The most tiles of tile_m pairs of one expert that there can be: a full one, or the last of its expert."""
+    return pairs // tile_m + min(experts, pairs)
+
+
+def sort(ids: Tensor, experts: int, tile_m: int, tiles: int) -> Routes:
+    """The routes of pairs whose experts are `ids`, int32 or int64, contiguous, on the current device.
+
+    tiles: that the table has room for, no fewer than `most_tiles`.
+    """
+    pairs, index = ids.numel(), ids.get_device()
+    first = 4 * (1 + tiles + -(-pairs // 4))
+    found = torch.empty(first + pairs, dtype=torch.int32, device=ids.device)
+    launch, arguments = launches.get((index, tile_m, experts), lambda: _prepare(index, tile_m, experts))
+    arguments.set(ids.data_ptr(), found.data_ptr(), pairs, experts, ids.dtype is torch.int64, tiles)
+    launch(torch._C._cuda_getCurrentRawStream(index), arguments.parameters)
+    return Routes(found, found[first:])
+
+
+def variant(tile_m: int) -> Variant:
+    """What is compiled."""
+    return Variant.of(source(), 90, {"tile_m": tile_m, "x": "Type::bf16"})
+
+
+def _prepare(index: int, tile_m: int, experts: int) -> tuple[Launch, Arguments]:
+    shared = 4 * WARPS * experts
+    (function,) = kernels(index, variant(tile_m), (("sort_pairs", shared),), carveout=100)
+    return Launch(function, (1, 1), 32 * WARPS, shared, overlaps=True), Arguments(LAYOUT, (), ())
+
+
+@cache
+def source() -> str:
+    path = Path(__file__).with_name("sort.cu")
+    return read_source(path, root=path.parents[1])

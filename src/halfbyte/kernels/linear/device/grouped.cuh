@@ -1,0 +1,77 @@
+// Products of pairs of a token and an expert with a stack of experts. Pairs are sorted by expert; a tile of x has pairs
+// of one expert, up to tile_m of them. Which, the kernel of kernels/experts/sort.cu has written ahead:
+//
+//   routes   {tiles, 0, 0, 0} | for each of column_tiles tiles {expert, first, rows, 0} | the pair of each sorted row
+//
+// column_tiles is the most that there can be; those that there are not have no rows. So nothing depends on the host.
+//
+// CTA c takes tiles c, c + ctas, and so on, each as a whole: at any time all CTAs work on neighbouring rows of one
+// expert or a few, so that W and x come from memory once. The units of CTA c are numbered from c on.
+//
+// Their Arguments have the routes in `other`, and in `m` how many pairs share a row of x, or 0 where x is sorted. n is
+// that of one expert.
+
+#include "ptx.cuh"
+
+struct Tile {
+  u32 expert, first, rows;  // rows first to first + rows - 1 of the sorted ones
+};
+
+template <class Arguments> __device__ __forceinline__ const uint4* routes_of(const Arguments& a) {
+  return reinterpret_cast<const uint4*>(a.other);
+}
+// From L2: `multiply` begins before the kernel that has read them ahead of it is done.
+__device__ __forceinline__ uint4 load_route(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+template <class Arguments> __device__ __forceinline__ Tile tile_of(const Arguments& a, u32 column_tile) {
+  const uint4 v = load_route(routes_of(a) + 1 + column_tile);
+  return {v.x, v.y, v.z};
+}
+// The pair of a sorted row.
+template <class Arguments> __device__ __forceinline__ u32 pair_of(const Arguments& a, u32 row) {
+  return reinterpret_cast<const u32*>(routes_of(a) + 1 + a.column_tiles)[row];
+}
+// Rows of a tile that are laid out: x is copied by eights. What is behind them in shared memory ends in no result.
+__device__ __forceinline__ u32 copied_rows(const Tile& tile) { return (tile.rows + 7) / 8 * 8; }
+
+template <class Arguments> __device__ __forceinline__ u32 count_grouped_units(const Arguments& a, u32 cta) {
+  const u32 tiles = load_route(routes_of(a)).x * a.row_tiles;
+  return cta < tiles ? ((tiles - cta - 1) / a.ctas + 1) * a.depth_units : 0;
+}
+
+struct GroupedUnit {  // which tile, and which part of K
+  u32 row_tile, column_tile, depth, number;
+  Tile tile;
+  template <class Arguments> __device__ GroupedUnit(const Arguments& a, u32 number) : depth(0), number(number) {
+    find(a);
+  }
+  template <class Arguments> __device__ void next(const Arguments& a) {
+    if (++depth < a.depth_units) return;
+    depth = 0, number += a.ctas;
+    find(a);
+  }
+
+ private:
+  template <class Arguments> __device__ void find(const Arguments& a) {
+    column_tile = number / a.row_tiles, row_tile = number % a.row_tiles;
+    tile = tile_of(a, min(column_tile, a.column_tiles - 1));
+  }
+};
+
+// Gate and up: neighbouring rows of tiles are a gate and its up, wherever they are in W.
+constexpr bool GATES = Config::grouped && Config::activation != Activation::none;
+constexpr bool HALVES = GATES && Config::activation != Activation::swiglu_oai;
+
+// The row of W, among those of all experts, that row n of an expert's tiles is; beyond the last, that one.
+template <class Arguments>
+__device__ __forceinline__ u32 row_of(const Arguments& a, const GroupedUnit& at, u32 n) {
+  const u32 begin = at.tile.expert * a.n;
+  if constexpr (HALVES) return begin + n % 2 * (a.n / 2) + min(n / 2, a.n / 2 - 1);
+  return begin + min(n, a.n - 1);
+}

@@ -1,0 +1,103 @@
+"""Products of many pairs of a token and an expert with a stack of experts: kernel.cu with Config::grouped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
+from halfbyte.kernels.common.driver import Arguments
+from halfbyte.kernels.common.nvrtc import Constant, Variant
+from halfbyte.kernels.common.tensor_map import tensor_map
+from halfbyte.kernels.linear import laid_out
+from halfbyte.kernels.linear.kernel import GroupedProduct
+from halfbyte.kernels.linear.laid_out import LAYOUT, UNIT_K
+from halfbyte.kernels.linear.problem import Addresses, Problem
+from halfbyte.kernels.linear.sm90_gemm import launch
+from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_REGISTERS, GemmPlan, grouped_plans
+
+INTERLEAVED = "swiglu_oai"  # the activation whose gate and up rows are neighbours
+
+
+class Grouping(NamedTuple):
+    """experts: of the stack. activation: of gate and up rows, of which only what it gives is stored. wide: results are
+    fp32, not of x's dtype. scatters: a result goes to its pair's row; else rows stay sorted by expert."""
+
+    experts: int
+    activation: str = ""
+    wide: bool = False
+    scatters: bool = False
+
+
+def supports(problem: Problem) -> bool:
+    """True for stacks of what the kernel supports as one weight, and of scales that are exponents, which it decodes to
+    fp32 like all others."""
+    return laid_out.supports(replace(problem, scale=torch.float32) if problem.has_exponents else problem)
+
+
+def plan(
+    pairs: int, experts: int, problems: Sequence[Problem], properties: DeviceProperties
+) -> tuple[GemmPlan, ...] | None:
+    """The plans for up to so many pairs and stacks, the rows of each problem being those of all experts; None where
+    this kernel does not support them."""
+    return grouped_plans(pairs, experts, problems, properties) if all(map(supports, problems)) else None
+
+
+def bind(
+    device: torch.device, problem: Problem, weight: Addresses, grouping: Grouping, plan: GemmPlan
+) -> GroupedProduct:
+    """The products of pairs with the experts of a stack on the current device."""
+    o, index, n = problem, device.index, problem.n // grouping.experts
+    tiles, units = plan.x_tiles(plan.chunk), -(-o.k // UNIT_K)
+    compiled = variant(o, grouping, plan, properties_of(index))
+    key = index, tiles * units, plan, compiled
+    lay_out, multiply = laid_out.launches.get(key, lambda: laid_out.make_launches(index, tiles * units, plan, compiled))
+    packed, *scales = weight
+    unit, codebook = launch.codebook(o)
+    sizes = (n, o.k, -(-n // plan.rows), tiles, units, plan.workers)
+    arguments = Arguments(LAYOUT, (weight_map(packed, o, grouping, plan), *scales), (*sizes, unit, 1.0, codebook))
+    room = tiles * units * plan.tile_m * UNIT_K * 2
+
+    def run(stream: int, x: int, routes: int, bias: int, out: int, per_row: int) -> None:
+        place = torch.empty(room, dtype=torch.uint8, device=device)
+        arguments.set(x, bias, out, place.data_ptr(), 0, 0, routes, 0, per_row)
+        lay_out(stream, arguments.parameters)
+        multiply(stream, arguments.parameters)
+
+    return run
+
+
+def weight_map(packed: int, o: Problem, grouping: Grouping, plan: GemmPlan) -> bytes:
+    """Of the stack. A copy brings rows of one expert: what is beyond its last is zeros, not the next one's. Where gate
+    and up are halves, it brings rows of both in turn."""
+    n, row, rows = o.n // grouping.experts, o.k // 2, plan.copied_rows
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    if has_halves(grouping):
+        sizes, strides, box = (row, 2, n // 2, grouping.experts), (n // 2 * row, row, n * row), (2, rows // 2, 1)
+    else:
+        sizes, strides, box = (row, n, grouping.experts), (row, n * row), (rows, 1)
+    return tensor_map(packed, sizes, strides, (UNIT_K // 2, *box))
+
+
+def has_halves(grouping: Grouping) -> bool:
+    """True if an expert's gate rows come before its up rows."""
+    return grouping.activation not in ("", INTERLEAVED)
+
+
+def variant(problem: Problem, grouping: Grouping, plan: GemmPlan, properties: DeviceProperties) -> Variant:
+    """What is compiled."""
+    return Variant.of(launch.source(), "90a", constants(problem, grouping, plan))
+
+
+def constants(problem: Problem, grouping: Grouping, plan: GemmPlan) -> dict[str, Constant]:
+    """kernel.cu's Config."""
+    producer, consumer = GROUPED_REGISTERS
+    return launch.constants(problem, plan) | {
+        "grouped": True, "activation": f"Activation::{grouping.activation or 'none'}", "wide": grouping.wide,
+        "scatters": grouping.scatters, "producer_registers": producer, "consumer_registers": consumer,
+    }  # fmt: skip

@@ -1,0 +1,43 @@
+// How products of pairs of a token and an expert are stored (device/grouped.cuh).
+
+#include "device/epilogue.cuh"
+#include "work.cuh"
+
+// Two neighbours of a row of fp32 results, as store_two has them in 16 bits.
+__device__ __forceinline__ void store_two(float* to, float first, float second, bool even, bool both) {
+  if (even) {
+    *reinterpret_cast<float2*>(to) = make_float2(first, second);
+  } else {
+    to[0] = first;
+    if (both) to[1] = second;
+  }
+}
+
+// Stores this lane's sums of a tile: rows n and n + 1 of its expert's tiles, and of x the pairs 2 * member and
+// 2 * member + 1 of each eight. With GATES these rows are a gate and its up, and one result.
+template <int Sums, class Unit>
+__device__ __forceinline__ void store_pairs(const Arguments& a, const float (&total)[Sums], const Unit& at, u32 n,
+                                            u32 member) {
+  if (n >= a.n) return;
+  const bool even = a.n % 2 == 0, both = n + 1 < a.n;
+  const u32 columns = GATES ? a.n / 2 : a.n, column = GATES ? n / 2 : n;
+  float bias[2] = {0, 0};
+  if (a.bias) {
+    bias[0] = unpack(a.bias[row_of(a, at, n)]);
+    if (both) bias[1] = unpack(a.bias[row_of(a, at, n + 1)]);
+  }
+#pragma unroll
+  for (u32 i = 0; i < Config::tile_m / 8; i++)
+#pragma unroll
+    for (u32 j = 0; j < 2; j++) {
+      const u32 row = 8 * i + 2 * member + j;
+      if (row >= at.tile.rows) continue;
+      const u32 sorted = at.tile.first + row;
+      const u64 place = u64(Config::scatters ? pair_of(a, sorted) : sorted) * columns + column;
+      const float first = scale_and_add(total[4 * i + j], a.unit, bias[0]);
+      const float second = scale_and_add(total[4 * i + 2 + j], a.unit, bias[1]);
+      if constexpr (GATES) a.y[place] = narrow(gated<Config::activation>(first, second));
+      else if constexpr (Config::wide) store_two(reinterpret_cast<float*>(a.y) + place, first, second, even, both);
+      else store_two(a.y + place, pack(first, second), even, both);
+    }
+}

@@ -1,0 +1,253 @@
+"""Many pairs of a token and an expert, sorted on the device: operands to the bit, whatever the router chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from routes import routes_of, written
+from torch import Tensor
+from torch.nn.functional import linear as dense_linear
+
+import halfbyte as hb
+from halfbyte.kernels.experts import cuda, reference, sort
+from halfbyte.kernels.experts import grouped as many
+from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_TILES_M
+from halfbyte.kernels.linear.tune import h200
+
+from .conftest import BF16, DEVICE, F16, F32, captured, error, on_another_stream, poisoned, sixteen_bits
+from .test_experts import random, routing, stack
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+)
+KINDS = (
+    ("nf4", {}),
+    ("nf4", {"nested": False}),
+    ("fp4", {"block_size": 32, "nested": False}),
+    ("nf4", {"block_size": 256}),
+    ("int4", {"group_size": 32}),
+    ("int4", {"group_size": 128}),
+    ("mxfp4", {}),
+)
+NOISE = 1.003  # of the error of products with the same operands
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    many.products.entries.clear()
+    yield
+    many.products.entries.clear()
+
+
+def use_tiles(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of so many rows from now on, whatever is fastest."""
+    monkeypatch.setattr(h200, "GROUPED_UNIT", {tile_m: 1.0})
+    monkeypatch.setattr(h200, "GEMM_UNIT", {})
+    many.products.entries.clear()
+
+
+def block(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str, biases: tuple[Any, Any]
+) -> Tensor:
+    """The block as transformers computes it, expert by expert, rounded where it rounds; exact in fp64."""
+    out = torch.zeros_like(x)
+    for e in range(len(gate_up)):
+        token, place = (ids == e).nonzero(as_tuple=True)
+        bias = [None if one is None else one[e].to(x.dtype) for one in biases]
+        both = dense_linear(x[token], gate_up[e], bias[0])
+        wide = both if both.dtype is torch.float64 else both.float()
+        y = dense_linear(reference.activate(wide, activation).to(x.dtype), down[e], bias[1])
+        out.index_add_(0, token, y * weights[token, place, None].to(x.dtype))
+    return out
+
+
+def check_block(
+    sizes: tuple[int, int, int, int], tokens: int, kind: str, activation: str, dtype: torch.dtype, format: str,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """The error is not above that of dequantized experts in transformers' order; replays give the same bits."""
+    experts, inner, hidden, k = sizes
+    gate_up = stack(experts, 2 * inner, hidden, format, dtype, **options)
+    down = stack(experts, hidden, inner, format, dtype, **options)
+    x, weights = random(tokens, hidden, dtype=dtype), torch.rand((tokens, k), device=DEVICE).to(dtype)
+    ids = routing(tokens, experts, k, kind)
+    biases: tuple[Any, Any] = (None, None)
+    if tokens % 2:
+        biases = random(experts, 2 * inner, dtype=dtype), random(experts, hidden, dtype=dtype)
+    ours = partial(many.moe, x, ids, weights, gate_up, down, activation, *biases)
+    found = ours()
+    assert found is not None
+    if kind == "none":
+        assert not found.any()
+    else:
+        exact = (hb.dequantize(q, F32).double() for q in (gate_up, down))
+        right = block(x.double(), ids, weights.double(), *exact, activation, biases)
+        theirs = block(x, ids, weights, *(hb.dequantize(q, dtype) for q in (gate_up, down)), activation, biases)
+        assert error(found, right) <= NOISE * error(theirs, right), (tokens, kind, activation)
+    graph, replayed = captured(ours)
+    for _ in range(3):
+        replayed.fill_(77)
+        graph.replay()
+        assert torch.equal(replayed, found)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("experts", [1, 5, 128, 1000])
+def test_the_sort(experts: int, kind: torch.dtype) -> None:
+    for pairs, tile_m in ((1, 32), (31, 128), (1025, 96), (4099, 32), (40000, 256)):
+        for low, high in ((-2, experts + 2), (0, experts), (experts // 2, experts // 2 + 1), (-9, 0)):
+            ids = torch.randint(low, high, (pairs,), device=DEVICE, dtype=kind)
+            room = sort.most_tiles(pairs, experts, tile_m)
+            right = routes_of(ids.cpu(), experts, tile_m, room)
+            table, places = sort.sort(ids, experts, tile_m, room)
+            found = written(table.cpu(), room, len(right.order))
+            assert found.count == right.count
+            assert torch.equal(places.cpu(), right.places)
+            for ours, theirs in zip(found[1:], right[1:], strict=True):
+                assert torch.equal(ours, theirs)
+
+
+@sixteen_bits
+@pytest.mark.parametrize(("format", "options"), KINDS, ids=str)
+def test_operands_are_what_dequantize_gives(
+    format: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an expert that fill no tile do not become the next one's, nor do its rows of x."""
+    for (experts, n, k), tile_m in (((3, 333, 1024), 64), ((5, 130, 768), 96), ((2, 40, 320), 32), ((3, 72, 96), 128)):
+        if k % options.get("group_size", min(options.get("block_size", 64), 64)):
+            continue
+        use_tiles(tile_m, monkeypatch)
+        q = stack(experts, n, k, format, dtype, **options)
+        x = torch.eye(k, dtype=dtype, device=DEVICE).repeat(experts, 1)
+        expert = torch.arange(experts, device=DEVICE).repeat_interleave(k)
+        shuffled = torch.randperm(len(x), device=DEVICE)
+        found = many.grouped_linear(x[shuffled], q, expert[shuffled], None)
+        assert found is not None
+        right = hb.dequantize(q, dtype).transpose(1, 2).reshape(-1, n)
+        assert torch.equal(found, right[shuffled]), (n, k)
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_gate_meets_its_up(activation: str) -> None:
+    """Rows of the identity: the hidden row of a pair is act(gate) * up of the very weights, rounded once."""
+    experts, inner, k = 3, 200, 256
+    q = stack(experts, 2 * inner, k, "nf4", F16)
+    x = torch.eye(k, dtype=F16, device=DEVICE)
+    ids = torch.arange(experts, device=DEVICE).repeat(k, 1)
+    found = many._products(x, (q,), (None,), (many.Grouping(experts, activation),), ids.numel())
+    assert found is not None
+    routes = found.sort(ids, experts)
+    with poisoned((ids.numel(), inner), F16) as out:
+        many._launch(found.each[0], x, routes, None, out, experts)
+    right = reference.activate(hb.dequantize(q, F16).float().transpose(1, 2), activation)  # [experts, k, inner]
+    torch.testing.assert_close(out.view(experts, k, inner).float(), right, rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("format", "options"), KINDS, ids=str)
+@pytest.mark.parametrize("sizes", [(16, 256, 512, 4), (8, 1088, 2112, 2), (5, 2880, 2880, 3)], ids=str)
+@sixteen_bits
+def test_a_block(sizes: tuple[int, int, int, int], dtype: torch.dtype, format: str, options: dict[str, Any]) -> None:
+    _, inner, hidden, k = sizes
+    if hidden % options.get("group_size", 64) or inner % options.get("group_size", 64):
+        pytest.skip("groups do not divide K")
+    kinds = ("usual", "one expert", "out of range", "none")
+    cases = zip((513, 700, 1601, 600), kinds, reference.ACTIVATIONS, strict=True)
+    for pairs, kind, activation in cases:
+        check_block(sizes, -(-pairs // k), kind, activation, dtype, format, options)
+
+
+@pytest.mark.parametrize("tile_m", GROUPED_TILES_M)
+def test_every_width_of_tiles(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tiles(tile_m, monkeypatch)
+    check_block((9, 320, 768, 3), 601, "usual", "silu", BF16, "nf4", {})
+    check_block((4, 512, 1024, 2), 1000, "out of range", "swiglu_oai", F16, "int4", {})
+    check_block((1, 256, 512, 1), 5000, "usual", "gelu", BF16, "mxfp4", {})
+
+
+def test_bits_do_not_depend_on_tiles_or_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sum is one CTA's, in the order of K."""
+    q, x = stack(8, 300, 1024, "nf4", BF16), random(3000, 1024)
+    expert = torch.randint(-1, 9, (3000,), device=DEVICE)
+    whole = many.grouped_linear(x, q, expert, None)
+    assert whole is not None
+    assert not whole[(expert < 0) | (expert > 7)].any()
+    for tile_m in GROUPED_TILES_M:
+        use_tiles(tile_m, monkeypatch)
+        assert torch.equal(many.grouped_linear(x, q, expert, None), whole)
+    some = torch.randperm(3000, device=DEVICE)[:700]
+    assert torch.equal(many.grouped_linear(x[some], q, expert[some], None), whole[some])
+
+
+@pytest.mark.parametrize("rows", [513, 5000])
+@pytest.mark.parametrize("n", [8, 130, 333, 1040])
+def test_grouped_linear(n: int, rows: int) -> None:
+    """Nothing is written behind the result, or into rows of nobody."""
+    q, bias = stack(40, n, 1024, "nf4", BF16), random(40, n)
+    dense = hb.dequantize(q, F32).double()
+    x, expert = random(rows, 1024), torch.randint(-1, 41, (rows,), device=DEVICE)
+    found = hb.grouped_linear(x, q, expert, bias)
+    valid = (expert >= 0) & (expert < 40)
+    right = torch.zeros((rows, n), dtype=torch.float64, device=DEVICE)
+    for e in range(40):
+        right[expert == e] = x[expert == e].double() @ dense[e].t() + bias[e].double()
+    assert not found[~valid].any()
+    assert error(found, right) < 3e-3
+    with poisoned((rows, n), BF16) as out:
+        out.zero_()
+        products = many._products(x, (q,), (bias,), (many.Grouping(40, scatters=True),), rows)
+        assert products is not None
+        many._launch(products.each[0], x, products.sort(expert, 40), bias, out, 1)
+    assert torch.equal(out, found)
+
+
+def test_a_graph_whose_ids_change() -> None:
+    """Experts that come and go, with one that takes all between."""
+    gate_up, down = stack(16, 512, 512, "nf4", BF16), stack(16, 512, 256, "nf4", BF16)
+    x, weights, ids = random(400, 512), torch.rand((400, 4), device=DEVICE), routing(400, 16, 4, "usual")
+    hb.moe(x, ids, weights, gate_up, down)  # compiles
+    graph, replayed = captured(lambda: hb.moe(x, ids, weights, gate_up, down))
+    for kind in ("one expert", "usual", "none", "out of range", "usual"):
+        ids.copy_(routing(400, 16, 4, kind))
+        x.copy_(random(400, 512))
+        replayed.fill_(77)
+        graph.replay()
+        assert torch.equal(replayed, hb.moe(x, ids, weights, gate_up, down)), kind
+
+
+def test_parts_ids_streams_and_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, down = stack(16, 512, 512, "nf4", BF16), stack(16, 512, 256, "nf4", BF16)
+    x, weights, ids = random(300, 512), torch.rand((300, 4), device=DEVICE), routing(300, 16, 4, "usual")
+    moe: Callable[[Tensor, Tensor], Tensor] = lambda x, ids: hb.moe(x, ids, weights, gate_up, down)  # noqa: E731
+    right = moe(x, ids)
+    assert torch.equal(on_another_stream(lambda: moe(x, ids.int())), right)
+    assert torch.equal(torch.compile(moe, fullgraph=True)(x, ids), right)
+    monkeypatch.setattr(h200, "GROUPED_BYTES", 1 << 20)
+    assert torch.equal(moe(x, ids), right)
+
+
+def test_gradients_of_many() -> None:
+    """Forward by the kernel, and backward by dense experts."""
+    gate_up, down = stack(4, 512, 512, "nf4", BF16), stack(4, 512, 256, "nf4", BF16)
+    x, weights = random(200, 512).requires_grad_(), torch.rand((200, 3), device=DEVICE)
+    ids = routing(200, 4, 3, "usual")
+    hb.moe(x, ids, weights, gate_up, down).float().square().sum().backward()
+    exact = [hb.dequantize(q, F32).double() for q in (gate_up, down)]
+    again = x.detach().double().requires_grad_()
+    block(again, ids, weights.double(), *exact, "silu", (None, None)).square().sum().backward()
+    assert x.grad is not None
+    assert again.grad is not None
+    assert error(x.grad, again.grad) < 3e-2
+
+
+def test_few_of_a_stack_that_the_kernel_for_few_is_not_for() -> None:
+    q = stack(4, 40, 96, "nf4", BF16, block_size=32)
+    x, expert = random(5, 96), torch.tensor([0, 3, 9, 3, 1], device=DEVICE)
+    found = cuda.grouped_linear(x, q, expert, None)
+    assert found is not None
+    assert not found[2].any()
+    right = torch.stack([x[i].double() @ hb.dequantize(q, F32)[e].double().t() for i, e in ((0, 0), (1, 3), (4, 1))])
+    assert error(found[[0, 1, 4]], right) < 3e-3

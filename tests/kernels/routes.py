@@ -1,0 +1,41 @@
+"""What kernels/experts/sort.cu writes, in plain torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Expected(NamedTuple):
+    """tiles: {expert, first, rows, 0} of each, and zeros for those that there are not. order: the pair of each sorted
+    row. places: the sorted row of each pair, or -1."""
+
+    count: int
+    tiles: Tensor
+    order: Tensor
+    places: Tensor
+
+
+def routes_of(ids: Tensor, experts: int, tile_m: int, room: int) -> Expected:
+    """The routes of ids [pairs], with room for so many tiles."""
+    key = torch.where((ids >= 0) & (ids < experts), ids, experts).long()
+    counts = torch.bincount(key, minlength=experts + 1)[:experts].tolist()
+    order = key.argsort(stable=True)[: sum(counts)]
+    places = torch.full((len(ids),), -1)
+    places[order] = torch.arange(len(order))
+    found, first = [], 0
+    for expert, rows in enumerate(counts):
+        found += [[expert, first + at, min(tile_m, rows - at), 0] for at in range(0, rows, tile_m)]
+        first += rows
+    tiles = torch.tensor(found + [[0] * 4] * (room - len(found)), dtype=torch.int32).view(-1, 4)
+    return Expected(len(found), tiles, order.int(), places.int())
+
+
+def written(table: Tensor, room: int, count: int) -> Expected:
+    """The same from the memory of `sort.Routes`, of so many pairs with an expert."""
+    header, tiles, rest = table[:4], table[4 : 4 * (1 + room)].view(-1, 4), table[4 * (1 + room) :]
+    pairs = next(pairs for pairs in range(len(rest)) if -(-pairs // 4) * 4 + pairs == len(rest))
+    assert not header[1:].any()
+    return Expected(int(header[0]), tiles, rest[:count], rest[len(rest) - pairs :])

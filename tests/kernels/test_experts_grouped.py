@@ -1,0 +1,271 @@
+"""Many pairs of a token and an expert on Hopper: what is planned and handed over, and that it compiles."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drivers import BF16, F16, F32, Driver, pretend
+from gpus import A100, H200
+from hypothesis import given
+from hypothesis import strategies as st
+from routes import routes_of
+from torch import Tensor
+
+import halfbyte as hb
+from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.experts import combine, cuda, reference, sort
+from halfbyte.kernels.experts import grouped as many
+from halfbyte.kernels.linear.laid_out import span_of
+from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.sm90_gemm import grouped
+from halfbyte.kernels.linear.sm90_gemm.grouped import Grouping
+from halfbyte.kernels.linear.sm90_gemm.plan import (
+    GROUPED_TILES_M,
+    W_STAGES,
+    GemmPlan,
+    grouped_plans,
+    is_grouped_valid,
+    usual_tiles,
+    wanted,
+    x_stages,
+)
+
+#         experts, I, H, experts of a token
+MODELS = {
+    "qwen3-30b": (128, 768, 2048, 8), "mixtral": (8, 14336, 4096, 2), "deepseek-v3": (256, 2048, 7168, 8),
+    "gpt-oss-20b": (32, 2880, 2880, 4),
+}  # fmt: skip
+ACTIVATIONS = {"gpt-oss-20b": "swiglu_oai"}
+
+
+def problem(n: int, k: int, **changes: Any) -> Problem:
+    return Problem(**{"dtype": BF16, "n": n, "k": k, "format": "nf4", "block_size": 64, "scale": torch.uint8,
+                      "nested": 256} | changes)  # fmt: skip
+
+
+def problems(model: str, dtype: torch.dtype = BF16) -> tuple[Problem, Problem]:
+    experts, inner, hidden, _ = MODELS[model]
+    mxfp4 = {"format": "mxfp4", "block_size": 32, "nested": 0} if model == "gpt-oss-20b" else {}
+    sides = ((2 * inner, hidden), (hidden, inner))
+    gate_up, down = (problem(experts * n, k, dtype=dtype, **mxfp4) for n, k in sides)
+    return gate_up, down
+
+
+@given(
+    ids=st.lists(st.integers(-2, 12), min_size=1, max_size=200),
+    experts=st.integers(1, 12),
+    tile_m=st.sampled_from([1, 2, 32]),
+)
+def test_tiles(ids: list[int], experts: int, tile_m: int) -> None:
+    """Every pair with an expert is in one tile, of its expert; and there is room for all tiles."""
+    room = sort.most_tiles(len(ids), experts, tile_m)
+    found = routes_of(torch.tensor(ids), experts, tile_m, room)
+    assert found.count <= len(found.tiles) == room
+    assert not found.tiles[found.count :].any()
+    rows = [(first + i, expert) for expert, first, count, _ in found.tiles.tolist() for i in range(count)]
+    assert [row for row, _ in rows] == list(range(len(found.order)))
+    assert all(ids[found.order[row]] == expert for row, expert in rows)
+    assert [place >= 0 for place in found.places.tolist()] == [0 <= e < experts for e in ids]
+    assert torch.equal(found.places[found.order.long()], torch.arange(len(rows)).int())
+    of_each = [[pair for pair in found.order.tolist() if ids[pair] == e] for e in range(experts)]
+    assert all(pairs == sorted(pairs) for pairs in of_each)
+
+
+def test_there_may_be_as_many_tiles_as_there_is_room_for() -> None:
+    ids = torch.tensor([0] * 65 + [1] + [2])
+    assert routes_of(ids, 3, 32, 5).count == 5 == sort.most_tiles(67, 3, 32)
+
+
+@given(pairs=st.integers(1, 1 << 20))
+def test_rooms(pairs: int) -> None:
+    room = many.room_of(pairs)
+    assert pairs <= room <= pairs + pairs // 8
+    assert many.room_of(room) == room
+
+
+@given(
+    pairs=st.integers(1, 1 << 17),
+    experts=st.integers(1, 1024),
+    n=st.integers(1, 200).map(lambda n: 8 * n),
+    k=st.integers(1, 100).map(lambda k: 64 * k),
+    block_size=st.sampled_from([32, 64, 128]),
+)
+def test_every_plan_is_valid(pairs: int, experts: int, n: int, k: int, block_size: int) -> None:
+    o = problem(experts * n, k, block_size=block_size)
+    plans = grouped_plans(pairs, experts, (o, o), H200)
+    assert plans is not None
+    assert plans[0] == plans[1]
+    assert is_grouped_valid(plans[0], experts, n, k, span_of(o), H200)
+    assert plans[0].microseconds > 0
+    assert plans[0].x_tiles(plans[0].chunk) == sort.most_tiles(pairs, experts, plans[0].tile_m)
+    assert 1 <= wanted(pairs, experts) <= experts + 1e-6
+    assert usual_tiles(pairs, experts, 32) >= pairs / 32 - 1e-6
+
+
+def test_plans_that_would_be_wrong_are_not_valid() -> None:
+    def valid(experts: int = 8, n: int = 1000, k: int = 4096, **changes: int) -> bool:
+        shape = {"tile_m": 128, "warpgroups": 2, "w_stages": 3, "x_stages": 6, "workers": 132, "cluster": 1}
+        return is_grouped_valid(GemmPlan(**shape | {"chunk": 1280} | changes), experts, n, k, 64, H200)
+
+    assert valid()
+    assert valid(workers=1000)  # those without a tile end at once
+    assert not valid(workers=0)
+    assert not valid(chunk=1000)
+    assert not valid(chunk=0)
+    assert not valid(tile_m=16, chunk=160)
+    assert not valid(x_stages=8, tile_m=192, chunk=1920)  # more than shared memory holds
+    assert not valid(cluster=4)
+    assert not valid(experts=1 << 20, n=1 << 13)
+    assert grouped_plans(600, 8, problems("mixtral"), A100) is None
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_have_tiles_for_their_experts(model: str) -> None:
+    experts, _, _, k = MODELS[model]
+    last = 0
+    for tokens in (64, 256, 1024, 4096, 16384):
+        plans = grouped.plan(tokens * k, experts, problems(model), H200)
+        assert plans is not None
+        assert plans[0].tile_m == plans[1].tile_m >= last
+        last = plans[0].tile_m
+    assert last >= 128
+
+
+def test_what_is_supported() -> None:
+    for model in MODELS:
+        for dtype in (BF16, F16):
+            assert all(map(grouped.supports, problems(model, dtype)))
+    assert not grouped.supports(problem(64, 64, dtype=F32))
+    assert not grouped.supports(problem(64, 96))
+    assert grouped.supports(problem(64, 96, block_size=32))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    for module in (cuda, many):
+        monkeypatch.setattr(module, "properties_of", lambda index: H200)
+        module.products.entries.clear()
+    monkeypatch.setattr(combine, "combine_sorted", combined)
+    yield from pretend(monkeypatch, H200)
+    cuda.products.entries.clear()
+    many.products.entries.clear()
+
+
+def combined(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> None:
+    places = places.view(weights.shape).long()
+    shares = torch.where(places >= 0, weights.float(), 0)
+    rows = torch.where((places >= 0).unsqueeze(2), rows[places.clamp(min=0)], 0)
+    out.copy_(reference.combine(rows, shares, out.dtype))
+
+
+def told(gpu: Driver, monkeypatch: pytest.MonkeyPatch, *launches: tuple[hb.QuantizedWeight, Grouping]) -> None:
+    """The driver is told what comes next."""
+    launch, bind, coming = many._launch, many._bind, iter(launches * 100)
+
+    def tell(*launched: Any) -> None:
+        gpu.like, gpu.grouping = next(coming)
+        launch(*launched)
+
+    def note(*given: Any) -> Any:
+        found = bind(*given)
+        assert found is not None
+        gpu.tile_m = found.tile_m
+        return found
+
+    monkeypatch.setattr(many, "_launch", tell)
+    monkeypatch.setattr(many, "_bind", note)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_block(
+    gpu: Driver, dtype: torch.dtype, activation: str, parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ids that are none, of both kinds of ids and weights, in one part and in several."""
+    experts, inner, hidden = 3, 32, 64
+    format = "mxfp4" if parts else "nf4"
+    gate_up, down = (
+        hb.quantize(torch.randn(experts, n, k), format, block_size=32)
+        for n, k in ((2 * inner, hidden), (hidden, inner))
+    )
+    if parts:
+        monkeypatch.setattr(many.h200, "GROUPED_BYTES", 1)
+    gpu.dtype = dtype
+    told(gpu, monkeypatch, (gate_up, Grouping(experts, activation)), (down, Grouping(experts, wide=True)))
+    biases = torch.randn(experts, 2 * inner).to(dtype), torch.randn(experts, hidden).to(dtype)
+    for tokens, kind, narrow in ((1, torch.int64, True), (37, torch.int32, False)):
+        x = 0.1 * torch.randn(tokens, hidden).to(dtype)
+        index = torch.randint(-1, experts + 1, (tokens, 3), dtype=kind)
+        weights = torch.rand(tokens, 3).to(dtype if narrow else F32)
+        for bias in (biases, (None, None)):
+            found = many.moe(x, index, weights, gate_up, down, activation, *bias)
+            assert found is not None
+            right = hb.moe(
+                x.float(), index, weights.float(), gate_up, down, activation,
+                *(None if one is None else one.float() for one in bias),
+            )  # fmt: skip
+            assert (found.float() - right).norm() <= 0.02 * right.norm()
+    assert [per_row for _, per_row in gpu.seen[:2]] == [3, 0]
+
+
+def test_grouped_linear(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the front: more pairs than go unsorted, and few of a stack that the kernel for few is not for."""
+    q = hb.quantize(torch.randn(4, 40, 64).bfloat16(), "int4", group_size=32)
+    told(gpu, monkeypatch, (q, Grouping(4, scatters=True)))
+    for rows, kind in ((1, torch.int64), (513, torch.int32)):
+        x, expert = torch.randn(rows, 64).bfloat16(), torch.randint(-1, 5, (rows,), dtype=kind)
+        bias = torch.randn(4, 40).bfloat16()
+        found = cuda.grouped_linear(x, q, expert, bias)
+        assert found is not None
+        torch.testing.assert_close(found, hb.grouped_linear(x, q, expert, bias), rtol=2e-2, atol=0.2)
+        assert not found[(expert < 0) | (expert >= 4)].any()
+    assert cuda.grouped_linear(x[:0], q, expert[:0], None) is None
+
+
+VARIANTS = (
+    (problem(64, 2048), "silu", {}),
+    (problem(64, 1024, dtype=F16), "gelu", {}),
+    (problem(64, 960, dtype=F16), "", {"wide": True}),
+    (problem(64, 1024, scale=F32, nested=0), "", {"scatters": True}),
+    (problem(64, 2880, format="mxfp4", block_size=32, nested=0), "swiglu_oai", {}),
+    (problem(64, 1024, format="mxfp4", block_size=32, nested=0), "", {"wide": True}),
+    (problem(64, 96, block_size=32), "gelu_tanh", {}),
+    (problem(64, 1024, format="int4", block_size=32, scale=F16, nested=0, dtype=F16), "", {"scatters": True}),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.compile_all)])
+def test_compiles_into_registers(every: bool, tmp_path: Path) -> None:
+    import triton
+
+    some = [(VARIANTS[0], 32), (VARIANTS[4], 128), (VARIANTS[2], 256), (VARIANTS[3], 64)]
+    for (o, activation, others), tile_m in [(v, t) for v in VARIANTS for t in GROUPED_TILES_M] if every else some:
+        plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), 1, 1, tile_m)
+        found = used(grouped.variant(o, Grouping(1, activation, **others), plan, H200), tmp_path, triton)
+        assert found.keys() == {"multiply", "lay_out"}
+        assert all(each["STACK"] == each["LOCAL"] == "0" for each in found.values()), (plan, o)
+
+
+@pytest.mark.slow
+def test_the_sort_compiles(tmp_path: Path) -> None:
+    import triton
+
+    assert int(used(sort.variant(32), tmp_path, triton)["sort_pairs"]["REG"]) <= 64
+
+
+def used(variant: nvrtc.Variant, directory: Path, triton: Any) -> dict[str, dict[str, str]]:
+    """What cuobjdump says of each kernel."""
+    path = directory / "kernel.cubin"
+    path.write_bytes(nvrtc.cubin(variant))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    kernels = re.findall(r"Function (\w+):\s+(REG.*)", text)
+    return {name: dict(re.findall(r"(\w+):(\d+)", each)) for name, each in kernels}
