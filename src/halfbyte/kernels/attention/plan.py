@@ -11,6 +11,7 @@ FEW_PARTS, MOST_PARTS = 16, 128
 LEAST_ROWS = 16  # of a product on tensor cores
 MOST_ROWS = 64  # of one program: its sums are held in registers
 OVERHEAD = 1.5  # what a program takes beside its blocks, in blocks: its start, its first loads, its sums
+SPLITTING = 3  # what adding up the parts of a head takes, likewise
 MOST_RESIDENT = 1  # programs of a multiprocessor at once; more make more parts, which took longer on an H200
 TENSOR_CORES = 80  # the first target whose tensor cores Triton uses; before it, more than LEAST_ROWS are spilled
 OTHER_SHARED = 2048  # bytes that a program takes beside queries and the blocks on their way, about
@@ -59,11 +60,13 @@ def plan_for(properties: DeviceProperties, heads: int, tokens: int, size: int, r
     blocks = -(-tokens // block)
 
     def cost(parts: int) -> float:
-        return -(-programs * parts // (resident * properties.sms)) * (-(-blocks // parts) + OVERHEAD)
+        rounds = -(-programs * parts // (resident * properties.sms))
+        return rounds * (-(-blocks // parts) + OVERHEAD) + (SPLITTING if parts > 1 else 0)
 
     parts = min(range(1, min(blocks, MOST_PARTS) + 1), key=cost)
-    warps = 2 if tile == LEAST_ROWS and width <= 128 else 4 if tile * width <= 8192 else 8
-    return AttentionPlan(block, parts, tile, warps, stages)
+    if programs * parts > resident * properties.sms:
+        stages = 2  # so that several programs share a multiprocessor
+    return AttentionPlan(block, parts, tile, 4 if tile * width <= 8192 else 8, stages)
 
 
 def _power(number: int) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.merge import added, attend_merge_kernel, cut, store_rows
 from halfbyte.kernels.attention.plan import FEW_PARTS, MOST_PARTS, AttentionPlan, plan_for
-from halfbyte.kernels.attention.rotate import rotated
+from halfbyte.kernels.attention.rotate import angles, loaded, rotated
 from halfbyte.kernels.attention.spans import COUNTERS, WIDTH, lowest, spans_of
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.launch import launch
@@ -100,10 +100,18 @@ def attend_kernel(
     elif part >= used:
         return
     at = query + text * query_text + head * query_head + row % NEW * query_new
+    own = -1  # the new token's slot, which is not read
     if FRESH:
-        cos += text * cos_text
-        sin += text * cos_text
-        turned = rotated(at, inside, cos, sin, query_norm, KEY, D, ROTARY, QUERY_NORM, QUERY_EPSILON, OFFSET, HALVES)
+        own = tl.load(slot)
+        one = tl.arange(0, 1)
+        ours = (one == 0) & (part == 0)
+        new_at = new_keys + text * new_key_text + shared * new_key_head + one
+        new_key, new_other = loaded(new_at, ours, KEY, D, ROTARY)
+        new_at = new_values + text * new_value_text + shared * new_value_head
+        new_value = tl.load(new_at + e, (e < VALUE) & (part == 0), 0)
+        c, s = angles(cos + text * cos_text, sin + text * cos_text, D, ROTARY, HALVES)
+        x, y = loaded(at, inside, KEY, D, ROTARY)
+        turned = rotated(x, y, c, s, query_norm, KEY, D, ROTARY, QUERY_NORM, QUERY_EPSILON, OFFSET)
         q = turned.to(keys.dtype.element_ty)
     else:
         q = tl.load(at[:, None] + d[None, :], inside[:, None] & (d < KEY)[None, :], 0)
@@ -123,32 +131,6 @@ def attend_kernel(
         if NEW > 1:
             mask += (row % NEW * mask_new)[:, None]
         ahead = _mask_of(mask, token, (token >= first) & (token < end), NEW, LOWEST)
-    own = -1  # the new token's slot, which is not read
-    if FRESH:
-        own = tl.load(slot)
-        if part == 0:
-            one = tl.arange(0, 1)
-            new_key = rotated(
-                new_keys + text * new_key_text + shared * new_key_head + one, one == 0, cos, sin, key_norm, KEY, D,
-                ROTARY, KEY_NORM, KEY_EPSILON, OFFSET, HALVES,
-            ).to(keys.dtype.element_ty)  # fmt: skip
-            new_value = tl.load(new_values + text * new_value_text + shared * new_value_head + e, e < VALUE, 0)
-            if which % TILES == 0:
-                tl.store(keys + own * KEY + d[None, :], new_key, (d < KEY)[None, :])
-                tl.store(values + own * VALUE + e, new_value, e < VALUE)
-            score = _score(tl.sum(q.to(tl.float32) * new_key.to(tl.float32), axis=1), SCALE, CAP)
-            if MASK:
-                numbers = tl.load(mask + own)
-                if MASK == 2:
-                    score += numbers.to(tl.float32) * LOG2E
-                score = tl.where(numbers > LOWEST, score, float("-inf"))
-            higher = tl.maximum(highest, score)  # than a sink's, if there is one
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp2(score - base)
-            weights = weights * tl.exp2(highest - base)[:, None]
-            weights += tl.where(tl.arange(0, PLACES)[None, :] == 0, weight[:, None], 0.0)
-            total = weight[:, None] * new_value.to(tl.float32)[None, :]
-            highest = higher
     for _ in range(start, stop):
         known = (token >= first) & (token < end)
         if FRESH:
@@ -172,6 +154,26 @@ def attend_kernel(
         total = tl.dot(weight.to(v.dtype), v, total * shrunk[:, None])
         highest = higher
     sum_of_weights = tl.sum(weights, axis=1)
+    if FRESH:  # noqa: SIM102 - a constant, and what is not
+        if part == 0:
+            own_key = rotated(new_key, new_other, c, s, key_norm, KEY, D, ROTARY, KEY_NORM, KEY_EPSILON, OFFSET)
+            key = own_key.to(keys.dtype.element_ty)
+            if which % TILES == 0:
+                tl.store(keys + own * KEY + d[None, :], key, (d < KEY)[None, :])
+                tl.store(values + own * VALUE + e, new_value, e < VALUE)
+            score = _score(tl.sum(q.to(tl.float32) * key.to(tl.float32), axis=1), SCALE, CAP)
+            if MASK:
+                numbers = tl.load(mask + own)
+                if MASK == 2:
+                    score += numbers.to(tl.float32) * LOG2E
+                score = tl.where(numbers > LOWEST, score, float("-inf"))
+            higher = tl.maximum(highest, score)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp2(score - base)
+            shrunk = tl.exp2(highest - base)
+            sum_of_weights = sum_of_weights * shrunk + weight
+            total = total * shrunk[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
+            highest = higher
     out += text * heads * GROUP * NEW * VALUE  # of this text: [new, heads, VALUE]
     if used == 1:
         alone = total / tl.maximum(sum_of_weights, 1.0)[:, None]  # the highest score's weight alone is 1

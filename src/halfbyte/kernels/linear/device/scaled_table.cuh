@@ -1,11 +1,12 @@
-// From nibbles to the MMA's A operand without shared memory, which wgmma has little to spare of: its 256 columns of x,
-// the copies that bring them, and look-ups would together ask for more than there is.
+// From nibbles to the MMA's A operand without shared memory, of which wgmma has little to spare: its 256 columns of x,
+// the copies that bring them, and all look-ups would together ask for more than there is. All look-ups in registers
+// take as long, since permutes come at half the rate of other instructions. So half of them are done here, half there.
 //
 // The sixteen numbers of a codebook times one scale, rounded as dequantize rounds them, are 32 bytes: eight registers.
 // A byte permute picks four bytes out of eight by four nibbles, so four of them and two that choose between the halves
 // give the low and the high bytes of four weights.
 
-#include "numeric.cuh"
+#include "wide_table.cuh"
 
 class ScaledTable {
  public:
@@ -33,12 +34,6 @@ class ScaledTable {
  private:
   u32 low[4], high[4];  // bytes of the sixteen numbers
 
-  static __device__ __forceinline__ float scaled(float number, float scale) {
-    float product;
-    if constexpr (Config::flushes) asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(number), "f"(scale));
-    else asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(number), "f"(scale));
-    return product;
-  }
   // Four bytes of sixteen.
   static __device__ __forceinline__ u32 pick(const u32 (&bytes)[4], u32 in_half, u32 half) {
     return __byte_perm(__byte_perm(bytes[0], bytes[1], in_half), __byte_perm(bytes[2], bytes[3], in_half), half);

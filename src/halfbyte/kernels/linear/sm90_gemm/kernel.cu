@@ -6,9 +6,9 @@
 // Operands. The kernel computes out.T = W @ x.T: W is the A operand and comes from registers, x is B and comes from
 // shared memory. A register of A holds two neighbouring k of one row of W, which is one packed byte. Within a span of
 // weights that share a scale K is permuted, and x is laid out alike (device/lay_out.cuh): a thread takes neighbouring
-// bytes of W. The codebook times a scale, in fp32, and rounded once to 16 bits, is a table of the weights that
-// dequantize gives, bit for bit; it is made in registers, for each scale, and nibbles are looked up there
-// (device/scaled_table.cuh). So nothing is left to do for the sums.
+// bytes of W. A number of the codebook times the scale, in fp32, and rounded once to 16 bits is the weight that
+// dequantize gives, bit for bit, so nothing is left to do for the sums. Even rows of W look the codebook up in shared
+// memory (device/wide_table.cuh), odd ones may look its products with the scale up in registers (scaled_table.cuh).
 //
 // Work. Tiles of TILE_ROWS rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every cluster takes
 // an equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and
@@ -26,6 +26,7 @@
 //   tile_m, warpgroups, cluster              rows of x a tile, warpgroups that multiply, CTAs that share x
 //   w_stages, x_stages                       units of W and steps of x on their way
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
+//   permutes                                 odd rows of W are looked up in registers
 //   span, log_block                          weights that share a scale, 64 or 32; log2 of the block size
 //   vector                                   a thread loads 16 bytes of a row's scales at a time
 //   x, scale, low_first, flushes             types; whether the first weight of a byte is in its low half; whether
@@ -62,31 +63,42 @@ __device__ __forceinline__ void load(u32 (&words)[2], u32 at) {
 }
 __device__ __forceinline__ void load(u32 (&words)[1], u32 at) { words[0] = load_number(at); }
 
-// This thread's operands of a step of a unit. stage, scales: addresses of the unit's.
+// This thread's operands of a step of a unit. stage, scales: addresses of the unit's. column: of the table.
 __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const Arguments& a, u32 stage, u32 scales,
-                                       const Addresses& mine, int step) {
+                                       const Addresses& mine, int step, u32 column) {
 #pragma unroll
   for (int s = 0; s < STEP_SPANS; s++) {
     const int span = step * STEP_SPANS + s;
     const uint2 both = load_pair(scales + mine.scales + span / JOINED * TILE_N * 4);
+    u32 words[2][WORDS];
+    load(words[0], stage + (mine.upper ^ span * (Config::span / 2)));
+    load(words[1], stage + (mine.lower ^ span * (Config::span / 2)));
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const ScaledTable table(a.codebook, __uint_as_float(half ? both.y : both.x));
-      u32 words[WORDS];
-      load(words, stage + ((half ? mine.lower : mine.upper) ^ span * (Config::span / 2)));
+      const float scale = __uint_as_float(half ? both.y : both.x);
+      if (Config::permutes && half) {
+        const ScaledTable table(a.codebook, scale);
 #pragma unroll
-      for (int i = 0; i < WORDS; i++) {
-        u32 pairs[4];
-        table.look_up(words[i], pairs);
+        for (int i = 0; i < WORDS; i++) {
+          u32 pairs[4];
+          table.look_up(words[1][i], pairs);
 #pragma unroll
-        for (int j = 0; j < 4; j++) operands[4 * (s * STEPS + 2 * i + j / 2) + half + j % 2 * 2] = pairs[j];
+          for (int j = 0; j < 4; j++) operands[4 * (s * STEPS + 2 * i + j / 2) + 1 + j % 2 * 2] = pairs[j];
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+          const u32 word = words[half][i / 2], to = 4 * (s * STEPS + i) + half;
+          operands[to] = i % 2 ? weights_of<2>(word, column, scale) : weights_of<0>(word, column, scale);
+          operands[to + 2] = i % 2 ? weights_of<3>(word, column, scale) : weights_of<1>(word, column, scale);
+        }
       }
     }
   }
 }
 
 __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
-  const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2;
+  const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = wide_column_of(shared(), lane);
   const Addresses mine(row, member);
   const auto release = [&](u32 barrier) {
     __syncwarp();
@@ -107,7 +119,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
   u32 used = 0;                       // the barrier of the stage of x that is multiplied; 0: none
   bool fresh = true;                  // the tile's sums are zero
   wait(shared() + W_FULL, 0);
-  decode(even, a, shared() + W_AT, shared() + SCALE, mine, 0);
+  decode(even, a, shared() + W_AT, shared() + SCALE, mine, 0, column);
   for (u32 unit = first; unit < last; unit++) {
     const u32 stage = shared() + W_AT + w.at * W_BYTES, scales = shared() + SCALE + w.at * SCALE_BYTES;
     const u32 empty = shared() + W_EMPTY + 8 * w.at;
@@ -127,11 +139,11 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
       used = shared() + X_EMPTY + 8 * x.at;
       x.next(Config::x_stages);
       if (step + 1 < UNIT_K / STEP_K) {
-        decode(next, a, stage, scales, mine, step + 1);
+        decode(next, a, stage, scales, mine, step + 1, column);
         if (step + 2 == UNIT_K / STEP_K) release(empty);
       } else if (unit + 1 < last) {
         wait(shared() + W_FULL + 8 * w.at, w.parity);
-        decode(next, a, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, mine, 0);
+        decode(next, a, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, mine, 0, column);
       }
     };
     turn(even, odd, 0), turn(odd, even, 1), turn(even, odd, 2), turn(odd, even, 3);
@@ -160,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     fetch(a, reinterpret_cast<u64>(a.map), first, last, warp - WARPS, lane);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::consumer_registers));
+    make_wide_table<WARPS>(shared(), a.codebook, warp, lane);
     if constexpr (Config::cluster > 1) sync_cluster();
     sync_all();
     multiply_units(a, first, last, warp, lane);

@@ -70,8 +70,9 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "flushes": FORMATS[problem.format].flushes, "log_block": problem.block_size.bit_length() - 1,
         "span": span_of(problem), "vector": loads_scales_at_once(problem), "tile_m": plan.tile_m,
         "warpgroups": plan.warpgroups, "w_stages": plan.w_stages, "x_stages": plan.x_stages, "direct": DIRECT,
-        "cluster": plan.cluster, "producer_registers": producer, "consumer_registers": consumer,
-        "shared_bytes": plan.shared_bytes(span_of(problem)), "activation": "Activation::none", "residual": False,
+        "permutes": plan.permutes, "cluster": plan.cluster, "producer_registers": producer,
+        "consumer_registers": consumer, "shared_bytes": plan.shared_bytes(span_of(problem)),
+        "activation": "Activation::none", "residual": False,
         "grouped": False, "wide": False, "scatters": False,
     }  # fmt: skip
 

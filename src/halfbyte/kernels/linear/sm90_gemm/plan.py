@@ -53,11 +53,16 @@ class GemmPlan:
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         unit = self.copied_rows * (UNIT_K // 2 + UNIT_K // span * 4)
-        return 2048 + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
+        return 256 * 256 + 2048 + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
 
     def x_tiles(self, m: int) -> int:
         """Tiles of x [m, K]."""
         return -(-m // self.tile_m)
+
+    @property
+    def permutes(self) -> bool:
+        """Half of W is looked up in registers, where x leaves little of shared memory's time."""
+        return self.tile_m >= h200.GEMM_PERMUTES_M
 
     @property
     def threads(self) -> int:
@@ -113,7 +118,7 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties) -> GemmPla
 
 def x_stages(tile_m: int) -> int:
     """As many as there is room for."""
-    return min(MOST_STAGES, 5 * 256 // tile_m)
+    return min(MOST_STAGES, 3 * 256 // tile_m)
 
 
 def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:

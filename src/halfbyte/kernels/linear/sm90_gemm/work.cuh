@@ -22,12 +22,12 @@ constexpr int UNIT_SCALES = SPANS / JOINED;  // of a row of W
 // In words, each two neighbouring k: a span, and what a quad's lane takes of it.
 constexpr u32 SPAN_WORDS = Config::span / 2, OWN = Config::span / 8;
 
-// Shared memory: barriers, the code of nested scales, stages of W, stages of x, decoded scales.
+// Shared memory: the table, barriers, the code of nested scales, stages of W, stages of x, decoded scales.
 constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K * 2,
               X_STEP = Config::tile_m * STEP_K * 2;
 constexpr u32 SCALE_BYTES = SPANS * TILE_N * 4;
-constexpr u32 W_FULL = 0, W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128, X_EMPTY = W_FULL + 192;
-constexpr u32 CODE = 1024, W_AT = CODE + 1024, X_AT = W_AT + Config::w_stages * W_BYTES;
+constexpr u32 W_FULL = 256 * TABLE_ROW, W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128, X_EMPTY = W_FULL + 192;
+constexpr u32 CODE = W_FULL + 1024, W_AT = CODE + 1024, X_AT = W_AT + Config::w_stages * W_BYTES;
 constexpr u32 SCALE = X_AT + Config::x_stages * X_STEP;
 static_assert(SCALE + Config::w_stages * SCALE_BYTES == Config::shared_bytes, "plan.py reckons with other sizes");
 

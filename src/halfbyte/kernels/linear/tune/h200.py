@@ -154,6 +154,8 @@ GEMM_UNIT = {96: 1.76, 128: 2.05, 160: 2.34, 192: 2.63, 224: 2.92, 256: 3.2}
 GEMM_CLUSTER = {1: 1.0}
 # µs: two launches; a part of a tile of 256 rows. MB a µs that W comes with.
 GEMM_START, GEMM_PART, GEMM_BANDWIDTH = 6.0, 2.8, 3.0
+# Rows of x a tile from which on shared memory is what W waits for.
+GEMM_PERMUTES_M = 160
 # Bytes of x a launch, all of which stays in L2.
 GEMM_X_BYTES = 1 << 24
 
