@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
@@ -18,7 +19,7 @@ TILES_M = (96, 128, 160, 192, 224, 256)
 GROUPED_TILES_M = (32, 64, *TILES_M)  # of experts, which have few rows each
 MOST_STAGES = 8  # that there are barriers for
 DIRECT = 8
-W_STAGES, NARROW_STAGES = 3, 6  # the second up to 64 rows of x, which leave room
+W_STAGES, NARROW_STAGES = 3, 6  # the second where fewer rows of x than linear's leave room
 
 
 @dataclass(frozen=True)
@@ -148,17 +149,19 @@ def grouped_plans(
     found = []
     for tile_m, unit in (h200.GROUPED_UNIT | h200.GEMM_UNIT).items() if pairs and properties.ptx == 90 else ():
         most = (pairs // tile_m + min(experts, pairs)) * tile_m
-        stages = NARROW_STAGES if tile_m <= 64 else W_STAGES
-        plans, workers = [], properties.sms
+        stages = NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
+        workers, plans = properties.sms, list[GemmPlan]()
         for o in problems:
             n = o.n // experts
             tiles = math.ceil(usual_tiles(pairs, experts, tile_m) * -(-n // 128))
             busy = -(-tiles // workers) * (-(-o.k // UNIT_K) * unit + h200.GROUPED_TILE * tile_m / 256)
             reading = o.megabytes * wanted(pairs, experts) / experts / h200.GEMM_BANDWIDTH
             time = h200.GEMM_START + math.hypot(busy, reading)
-            plan = GemmPlan(tile_m, 2, stages, x_stages(tile_m), workers, 1, most, time)
-            if is_grouped_valid(plan, experts, n, o.k, span_of(o), properties):
-                plans.append(plan)
+            shapes = (
+                GemmPlan(tile_m, 2, some, x_stages(tile_m), workers, 1, most, time) for some in range(stages, 1, -1)
+            )
+            valid = (plan for plan in shapes if is_grouped_valid(plan, experts, n, o.k, span_of(o), properties))
+            plans.extend(islice(valid, 1))
         if len(plans) == len(problems):
             found.append(tuple(plans))
     return min(found, key=lambda plans: sum(plan.microseconds for plan in plans), default=None)
