@@ -1,12 +1,12 @@
 """Which CUDA kernel multiplies: that with the least estimated time, of those in this folder.
 
+sm90_gemm     wgmma, many rows of x, 16-bit operands that are the dequantized weights: sm_90
 sm90_streamk  wgmma, any number of rows of x: sm_90
 sm90_decode   a few rows, blocks of 64 weights and more, from the lightest start: sm_90 and later
 sm80          mma.sync, every format: sm_75 and later
 simt          CUDA cores: whatever is left, fp32 x above all
 
 The other way is to make the dense weight and to leave the product to torch. It is in the competition, too.
-`sm90_gemm`, for many rows, is not yet: it joins KERNELS when all of its plans have passed tests/gpu.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.simt import launch as simt
 from halfbyte.kernels.linear.sm80 import launch as sm80
 from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
+from halfbyte.kernels.linear.sm90_gemm import launch as sm90_gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
 from halfbyte.kernels.linear.tune import h200
 
-KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm80, simt)
+KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm, sm80, simt)
 GROUP_KERNELS: tuple[GroupKernel[Any], ...] = (sm90_decode, sm90_streamk)
 FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode, sm90_streamk)
 # The most rows of x for which a kernel beats the dense weight on GPUs whose dense products were not measured.

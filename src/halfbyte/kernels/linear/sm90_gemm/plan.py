@@ -105,15 +105,15 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties) -> GemmPla
             row_tiles, depth = -(-n // (128 * cluster)), -(-k // UNIT_K)
             # The last launch may have fewer tiles than the others, and every cluster has work in each.
             fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // chunk) - 1) * chunk)
-            workers = min(properties.sms // cluster, fewest)
-            tiles = row_tiles * chunk
-            parts = min(1 + workers / tiles, DIRECT) if workers != tiles else 0
-            units = -(-tiles * depth // workers) * unit * h200.GEMM_CLUSTER[cluster]
-            busy = units + h200.GEMM_PART * tile_m / 256 * parts
-            time = launches * (h200.GEMM_START + math.hypot(busy, problem.megabytes / h200.GEMM_BANDWIDTH))
-            plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), workers, cluster, chunk * tile_m, time)
-            if is_valid(plan, m, n, k, span, properties):
-                found.append(plan)
+            tiles, most_workers = row_tiles * chunk, min(properties.sms // cluster, fewest)
+            for workers in {most_workers, min(tiles, most_workers)}:  # all, or one for each tile
+                parts = min(1 + workers / tiles, DIRECT) if workers != tiles else 0
+                units = -(-tiles * depth // workers) * unit * h200.GEMM_CLUSTER[cluster]
+                busy = units + (h200.GEMM_PART * parts + h200.GEMM_TILE * tiles / workers) * tile_m / 256
+                time = launches * (h200.GEMM_START + math.hypot(busy, problem.megabytes / h200.GEMM_BANDWIDTH))
+                plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), workers, cluster, chunk * tile_m, time)
+                if is_valid(plan, m, n, k, span, properties):
+                    found.append(plan)
     return min(found, key=lambda plan: plan.microseconds, default=None)
 
 
@@ -154,7 +154,7 @@ def grouped_plans(
         for o in problems:
             n = o.n // experts
             tiles = math.ceil(usual_tiles(pairs, experts, tile_m) * -(-n // 128))
-            busy = -(-tiles // workers) * (-(-o.k // UNIT_K) * unit + h200.GROUPED_TILE * tile_m / 256)
+            busy = -(-tiles // workers) * (-(-o.k // UNIT_K) * unit + h200.GEMM_TILE * tile_m / 256)
             reading = o.megabytes * wanted(pairs, experts) / experts / h200.GEMM_BANDWIDTH
             time = h200.GEMM_START + math.hypot(busy, reading)
             shapes = (

@@ -150,15 +150,14 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 # -- sm90_gemm ---------------------------------------------------------------------------------------------------------
 
 # tile_m (rows of x) to µs a unit (256 of K). CTAs that share x to how many times that.
-GEMM_UNIT = {96: 1.76, 128: 2.05, 160: 2.34, 192: 2.63, 224: 2.92, 256: 3.2}
+GEMM_UNIT = {96: 1.676, 128: 1.897, 160: 2.002, 192: 2.385, 224: 2.572, 256: 2.882}
 GEMM_CLUSTER = {1: 1.0}
-# µs: two launches; a part of a tile of 256 rows. MB a µs that W comes with.
-GEMM_START, GEMM_PART, GEMM_BANDWIDTH = 6.0, 2.8, 3.0
+# µs: two launches; a part of a tile of 256 rows, and a tile. MB a µs that W comes with.
+GEMM_START, GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.71, 3.254, 4.053, 4.667
 # Rows of x a tile from which on shared memory is what W waits for.
 GEMM_PERMUTES_M = 160
 # Bytes of x a launch, all of which stays in L2.
 GEMM_X_BYTES = 1 << 24
 
-# Of experts, guesses. Tiles of fewer rows, as in GEMM_UNIT. µs between tiles, for 256 rows.
+# Of experts, guesses: tiles of fewer rows, as in GEMM_UNIT.
 GROUPED_UNIT = {32: 1.2, 64: 1.47}
-GROUPED_TILE = 1.5
