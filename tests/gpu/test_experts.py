@@ -129,9 +129,9 @@ def test_grouped_linear(pairs: int) -> None:
         assert torch.equal(found, hb.grouped_linear(x, q, expert))
         with poisoned((pairs, 1040), BF16) as out:
             out.zero_()
-            product = cuda._product(x, q, None, pairs, expert, 1, 1)
+            product = cuda._product(x, q, None, pairs, expert, 1)
             assert product is not None
-            cuda._launch(product, x, expert, None, None, out, pairs)
+            cuda._launch(product, x, expert, None, out, pairs)
         assert torch.equal(out, found)
 
 

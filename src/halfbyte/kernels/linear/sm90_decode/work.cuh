@@ -96,7 +96,7 @@ struct Weight {
 };
 struct Result {
   const unsigned short* bias;  // null for none
-  unsigned short* y;  // fp32 with Config::wide
+  unsigned short* y;           // fp32 with Config::wide
 };
 struct Arguments {
   Weight weight[Config::parts];
