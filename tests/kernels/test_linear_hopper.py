@@ -23,6 +23,7 @@ from halfbyte.kernels.linear.kernel import plan_for
 from halfbyte.kernels.linear.laid_out import UNIT_K, loads_scales_at_once, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.launch import constants, source
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan, is_valid, streamk_plan
@@ -156,10 +157,10 @@ def test_a_group_has_x_laid_out_in_one_way() -> None:
         together = hopper.plan_group(m, group[:2], H200)
         assert together.plans == tuple(plans[:2])
         assert together.microseconds < sum(plan.microseconds for plan in plans[:2])
-        if m > 64:
+        if m == 65:  # later sm90_gemm, which multiplies one by one, is faster
             assert choose_group(m, group[:2], H200) == (hopper, together)
         assert choose_group(m, group, H200) is None
-        assert choose(m, group[2], H200, False).kernel is (decode if m <= 64 else hopper)  # a small one
+        assert choose(m, group[2], H200, False).kernel in ((decode,) if m <= 64 else (hopper, gemm))  # a small one
     others = (replace(group[0], k=1024), replace(group[0], block_size=32), replace(group[0], dtype=F32))
     assert all(choose_group(200, (group[0], other), H200) is None for other in others)
     small = (group[0], replace(group[0], n=256, k=2304))

@@ -48,7 +48,7 @@ def test_the_choice_follows_the_constants(monkeypatch: pytest.MonkeyPatch) -> No
     slow = {m_tiles: times._replace(start=1000.0) for m_tiles, times in h200.DECODE_TIMES.items()}
     monkeypatch.setattr(h200, "DECODE_TIMES", slow)
     assert _chosen(8, small, properties) is streamk
-    for start, chosen in ((1000.0, streamk), (0.0, None)):
+    for start, chosen in ((1000.0, dispatch.sm90_gemm), (0.0, None)):
         monkeypatch.setattr(h200, "DENSE_START", start)
         monkeypatch.setattr(h200, "DENSE_TERAFLOPS", 1e9)
         assert _chosen(512, small, properties) is chosen
