@@ -21,6 +21,7 @@ from halfbyte.kernels.common.device import cpu_capability
 from halfbyte.kernels.experts import reference, router_reference
 from halfbyte.kernels.experts.plan import Group, plan
 from halfbyte.kernels.linear import reference as products
+from halfbyte.kernels.linear.fusion import Residual
 
 
 def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None) -> Tensor:
@@ -62,9 +63,11 @@ def moe(
     activation: str,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    residual: Residual | None = None,
 ) -> Tensor:
     """The experts of each token of x [T, H], weighted and added up. Sums and activations are fp32; what goes into the
-    down product is rounded to x's dtype, and so is the result."""
+    down product is rounded to x's dtype, and so is the result. With a residual, contiguous and of x's shape and dtype,
+    the result is that plus its factor times the sum."""
     (tokens, hidden), k = x.shape, top_k_index.shape[1]
     if x.is_meta:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -74,7 +77,7 @@ def moe(
         if x.is_cuda:
             shares = plain(weights if weights.dtype is x.dtype else weights.float())
             found: Tensor | None = cuda_kernels().moe(
-                aligned(x), plain(top_k_index), shares, gate_up, down, activation, *map(_aligned, biases)
+                aligned(x), plain(top_k_index), shares, gate_up, down, activation, *map(_aligned, biases), residual
             )
             if found is not None:
                 return found
@@ -87,7 +90,8 @@ def moe(
         y = x.new_zeros((tokens * k, hidden), dtype=torch.float32)
         _multiply(inner, rows, down, groups, biases[1], y, order)
         valid = (top_k_index >= 0) & (top_k_index < gate_up.shape[0])
-        return reference.combine(y.view(tokens, k, hidden), torch.where(valid, weights, 0), x.dtype)
+        summed = reference.combine(y.view(tokens, k, hidden), torch.where(valid, weights, 0), x.dtype)
+        return summed if residual is None else torch.add(residual.value, summed, alpha=residual.factor)
 
 
 def route(scores: Tensor, k: int, before: bool, normalizes: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

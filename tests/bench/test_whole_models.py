@@ -64,8 +64,8 @@ def test_errors_are_of_the_steps_that_graphs_make(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(decoder, "modes_of", lambda device: decoder.MODES)
     entered: list[bool] = []
     layers: list[int] = []
-    compute = fused._Layer._compute
-    monkeypatch.setattr(fused._Layer, "_compute", lambda *given, **named: layers.append(1) or compute(*given, **named))
+    compute = fused._Layer._attend
+    monkeypatch.setattr(fused._Layer, "_attend", lambda *given, **named: layers.append(1) or compute(*given, **named))
     capturable = decoder.capturable
     monkeypatch.setattr(decoder, "capturable", lambda cache, ours: entered.append(ours) or capturable(cache, ours))
     errors = decoder.errors_against_fp32("tiny", torch.device("cpu"), torch.bfloat16)

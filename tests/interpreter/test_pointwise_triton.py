@@ -7,6 +7,7 @@ from torch import Tensor
 from halfbyte.kernels.experts import reference as stacks
 from halfbyte.kernels.experts import router, router_reference
 from halfbyte.kernels.experts.combine import combine, combine_sorted
+from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.pointwise import reference
 from halfbyte.kernels.pointwise.triton import gated, rms_norm, supports
 
@@ -82,3 +83,6 @@ def test_combine(columns: int, kind: torch.dtype) -> None:
     places[~known.view(-1)] = -1
     combine_sorted(there, places, weights, out)
     torch.testing.assert_close(out, right)
+    residual = random(5, columns)
+    combine(rows, ids, weights, out, 4, Residual(residual, 0.3))
+    torch.testing.assert_close(out, residual + 0.3 * right, **RIGHT)

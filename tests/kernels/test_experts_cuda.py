@@ -118,7 +118,8 @@ def two_stacks(gpu: Driver, *given: Any) -> Tensor:
     return found
 
 
-def added_up(rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, experts: int) -> None:
+def added_up(rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, experts: int, residual: Any = None) -> None:
+    assert residual is None
     known = (ids >= 0) & (ids < experts)
     rows = torch.where(known.view(-1, 1), rows, 0).view(*ids.shape, -1)
     out.copy_(reference.combine(rows, torch.where(known, weights.float(), 0), out.dtype))

@@ -157,7 +157,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     many.products.entries.clear()
 
 
-def combined(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> None:
+def combined(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor, residual: Any = None) -> None:
     places = places.view(weights.shape).long()
     shares = torch.where(places >= 0, weights.float(), 0)
     rows = torch.where((places >= 0).unsqueeze(2), rows[places.clamp(min=0)], 0)

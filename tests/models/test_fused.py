@@ -50,7 +50,7 @@ def _library() -> Iterator[None]:
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every layer that was computed as a whole."""
-    return counted(monkeypatch, fused._Layer, "_compute")
+    return counted(monkeypatch, fused._Layer, "_attend")
 
 
 def decoder_layers(model: Any) -> list[Any]:
@@ -145,6 +145,23 @@ def test_a_layer_that_computes_something_else(layers: list[int], monkeypatch: py
     assert len(layers) == 1 + 2 * (NEW - 1)
     generate(model, inputs, max_new_tokens=NEW)
     assert len(layers) == 1 + 4 * (NEW - 1)
+
+
+@pytest.mark.parametrize("half", ["_attend", "_feed"])
+def test_experts_agree_by_halves(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference on either side of the router is seen, though the experts that it chooses may differ by rounding."""
+    model = quantized(make("mixtral"))
+    hb.accelerate(model, experts="nf4")
+    compute = getattr(fused._Layer, half)
+
+    def other(self: Any, x: Tensor, **kwargs: Any) -> Any:
+        found = compute(self, x, **kwargs)
+        return None if found is None else x + 0.6 * (found - x)
+
+    monkeypatch.setattr(fused._Layer, half, other)
+    with pytest.warns(UserWarning, match="leaves MixtralDecoderLayer to transformers"):
+        generate(model, prompt(2, 9), max_new_tokens=NEW)
+    assert [vars(layer).get(AGREES) for layer in decoder_layers(model)] == [False] * 3
 
 
 def test_what_is_left_alone() -> None:

@@ -24,7 +24,7 @@ def test_rehearse(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     made: list[Any] = []
     quantize = rehearsal._quantize
     monkeypatch.setattr(rehearsal, "_quantize", lambda model, settings: (quantize(model, settings), made.append(model)))
-    steps, layers = counted(monkeypatch, loop.TokenStep, "advance"), counted(monkeypatch, fused._Layer, "_compute")
+    steps, layers = counted(monkeypatch, loop.TokenStep, "advance"), counted(monkeypatch, fused._Layer, "_attend")
     monkeypatch.setattr(rehearsal, "SIZES", ((1, 128), (1, 512), (2, 128)))
     before = transformers.GenerationMixin._sample
     assert rehearsal.rehearse(tmp_path, torch.float32, Settings("nf4", 64, True)) > 0

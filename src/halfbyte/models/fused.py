@@ -173,7 +173,7 @@ class _Layer:
         """x and what the MLP or the experts add to it."""
         layer = self.layer
         if layer.block is not None:
-            return torch.add(x, _of_experts(layer.block, rms_norm(x, layer.second)), alpha=layer.factor)
+            return _add_experts(layer.block, rms_norm(x, layer.second), Residual(x, layer.factor))
         assert layer.down is not None
         if len(layer.gates) == 2:
             (inner,) = self._project(layer.gates, x, layer.second, layer.activation)
@@ -217,17 +217,19 @@ class _Layer:
         return tuple(q for q, _ in found), tuple(bias for _, bias in found)
 
 
-def _of_experts(block: Block, x: Tensor) -> Tensor:
-    """What a block of experts gives for x [texts, 1, hidden], normed."""
-    router = block.router
+def _add_experts(block: Block, x: Tensor, residual: Residual) -> Tensor:
+    """The residual and what a block of experts gives for x [texts, 1, hidden], normed."""
+    router, (value, factor) = block.router, residual
     if router is None or router.weight.dtype is not x.dtype:
-        return _first(block.module(x))
+        return torch.add(value, _first(block.module(x)), alpha=factor)
     rows = x.view(-1, x.shape[-1])
     dtype = x.dtype if router.narrow else torch.float32
     scores = linear(rows, router.weight, router.bias)
     ids, weights = route(scores, router.top_k, router.before, router.normalizes, dtype)
+    if isinstance(block.experts, Experts4bit) and "forward" not in vars(block.experts) and not is_hooked(block.experts):
+        return block.experts.added(rows, ids, weights, Residual(value.view_as(rows), factor)).view_as(x)
     result: Tensor = block.experts(rows, ids, weights)
-    return result.view_as(x)
+    return torch.add(value, result.view_as(x), alpha=factor)
 
 
 def _first(found: Any) -> Tensor:

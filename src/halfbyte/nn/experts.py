@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from halfbyte import eager_experts
 from halfbyte import library as library  # torch.compile supports the block as an operator
 from halfbyte.autocast import autocast_dtype
 from halfbyte.experts import moe
@@ -28,6 +29,7 @@ from halfbyte.formats.settings import DEFAULT
 from halfbyte.formats.stacks import StackWriter, as_stack
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.experts.reference import ACTIVATIONS, SWIGLU_OAI
+from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.ops import quantize
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -176,6 +178,15 @@ class Experts4bit(torch.nn.Module):
         if dtype is not None:
             x, biases = x.to(dtype), [None if bias is None else bias.to(dtype) for bias in biases]
         return moe(x, top_k_index, top_k_weights, self.gate_up, self.down, self.activation, *biases)
+
+    def added(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, residual: Residual) -> Tensor:
+        """What `forward` gives for x, added to a residual [T, H]; without gradients or autocast."""
+        biases = (self.gate_up_proj_bias, self.down_proj_bias)
+        of_gate_up, of_down = (None if bias is None else bias.to(x.dtype) for bias in biases)
+        stacks = self.gate_up, self.down
+        return eager_experts.moe(
+            x, top_k_index, top_k_weights, *stacks, self.activation, of_gate_up, of_down, residual
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         q = self._weights["gate_up_proj"]

@@ -1,7 +1,7 @@
 """The weighted sum of what each token's experts give.
 
 Bytes: a row of fp32 for each pair of a token and an expert, and y. Each token adds up in the order of its experts, in
-fp32, and is rounded once.
+fp32, and is rounded once, be it that or the sum with a residual.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from torch import Tensor
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
+from halfbyte.kernels.linear.fusion import Residual
 
 BLOCK = 512  # numbers of a token that one program adds up
 
 
 @triton.jit
 def combine_kernel(
-    rows, ids, weights, out, columns, blocks, experts,
-    K: tl.constexpr, SORTED: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    rows, ids, weights, residual, out, columns, blocks, experts,
+    K: tl.constexpr, SORTED: tl.constexpr, RESIDUAL: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program i: block i % blocks of token i // blocks. SORTED: ids are numbers of rows, of which `experts` exist."""
+    """Program i: block i % blocks of token i // blocks. SORTED: ids are numbers of rows, of which `experts` exist.
+    RESIDUAL: FACTOR times the sum is added to it."""
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -39,29 +42,43 @@ def combine_kernel(
         weight = tl.load(weights + pair).to(tl.float32)
         row = number if SORTED else pair
         total += tl.load(rows + row * columns + column, inside & known, 0) * tl.where(known, weight, 0)
-    tl.store(out + token * columns + column, total, inside)
+    at = token * columns + column
+    if RESIDUAL:
+        total = tl.load(residual + at, inside, 0).to(tl.float32) + FACTOR * total
+    tl.store(out + at, total, inside)
 
 
-def combine(rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, experts: int) -> None:
-    """out[t] = the sum over j of weights[t, j] * rows[t * k + j], without those whose ids[t, j] is none of the experts.
+def combine(
+    rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, experts: int, residual: Residual | None = None
+) -> None:
+    """out[t] = the sum over j of weights[t, j] * rows[t * k + j], without those whose ids[t, j] is none of the experts;
+    with a residual, that and its factor times the sum.
 
-    rows [T * k, H] fp32, ids and weights [T, k], and out [T, H], contiguous, on the current device.
+    rows [T * k, H] fp32, ids and weights [T, k], and out and what is added to [T, H], contiguous, on the current
+    device.
     """
-    _combine(rows, ids, weights, out, experts, False)
+    _combine(rows, ids, weights, out, experts, False, residual)
 
 
-def combine_sorted(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> None:
+def combine_sorted(
+    rows: Tensor, places: Tensor, weights: Tensor, out: Tensor, residual: Residual | None = None
+) -> None:
     """The same of rows that are sorted: that of pair t * k + j is rows[places[t * k + j]], or none where that is -1."""
-    _combine(rows, places, weights, out, len(rows), True)
+    _combine(rows, places, weights, out, len(rows), True, residual)
 
 
-def _combine(rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, experts: int, is_sorted: bool) -> None:
+def _combine(
+    rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, experts: int, is_sorted: bool, residual: Residual | None
+) -> None:
     (tokens, k), columns = weights.shape, out.shape[1]
     blocks = -(-columns // BLOCK)
 
     def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
-        constants = {"K": k, "SORTED": is_sorted, "BLOCK": BLOCK, "OVERLAPS": properties.ptx >= SINCE}
+        constants = {"K": k, "SORTED": is_sorted, "RESIDUAL": residual is not None, "FACTOR": factor}
+        constants |= {"BLOCK": BLOCK, "OVERLAPS": properties.ptx >= SINCE}
         return tokens * blocks, constants | {"num_warps": 4}
 
-    key = (out.dtype, ids.dtype, weights.dtype, tokens, k, is_sorted)
-    launch(combine_kernel, out.get_device(), (rows, ids, weights, out, columns, blocks, experts), key, configure)
+    added, factor = (out, 1.0) if residual is None else residual
+    key = (out.dtype, ids.dtype, weights.dtype, tokens, k, is_sorted, residual is None, factor)
+    arguments = (rows, ids, weights, added, out, columns, blocks, experts)
+    launch(combine_kernel, out.get_device(), arguments, key, configure)

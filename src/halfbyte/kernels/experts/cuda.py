@@ -21,6 +21,7 @@ from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.experts import grouped
 from halfbyte.kernels.linear import cache, reach
+from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.linear.kernel import RoutedProduct
 from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
@@ -49,9 +50,10 @@ def moe(
     activation: str,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    residual: Residual | None = None,
 ) -> Tensor | None:
     """The experts of each token of x [T, H], weighted and added up, of few in three launches; None where no kernel is
-    for it.
+    for it. A residual [T, H] is what the sums are added to.
 
     All contiguous, x and biases aligned to 16 bytes, on the current device. top_k_weights: fp32, or of x's dtype.
     """
@@ -62,14 +64,15 @@ def moe(
     inner = _product(x, gate_up, gate_up_bias, pairs, top_k_index, k, activation)
     outer = _product(x, down, down_bias, pairs, top_k_index, 1, wide=True)
     if inner is None or outer is None:
-        return grouped.moe(x, top_k_index, top_k_weights, gate_up, down, activation, gate_up_bias, down_bias)
+        others = (gate_up_bias, down_bias, residual)
+        return grouped.moe(x, top_k_index, top_k_weights, gate_up, down, activation, *others)
     from halfbyte.kernels.experts.combine import combine
 
     hidden, y = x.new_empty((pairs, down.shape[2])), x.new_empty((pairs, down.shape[1]), dtype=torch.float32)
     out = x.new_empty((tokens, down.shape[1]))
     _launch(inner, x, top_k_index, gate_up_bias, hidden, pairs)
     _launch(outer, hidden, top_k_index, down_bias, y, pairs)
-    combine(y, top_k_index, top_k_weights, out, down.shape[0])
+    combine(y, top_k_index, top_k_weights, out, down.shape[0], residual)
     return out
 
 

@@ -17,6 +17,7 @@ from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.experts.sort import MOST_EXPERTS, Routes, most_tiles, sort
 from halfbyte.kernels.linear import cache, reach
+from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.linear.kernel import GroupedProduct
 from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
@@ -60,6 +61,7 @@ def moe(
     activation: str,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    residual: Residual | None = None,
 ) -> Tensor | None:
     """As in cuda.py: sort, gate and up, down, and the weighted sums. Down's products are fp32."""
     if top_k_index.numel() == 0:
@@ -81,7 +83,8 @@ def moe(
         _launch(found.each[0], rows, routes, gate_up_bias, between, k)
         y = x.new_empty((ids.numel(), hidden), dtype=torch.float32)
         _launch(found.each[1], between, routes, down_bias, y, 0)
-        combine_sorted(y, routes.places, weights, out[first : first + part])
+        added = None if residual is None else residual._replace(value=residual.value[first : first + part])
+        combine_sorted(y, routes.places, weights, out[first : first + part], added)
     return out
 
 
