@@ -82,7 +82,7 @@ def choose(m: int, problem: Problem, properties: DeviceProperties, batch_invaria
     choice = _fastest(kernels, m, problem, properties, False)
     if choice is None or choice.kernel.NAME in MOST_ROWS:
         return choice
-    return choice if choice.plan.microseconds <= h200.DENSE_GAIN * dense_microseconds(m, problem) else None
+    return choice if choice.plan.microseconds <= dense_microseconds(m, problem) else None
 
 
 def _fastest(

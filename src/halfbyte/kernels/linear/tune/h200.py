@@ -15,8 +15,6 @@ from typing import NamedTuple
 DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.5, 0.285, 0.816, 744.0
 # How many times slower cuBLAS is where N is odd, and where it is even but no multiple of 8.
 DENSE_ODD, DENSE_EVEN = 7.5, 2.8
-# How many times faster it must be to be worth the memory of the dense weight.
-DENSE_GAIN = 1.1
 # The most rows of x for which these kernels beat that on GPUs which have no other. Guesses.
 SM80_ROWS, SIMT_ROWS = 64, 8
 
