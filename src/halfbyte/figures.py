@@ -46,7 +46,7 @@ def write_figures(results: Path, root: Path, check: bool) -> str:
 
 def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
     """The Markdown of every record, by device and bench; plots go to `figures`."""
-    from halfbyte.bench import attention, experts, nearest, recover, search, serve, sweep, whole_models
+    from halfbyte.bench import attention, experts_report, nearest, recover, search, serve, sweep, whole_models
     from halfbyte.bench import report as reports
     from halfbyte.measure import records
     from halfbyte.roofline import markdown as roofline
@@ -58,7 +58,7 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
         "search": (search.markdown, None),
         "nearest": (nearest.markdown, None),
         "attention": (attention.markdown, None),
-        "experts": (experts.markdown, None),
+        "experts": (experts_report.markdown, experts_report.plot),
         "decode": (whole_models.markdown, whole_models.plot),
         "train": (partial(whole_models.markdown, key="tokens"), None),
         "recover": (recover.markdown, None),

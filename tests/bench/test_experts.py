@@ -16,7 +16,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from halfbyte.bench import experts as bench
-from halfbyte.bench import humming, mixtures
+from halfbyte.bench import experts_report, humming, mixtures
 from halfbyte.bench.case import Case, run
 from halfbyte.bench.mixtures import Mixture
 from halfbyte.cli import app
@@ -246,13 +246,15 @@ def test_whole(tmp_path: Path) -> None:
         for tokens in (1, 3)
         for provider in ("halfbyte", "bf16")
     ]
-    lines = bench.markdown(record).splitlines()
+    lines = experts_report.markdown(record).splitlines()
     assert lines[0] == "| experts | halfbyte, µs | bf16, µs | GB/s | of copy | TFLOP/s | × bf16 | error |"
     assert len([text for text in lines if text.startswith("| 8x2x256x128")]) == 12
     ours, theirs = record["rows"][:2]
     assert f"| **{theirs['median_us'] / ours['median_us']:.2f}** |" in lines[2]
     ours.pop("median_us")
-    assert bench.markdown(record).splitlines()[2].startswith("| 8x2x256x128 nf4, gate_up, T = 1 | wrong |")
+    experts_report.plot(record, tmp_path / "figures" / "experts.png")  # one that is wrong has no place in it
+    assert (tmp_path / "figures" / "experts.png").stat().st_size > 10_000
+    assert experts_report.markdown(record).splitlines()[2].startswith("| 8x2x256x128 nf4, gate_up, T = 1 | wrong |")
 
 
 def test_wrong_usage_is_2() -> None:

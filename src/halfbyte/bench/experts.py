@@ -26,12 +26,11 @@ from halfbyte.bench import baselines
 from halfbyte.bench.case import Case
 from halfbyte.bench.humming import Humming
 from halfbyte.bench.mixtures import DTYPE, Choice, Mixture, Stack, choices, facts_of, wanted_by
-from halfbyte.bench.report import by_case
 from halfbyte.kernels.experts import router_reference
 from halfbyte.kernels.experts.reference import activate
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.measure.error import relative_error
-from halfbyte.measure.report import OURS, line, provenance
+from halfbyte.measure.report import OURS
 from halfbyte.models.captured import Captured, current
 
 DENSE, HUMMING = "bf16", "humming"
@@ -240,27 +239,3 @@ def _check(result: Tensor, right: Tensor, bound: float) -> str | None:
 
 def _error(result: Tensor, right: Tensor) -> dict[str, float]:
     return {"relative_error": float(f"{relative_error(result, right):.4g}")}
-
-
-def markdown(record: Mapping[str, Any]) -> str:
-    """One line a case: every provider's time, our bandwidth, share of the copy ceiling and flops a second, the peers'
-    times over ours, and our error."""
-    providers = list(dict.fromkeys(row["provider"] for row in record["rows"]))
-    peers = [name for name in providers if name != OURS]
-    columns = [*(f"{name}, µs" for name in providers), "GB/s", "of copy", "TFLOP/s", *(f"× {name}" for name in peers)]
-    lines = [line(["experts", *columns, "error"]), line(["---", *["---:"] * (1 + len(columns))])]
-    for case, rows in by_case(record):
-        ours = rows[OURS]
-        times = {name: row.get("median_us") for name, row in rows.items()}
-        cells = ["" if name not in rows else _shown(times[name]) for name in providers]
-        if (time := times[OURS]) is None:
-            lines.append(line([case, *cells, *[""] * (4 + len(peers))]))
-            continue
-        speed = [f"{ours['gb_per_s']:,.0f}", f"{ours['of_copy']:.0%}", f"{ours['flops'] / time / 1e6:,.2f}"]
-        ratios = [f"**{theirs / time:.2f}**" if (theirs := times.get(name)) else "" for name in peers]
-        lines.append(line([case, *cells, *speed, *ratios, f"{ours['relative_error']:.1e}"]))
-    return "\n".join([*lines, "", provenance(record)])
-
-
-def _shown(time: float | None) -> str:
-    return "wrong" if time is None else f"{time:,.1f}"
