@@ -24,6 +24,8 @@ from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import DecodePlan, Scales, is_valid
+from halfbyte.kernels.linear.sm90_gemm import launch as gemm
+from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan, x_stages
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
 from halfbyte.kernels.linear.sm90_streamk.plan import is_valid as plan_fits
@@ -277,6 +279,18 @@ def test_search_among_packed_rows(format: str, v: int, d: int) -> None:
         torch.testing.assert_close(hb.distances(query, q), hb.distances(query, dense), rtol=2e-5, atol=0)
         least, _ = hb.nearest(query, q, min(v, 10))
         torch.testing.assert_close(least, hb.nearest(query, dense, min(v, 10))[0], rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (17, 192), (300, 128), (1030, 320)])
+def test_many_rows_back(n: int, k: int) -> None:
+    for m, tile_m, cluster in ((1, 96, 1), (97, 96, 2), (130, 128, 1), (300, 256, 2)):
+        q = quantize(torch.randn(n, k).bfloat16(), "nf4", 64, True).to("cuda")
+        dy = torch.randn(m, n, device="cuda").bfloat16()
+        units = -(-k // (128 * cluster)) * -(-m // tile_m) * -(-n // 256)
+        shape = (tile_m, 2, 3, x_stages(tile_m), min(132 // cluster, units), cluster, -(-m // tile_m) * tile_m)
+        out = torch.empty((m, k), dtype=torch.bfloat16, device="cuda")
+        run(gemm, dy, q, None, out, GemmPlan(*shape, back=True))
+        assert relative_error(out, dy.double() @ hb.dequantize(q, torch.float32).double()) < 4e-3
 
 
 @pytest.mark.parametrize(("p", "k", "counts"), [(1, 5, (7, 3)), (3, 33, (40, 0, 9)), (2, 128, (130, 1, 64, 200))])

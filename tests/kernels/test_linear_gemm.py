@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpus import H200
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.kernels.common import nvrtc
@@ -27,17 +27,21 @@ def nf4(n: int, k: int, block_size: int = 64) -> Problem:
     return Problem(BF16, n, k, "nf4", block_size, torch.uint8, 256)
 
 
+@settings(deadline=None)
 @given(
     m=st.integers(1, 20000),
     n=st.integers(1, 60000),
     k=st.integers(1, 500).map(lambda k: 64 * k),
     block_size=st.sampled_from([32, 64, 128]),
     sms=st.integers(2, 200),
+    back=st.booleans(),
 )
-def test_every_plan_is_valid(m: int, n: int, k: int, block_size: int, sms: int) -> None:
+def test_every_plan_is_valid(m: int, n: int, k: int, block_size: int, sms: int, back: bool) -> None:
     properties, problem = DeviceProperties("cuda", 90, sms, 232448), nf4(n, k, block_size)
-    plan = gemm_plan(m, problem, properties)
+    plan = gemm_plan(m, problem, properties, back)
     assert plan is not None
+    assert plan.back is back
+    k, n = plan.sides(problem)
     assert is_valid(plan, m, n, k, span_of(problem), properties)
     assert plan.microseconds > 0
     last = (m - 1) % plan.chunk + 1
@@ -99,15 +103,16 @@ def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.compile_all)])
-def test_compiles_into_registers(every: bool, tmp_path: Path) -> None:
+def test_compiles_into_registers(every: bool, back: bool, tmp_path: Path) -> None:
     import triton
 
     problems = (nf4(64, 1024), Problem(F16, 64, 1024, "int4", 32, F16), Problem(F16, 64, 960, "fp4", 64, torch.float32))
     shapes = [(tile_m, cluster) for tile_m in TILES_M for cluster in (1, 2)]
     for i, (tile_m, cluster) in enumerate(shapes if every else [(96, 1), (256, 2)]):
         for problem in problems if every else problems[i : i + 1]:
-            plan = GemmPlan(tile_m, 2, 3, x_stages(tile_m), 1, cluster, tile_m)
+            plan = GemmPlan(tile_m, 2, 3, x_stages(tile_m), 1, cluster, tile_m, back=back)
             path = tmp_path / "gemm.cubin"
             path.write_bytes(nvrtc.compile_cubin(source(), "90a", constants(problem, plan)))
             tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -116,6 +121,24 @@ def test_compiles_into_registers(every: bool, tmp_path: Path) -> None:
             found = {name: dict(re.findall(r"(\w+):(\d+)", used)) for name, used in kernels}
             assert found.keys() == {"multiply", "lay_out"}
             assert all(used["STACK"] == used["LOCAL"] == "0" for used in found.values()), (plan, problem)
+
+
+def test_places_on_the_way_back() -> None:
+    """As back.cuh finds them: each weight of a step of 64 rows is in one register, beside its neighbour's in the next
+    row, where the MMA wants that column and those rows."""
+    seen = set()
+    for warp in range(8):
+        for lane in range(32):
+            column, member = warp // 2 * 32 + lane // 4 * 4 + warp % 2 * 2, lane % 4
+            for i in range(8):  # eight rows each, whose addresses lanes 8 (i % 4) to 8 (i % 4) + 7 give
+                for row in (8 * i + 2 * member, 8 * i + 2 * member + 1):
+                    giver = row % 32
+                    piece = (giver * 64 + (warp // 2 ^ giver // 2 & 3) * 16) % 64 // 16
+                    assert piece ^ (row * 64 >> 7 & 3) == warp // 2  # what the copy's swizzle has put there
+                    byte = warp // 2 * 16 + 2 * (lane // 4) + warp % 2
+                    assert 2 * byte == column
+                    seen |= {(row, column), (row, column + 1)}
+    assert len(seen) == 64 * 128
 
 
 def test_source_refuses_sizes_that_are_not_its_own() -> None:

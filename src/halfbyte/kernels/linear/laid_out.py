@@ -55,7 +55,7 @@ def supports(problem: Problem) -> bool:
 class LaidOutPlan(Protocol):
     """tile_m, rows: rows of x and of W in a tile. copied_rows: of W that one copy brings. ctas: in all. workers: that
     share the work, CTAs or clusters. cluster: CTAs of one, or 1. resident: units of x that a CTA lays out itself, or 0.
-    threads: of a CTA."""
+    threads: of a CTA. back: the product is with W transposed."""
 
     @property
     def tile_m(self) -> int: ...
@@ -73,6 +73,8 @@ class LaidOutPlan(Protocol):
     def resident(self) -> int: ...
     @property
     def threads(self) -> int: ...
+    @property
+    def back(self) -> bool: ...
     def x_tiles(self, m: int) -> int: ...
 
 
@@ -185,15 +187,17 @@ def prepare(
     """The launches of a product on the current device, of as many rows as there are tiles of x for m. factor: of the
     product where it is added to something."""
     o, index = problem, device.index
-    row_tiles, x_tiles, units = -(-o.n // plan.rows), plan.x_tiles(m), -(-o.k // UNIT_K)
+    k, n = (o.n, o.k) if plan.back else (o.k, o.n)
+    row_tiles, x_tiles, units = -(-n // plan.rows), plan.x_tiles(m), -(-k // UNIT_K)
     compiled = kernel.variant(o, plan, properties_of(index))
     key = index, x_tiles * units, plan, compiled
     both = launches.get(key, lambda: make_launches(index, x_tiles * units, plan, compiled))
     fixes_up = plan.workers != row_tiles * x_tiles * (plan.cluster if plan.resident else 1)
     partial = plan.ctas * plan.copied_rows * plan.tile_m if fixes_up else 0
     packed, *scales = weight
-    sizes = (o.n, o.k, row_tiles, x_tiles, units, plan.workers)
-    weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), (UNIT_K // 2, plan.copied_rows))
+    sizes = (n, k, row_tiles, x_tiles, units, plan.workers)
+    box = (plan.copied_rows // 2, UNIT_K) if plan.back else (UNIT_K // 2, plan.copied_rows)
+    weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), box)
     unit, codebook = kernel.codebook(o)
     arguments = Arguments(LAYOUT, (weights, *scales), (*sizes, unit, 1.0 if factor is None else factor, codebook))
     laid_out = 0 if plan.resident else x_tiles * units * plan.tile_m * UNIT_K * 2

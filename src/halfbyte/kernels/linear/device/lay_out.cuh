@@ -8,12 +8,15 @@
 // Prepares for `multiply`. For each CTA of that kernel one CTA here prefetches scales to L2; the others lay x [m, k]
 // out as [tile of x][K / 64][tile_m rows][128 bytes, whose 16-byte pieces are swizzled by the row]. A word is two
 // neighbouring k; piece j of a span holds word j of each of a quad's four lanes. With `grouped` a tile has the rows of
-// x that pairs of one expert want.
+// x that pairs of one expert want. With `back` the order of k stays, and K may be odd.
 extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant__ Arguments a) {
   // `multiply` waits for this kernel alone and reads W at once, so it may start only when all work before is done.
   wait_for_prior_kernel();
   launch_dependents();
-  if (blockIdx.x < a.ctas) return prefetch_scales(a, blockIdx.x, threadIdx.x);
+  if (blockIdx.x < a.ctas) {
+    if constexpr (!Config::back) prefetch_scales(a, blockIdx.x, threadIdx.x);
+    return;
+  }
   const u32 index = (blockIdx.x - a.ctas) * 128 + threadIdx.x, pieces = a.column_tiles * a.depth_units * (X_BYTES / 16);
   if (index >= pieces) return;
   const u32 piece = index % 8, row = index / 8 % Config::tile_m, block = index / (8 * Config::tile_m),
@@ -33,7 +36,9 @@ extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant_
 #pragma unroll
   for (u32 member = 0; member < 4; member++) {
     const u32 at = k + 2 * (word + OWN * member);
-    words[member] = exists && at < a.k ? *reinterpret_cast<const u32*>(a.x + u64(m) * a.k + at) : 0;
+    const u16* from = a.x + u64(m) * a.k + at;
+    if constexpr (Config::back) words[member] = exists && at < a.k ? load_two(from, a.k % 2 == 0, at + 1 < a.k) : 0;
+    else words[member] = exists && at < a.k ? *reinterpret_cast<const u32*>(from) : 0;
   }
   a.laid_out[u64(index) / 8 * 8 + (piece ^ (row & 7))] = make_uint4(words[0], words[1], words[2], words[3]);
 }

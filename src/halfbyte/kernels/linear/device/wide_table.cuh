@@ -28,11 +28,16 @@ __device__ __forceinline__ float scaled(float number, float scale) {
   else asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(number), "f"(scale));
   return product;
 }
+// The two numbers of a byte of `bytes`, number J with the selector 0x7604 | J << 4.
+__device__ __forceinline__ float2 numbers_of(u32 bytes, u32 column, u32 selector) {
+  float2 numbers;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2 + %3];"
+               : "=f"(numbers.x), "=f"(numbers.y)
+               : "r"(__byte_perm(bytes, column, selector)), "n"(BASE));
+  return numbers;
+}
 // The two weights of byte J of `bytes`, as dequantize rounds them.
 template <int J> __device__ __forceinline__ u32 weights_of(u32 bytes, u32 column, float scale) {
-  float first, second;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2 + %3];"
-               : "=f"(first), "=f"(second)
-               : "r"(__byte_perm(bytes, column, 0x7604 | (J << 4))), "n"(BASE));
-  return pack(scaled(first, scale), scaled(second, scale));
+  const float2 numbers = numbers_of(bytes, column, 0x7604 | (J << 4));
+  return pack(scaled(numbers.x, scale), scaled(numbers.y, scale));
 }

@@ -1,6 +1,6 @@
 // The producer warpgroup of kernel.cu. Its warps work side by side: two decode scales, one copies W, one copies x.
 
-#include "work.cuh"
+#include "back.cuh"
 
 // Below Arguments, which it reads.
 #include "device/scale_rows.cuh"
@@ -8,30 +8,54 @@
 constexpr u32 SCALE_THREADS = 64;
 constexpr int SHARE = TILE_N / SCALE_THREADS;  // rows of W a thread
 
-// Decodes the scales of each unit, and clears what the launch before has left in the workspace.
+// Brings the code of nested scales, and returns what is added to each.
+__device__ __forceinline__ float prepare_code(const Arguments& a, u32 thread) {
+  if constexpr (!NESTED) return 0;
+  const float offset = load_float(a.offset);
+  for (u32 i = thread; i < 256; i += SCALE_THREADS) store_float(shared() + CODE + 4 * i, load_float(a.code + i));
+  asm volatile("bar.sync 1, %0;" ::"n"(SCALE_THREADS) : "memory");
+  return offset;
+}
+__device__ __forceinline__ float decoded(u32 bits, float absmax, float offset) {
+  return NESTED ? decode_nested(::load_float(shared() + CODE + (bits & 255) * 4), absmax, offset) : decode_flat(bits);
+}
+
+// Clears what the launch before has left in the workspace, a number of four a thread at a time.
+class Clearing {
+ public:
+  __device__ __forceinline__ explicit Clearing(u32 thread)
+      : at((blockIdx.x * Config::cluster + own_rank()) * SCALE_THREADS + thread) {}
+  __device__ __forceinline__ void step(const Arguments& a) {
+    if (at < a.stale_count) clear(a);
+  }
+  __device__ __forceinline__ void finish(const Arguments& a) {
+    while (at < a.stale_count) clear(a);
+  }
+
+ private:
+  u32 at;
+
+  __device__ __forceinline__ void clear(const Arguments& a) {
+    const float none = __uint_as_float(SENTINEL);
+    a.stale[at] = make_float4(none, none, none, none);
+    at += gridDim.x * Config::cluster * SCALE_THREADS;
+  }
+};
+
+// Decodes the scales of each unit, and clears the workspace.
 __device__ __forceinline__ void fetch_scales(const Arguments& a, u32 first, u32 last, u32 thread) {
   const auto row_at = [&](const WorkUnit& at, u32 row) { return row_of(a, at, first_row(at) + row); };
   WorkUnit at(a, first);
   RawScales now[SHARE], then[SHARE];  // of this unit and of those after it
 #pragma unroll
   for (int i = 0; i < SHARE; i++) now[i].load(a, row_at(at, thread + SCALE_THREADS * i), at.depth * UNIT_K);
-  float offset = 0;
-  if constexpr (NESTED) {
-    offset = load_float(a.offset);
-    for (u32 i = thread; i < 256; i += SCALE_THREADS) store_float(shared() + CODE + 4 * i, load_float(a.code + i));
-    asm volatile("bar.sync 1, %0;" ::"n"(SCALE_THREADS) : "memory");
-  }
+  const float offset = prepare_code(a, thread);
   if constexpr (Config::vector)
     for (u32 i = 0; i < at.depth % LOADED; i++)
 #pragma unroll
       for (int j = 0; j < SHARE; j++) now[j].next_unit();
   wait_for_prior_kernel();  // the launch before last may still read what it left behind
-  u32 stale = (blockIdx.x * Config::cluster + own_rank()) * SCALE_THREADS + thread;
-  const auto clear_some = [&] {
-    const float none = __uint_as_float(SENTINEL);
-    a.stale[stale] = make_float4(none, none, none, none);
-    stale += gridDim.x * Config::cluster * SCALE_THREADS;
-  };
+  Clearing clearing(thread);
   Ring ring(1);
   bool has_next = false;
   for (u32 unit = first; unit < last; unit++, ring.next(Config::w_stages)) {
@@ -50,15 +74,11 @@ __device__ __forceinline__ void fetch_scales(const Arguments& a, u32 first, u32 
       const u32 to = shared() + SCALE + ring.at * SCALE_BYTES + (thread + SCALE_THREADS * i) * 4;
 #pragma unroll
       for (int s = 0; s < UNIT_SCALES; s++) {
-        const u32 bits = now[i].bits(s);
-        const float value =
-            NESTED ? decode_nested(::load_float(shared() + CODE + (bits & 255) * 4), now[i].absmax(s), offset)
-                   : decode_flat(bits);
-        store_float(to + s * TILE_N * 4, value);
+        store_float(to + s * TILE_N * 4, decoded(now[i].bits(s), now[i].absmax(s), offset));
       }
     }
     arrive(shared() + W_FULL + 8 * ring.at);
-    if (stale < a.stale_count) clear_some();
+    clearing.step(a);
     at.next(a);
     if (covered == 1) {
 #pragma unroll
@@ -69,7 +89,42 @@ __device__ __forceinline__ void fetch_scales(const Arguments& a, u32 first, u32 
       for (int i = 0; i < SHARE; i++) now[i].next_unit();
     }
   }
-  while (stale < a.stale_count) clear_some();
+  clearing.finish(a);
+}
+
+// The same on the way back: every row of W of a unit has scales for the CTA's columns.
+__device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 first, u32 last, u32 thread) {
+  constexpr int ROWS = UNIT_K / SCALE_THREADS;                  // a thread
+  constexpr bool AHEAD = SPANS_OF_ROW * (NESTED ? 2 : 1) <= 4;  // there are registers for the next unit's
+  WorkUnit at(a, first);
+  ColumnScales now[ROWS], then[ROWS];  // of this unit and of the next
+  const auto load = [&](ColumnScales(&to)[ROWS]) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) to[i].load(a, at.depth * UNIT_K + thread + SCALE_THREADS * i, first_row(at));
+  };
+  load(now);
+  const float offset = prepare_code(a, thread);
+  wait_for_prior_kernel();  // as above
+  Clearing clearing(thread);
+  Ring ring(1);
+  for (u32 unit = first; unit < last; unit++, ring.next(Config::w_stages)) {
+    at.next(a);
+    if (AHEAD && unit + 1 < last) load(then);
+    wait(shared() + W_EMPTY + 8 * ring.at, ring.parity);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      const u32 to = shared() + SCALE + ring.at * SCALE_BYTES + (thread + SCALE_THREADS * i) * 4;
+#pragma unroll
+      for (int s = 0; s < SPANS_OF_ROW; s++)
+        store_float(to + s * UNIT_K * 4, decoded(now[i].bits[s], now[i].absmax[NESTED ? s : 0], offset));
+    }
+    arrive(shared() + W_FULL + 8 * ring.at);
+    clearing.step(a);
+    if (!AHEAD && unit + 1 < last) load(now);
+#pragma unroll
+    for (int i = 0; AHEAD && i < ROWS; i++) now[i] = then[i];
+  }
+  clearing.finish(a);
 }
 
 // The tensor map of experts has W as {bytes of a row, rows, experts}, or {bytes, halves, rows, experts}.
@@ -77,7 +132,8 @@ __device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const StreamUn
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           to),
-      "l"(map), "r"(byte), "r"(first_row(at)), "r"(full)
+      "l"(map), "r"(Config::back ? first_row(at) / 2 : byte), "r"(Config::back ? at.depth * UNIT_K : first_row(at)),
+      "r"(full)
       : "memory");
 }
 __device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const GroupedUnit& at, u32 full) {
@@ -147,7 +203,12 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   __syncwarp();
   if constexpr (Config::cluster > 1) sync_cluster();  // before another CTA's copies and arrivals reach the barriers
   sync_all();
-  if (warp < SCALE_THREADS / 32) fetch_scales(a, first, last, warp * 32 + lane);
-  else if (warp == 2 && lane == 0) fetch_w(a, map, first, last);
-  else if (warp == 3 && lane == 0) fetch_x(a, first, last);
+  if (warp < SCALE_THREADS / 32) {
+    if constexpr (Config::back) fetch_column_scales(a, first, last, warp * 32 + lane);
+    else fetch_scales(a, first, last, warp * 32 + lane);
+  } else if (warp == 2 && lane == 0) {
+    fetch_w(a, map, first, last);
+  } else if (warp == 3 && lane == 0) {
+    fetch_x(a, first, last);
+  }
 }

@@ -20,6 +20,8 @@
 // What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
 // up only activation(gate) * up is stored.
 //
+// The way back. With `back` the same loop multiplies with W transposed (back.cuh).
+//
 // Needs sm_90a, K % span == 0, packed aligned to 16 bytes, and units times CTAs below 2^32.
 //
 // Config:
@@ -31,6 +33,7 @@
 //   vector                                   a thread loads 16 bytes of a row's scales at a time
 //   x, scale, low_first, flushes             types; whether the first weight of a byte is in its low half; whether
 //                                            subnormal weights count as zero
+//   back                                     the result is dy @ W
 //   grouped, activation, wide, scatters      of experts: what gates; results are fp32; they go to their pairs' rows
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
@@ -47,9 +50,10 @@ constexpr int OPERANDS = STEP_K / 4;                                 // register
 // Where a thread finds its part of W, and of the scales, in a stage: rows `row` (even) and `row` + 1 of 128 bytes, in
 // 16-byte pieces that are swizzled by the row. The address of a span is that of the first span, exclusive or the span's
 // place in the row.
-struct Addresses {
-  u32 upper, lower, scales;
-  __device__ Addresses(u32 row, u32 member) {
+struct RowPlace {
+  u32 row, upper, lower, scales;
+  __device__ RowPlace(u32 warp, u32 lane) : row(warp * 16 + lane / 4 * 2) {
+    const u32 member = lane % 4;
     upper =
         row * 128 + (Config::span == 64 ? (member / 2 ^ row & 7) * 16 + member % 2 * 8 : (row & 7) * 16 + member * 4);
     lower = (upper ^ 16) + 128;
@@ -65,7 +69,7 @@ __device__ __forceinline__ void load(u32 (&words)[1], u32 at) { words[0] = load_
 
 // This thread's operands of a step of a unit. stage, scales: addresses of the unit's. column: of the table.
 __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const Arguments& a, u32 stage, u32 scales,
-                                       const Addresses& mine, int step, u32 column) {
+                                       const RowPlace& mine, int step, u32 column) {
 #pragma unroll
   for (int s = 0; s < STEP_SPANS; s++) {
     const int span = step * STEP_SPANS + s;
@@ -97,9 +101,16 @@ __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const Argument
   }
 }
 
+template <bool Back> struct PlaceOf {
+  typedef RowPlace Place;
+};
+template <> struct PlaceOf<true> {
+  typedef ColumnPlace Place;
+};
+
 __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
-  const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = wide_column_of(shared(), lane);
-  const Addresses mine(row, member);
+  const u32 member = lane % 4, column = wide_column_of(shared(), lane);
+  const PlaceOf<Config::back>::Place mine(warp, lane);
   const auto release = [&](u32 barrier) {
     __syncwarp();
     if (lane == 0) arrive(barrier);
@@ -152,9 +163,9 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       release_x(used);
       used = 0;
-      if constexpr (Config::grouped) store_pairs(a, total, at, first_row(at) + row, member);
+      if constexpr (Config::grouped) store_pairs(a, total, at, first_row(at) + mine.row, member);
       else if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane))
-        store_tile(a, total, at, first_row(at) + row, member, [](u32) { return true; });
+        store_tile(a, total, at, first_row(at) + mine.row, member, [](u32) { return true; });
       fresh = true;
     }
     at.next(a);

@@ -19,6 +19,7 @@ from halfbyte.kernels.linear.laid_out import loads_scales_at_once, span_of, supp
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm.plan import (
     DIRECT,
+    GROUPED_REGISTERS,
     REGISTERS,
     GemmPlan,
     gemm_plan,
@@ -32,6 +33,11 @@ def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant
     return gemm_plan(m, problem, properties) if supports(problem) and not batch_invariant else None
 
 
+def plan_back(m: int, problem: Problem, properties: DeviceProperties) -> GemmPlan | None:
+    """The plan for the product of dy [m, N] with W itself, or None where this kernel does not support the problem."""
+    return gemm_plan(m, problem, properties, back=True) if supports(problem) else None
+
+
 def codebook(problem: Problem) -> tuple[float, bytes]:
     """The codebook that a GPU dequantizes with."""
     format = FORMATS[problem.format]
@@ -39,13 +45,14 @@ def codebook(problem: Problem) -> tuple[float, bytes]:
 
 
 def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan: GemmPlan) -> Product:
-    """The product with a weight on the current device, of as many rows as there are tiles of x for m."""
+    """The product with a weight on the current device, of as many rows as there are tiles of x for m; or, under a plan
+    for the way back, the product of such rows with the weight transposed."""
     kernel, chunk = sys.modules[__name__], plan.chunk
     of_chunk = laid_out.bind(kernel, device, min(m, chunk), problem, weight, plan)
     if m <= chunk:
         return of_chunk
     of_rest = laid_out.bind(kernel, device, (m - 1) % chunk + 1, problem, weight, plan)
-    row, out_row = problem.k * problem.dtype.itemsize, problem.n * problem.dtype.itemsize
+    row, out_row = (side * problem.dtype.itemsize for side in plan.sides(problem))
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
         for first in range(0, m, chunk):
@@ -63,15 +70,15 @@ def variant(problem: Problem, plan: GemmPlan, properties: DeviceProperties) -> V
 
 def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
-    producer, consumer = REGISTERS[plan.warpgroups]
+    producer, consumer = GROUPED_REGISTERS if plan.back else REGISTERS[plan.warpgroups]
     return {
         "x": TYPES[problem.dtype], "low_first": problem.low_first,
         "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
         "flushes": FORMATS[problem.format].flushes, "log_block": problem.block_size.bit_length() - 1,
-        "span": span_of(problem), "vector": loads_scales_at_once(problem), "tile_m": plan.tile_m,
+        "span": span_of(problem), "vector": loads_scales_at_once(problem) and not plan.back, "tile_m": plan.tile_m,
         "warpgroups": plan.warpgroups, "w_stages": plan.w_stages, "x_stages": plan.x_stages, "direct": DIRECT,
         "permutes": plan.permutes, "cluster": plan.cluster, "producer_registers": producer,
-        "consumer_registers": consumer, "shared_bytes": plan.shared_bytes(span_of(problem)),
+        "consumer_registers": consumer, "shared_bytes": plan.shared_bytes(span_of(problem)), "back": plan.back,
         "activation": "Activation::none", "residual": False,
         "grouped": False, "wide": False, "scatters": False,
     }  # fmt: skip

@@ -35,7 +35,13 @@ class GemmPlan:
     chunk: int  # rows of x a launch, a multiple of tile_m
     microseconds: float = field(default=0.0, compare=False)
 
+    back: bool = False  # the result is x @ W: its N is W's K, and the other way round
+
     resident: int = field(default=0, init=False)
+
+    def sides(self, problem: Problem) -> tuple[int, int]:
+        """Of a row of x, and of a row of the result."""
+        return (problem.n, problem.k) if self.back else (problem.k, problem.n)
 
     @property
     def copied_rows(self) -> int:
@@ -63,7 +69,7 @@ class GemmPlan:
     @property
     def permutes(self) -> bool:
         """Half of W is looked up in registers, where x leaves little of shared memory's time."""
-        return self.tile_m >= h200.GEMM_PERMUTES_M
+        return not self.back and self.tile_m >= h200.GEMM_PERMUTES_M
 
     @property
     def threads(self) -> int:
@@ -91,12 +97,15 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
     )
 
 
-def gemm_plan(m: int, problem: Problem, properties: DeviceProperties) -> GemmPlan | None:
-    """The plan for x [m, K], or None where this kernel is not for it: clusters take equal parts of all units.
+def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool = False) -> GemmPlan | None:
+    """The plan for x [m, K], or None where this kernel is not for it: clusters take equal parts of all units. back: for
+    x [m, N] and the product x @ W.
 
     CTAs far apart in W read the same x at different times, so a launch takes as many rows of x as L2 holds.
     """
     n, k, span, found = problem.n, problem.k, span_of(problem), []
+    if back:
+        n, k = k, n
     for tile_m, unit in h200.GEMM_UNIT.items() if m and properties.ptx == 90 else ():
         x_tiles, most = -(-m // tile_m), max(1, h200.GEMM_X_BYTES // (2 * k * tile_m))
         launches = -(-x_tiles // most)
@@ -111,7 +120,7 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties) -> GemmPla
                 units = -(-tiles * depth // workers) * unit * h200.GEMM_CLUSTER[cluster]
                 busy = units + (h200.GEMM_PART * parts + h200.GEMM_TILE * tiles / workers) * tile_m / 256
                 time = launches * (h200.GEMM_START + math.hypot(busy, problem.megabytes / h200.GEMM_BANDWIDTH))
-                plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), workers, cluster, chunk * tile_m, time)
+                plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), workers, cluster, chunk * tile_m, time, back)
                 if is_valid(plan, m, n, k, span, properties):
                     found.append(plan)
     return min(found, key=lambda plan: plan.microseconds, default=None)

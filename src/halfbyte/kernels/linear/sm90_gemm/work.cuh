@@ -19,8 +19,8 @@ constexpr int BLOCK_SPANS = (1 << Config::log_block) / Config::span;
 constexpr int JOINED = Config::vector ? (BLOCK_SPANS < SPANS ? BLOCK_SPANS : SPANS) : 1;
 constexpr int UNIT_SCALES = SPANS / JOINED;  // of a row of W
 
-// In words, each two neighbouring k: a span, and what a quad's lane takes of it.
-constexpr u32 SPAN_WORDS = Config::span / 2, OWN = Config::span / 8;
+// In words, each two neighbouring k: a span, and what a quad's lane takes of it. Those of `back` keep the order of k.
+constexpr u32 SPAN_WORDS = Config::back ? 4 : Config::span / 2, OWN = Config::back ? 1 : Config::span / 8;
 
 // Shared memory: the table, barriers, the code of nested scales, stages of W, stages of x, decoded scales.
 constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K * 2,

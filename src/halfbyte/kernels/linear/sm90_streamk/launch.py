@@ -93,7 +93,7 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "vector": loads_scales_at_once(problem), "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
         "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "direct": plan.direct,
         "producer_registers": producer, "consumer_registers": consumer,
-        "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "grouped": False,
+        "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "grouped": False, "back": False,
         "activation": f"Activation::{plan.activation or 'none'}",
     }  # fmt: skip
 

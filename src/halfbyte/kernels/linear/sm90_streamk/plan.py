@@ -32,6 +32,8 @@ class StreamKPlan:
     residual: bool = False  # the result is added to something
     microseconds: float = field(default=0.0, compare=False)
 
+    back: bool = field(default=False, init=False)
+
     @property
     def direct(self) -> int:
         """The most parts of a tile that its first CTA adds up one by one; of more, others add some up first. The CTA of

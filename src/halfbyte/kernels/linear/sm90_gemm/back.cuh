@@ -1,0 +1,74 @@
+// The way back, with Config::back: dx[m, k] = sum over n of dy[m, n] * W[n, k], from the same bytes of W.
+//
+// kernel.cu's names stay: its n are the columns of W and its k the rows, so Arguments have n = K and k = N; x is dy.
+// W transposed is the A operand: a register of A holds two neighbouring rows of W of one column. A byte has two
+// neighbouring columns of one row, so the look-ups of two rows, each times the row's own scale, give the registers of
+// two columns, which are rows g and g + 8 of the MMA. ldmatrix transposes on the way: a lane gets, of two neighbouring
+// rows, two bytes, of which its warp uses one and the next warp the other.
+//
+// A unit is UNIT_K rows of W by the CTA's TILE_N columns, 64 bytes a row, in 16-byte pieces that are swizzled by the
+// row.
+
+#include "work.cuh"
+
+constexpr u32 ROW_BYTES = TILE_N / 2;                // of W, in a unit
+constexpr int SPANS_OF_ROW = TILE_N / Config::span;  // scales of a row of W, in a unit
+static_assert(!Config::back || ROW_BYTES == 64, "the swizzle is that of rows of 64 bytes");
+
+// Where a thread finds its part of a unit: its first column, its row for ldmatrix, its scales, and which byte of each
+// of two rows is its own, as a byte permute picks it.
+struct ColumnPlace {
+  u32 row, bytes, scales, upper, lower;
+  __device__ ColumnPlace(u32 warp, u32 lane) {
+    row = warp / 2 * 32 + lane / 4 * 4 + warp % 2 * 2;
+    bytes = lane * ROW_BYTES + (warp / 2 ^ lane / 2 & 3) * 16;
+    scales = (warp / 2 * 32 / Config::span * UNIT_K + lane % 4 * 2) * 4;
+    upper = 0x7604 | warp % 2 << 4, lower = upper + 0x20;
+  }
+};
+
+// Four times 8 rows by 16 bytes, transposed: of matrix i, a lane gets two neighbouring bytes of rows 2 (lane % 4) and
+// the next.
+__device__ __forceinline__ void load_transposed(u32 (&to)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(at));
+}
+
+// This thread's operands of a step of a unit, as in kernel.cu.
+template <int Operands>
+__device__ __forceinline__ void decode(u32 (&operands)[Operands], const Arguments&, u32 stage, u32 scales,
+                                       const ColumnPlace& mine, int step, u32 column) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const u32 first = step * STEP_K + half * 32;  // row of W
+    u32 rows[4];
+    load_transposed(rows, stage + first * ROW_BYTES + mine.bytes);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {  // eight rows each; two make an MMA
+      const uint2 both = load_pair(scales + mine.scales + (first + 8 * i) * 4);
+      const float upper = __uint_as_float(both.x), lower = __uint_as_float(both.y);
+      const float2 of_upper = numbers_of(rows[i], column, mine.upper),
+                   of_lower = numbers_of(rows[i], column, mine.lower);
+      const int to = 2 * (4 * half + i);
+      operands[to] = pack(scaled(of_upper.x, upper), scaled(of_lower.x, lower));
+      operands[to + 1] = pack(scaled(of_upper.y, upper), scaled(of_lower.y, lower));
+    }
+  }
+}
+
+// Scales of one row of W, as stored, those of the CTA's columns.
+struct ColumnScales {
+  u32 bits[SPANS_OF_ROW];
+  float absmax[NESTED ? SPANS_OF_ROW : 1];
+
+  __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column) {
+#pragma unroll
+    for (int s = 0; s < SPANS_OF_ROW; s++) {
+      const bool exists = row < a.k && column + s * Config::span < a.n;
+      const u64 block = exists ? (u64(row) * a.n + column + s * Config::span) >> Config::log_block : 0;
+      bits[s] = exists ? u32(__ldg(static_cast<const ScaleBits*>(a.scale) + block)) : 0;
+      if (NESTED) absmax[s] = exists ? __ldg(a.absmax + (block >> 8)) : 0.0f;
+    }
+  }
+};
