@@ -108,7 +108,8 @@ def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiles_into_registers(every: bool, back: bool, tmp_path: Path) -> None:
     import triton
 
-    problems = (nf4(64, 1024), Problem(F16, 64, 1024, "int4", 32, F16), Problem(F16, 64, 960, "fp4", 64, torch.float32))
+    of_fp4 = Problem(F16, 64, 960, "fp4", 64, torch.float32)
+    problems = (nf4(64, 1024), Problem(F16, 64, 1024, "int4", 32, F16), nf4(64, 960), of_fp4)
     shapes = [(tile_m, cluster) for tile_m in TILES_M for cluster in (1, 2)]
     for i, (tile_m, cluster) in enumerate(shapes if every else [(96, 1), (256, 2)]):
         for problem in problems if every else problems[i : i + 1]:

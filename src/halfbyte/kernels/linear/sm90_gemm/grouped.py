@@ -17,7 +17,7 @@ from halfbyte.kernels.linear.kernel import GroupedProduct
 from halfbyte.kernels.linear.laid_out import LAYOUT, UNIT_K
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm import launch
-from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_REGISTERS, GemmPlan, grouped_plans
+from halfbyte.kernels.linear.sm90_gemm.plan import SCATTERED_REGISTERS, GemmPlan, grouped_plans
 
 INTERLEAVED = "swiglu_oai"  # the activation whose gate and up rows are neighbours
 
@@ -96,7 +96,7 @@ def variant(problem: Problem, grouping: Grouping, plan: GemmPlan, properties: De
 
 def constants(problem: Problem, grouping: Grouping, plan: GemmPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
-    producer, consumer = GROUPED_REGISTERS
+    producer, consumer = SCATTERED_REGISTERS
     return launch.constants(problem, plan) | {
         "grouped": True, "activation": f"Activation::{grouping.activation or 'none'}", "wide": grouping.wide,
         "scatters": grouping.scatters, "producer_registers": producer, "consumer_registers": consumer,

@@ -19,8 +19,8 @@ from halfbyte.kernels.linear.laid_out import loads_scales_at_once, span_of, supp
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm.plan import (
     DIRECT,
-    GROUPED_REGISTERS,
     REGISTERS,
+    SCATTERED_REGISTERS,
     GemmPlan,
     gemm_plan,
 )
@@ -70,12 +70,13 @@ def variant(problem: Problem, plan: GemmPlan, properties: DeviceProperties) -> V
 
 def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
-    producer, consumer = GROUPED_REGISTERS if plan.back else REGISTERS[plan.warpgroups]
+    at_once = loads_scales_at_once(problem) and not plan.back
+    producer, consumer = REGISTERS[plan.warpgroups] if at_once else SCATTERED_REGISTERS
     return {
         "x": TYPES[problem.dtype], "low_first": problem.low_first,
         "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
         "flushes": FORMATS[problem.format].flushes, "log_block": problem.block_size.bit_length() - 1,
-        "span": span_of(problem), "vector": loads_scales_at_once(problem) and not plan.back, "tile_m": plan.tile_m,
+        "span": span_of(problem), "vector": at_once, "tile_m": plan.tile_m,
         "warpgroups": plan.warpgroups, "w_stages": plan.w_stages, "x_stages": plan.x_stages, "direct": DIRECT,
         "permutes": plan.permutes, "cluster": plan.cluster, "producer_registers": producer,
         "consumer_registers": consumer, "shared_bytes": plan.shared_bytes(span_of(problem)), "back": plan.back,

@@ -14,7 +14,7 @@ from halfbyte.kernels.linear.tune import h200
 
 STEP_K = 64  # of K, what x comes in
 REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
-GROUPED_REGISTERS = (56, 224)  # the same with experts, which a producer reads about
+SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a producer reads about experts
 TILES_M = (96, 128, 160, 192, 224, 256)
 GROUPED_TILES_M = (32, 64, *TILES_M)  # of experts, which have few rows each
 MOST_STAGES = 8  # that there are barriers for
