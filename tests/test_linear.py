@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from kinds import KINDS, kinds, quantize
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -251,6 +253,36 @@ def test_operator(format: str, size: int, nested: bool, needs_grad: bool) -> Non
         tensors = [tensor.requires_grad_(needs_grad) for tensor in (x, bias) if tensor is not None]
         arguments = (tensors[0], *q.parts, tensors[1] if len(tensors) > 1 else None, False)
         torch.library.opcheck(torch.ops.halfbyte.linear.default, arguments)
+
+
+@kinds
+def test_operator_of_gradients(format: str, size: int, nested: bool) -> None:
+    q = quantize(torch.randn(40, 256), format, size, nested)
+    back = torch.ops.halfbyte.linear_backward
+    for grad in (torch.randn(3, 40), torch.randn(40, 3).t(), torch.randn(1, 40).expand(2, 3, 40)):
+        torch.library.opcheck(back.default, (grad.detach().requires_grad_(), *q.parts))
+        assert relative_error(back(grad, *q.parts), grad.double() @ hb.dequantize(q).double()) < 1e-6
+    found = torch.func.vmap(lambda grad: back(grad, *q.parts), 1)(torch.randn(3, 5, 40))
+    assert found.shape == (5, 3, 256)
+    weight = torch.stack([q.packed, q.packed])
+    with pytest.raises(RuntimeError, match="cannot be batched"):
+        torch.func.vmap(lambda packed: back(torch.ones(1, 40), packed, *q.parts[1:]))(weight)
+
+
+def test_no_dense_weight_in_what_is_traced() -> None:
+    """Gradients are one operator, under which a kernel may read the 4-bit bytes."""
+    q, graphs = hb.quantize(torch.randn(40, 256)), []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(lambda x: hb.linear(x, q).square().sum(), backend=aot_autograd(fw_compiler=keep))
+    compiled(torch.randn(3, 256, requires_grad=True)).backward()
+    forward, backward = graphs
+    assert "halfbyte.linear.default" in forward
+    assert "halfbyte.linear_backward.default" in backward
+    assert "halfbyte.dequantize.default" not in forward | backward
 
 
 @pytest.mark.parametrize("m", [1, 100])

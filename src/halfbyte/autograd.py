@@ -1,7 +1,8 @@
 """Gradients of `linear`, of x and of bias; a 4-bit weight has none.
 
-grad x = grad @ W, with W dequantized to x's dtype; grad bias = the sum of grad over all rows. Only the packed weight is
-kept for backward, never x, and never a dense W. Both are made of operations that have gradients themselves.
+grad x = grad @ W, from the 4-bit bytes where a kernel does that, else with W dequantized to x's dtype; grad bias = the
+sum of grad over all rows. Only the packed weight is kept for backward, never x, and never a dense W. Both are made of
+operations that have gradients themselves.
 
 They are written for the operator, which tracing sees, for eager calls, which would otherwise pay the operator's hundred
 microseconds, forward and back, and for torch.func and forward-mode AD, which also need tangents and batches.
@@ -10,7 +11,6 @@ microseconds, forward and back, and for torch.func and forward-mode AD, which al
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,14 +34,30 @@ def wants_gradients(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None)
 
 
-def _of_x(grad: Tensor, q: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+def linear_backward(grad: Tensor, q: QuantizedWeight) -> Tensor:
     """grad [..., N] @ W -> [..., K]. A backward pass may run under autocast, which has no say in it either."""
     if transforms.is_tracing():
-        weight: Tensor = torch.ops.halfbyte.dequantize(*q.parts, dtype)
-    else:
-        with transforms.outside() if transforms.is_active() else nullcontext():
-            weight = eager.dequantize(q, q.scale.new_empty(q.shape, dtype=dtype))
-    return linear_dense(grad, weight.t(), None)
+        return torch.ops.halfbyte.linear_backward(grad, *q.parts)  # type: ignore[no-any-return]
+    if transforms.is_active():  # grad may be many gradients, or have a tangent: torch knows what to do with these
+        with transforms.outside():
+            weight = eager.dequantize(q, q.scale.new_empty(q.shape, dtype=grad.dtype))
+        return linear_dense(grad, weight.t(), None)
+    if wants_gradients(grad):
+        return _OfX.apply(grad, q)  # type: ignore[no-any-return, no-untyped-call]
+    return eager.linear_backward(grad, q)
+
+
+class _OfX(torch.autograd.Function):
+    """That product, whose gradient is the product again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, q: QuantizedWeight) -> Tensor:
+        ctx.q = q
+        return eager.linear_backward(grad, q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return linear(grad, ctx.q, None, False), None
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -56,11 +72,29 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     packed, scale, *nested = ctx.saved_tensors
     grads: list[Any] = [None] * ctx.arguments
     if ctx.needs_input_grad[0]:
-        grads[0] = _of_x(grad, QuantizedWeight.from_parts((packed, scale, nested, *ctx.facts), ctx.dtype), ctx.dtype)
+        grads[0] = linear_backward(grad, QuantizedWeight.from_parts((packed, scale, nested, *ctx.facts), ctx.dtype))
     if ctx.needs_input_grad[-2]:
         grads[-2] = grad.reshape(-1, grad.shape[-1]).sum(0)
     grads[3] = [None] * len(nested)
     return tuple(grads)
+
+
+def setup_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """The same of the operator that is the gradient of x."""
+    grad, packed, scale, nested, *facts = inputs
+    ctx.save_for_backward(packed, scale, *nested)
+    ctx.facts, ctx.dtype = facts, grad.dtype
+
+
+def backward_of_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Of that operator: the gradients of its inputs."""
+    packed, scale, *nested = ctx.saved_tensors
+    parts = packed, scale, nested, *ctx.facts
+    if transforms.is_tracing():
+        of_grad = torch.ops.halfbyte.linear(grad, *parts, None, False)
+    else:
+        of_grad = linear(grad, QuantizedWeight.from_parts(parts, ctx.dtype), None, False)
+    return of_grad, None, None, [None] * len(nested), *[None] * len(ctx.facts)
 
 
 class _Linear(torch.autograd.Function):
@@ -68,14 +102,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
-        ctx.q, ctx.dtype = q, x.dtype
+        ctx.q = q
         return eager.linear(x, q, bias, batch_invariant)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         of_x, _, of_bias, _ = ctx.needs_input_grad
         return (
-            _of_x(grad, ctx.q, ctx.dtype) if of_x else None,
+            linear_backward(grad, ctx.q) if of_x else None,
             None,
             grad.reshape(-1, grad.shape[-1]).sum(0) if of_bias else None,
             None,
@@ -91,8 +125,8 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.q, _, ctx.batch_invariant = inputs
-        ctx.dtype, ctx.shape = x.dtype, output.shape
+        _, ctx.q, _, ctx.batch_invariant = inputs
+        ctx.shape = output.shape
 
     backward = _Linear.backward
 
@@ -126,7 +160,17 @@ def _batched(
 def batched_operator(info: Any, dims: tuple[Any, ...], x: Tensor, *arguments: Any) -> tuple[Tensor, int]:
     """Of the operator: torch.func.vmap's rule. Raises RuntimeError where the weight is batched."""
     *weight, bias, batch_invariant = arguments
-    if any(dim is not None for dim in (*dims[1:3], *(dims[3] or ()))):
-        raise RuntimeError("the weight of halfbyte.linear cannot be batched by torch.func.vmap; x and bias can")
+    _refuse_batched_weight(dims)
     operator = torch.ops.halfbyte.linear
     return _batched(dims[0], dims[-2], x, bias, lambda x, bias: operator(x, *weight, bias, batch_invariant))
+
+
+def batched_backward_operator(info: Any, dims: tuple[Any, ...], grad: Tensor, *weight: Any) -> tuple[Tensor, int]:
+    """The same of the operator that is the gradient of x."""
+    _refuse_batched_weight(dims)
+    return torch.ops.halfbyte.linear_backward(grad.movedim(dims[0], 0), *weight), 0
+
+
+def _refuse_batched_weight(dims: tuple[Any, ...]) -> None:
+    if any(dim is not None for dim in (*dims[1:3], *(dims[3] or ()))):
+        raise RuntimeError("the weight of halfbyte.linear cannot be batched by torch.func.vmap; x and bias can")

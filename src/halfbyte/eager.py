@@ -150,6 +150,17 @@ def _linear_elsewhere(
     return out.view(*x.shape[:-1], n)
 
 
+def linear_backward(grad: Tensor, q: QuantizedWeight) -> Tensor:
+    """grad [..., N] @ W -> [..., K], of grad with any strides."""
+    with on(grad.device):
+        if grad.is_cuda:
+            found: Tensor | None = cuda_products().linear_backward(aligned(plain(grad.detach())), q)
+            if found is not None:
+                return found
+        weight = dequantize(q, q.scale.new_empty(q.shape, dtype=grad.dtype))
+        return products.linear(grad.detach(), weight.t(), None).contiguous()
+
+
 def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
     """[linear(x, q, bias) for each q and its bias] in one launch, or None where no kernel does that."""
     if not x.is_cuda or len(weights) < 2:

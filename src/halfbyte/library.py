@@ -55,6 +55,14 @@ def _linear_op(x: Tensor, *arguments: Any) -> Tensor:
     return eager.linear(x, _weight_of(parts, x.dtype), bias, batch_invariant)
 
 
+def _linear_backward_op(grad: Tensor, *parts: Any) -> Tensor:
+    return eager.linear_backward(grad, _weight_of(parts, grad.dtype))
+
+
+def _linear_backward_fake(grad: Tensor, *parts: Any) -> Tensor:
+    return grad.new_empty((*grad.shape[:-1], parts[4][1]))
+
+
 def _weight_of(parts: Sequence[Any], dtype: torch.dtype) -> QuantizedWeight:
     return QuantizedWeight.from_parts(cast(Parts, tuple(parts)), dtype)
 
@@ -142,6 +150,7 @@ OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("quantize(Tensor weight, str format, int block_size, bool nested) -> Tensor[]", _quantize_op, _quantize_fake),
     (f"dequantize({WEIGHT}, ScalarType dtype) -> Tensor", _dequantize_op, _dequantize_fake),
     (f"linear(Tensor x, {WEIGHT}, Tensor? bias, bool batch_invariant) -> Tensor", _linear_op, _linear_fake),
+    (f"linear_backward(Tensor grad, {WEIGHT}) -> Tensor", _linear_backward_op, _linear_backward_fake),
     (f"linear_group(Tensor x, {WEIGHTS}, Tensor?[] biases) -> Tensor[]", _linear_group_op, _linear_group_fake),
     (
         f"grouped_linear(Tensor x, {WEIGHT}, Tensor expert, Tensor? bias) -> Tensor",
@@ -172,6 +181,10 @@ for _schema, _real, _fake in OPERATORS:
 
 torch.library.register_autograd("halfbyte::linear", autograd.backward, setup_context=autograd.setup_context)
 torch.library.register_vmap("halfbyte::linear", autograd.batched_operator)
+torch.library.register_autograd(
+    "halfbyte::linear_backward", autograd.backward_of_backward, setup_context=autograd.setup_backward_context
+)
+torch.library.register_vmap("halfbyte::linear_backward", autograd.batched_backward_operator)
 
 torch.library.register_autograd(
     "halfbyte::grouped_linear",

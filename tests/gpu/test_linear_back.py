@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
 
 import halfbyte as hb
 from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.linear import dispatch
 from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, is_valid, x_stages
+from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_TILES_M, GemmPlan, is_valid, x_stages
+from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.error import relative_error as error
 
 from .conftest import BF16, DEVICE, F16, F32, captured, poisoned, sixteen_bits, weight
@@ -55,7 +60,7 @@ def test_operands_are_what_dequantize_gives(
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("tile_m", TILES_M)
+@pytest.mark.parametrize("tile_m", GROUPED_TILES_M)
 def test_error(tile_m: int, cluster: int) -> None:
     """Rows that fill no tile, tiles that several CTAs share, launches one after the other."""
     for dtype, (n, k), (format, options) in ((BF16, (1029, 1024), KINDS[0]), (F16, (700, 5376), KINDS[5])):
@@ -84,3 +89,62 @@ def test_planned_and_captured() -> None:
             graph.replay()
             torch.testing.assert_close(out, dy @ hb.dequantize(q, BF16), rtol=2e-2, atol=2e-2)
             dy.neg_()
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel is chosen wherever it is for a weight."""
+    monkeypatch.setattr(h200, "GEMM_BACK", 1.05)
+    monkeypatch.setattr(dispatch, "dense_microseconds", lambda m, problem: 1e9)
+    dispatch.choose_back.cache_clear()
+    yield
+    dispatch.choose_back.cache_clear()
+
+
+@sixteen_bits
+@pytest.mark.usefixtures("always")
+def test_gradients_of_linear(dtype: torch.dtype) -> None:
+    """Through the front door, once more when all is ready, and from the operator that torch.compile sees."""
+    for n, k, sides in ((1024, 512, (2, 300)), (333, 1024, (97,)), (7, 64, (1,))):
+        q, grad = weight(n, k, dtype=dtype), torch.randn((*sides, n), device=DEVICE).to(dtype)
+        right = grad.double() @ hb.dequantize(q, F32).double()
+        most = NOISE * error(grad @ hb.dequantize(q, dtype), right) if grad.numel() > 1 << 14 else 4e-3
+        compiled = torch.compile(lambda x, q=q: hb.linear(x, q), fullgraph=True, backend="aot_eager")
+        found = []
+        for function in (hb.linear, hb.linear, lambda x, q, compiled=compiled: compiled(x)):
+            x = torch.randn((*sides, k), device=DEVICE).to(dtype).requires_grad_()
+            function(x, q).backward(grad)
+            found.append(x.grad)
+        assert error(found[0], right) <= most
+        assert all(torch.equal(found[0], other) for other in found[1:])
+        many = torch.randn((n, sides[-1]), device=DEVICE).to(dtype).t()  # strides that no kernel takes
+        first, second = (torch.ops.halfbyte.linear_backward(given, *q.parts) for given in (many, many.contiguous()))
+        assert torch.equal(first, second)
+
+
+@pytest.mark.usefixtures("always")
+def test_no_dense_weight_is_made() -> None:
+    n, k = 8192, 8192
+    q = weight(n, k)
+    x = torch.randn((256, k), device=DEVICE).to(BF16).requires_grad_()
+    for _ in range(2):  # the first time a workspace is made, which stays
+        x.grad = None
+        y = hb.linear(x, q)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y.backward(y.detach())
+        torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < n * k  # half of what the dense weight takes
+
+
+def test_more_than_two_to_the_31_gradients() -> None:
+    q = weight(256, 65536)
+    dy = torch.randn((33000, 256), device=DEVICE).to(BF16)
+    whole = gemm.plan_back(33000, problem_of(dy, q, None), properties_of(0))
+    assert whole is not None
+    out = torch.empty((33000, 65536), dtype=BF16, device=DEVICE)
+    run(gemm, dy, q, None, out, whole)
+    tail = torch.empty((40, 65536), dtype=BF16, device=DEVICE)
+    run(gemm, dy[-40:].clone(), q, None, tail, replace(plan(40, 256, 65536, whole.tile_m), chunk=whole.chunk))
+    assert torch.equal(out[-40:], tail)

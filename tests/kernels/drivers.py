@@ -50,6 +50,7 @@ class Driver:
         self.group: list[QuantizedWeight] = []  # the weights of one launch, where it is not `like` alone
         self.dtype = BF16
         self.activation = ""  # of a gated pair
+        self.back = False  # the product is with the weight itself
         self.grouping: Grouping | None = None  # of a stack whose pairs are sorted
         self.tile_m = 0  # of those
         self.names = [b""]
@@ -103,6 +104,11 @@ class Driver:
             self.workspaces.append((*rest[8:10], rest[11]))
             assert rest[8] == 0 or ctypes.c_uint32.from_address(rest[8]).value == 0xFFFFFFFF  # MISSING
         like = next((like for like in self.group if like.packed.data_ptr() == packed), None) or self.like
+        if self.back:
+            assert (k, n) == like.shape
+            dense = self._dense(like, (packed, *rest[:4]))
+            memory(out, (m, n), self.dtype).copy_(linear_exact(memory(x, (m, k), self.dtype), dense.t()))
+            return 0
         assert (n, k) == like.shape
         self._multiply(like, (packed, *rest[:4]), m, x, bias, out)
         if kernel is hopper and (other := rest[10]):
@@ -211,8 +217,11 @@ class Driver:
         memory(out, (m, n), self.dtype).copy_(y)
 
     def _product(self, like: QuantizedWeight, addresses: Sequence[int], x: torch.Tensor, bias: int) -> torch.Tensor:
-        packed, scale, *of_nested = addresses
         n, _ = like.shape
+        return linear_exact(x, self._dense(like, addresses), memory(bias, (n,), self.dtype) if bias else None)
+
+    def _dense(self, like: QuantizedWeight, addresses: Sequence[int]) -> torch.Tensor:
+        packed, scale, *of_nested = addresses
         nested = like.nested
         if nested:
             there = (memory(at, tuple(t.shape), F32) for at, t in zip(of_nested, nested[:3], strict=True))
@@ -221,8 +230,7 @@ class Driver:
             "packed": memory(packed, like.packed.shape, like.packed.dtype),
             "scale": memory(scale, like.scale.shape, like.scale.dtype),
         }
-        dense = hb.dequantize(replace(like, **parts, nested=nested), F32)
-        return linear_exact(x, dense, memory(bias, (n,), self.dtype) if bias else None)
+        return hb.dequantize(replace(like, **parts, nested=nested), F32)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> Iterator[Driver]:
@@ -244,6 +252,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> It
         cache.bound,
         cache.groups,
         cache.fused,
+        cache.back,
         decode.launches,
         exact.launches,
         laid_out.launches,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from halfbyte.autograd import linear_backward
 from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.models import bitsandbytes
@@ -160,7 +161,7 @@ class _Lora(torch.autograd.Function):
         e = _scaled(grad, b, adapter.scaling)
         grad_x = grad_dropped = None
         if of_x:
-            grad_x = grad @ dequantize(adapter.q, grad.dtype)
+            grad_x = linear_backward(grad, adapter.q)
             if not of_dropped:
                 grad_x.addmm_(e, a)
             grad_x = grad_x.view(given.shape)

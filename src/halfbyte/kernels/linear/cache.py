@@ -23,7 +23,9 @@ products: ThreadCache[Hashable, dict[int, Product]] = ThreadCache()
 bound: ThreadCache[Hashable, Product] = ThreadCache()
 # By rows and the keys of a group's weights; None where the group gains nothing.
 groups: ThreadCache[Hashable, tuple[GroupProduct | None]] = ThreadCache()
-# The same with what is fused; None where launches of their own are as fast.
+# By rows of a gradient and the key of a weight, the product with W itself; None where the dense weight is as fast.
+back: ThreadCache[Hashable, tuple[Product | None]] = ThreadCache()
+# As groups, with what is fused; None where launches of their own are as fast.
 fused: ThreadCache[Hashable, tuple[FusedProduct | None]] = ThreadCache()
 
 

@@ -12,9 +12,9 @@ from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear import cache, reach
-from halfbyte.kernels.linear.dispatch import choose, choose_fused, choose_group
+from halfbyte.kernels.linear.dispatch import choose, choose_back, choose_fused, choose_group
 from halfbyte.kernels.linear.fusion import Fusion, Residual
-from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct
+from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.problem import ALIGNMENT, INVARIANT_ROWS, Problem, addresses, problem_of
 
 
@@ -97,6 +97,21 @@ def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: b
     return out
 
 
+def linear_backward(grad: Tensor, q: QuantizedWeight) -> Tensor | None:
+    """grad @ W, or None where the dense weight is the faster way, or nothing can be compiled.
+
+    grad [..., N], contiguous, aligned to 16 bytes, on the current device. Returns [..., K].
+    """
+    n, k = q.shape
+    m = grad.numel() // max(n, 1)
+    (product,) = cache.back.get((m, cache.key(grad, q, None, False)), lambda: (bind_back(m, grad, q),))
+    if product is None:
+        return None
+    out = grad.new_empty((*grad.shape[:-1], k))
+    product(torch._C._cuda_getCurrentRawStream(grad.get_device()), grad.data_ptr(), 0, out.data_ptr(), m)
+    return out
+
+
 def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
     """[x @ W.T + bias] for several weights of the same K at once, or None where that gains nothing.
 
@@ -146,6 +161,16 @@ def fused(
     residual_at = 0 if residual is None else residual.value.data_ptr()
     product(torch._C._cuda_getCurrentRawStream(index), x.data_ptr(), norm_at, residual_at, results)
     return out
+
+
+def bind_back(m: int, grad: Tensor, q: QuantizedWeight) -> Product | None:
+    """The product of m rows of a gradient with W itself, or None where no kernel is for it."""
+    properties = properties_of(grad.get_device())
+    if min(m, *q.shape) == 0 or reach.without_kernels(properties) is not None:
+        return None
+    problem = problem_of(grad, q, None)
+    choice = choose_back(m, problem, properties)
+    return None if choice is None else cache.bind(choice, grad.device, m, problem, addresses(q))
 
 
 def bind_fused(

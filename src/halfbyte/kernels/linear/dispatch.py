@@ -6,7 +6,8 @@ sm90_decode   a few rows, blocks of 64 weights and more, from the lightest start
 sm80          mma.sync, every format: sm_75 and later
 simt          CUDA cores: whatever is left, fp32 x above all
 
-The other way is to make the dense weight and to leave the product to torch. It is in the competition, too.
+The other way is to make the dense weight and to leave the product to torch. It is in the competition, too. The product
+with W itself, which gradients are, has the two ways of sm90_gemm and of the dense weight.
 """
 
 from __future__ import annotations
@@ -95,12 +96,22 @@ def _fastest(
 
 
 def dense_microseconds(m: int, problem: Problem) -> float:
-    """The estimated time of making the dense weight, and of torch's product with it."""
+    """The estimated time of making the dense weight, and of torch's product with it or its transpose."""
     millions = problem.numel / 1e6
     product = math.hypot(millions * h200.DENSE_READ, 2 * m * millions / h200.DENSE_TERAFLOPS)
-    if problem.n % 8 and problem.dtype is not torch.float32:  # cuBLAS has slower kernels for such rows of the result
+    if problem.n % 8 and problem.dtype is not torch.float32:  # cuBLAS has slower kernels for such rows of y
         product *= h200.DENSE_ODD if problem.n % 2 else h200.DENSE_EVEN
     return h200.DENSE_START + millions * h200.DENSE_WRITE + product
+
+
+@lru_cache(1 << 14)
+def choose_back(m: int, problem: Problem, properties: DeviceProperties) -> Choice | None:
+    """How a gradient [m, N] is multiplied with W itself, m and no side of W being 0, or None where the dense weight is
+    the faster way."""
+    plan = sm90_gemm.plan_back(m, problem, properties)
+    if plan is None or plan.microseconds > dense_microseconds(m, problem):
+        return None
+    return Choice(sm90_gemm, plan)
 
 
 @lru_cache(1 << 14)

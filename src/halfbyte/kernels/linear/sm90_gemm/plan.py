@@ -16,7 +16,7 @@ STEP_K = 64  # of K, what x comes in
 REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
 SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a producer reads about experts
 TILES_M = (96, 128, 160, 192, 224, 256)
-GROUPED_TILES_M = (32, 64, *TILES_M)  # of experts, which have few rows each
+GROUPED_TILES_M = (32, 64, *TILES_M)  # of experts, which have few rows each, and of back, which has no other kernel
 MOST_STAGES = 8  # that there are barriers for
 DIRECT = 8
 W_STAGES, NARROW_STAGES = 3, 6  # the second where fewer rows of x than linear's leave room
@@ -84,7 +84,7 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
     units = -(-n // plan.rows) * -(-k // UNIT_K)
     return (
         properties.ptx == 90
-        and plan.tile_m in TILES_M
+        and plan.tile_m in (GROUPED_TILES_M if plan.back else TILES_M)
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES
@@ -103,10 +103,11 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
 
     CTAs far apart in W read the same x at different times, so a launch takes as many rows of x as L2 holds.
     """
-    n, k, span, found = problem.n, problem.k, span_of(problem), []
+    n, k, span, found, tiles_m = problem.n, problem.k, span_of(problem), [], h200.GEMM_UNIT
     if back:
         n, k = k, n
-    for tile_m, unit in h200.GEMM_UNIT.items() if m and properties.ptx == 90 else ():
+        tiles_m = {tile_m: unit * h200.GEMM_BACK for tile_m, unit in (h200.GROUPED_UNIT | h200.GEMM_UNIT).items()}
+    for tile_m, unit in tiles_m.items() if m and properties.ptx == 90 else ():
         x_tiles, most = -(-m // tile_m), max(1, h200.GEMM_X_BYTES // (2 * k * tile_m))
         launches = -(-x_tiles // most)
         chunk = -(-x_tiles // launches)

@@ -7,6 +7,7 @@ benchmarks/estimates.py says how well (docs/notebook.md). Other GPUs go by the s
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 # -- The dense weight --------------------------------------------------------------------------------------------------
@@ -150,6 +151,8 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 # tile_m (rows of x) to µs a unit (256 of K). CTAs that share x to how many times that.
 GEMM_UNIT = {96: 1.676, 128: 1.897, 160: 2.002, 192: 2.385, 224: 2.572, 256: 2.882}
 GEMM_CLUSTER = {1: 1.0}
+# How many times that on the way back. It has not run yet, so the dense weight is always the faster way.
+GEMM_BACK = math.inf
 # µs: two launches; a part of a tile of 256 rows, and a tile. MB a µs that W comes with.
 GEMM_START, GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.71, 3.254, 4.053, 4.667
 # Rows of x a tile from which on shared memory is what W waits for.
@@ -157,5 +160,5 @@ GEMM_PERMUTES_M = 160
 # Bytes of x a launch, all of which stays in L2.
 GEMM_X_BYTES = 1 << 24
 
-# Of experts, guesses: tiles of fewer rows, as in GEMM_UNIT.
+# Of experts and of the way back, guesses: tiles of fewer rows, as in GEMM_UNIT.
 GROUPED_UNIT = {32: 1.2, 64: 1.47}
