@@ -281,7 +281,7 @@ def test_search_among_packed_rows(format: str, v: int, d: int) -> None:
         torch.testing.assert_close(least, hb.nearest(query, dense, min(v, 10))[0], rtol=2e-5, atol=0)
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 64), (17, 192), (300, 128), (1030, 320)])
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (8, 64), (17, 192), (304, 128), (1030, 320)])
 def test_many_rows_back(n: int, k: int) -> None:
     for m, tile_m, cluster in ((1, 96, 1), (97, 96, 2), (130, 128, 1), (300, 256, 2)):
         q = quantize(torch.randn(n, k).bfloat16(), "nf4", 64, True).to("cuda")

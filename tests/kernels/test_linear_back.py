@@ -87,6 +87,7 @@ def test_what_it_is_handed(gpu: Driver, shape: tuple[int, int], options: dict[st
             assert found.shape == (*sides, shape[1])
             assert torch.equal(found, right(grad, q))
     assert {rows for _, rows in gpu.seen} == {1, 70}
+    assert set(gpu.others) == ({b"lay_out"} if shape[0] % 8 else set())
 
 
 def test_a_weight_whose_memory_moves(gpu: Driver) -> None:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -125,21 +126,30 @@ def test_compiles_into_registers(every: bool, back: bool, tmp_path: Path) -> Non
 
 
 def test_places_on_the_way_back() -> None:
-    """As back.cuh finds them: each weight of a step of 64 rows is in one register, beside its neighbour's in the next
-    row, where the MMA wants that column and those rows."""
-    seen = set()
+    """As back.cuh finds them: a step of 64 rows of W by 128 columns, from where the copy's swizzle has put its bytes to
+    the registers of A, where mma.cuh draws two neighbouring rows of one column."""
+    memory = {}
+    for row, byte in product(range(64), range(64)):
+        memory[row * 64 + (byte // 16 ^ row // 2 & 3) * 16 + byte % 16] = row, byte
+    columns = []
     for warp in range(8):
+        places = [lane * 64 + (warp // 2 ^ lane // 2 & 3) * 16 for lane in range(32)]
         for lane in range(32):
-            column, member = warp // 2 * 32 + lane // 4 * 4 + warp % 2 * 2, lane % 4
-            for i in range(8):  # eight rows each, whose addresses lanes 8 (i % 4) to 8 (i % 4) + 7 give
-                for row in (8 * i + 2 * member, 8 * i + 2 * member + 1):
-                    giver = row % 32
-                    piece = (giver * 64 + (warp // 2 ^ giver // 2 & 3) * 16) % 64 // 16
-                    assert piece ^ (row * 64 >> 7 & 3) == warp // 2  # what the copy's swizzle has put there
-                    byte = warp // 2 * 16 + 2 * (lane // 4) + warp % 2
-                    assert 2 * byte == column
-                    seen |= {(row, column), (row, column + 1)}
-    assert len(seen) == 64 * 128
+            group, member, column = lane // 4, lane % 4, warp // 2 * 32 + lane // 4 * 4 + warp % 2 * 2
+            columns += [column, column + 1]
+            operands = {}
+            for half, i in product(range(2), range(4)):
+                # Of matrix i, whose rows lanes 8 i to 8 i + 7 point at, transposed: two bytes each of two rows.
+                rows = (half * 32 * 64 + places[8 * i + 2 * member + j] for j in range(2))
+                word = [memory[row + 2 * group + byte] for row in rows for byte in range(2)]
+                (upper, byte), (lower, same) = word[warp % 2], word[warp % 2 + 2]
+                assert byte == same
+                for second in range(2):
+                    operands[2 * (4 * half + i) + second] = (upper, lower, 2 * byte + second)
+            for register, found in operands.items():
+                row = register // 4 * 16 + register // 2 % 2 * 8 + 2 * member
+                assert found == (row, row + 1, column + register % 2)
+    assert sorted(columns) == sorted(4 * list(range(128)))
 
 
 def test_source_refuses_sizes_that_are_not_its_own() -> None:

@@ -19,8 +19,11 @@ from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
 
 UNIT_K = 256  # of K, a unit of work
+SWIZZLED = 128  # bytes of a row of x that wgmma takes at a time
 # Arguments in device/laid_out.cuh: x, bias, out, x laid out, partial, left, other, the length of left and m change.
 LAYOUT = ("128s4Q", "7Q2I", "6I2f64s")
+# The same with a tensor map of x ahead of them, which changes with x.
+COPIED_LAYOUT = ("", "128s128s4Q7Q2I", "6I2f64s")
 launches: ThreadCache[Hashable, tuple[Launch, Launch]] = ThreadCache()
 
 
@@ -50,6 +53,11 @@ def supports(problem: Problem) -> bool:
         and o.has_usual_nesting
         and o.align_packed == ALIGNMENT
     )
+
+
+def copies_x(problem: Problem, back: bool) -> bool:
+    """True if x is copied as it is, not laid out: it keeps its order, and its rows begin where tensor maps want it."""
+    return back and problem.n * 2 % ALIGNMENT == 0
 
 
 class LaidOutPlan(Protocol):
@@ -87,8 +95,9 @@ class LaidOutKernel(Protocol):
 
 
 class Part(NamedTuple):
-    """The launches of a product and their arguments. laid_out: bytes of x laid out, or 0 where CTAs keep x. partial:
-    sums that CTAs leave for others."""
+    """The launches of a product and their arguments. laid_out: bytes of x laid out, or 0 where CTAs keep x or copy it.
+    partial: sums that CTAs leave for others. copied: where x is copied, the bytes of a row, what one copy takes, and
+    the arguments that are told again with each x."""
 
     device: torch.device
     lay_out: Launch
@@ -96,6 +105,7 @@ class Part(NamedTuple):
     arguments: Arguments
     laid_out: int
     partial: int
+    copied: tuple[int, tuple[int, int], tuple[Any, ...]] | None = None
 
     def __call__(
         self, stream: int, x: int, bias: int, out: int, laid_out: int, m: int, is_laid_out: bool = False, other: int = 0
@@ -103,7 +113,12 @@ class Part(NamedTuple):
         (partial, left, count), held = (0, 0, 0), None
         if self.partial:
             (partial, left, count), held = workspace.take(self.device, stream, self.partial)
-        self.arguments.set(x, bias, out, laid_out, partial, left, other, count // 4, m)
+        changing = x, bias, out, laid_out, partial, left, other, count // 4, m
+        if self.copied is None:
+            self.arguments.set(*changing)
+        else:
+            row, box, again = self.copied
+            self.arguments.set(tensor_map(x, (row, m), (row,), box), *again, *changing)
         if self.laid_out and not is_laid_out:
             self.lay_out(stream, self.arguments.parameters)
         self.multiply(stream, self.arguments.parameters)
@@ -199,9 +214,12 @@ def prepare(
     box = (plan.copied_rows // 2, UNIT_K) if plan.back else (UNIT_K // 2, plan.copied_rows)
     weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), box)
     unit, codebook = kernel.codebook(o)
-    arguments = Arguments(LAYOUT, (weights, *scales), (*sizes, unit, 1.0 if factor is None else factor, codebook))
+    fixed, after = (weights, *scales), (*sizes, unit, 1.0 if factor is None else factor, codebook)
+    if copies_x(o, plan.back):
+        copied = 2 * k, (SWIZZLED, plan.tile_m // plan.cluster), fixed
+        return Part(device, *both, Arguments(COPIED_LAYOUT, (), after), 0, partial, copied)
     laid_out = 0 if plan.resident else x_tiles * units * plan.tile_m * UNIT_K * 2
-    return Part(device, *both, arguments, laid_out, partial)
+    return Part(device, *both, Arguments(LAYOUT, fixed, after), laid_out, partial)
 
 
 def make_launches(index: int, x_units: int, plan: LaidOutPlan, compiled: Variant) -> tuple[Launch, Launch]:

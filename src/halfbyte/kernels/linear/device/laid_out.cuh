@@ -1,5 +1,6 @@
 // What kernels for which x is laid out are told, and how they store y. Their Config has `activation`, `residual`, and
-// `grouped`, for experts: see device/grouped.cuh, which has a use of its own for `other` and `m`.
+// `grouped`, for experts: see device/grouped.cuh, which has a use of its own for `other` and `m`. With `copies_x` x is
+// copied as it is, by a tensor map of its own.
 //
 // A result may be combined with what an earlier launch left: y = other + result_scale * v with `residual`, or
 // y = activation(other) * v, where `other` is the product of the weight that gates.
@@ -8,7 +9,14 @@
 #include "ptx.cuh"
 #include "scheduler.cuh"
 
-struct Arguments {
+template <bool Copied> struct MapOfX {};
+template <> struct MapOfX<true> {
+  alignas(64) unsigned char x_map[128];
+};
+__device__ __forceinline__ u64 map_of_x(const MapOfX<false>&) { return 0; }
+__device__ __forceinline__ u64 map_of_x(const MapOfX<true>& a) { return reinterpret_cast<u64>(a.x_map); }
+
+struct Arguments : MapOfX<Config::copies_x> {
   alignas(64) unsigned char map[128];  // the tensor map of packed
   const void* scale;
   const float *code, *absmax, *offset;

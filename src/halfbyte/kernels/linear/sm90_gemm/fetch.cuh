@@ -129,12 +129,8 @@ __device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 firs
 
 // The tensor map of experts has W as {bytes of a row, rows, experts}, or {bytes, halves, rows, experts}.
 __device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const StreamUnit& at, u32 full) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          to),
-      "l"(map), "r"(Config::back ? first_row(at) / 2 : byte), "r"(Config::back ? at.depth * UNIT_K : first_row(at)),
-      "r"(full)
-      : "memory");
+  if constexpr (Config::back) copy_box(to, map, first_row(at) / 2, at.depth * UNIT_K, full);
+  else copy_box(to, map, byte, first_row(at), full);
 }
 __device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const GroupedUnit& at, u32 full) {
   if constexpr (HALVES)
@@ -167,9 +163,21 @@ __device__ __forceinline__ void fetch_w(const Arguments& a, u64 map, u32 first, 
 __device__ __forceinline__ u32 step_bytes(const StreamUnit&) { return X_STEP; }
 __device__ __forceinline__ u32 step_bytes(const GroupedUnit& at) { return copied_rows(at.tile) * (STEP_K * 2); }
 
+// Rows `row` to `row` + `size` / 128 of a step of x; each CTA of a cluster brings a part of x to all.
+__device__ __forceinline__ void copy_x(u32 to, const void* laid_out, u64 map, u32 byte, u32 row, u32 size, u32 full) {
+  constexpr u32 ALL = (1 << Config::cluster) - 1;
+  if constexpr (Config::copies_x) {
+    if constexpr (Config::cluster == 1) copy_box(to, map, byte, row, full);
+    else copy_box_to_all(to, map, byte, row, full, ALL);
+  } else {
+    if constexpr (Config::cluster == 1) copy(to, laid_out, size, full);
+    else copy_to_all(to, laid_out, size, full, ALL);
+  }
+}
+
 // One thread: x of each unit, step by step.
 __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last) {
-  wait_for_prior_kernel();  // until x is laid out
+  wait_for_prior_kernel();  // until x is laid out, or there
   WorkUnit at(a, first);
   Ring ring(1);
   for (u32 unit = first; unit < last; unit++, at.next(a)) {
@@ -179,11 +187,10 @@ __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last)
       wait(shared() + X_EMPTY + 8 * ring.at, ring.parity);
       const u32 bytes = step_bytes(at);
       expect(full, bytes);
-      // Each CTA of a cluster brings a part of x to all.
-      const u32 size = bytes / Config::cluster, to = shared() + X_AT + ring.at * X_STEP + own_rank() * size;
-      const uint4* part = from + (step * X_STEP + own_rank() * size) / 16;
-      if constexpr (Config::cluster == 1) copy(to, part, size, full);
-      else copy_to_all(to, part, size, full, (1 << Config::cluster) - 1);
+      const u32 size = bytes / Config::cluster, part = own_rank() * size;
+      copy_x(shared() + X_AT + ring.at * X_STEP + part, from + (step * X_STEP + part) / 16, map_of_x(a),
+             (at.depth * UNIT_K + step * STEP_K) * 2, at.column_tile * Config::tile_m + part / (STEP_K * 2), size,
+             full);
     }
   }
 }
@@ -203,6 +210,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   __syncwarp();
   if constexpr (Config::cluster > 1) sync_cluster();  // before another CTA's copies and arrivals reach the barriers
   sync_all();
+  if constexpr (Config::copies_x) wait_for_prior_kernel();  // which may be the one that writes W
   if (warp < SCALE_THREADS / 32) {
     if constexpr (Config::back) fetch_column_scales(a, first, last, warp * 32 + lane);
     else fetch_scales(a, first, last, warp * 32 + lane);

@@ -33,7 +33,7 @@
 //   vector                                   a thread loads 16 bytes of a row's scales at a time
 //   x, scale, low_first, flushes             types; whether the first weight of a byte is in its low half; whether
 //                                            subnormal weights count as zero
-//   back                                     the result is dy @ W
+//   back, copies_x                           the result is dy @ W; x is copied as it is, not laid out
 //   grouped, activation, wide, scatters      of experts: what gates; results are fp32; they go to their pairs' rows
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 

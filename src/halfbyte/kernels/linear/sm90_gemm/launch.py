@@ -15,7 +15,7 @@ from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.linear import laid_out
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import Product
-from halfbyte.kernels.linear.laid_out import loads_scales_at_once, span_of, supports
+from halfbyte.kernels.linear.laid_out import copies_x, loads_scales_at_once, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm.plan import (
     DIRECT,
@@ -80,6 +80,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "warpgroups": plan.warpgroups, "w_stages": plan.w_stages, "x_stages": plan.x_stages, "direct": DIRECT,
         "permutes": plan.permutes, "cluster": plan.cluster, "producer_registers": producer,
         "consumer_registers": consumer, "shared_bytes": plan.shared_bytes(span_of(problem)), "back": plan.back,
+        "copies_x": copies_x(problem, plan.back),
         "activation": "Activation::none", "residual": False,
         "grouped": False, "wide": False, "scatters": False,
     }  # fmt: skip

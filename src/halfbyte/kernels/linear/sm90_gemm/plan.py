@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from halfbyte.kernels.common.device import DeviceProperties
-from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
+from halfbyte.kernels.linear.laid_out import UNIT_K, copies_x, span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.tune import h200
 
@@ -107,6 +107,7 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
     if back:
         n, k = k, n
         tiles_m = {tile_m: unit * h200.GEMM_BACK for tile_m, unit in (h200.GROUPED_UNIT | h200.GEMM_UNIT).items()}
+    start = h200.GEMM_COPIED_START if copies_x(problem, back) else h200.GEMM_START
     for tile_m, unit in tiles_m.items() if m and properties.ptx == 90 else ():
         x_tiles, most = -(-m // tile_m), max(1, h200.GEMM_X_BYTES // (2 * k * tile_m))
         launches = -(-x_tiles // most)
@@ -120,7 +121,7 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
                 parts = min(1 + workers / tiles, DIRECT) if workers != tiles else 0
                 units = -(-tiles * depth // workers) * unit * h200.GEMM_CLUSTER[cluster]
                 busy = units + (h200.GEMM_PART * parts + h200.GEMM_TILE * tiles / workers) * tile_m / 256
-                time = launches * (h200.GEMM_START + math.hypot(busy, problem.megabytes / h200.GEMM_BANDWIDTH))
+                time = launches * (start + math.hypot(busy, problem.megabytes / h200.GEMM_BANDWIDTH))
                 plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), workers, cluster, chunk * tile_m, time, back)
                 if is_valid(plan, m, n, k, span, properties):
                     found.append(plan)

@@ -94,6 +94,7 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "direct": plan.direct,
         "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "grouped": False, "back": False,
+        "copies_x": False,
         "activation": f"Activation::{plan.activation or 'none'}",
     }  # fmt: skip
 

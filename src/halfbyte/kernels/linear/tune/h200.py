@@ -153,6 +153,8 @@ GEMM_UNIT = {96: 1.676, 128: 1.897, 160: 2.002, 192: 2.385, 224: 2.572, 256: 2.8
 GEMM_CLUSTER = {1: 1.0}
 # How many times that on the way back. It has not run yet, so the dense weight is always the faster way.
 GEMM_BACK = math.inf
+# µs of a launch by itself, where x is copied as it is: a guess.
+GEMM_COPIED_START = 2.3
 # µs: two launches; a part of a tile of 256 rows, and a tile. MB a µs that W comes with.
 GEMM_START, GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.71, 3.254, 4.053, 4.667
 # Rows of x a tile from which on shared memory is what W waits for.
