@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import H200
+from gpus import A100, H200
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -23,9 +23,11 @@ from halfbyte.kernels.common import compiler, nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import CUDA_TARGETS
 from halfbyte.kernels.linear import cuda, reach
+from halfbyte.kernels.linear.dispatch import choose_back
 from halfbyte.kernels.linear.problem import Problem, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
+from halfbyte.kernels.linear.tune import h200
 from halfbyte.models import own, projections
 from halfbyte.nn import Linear4bit
 
@@ -70,6 +72,19 @@ def test_other_targets(cache: Path) -> None:
     for target in ("sm_75", "sm_120"):
         run(0, "--shape", "96x320", "--rows", "1,9", "--dtype", "float16", "--target", target)
     assert len(list(cache.iterdir())) >= 2
+
+
+def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each product by itself, where a kernel is faster than the dense weight."""
+    monkeypatch.setattr(h200, "GEMM_BACK", 1.05)
+    choose_back.cache_clear()
+    wanted = warm.of_shapes([(64, 1024), (4096, 4096)], [BF16], NF4, bias=True)
+    usual = set(warm.variants(wanted, [1, 300], H200))
+    more = set(warm.variants(wanted, [1, 300], H200, gradients=True)) - usual
+    assert {dict(variant.constants)["back"] for variant in more} == {True}
+    assert all(dict(variant.constants).get("back", False) is False for variant in usual)
+    assert set(warm.variants(wanted, [1, 300], A100, gradients=True)) == set(warm.variants(wanted, [1, 300], A100))
+    choose_back.cache_clear()
 
 
 def groups(path: Path, *dtypes: torch.dtype, settings: warm.Settings = NF4) -> set[warm.Group]:

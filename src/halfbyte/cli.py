@@ -90,6 +90,7 @@ def warm(
     bias: bool = typer.Option(False, "--bias", help="Of --shape: also with a bias."),
     dtype: list[Dtype] = typer.Option([Dtype.bfloat16], help="Of x. Can be given again."),
     rows: str = typer.Option("1-64", metavar="LIST", help="How many rows x may have, such as 1-16,64."),
+    gradients: bool = typer.Option(False, "--gradients", help="Also what gradients of x with so many rows take."),
     target: str | None = typer.Option(None, help="Another GPU than the one here, such as sm_90; none is needed."),
     sms: int | None = typer.Option(None, help="The target's multiprocessors; plans depend on them."),
 ) -> None:
@@ -119,7 +120,7 @@ def warm(
         groups |= (found := ahead.of_checkpoint(checkpoint, dtypes, settings))
         settings = ahead.settings_of(found)
     with progress(of_bytes=False) as report_to:
-        report = ahead.warm(ahead.variants(groups, counts, properties), report_to)
+        report = ahead.warm(ahead.variants(groups, counts, properties, gradients), report_to)
     seconds = 0.0
     if checkpoint is not None and target is None and can_rehearse(checkpoint):
         say("decoding with one layer of each kind, so that Triton and torch compile, too")

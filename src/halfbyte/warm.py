@@ -27,7 +27,7 @@ from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for, properties_of
 from halfbyte.kernels.common.nvrtc import Variant
-from halfbyte.kernels.linear.dispatch import choose, choose_fused, choose_group
+from halfbyte.kernels.linear.dispatch import choose, choose_back, choose_fused, choose_group
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
 from halfbyte.models.fused import MOST_ROWS
@@ -173,8 +173,11 @@ def _to_be_quantized(
     return Problem(dtype, n, k, format, block_size, scale, nested=NESTED_BLOCK_SIZE if nested else 0, bias=bias)
 
 
-def variants(groups: Iterable[Group | Fused], rows: Iterable[int], properties: DeviceProperties) -> list[Variant]:
-    """What these products compile on such a GPU for x with these numbers of rows, batch-invariant or not; each once."""
+def variants(
+    groups: Iterable[Group | Fused], rows: Iterable[int], properties: DeviceProperties, gradients: bool = False
+) -> list[Variant]:
+    """What these products compile on such a GPU for x with these numbers of rows, batch-invariant or not, and with
+    `gradients` also what the gradients of x do; each once."""
     counts = sorted(set(rows))
     # With batch_invariant so many rows go at a time, and then the rest.
     invariant = sorted({part for m in counts for part in (min(m, INVARIANT_ROWS), m % INVARIANT_ROWS) if part})
@@ -186,6 +189,10 @@ def variants(groups: Iterable[Group | Fused], rows: Iterable[int], properties: D
             variant = _variant(m, group, fusion, properties, batch_invariant)
             if variant is not None:
                 found[variant] = None
+            alone = replace(group[0], bias=False)
+            asked = gradients and not batch_invariant and len(group) == 1
+            if asked and (back := choose_back(m, alone, properties)) is not None:
+                found[back.variant(alone, properties)] = None
     return list(found)
 
 
