@@ -195,7 +195,7 @@ def test_more_than_two_to_the_31(dtype: torch.dtype) -> None:
     assert q.numel > 2**31
     out = hb.dequantize(q)
     piece = 2**14
-    scales = reference.dequantize_scales(q.scale, q.nested)
+    scales = reference.dequantize_scales(q.scale, q.nested, q.spec)
     for start in (0, 2**17, 2**18 - piece, 2**19 - piece, rows - piece):
         part = slice(start * k // 2, (start + piece) * k // 2)
         expected = torch.empty((piece, k), dtype=dtype, device=DEVICE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -57,10 +58,25 @@ class Driver:
         self.seen: list[tuple[Any, int]] = []  # kernel and rows of x
         self.others: list[bytes] = []  # names of kernels before and after products
         self.workspaces: list[tuple[int, int, int]] = []  # of shared sums: theirs, what is left, how much
+        self.bound: set[int] = set()  # threads that have a context
         self.pause = 0.0  # seconds before a launch looks at its arguments
 
-    def cuModuleLoadData(self, module: Any, code: bytes) -> int:
+    def cuDeviceGet(self, device: Any, index: Any) -> int:
         return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.bound.add(threading.get_ident())
+        return 0
+
+    def _lack_of_context(self) -> int:
+        """What the driver answers to a thread that has no context: CUDA_ERROR_INVALID_CONTEXT."""
+        return 0 if threading.get_ident() in self.bound else 201
+
+    def cuModuleLoadData(self, module: Any, code: bytes) -> int:
+        return self._lack_of_context()
 
     def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
         self.names.append(name)
@@ -79,6 +95,8 @@ class Driver:
         return 0
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
+        if lack := self._lack_of_context():
+            return lack
         time.sleep(self.pause)
         name = self.names[function.value]
         kernel = KERNELS.get(name)

@@ -16,6 +16,7 @@ _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 @cache
@@ -38,6 +39,15 @@ def check(status: int) -> None:
         raise RuntimeError(f"the CUDA driver answered with error {status} (see CUresult in cuda.h)")
 
 
+def bind_context(index: int) -> None:
+    """Give this thread the context of a device, the one that torch uses. A thread that has not called CUDA yet has
+    none, such as one of autograd's whose first call is a gradient of ours."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    check(driver().cuDeviceGet(ctypes.byref(device), ctypes.c_int(index)))
+    check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    check(driver().cuCtxSetCurrent(context))
+
+
 @cache
 def kernels(
     index: int | None, variant: Variant, shared_bytes: tuple[tuple[str, int], ...], carveout: int | None = None
@@ -48,6 +58,7 @@ def kernels(
     carveout: the percentage of a multiprocessor's L1 that is to be shared memory. It changes only while the
     multiprocessor is idle, so kernels that overlap must agree on it.
     """
+    bind_context(index or 0)
     module = ctypes.c_void_p()
     check(driver().cuModuleLoadData(ctypes.byref(module), cubin(variant)))
     functions = []
@@ -145,5 +156,8 @@ class Launch:
         """parameters: an array of pointers, to each of the kernel's. Raises RuntimeError when the driver refuses."""
         self._config.stream = stream
         status = self._launch(self._reference, self._function, parameters, None)
+        if status == _NO_CONTEXT:
+            bind_context(torch._C._cuda_getDevice())
+            status = self._launch(self._reference, self._function, parameters, None)
         if status:
             check(status)
