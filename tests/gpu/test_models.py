@@ -23,6 +23,7 @@ SHAPES = {
     # Its window slides over 20 tokens: generation goes through a step before and after it is full.
     "gemma": ("gemma3_text", {"num_key_value_heads": 2, "head_dim": 64, "sliding_window": 20, "num_hidden_layers": 7}),
 }
+TIE = 0.05  # logits as near as this, of their standard deviation: twice what bf16's roundings in a small model do
 SIDES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
 
 
@@ -62,6 +63,18 @@ def generate(model: Any, ids: Tensor, **options: Any) -> Any:
     return model.generate(ids, **settings | options)
 
 
+def assert_same_but_for_ties(model: Any, found: Tensor, right: Tensor) -> None:
+    """Texts [B, T] with the same tokens up to the first that rounding chose: one whose logit is as good as that
+    of the right one. What comes after such a tie is another text."""
+    for ours, theirs in zip(found, right, strict=True):
+        differ = (ours != theirs).nonzero()
+        if not len(differ):
+            continue
+        first = int(differ[0])
+        logits = model(theirs[None, :first], use_cache=False).logits[0, -1].float()
+        assert (logits[theirs[first]] - logits[ours[first]]).abs() < TIE * logits.std(), first
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_tokens_are_those_of_steps_without_a_graph(model: Any, batch: int, replays: list[int]) -> None:
     ids = prompt(batch)
@@ -74,8 +87,7 @@ def test_tokens_are_those_of_steps_without_a_graph(model: Any, batch: int, repla
     plain = generate(model, ids, disable_compile=True)
     assert len(replays) == made
     assert torch.equal(first, second)
-    assert (first == plain).float().mean() > 0.95  # bf16 ties of random weights aside
-    assert torch.equal(first[:, :14], plain[:, :14])
+    assert_same_but_for_ties(model, first, plain)
 
 
 def test_attention_of_steps_is_ours(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +154,7 @@ def test_padding_and_sampling(model: Any, replays: list[int]) -> None:
     hb.accelerate(model)
     generated = generate(model, ids, attention_mask=mask, max_new_tokens=8)
     alone = generate(model, ids[1:2, 5:], attention_mask=mask[1:2, 5:], max_new_tokens=8)
-    assert torch.equal(generated[1, 12:15], alone[0, 7:10])
+    assert_same_but_for_ties(model, generated[1:2, 5:], alone)
     samples = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -183,7 +195,7 @@ def test_a_model_that_cannot_be_captured_goes_on_without_a_graph(model: Any, rep
         ours = generate(model, ids)
     hook.remove()
     assert not replays
-    assert (ours == right).float().mean() > 0.95
+    assert_same_but_for_ties(model, ours, right)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         generate(model, ids)  # and once it can be, it is
