@@ -27,7 +27,6 @@ from halfbyte.kernels.linear.dispatch import choose_back
 from halfbyte.kernels.linear.problem import Problem, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
-from halfbyte.kernels.linear.tune import h200
 from halfbyte.models import own, projections
 from halfbyte.nn import Linear4bit
 
@@ -76,7 +75,6 @@ def test_other_targets(cache: Path) -> None:
 
 def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each product by itself, where a kernel is faster than the dense weight."""
-    monkeypatch.setattr(h200, "GEMM_BACK", 1.05)
     choose_back.cache_clear()
     wanted = warm.of_shapes([(64, 1024), (4096, 4096)], [BF16], NF4, bias=True)
     usual = set(warm.variants(wanted, [1, 300], H200))

@@ -153,12 +153,12 @@ def _linear_elsewhere(
 def linear_backward(grad: Tensor, q: QuantizedWeight) -> Tensor:
     """grad [..., N] @ W -> [..., K], of grad with any strides."""
     with on(grad.device):
-        if grad.is_cuda:
-            found: Tensor | None = cuda_products().linear_backward(aligned(plain(grad.detach())), q)
-            if found is not None:
-                return found
+        grad = grad.detach()
+        multiply = cuda_products().backward(grad, q) if grad.is_cuda else None
+        if multiply is not None:
+            return cast(Tensor, multiply(aligned(plain(grad))))
         weight = dequantize(q, q.scale.new_empty(q.shape, dtype=grad.dtype))
-        return products.linear(grad.detach(), weight.t(), None).contiguous()
+        return products.linear(grad, weight.t(), None).contiguous()
 
 
 def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor] | None:

@@ -16,7 +16,6 @@ from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_TILES_M, GemmPlan, is_valid, x_stages
-from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.error import relative_error as error
 
 from .conftest import BF16, DEVICE, F16, F32, captured, poisoned, sixteen_bits, weight
@@ -88,7 +87,6 @@ def test_error(tile_m: int, cluster: int) -> None:
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel is chosen wherever it is for a weight."""
     choices = dispatch.choose, dispatch.choose_back
-    monkeypatch.setattr(h200, "GEMM_BACK", 1.05)
     monkeypatch.setattr(dispatch, "dense_microseconds", lambda m, problem: 1e9)
     for choice in choices:
         choice.cache_clear()

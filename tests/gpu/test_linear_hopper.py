@@ -4,6 +4,7 @@ NVRTC takes a third of a second for a plan's tile and a kind of weight, so most 
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -330,6 +331,19 @@ def test_streams_at_once() -> None:
     assert wrong.tolist() == [0, 0, 0, 0]
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """There is no other kernel. Of many rows another one is faster with one weight after the other."""
+    choices = dispatch.choose, dispatch.choose_group
+    monkeypatch.setattr(dispatch, "KERNELS", (hopper,))
+    for choice in choices:
+        choice.cache_clear()
+    yield
+    for choice in choices:
+        choice.cache_clear()
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("format", ["nf4", "int4"])
 def test_several_weights_of_one_x(format: str) -> None:
     """x is laid out once; each gets the bits that this kernel gives it alone, in a graph too, whose x then changes."""

@@ -256,8 +256,7 @@ class Driver:
 def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> Iterator[Driver]:
     """The driver, while a GPU with these properties takes the place of the CPU."""
     there = Driver()
-    for module in (driver, tensor_map):
-        monkeypatch.setattr(module, "driver", lambda: there)
+    monkeypatch.setattr(driver, "driver", lambda: there)
     for module in (cuda, kernel, laid_out, decode, exact, tensor, grouped):
         monkeypatch.setattr(module, "properties_of", lambda index: properties)
     monkeypatch.setattr(reach, "without_kernels", lambda properties: None)

@@ -21,16 +21,6 @@ from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.tune import h200
 
 
-@pytest.fixture(autouse=True)
-def _as_if_measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Until it is, the kernel is never chosen."""
-    assert choose_back(512, Problem(BF16, 14336, 4096, "nf4", 64, torch.uint8, 256), H200) is None
-    choose_back.cache_clear()
-    monkeypatch.setattr(h200, "GEMM_BACK", 1.05)
-    yield
-    choose_back.cache_clear()
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     for there in pretend(monkeypatch, H200):
@@ -42,7 +32,12 @@ def right(grad: Tensor, q: QuantizedWeight) -> Tensor:
     return linear_exact(grad, hb.dequantize(q, F32).t()).to(grad.dtype)
 
 
-def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def multiplied(grad: Tensor, q: QuantizedWeight) -> Tensor | None:
+    multiply = cuda.backward(grad, q)
+    return None if multiply is None else multiply(grad)
+
+
+def test_when_it_is_chosen() -> None:
     """On Hopper, for x of 16 bits, where it takes less time than the dense weight."""
     usual = Problem(BF16, 14336, 4096, "nf4", 64, torch.uint8, 256)
     for m in (1, 100, 512):
@@ -57,12 +52,8 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         (replace(usual, align_packed=8), H200),
     ):
         assert choose_back(512, problem, properties) is None
-    for number in (14335, 7):  # of rows of W there may be any
-        assert choose_back(512, replace(usual, n=number), H200) is not None
-    choose_back.cache_clear()
-    monkeypatch.setattr(h200, "GEMM_BACK", 100.0)
-    assert choose_back(512, usual, H200) is None
-    choose_back.cache_clear()
+    assert choose_back(512, replace(usual, n=14335), H200) is not None  # of rows of W there may be any number
+    assert choose_back(4096, usual, H200) is None
 
 
 def test_narrow_tiles_for_few_rows() -> None:
@@ -82,7 +73,7 @@ def test_what_it_is_handed(gpu: Driver, shape: tuple[int, int], options: dict[st
     for sides in ((1,), (70,), (2, 35)):
         grad = torch.randn(*sides, shape[0]).to(dtype)
         for _ in range(2):
-            found = cuda.linear_backward(grad, q)
+            found = multiplied(grad, q)
             assert found is not None
             assert found.shape == (*sides, shape[1])
             assert torch.equal(found, right(grad, q))
@@ -93,20 +84,20 @@ def test_what_it_is_handed(gpu: Driver, shape: tuple[int, int], options: dict[st
 def test_a_weight_whose_memory_moves(gpu: Driver) -> None:
     q, other = make(64, 1024), make(64, 1024)
     gpu.like, grad = q, torch.randn(4, 64).bfloat16()
-    assert torch.equal(cuda.linear_backward(grad, q), right(grad, q))
+    assert torch.equal(multiplied(grad, q), right(grad, q))
     for tensor, source in zip(q.tensors, other.tensors, strict=True):
         old, tensor.data = tensor.data, source.clone()
         old.zero_()
-        assert torch.equal(cuda.linear_backward(grad, q), right(grad, q))
+        assert torch.equal(multiplied(grad, q), right(grad, q))
 
 
 def test_rows_go_in_launches_one_after_the_other(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     q = gpu.like = make(64, 256)
-    monkeypatch.setattr(h200, "GEMM_X_BYTES", 2 * 64 * 256)
+    monkeypatch.setattr(h200, "BACK_X_BYTES", 2 * 64 * 256)
     monkeypatch.setattr(h200, "DENSE_START", 1000.0)
     choose_back.cache_clear()
     grad = torch.randn(1000, 64).bfloat16()
-    assert torch.equal(cuda.linear_backward(grad, q), right(grad, q))
+    assert torch.equal(multiplied(grad, q), right(grad, q))
     assert len(gpu.seen) > 2
     assert sum(rows for _, rows in gpu.seen) == 1000
     choose_back.cache_clear()
@@ -114,10 +105,10 @@ def test_rows_go_in_launches_one_after_the_other(gpu: Driver, monkeypatch: pytes
 
 def test_what_is_left_to_torch(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     q = make(64, 1024)
-    assert cuda.linear_backward(torch.randn(0, 64).bfloat16(), q) is None
-    assert cuda.linear_backward(torch.randn(3, 64), q) is None
+    assert multiplied(torch.randn(0, 64).bfloat16(), q) is None
+    assert multiplied(torch.randn(3, 64), q) is None
     monkeypatch.setattr(dispatch, "dense_microseconds", lambda m, problem: 0.0)
     choose_back.cache_clear()
-    assert cuda.linear_backward(torch.randn(3, 64).bfloat16(), q) is None
+    assert multiplied(torch.randn(3, 64).bfloat16(), q) is None
     choose_back.cache_clear()
     assert not gpu.seen

@@ -33,19 +33,24 @@ def driver() -> Any:
         return None
 
 
-def check(status: int) -> None:
-    """Raise RuntimeError for any answer of the driver but success."""
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the driver. Raises RuntimeError for any answer but success."""
+    function = getattr(driver(), name)
+    status = function(*arguments)
+    if status == _NO_CONTEXT:
+        bind_context()
+        status = function(*arguments)
     if status:
-        raise RuntimeError(f"the CUDA driver answered with error {status} (see CUresult in cuda.h)")
+        raise RuntimeError(f"the CUDA driver answered {name} with error {status} (see CUresult in cuda.h)")
 
 
-def bind_context(index: int) -> None:
-    """Give this thread the context of a device, the one that torch uses. A thread that has not called CUDA yet has
-    none, such as one of autograd's whose first call is a gradient of ours."""
+def bind_context() -> None:
+    """Give this thread the context of its current device, the one that torch uses. A thread that has not called CUDA
+    yet has none, such as one of autograd's whose first call is a gradient of ours."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    check(driver().cuDeviceGet(ctypes.byref(device), ctypes.c_int(index)))
-    check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-    check(driver().cuCtxSetCurrent(context))
+    call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(torch._C._cuda_getDevice()))
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    call("cuCtxSetCurrent", context)
 
 
 @cache
@@ -58,17 +63,16 @@ def kernels(
     carveout: the percentage of a multiprocessor's L1 that is to be shared memory. It changes only while the
     multiprocessor is idle, so kernels that overlap must agree on it.
     """
-    bind_context(index or 0)
     module = ctypes.c_void_p()
-    check(driver().cuModuleLoadData(ctypes.byref(module), cubin(variant)))
+    call("cuModuleLoadData", ctypes.byref(module), cubin(variant))
     functions = []
     for name, count in shared_bytes:
         function = ctypes.c_void_p()
-        check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
         if count:
-            check(driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, ctypes.c_int(count)))
+            call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, ctypes.c_int(count))
         if carveout is not None:
-            check(driver().cuFuncSetAttribute(function, _SHARED_CARVEOUT, ctypes.c_int(carveout)))
+            call("cuFuncSetAttribute", function, _SHARED_CARVEOUT, ctypes.c_int(carveout))
         functions.append(function)
     return tuple(functions)
 
@@ -146,7 +150,7 @@ class Launch:
     def most_clusters(self) -> int:
         """How many clusters of this launch the device holds at once."""
         clusters = ctypes.c_int()
-        check(driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self._function, self._reference))
+        call("cuOccupancyMaxActiveClusters", ctypes.byref(clusters), self._function, self._reference)
         return clusters.value
 
     def set_grid(self, x: int, y: int, z: int = 1) -> None:
@@ -155,9 +159,5 @@ class Launch:
     def __call__(self, stream: int, parameters: Any) -> None:
         """parameters: an array of pointers, to each of the kernel's. Raises RuntimeError when the driver refuses."""
         self._config.stream = stream
-        status = self._launch(self._reference, self._function, parameters, None)
-        if status == _NO_CONTEXT:
-            bind_context(torch._C._cuda_getDevice())
-            status = self._launch(self._reference, self._function, parameters, None)
-        if status:
-            check(status)
+        if self._launch(self._reference, self._function, parameters, None):
+            call("cuLaunchKernelEx", self._reference, self._function, parameters, None)  # once more, which may help

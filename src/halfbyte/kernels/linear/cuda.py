@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -97,19 +97,24 @@ def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: b
     return out
 
 
-def linear_backward(grad: Tensor, q: QuantizedWeight) -> Tensor | None:
-    """grad @ W, or None where the dense weight is the faster way, or nothing can be compiled.
+def backward(grad: Tensor, q: QuantizedWeight) -> Callable[[Tensor], Tensor] | None:
+    """What multiplies a gradient [..., N] with W, or None where the dense weight is the faster way, or nothing can be
+    compiled. It takes the gradient contiguous, aligned to 16 bytes, on the current device, and returns [..., K].
 
-    grad [..., N], contiguous, aligned to 16 bytes, on the current device. Returns [..., K].
+    grad: of any strides; only its shape, dtype and device are looked at.
     """
     n, k = q.shape
     m = grad.numel() // max(n, 1)
     (product,) = cache.back.get((m, cache.key(grad, q, None, False)), lambda: (bind_back(m, grad, q),))
     if product is None:
         return None
-    out = grad.new_empty((*grad.shape[:-1], k))
-    product(torch._C._cuda_getCurrentRawStream(grad.get_device()), grad.data_ptr(), 0, out.data_ptr(), m)
-    return out
+
+    def multiply(grad: Tensor) -> Tensor:
+        out = grad.new_empty((*grad.shape[:-1], k))
+        product(torch._C._cuda_getCurrentRawStream(grad.get_device()), grad.data_ptr(), 0, out.data_ptr(), m)
+        return out
+
+    return multiply
 
 
 def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor] | None:

@@ -22,7 +22,7 @@ struct ColumnPlace {
   __device__ ColumnPlace(u32 warp, u32 lane) {
     row = warp / 2 * 32 + lane / 4 * 4 + warp % 2 * 2;
     bytes = lane * ROW_BYTES + (warp / 2 ^ lane / 2 & 3) * 16;
-    scales = (warp / 2 * 32 / Config::span * UNIT_K + lane % 4 * 2) * 4;
+    scales = (warp / 2 * 32 / Config::span * UNIT_K + lane % 4 * 8) * 4;
     upper = 0x7604 | warp % 2 << 4, lower = upper + 0x20;
   }
 };
@@ -44,10 +44,11 @@ __device__ __forceinline__ void decode(u32 (&operands)[Operands], const Argument
     const u32 first = step * STEP_K + half * 32;  // row of W
     u32 rows[4];
     load_transposed(rows, stage + first * ROW_BYTES + mine.bytes);
+    float4 four;
 #pragma unroll
     for (int i = 0; i < 4; i++) {  // eight rows each; two make an MMA
-      const uint2 both = load_pair(scales + mine.scales + (first + 8 * i) * 4);
-      const float upper = __uint_as_float(both.x), lower = __uint_as_float(both.y);
+      if (i % 2 == 0) four = load_sums(scales + mine.scales + (first + 2 * i) * 4);
+      const float upper = i % 2 ? four.z : four.x, lower = i % 2 ? four.w : four.y;
       const float2 of_upper = numbers_of(rows[i], column, mine.upper),
                    of_lower = numbers_of(rows[i], column, mine.lower);
       const int to = 2 * (4 * half + i);
@@ -56,6 +57,9 @@ __device__ __forceinline__ void decode(u32 (&operands)[Operands], const Argument
     }
   }
 }
+
+// Where the scale of a row of a unit is among those of its column block: of 32 rows, a lane's eight side by side.
+__device__ __forceinline__ u32 scale_place(u32 row) { return row / 32 * 32 + row % 8 / 2 * 8 + row % 32 / 8 * 2 + row % 2; }
 
 // Scales of one row of W, as stored, those of the CTA's columns.
 struct ColumnScales {

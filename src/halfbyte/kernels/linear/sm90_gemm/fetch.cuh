@@ -113,7 +113,7 @@ __device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 firs
     wait(shared() + W_EMPTY + 8 * ring.at, ring.parity);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      const u32 to = shared() + SCALE + ring.at * SCALE_BYTES + (thread + SCALE_THREADS * i) * 4;
+      const u32 to = shared() + SCALE + ring.at * SCALE_BYTES + scale_place(thread + SCALE_THREADS * i) * 4;
 #pragma unroll
       for (int s = 0; s < SPANS_OF_ROW; s++)
         store_float(to + s * UNIT_K * 4, decoded(now[i].bits[s], now[i].absmax[NESTED ? s : 0], offset));

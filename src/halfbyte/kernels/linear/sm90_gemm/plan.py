@@ -103,13 +103,12 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
 
     CTAs far apart in W read the same x at different times, so a launch takes as many rows of x as L2 holds.
     """
-    n, k, span, found, tiles_m = problem.n, problem.k, span_of(problem), [], h200.GEMM_UNIT
-    if back:
-        n, k = k, n
-        tiles_m = {tile_m: unit * h200.GEMM_BACK for tile_m, unit in (h200.GROUPED_UNIT | h200.GEMM_UNIT).items()}
-    start = h200.GEMM_COPIED_START if copies_x(problem, back) else h200.GEMM_START
+    n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
+    tiles_m, x_bytes = (h200.BACK_UNIT, h200.BACK_X_BYTES) if back else (h200.GEMM_UNIT, h200.GEMM_X_BYTES)
+    start = h200.BACK_COPIED_START if copies_x(problem, back) else h200.GEMM_START
+    span, found = span_of(problem), []
     for tile_m, unit in tiles_m.items() if m and properties.ptx == 90 else ():
-        x_tiles, most = -(-m // tile_m), max(1, h200.GEMM_X_BYTES // (2 * k * tile_m))
+        x_tiles, most = -(-m // tile_m), max(1, x_bytes // (2 * k * tile_m))
         launches = -(-x_tiles // most)
         chunk = -(-x_tiles // launches)
         for cluster in h200.GEMM_CLUSTER:

@@ -7,7 +7,6 @@ benchmarks/estimates.py says how well (docs/notebook.md). Other GPUs go by the s
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 # -- The dense weight --------------------------------------------------------------------------------------------------
@@ -151,10 +150,6 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 # tile_m (rows of x) to µs a unit (256 of K). CTAs that share x to how many times that.
 GEMM_UNIT = {96: 1.676, 128: 1.897, 160: 2.002, 192: 2.385, 224: 2.572, 256: 2.882}
 GEMM_CLUSTER = {1: 1.0}
-# How many times that on the way back. It has not run yet, so the dense weight is always the faster way.
-GEMM_BACK = math.inf
-# µs of a launch by itself, where x is copied as it is: a guess.
-GEMM_COPIED_START = 2.3
 # µs: two launches; a part of a tile of 256 rows, and a tile. MB a µs that W comes with.
 GEMM_START, GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.71, 3.254, 4.053, 4.667
 # Rows of x a tile from which on shared memory is what W waits for.
@@ -162,5 +157,9 @@ GEMM_PERMUTES_M = 160
 # Bytes of x a launch, all of which stays in L2.
 GEMM_X_BYTES = 1 << 24
 
-# Of experts and of the way back, guesses: tiles of fewer rows, as in GEMM_UNIT.
+# The same on the way back; µs of a launch by itself, where x is copied as it is; and its bytes of x.
+BACK_UNIT = {32: 1.9, 64: 2.05, 96: 2.2, 128: 2.5, 160: 2.6, 192: 2.85, 224: 3.15, 256: 3.45}
+BACK_COPIED_START, BACK_X_BYTES = 2.8, 1 << 25
+
+# Of experts, guesses: tiles of fewer rows, as in GEMM_UNIT.
 GROUPED_UNIT = {32: 1.2, 64: 1.47}
