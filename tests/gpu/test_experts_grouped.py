@@ -45,8 +45,7 @@ def _nothing_kept() -> Iterator[None]:
 
 def use_tiles(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of so many rows from now on, whatever is fastest."""
-    monkeypatch.setattr(h200, "GROUPED_UNIT", {tile_m: 1.0})
-    monkeypatch.setattr(h200, "GEMM_UNIT", {})
+    monkeypatch.setattr(h200, "GROUPED_TIMES", {tile_m: h200.GROUPED_TIMES[tile_m]})
     many.products.entries.clear()
 
 

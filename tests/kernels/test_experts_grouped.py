@@ -31,10 +31,9 @@ from halfbyte.kernels.linear.sm90_gemm.plan import (
     GemmPlan,
     grouped_plans,
     is_grouped_valid,
-    usual_tiles,
-    wanted,
     x_stages,
 )
+from halfbyte.kernels.linear.spread import usual_tiles, wanted
 
 #         experts, I, H, experts of a token
 MODELS = {
@@ -156,8 +155,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         module.products.entries.clear()
     monkeypatch.setattr(combine, "combine_sorted", combined)
     yield from pretend(monkeypatch, H200)
-    cuda.products.entries.clear()
-    many.products.entries.clear()
+    for kept in (cuda.products, cuda.better_sorted, many.products):
+        kept.entries.clear()
 
 
 def combined(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor, residual: Any = None) -> None:
@@ -216,6 +215,29 @@ def test_a_block(
             )  # fmt: skip
             assert (found.float() - right).norm() <= 0.02 * right.norm()
     assert [per_row for _, per_row in gpu.seen[:2]] == [3, 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "sorts"),
+    [
+        ("qwen3-30b", 16, False),
+        ("qwen3-30b", 64, False),
+        ("mixtral", 16, False),
+        ("mixtral", 64, True),
+        ("mixtral", 256, True),
+    ],
+)
+def test_few_pairs_are_sorted_where_experts_have_many(
+    gpu: Driver, model: str, tokens: int, sorts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As measured on an H200."""
+    experts, inner, hidden, k = MODELS[model]
+    large = [problem(experts * n, k) for n, k in ((2 * inner, hidden), (hidden, inner))]
+    stacks = [hb.quantize(torch.randn(experts, n, k)) for n, k in ((64, 256), (256, 32))]
+    for module in (cuda, many):
+        coming = iter(large)
+        monkeypatch.setattr(module, "problem_of", lambda *given, coming=coming: next(coming))
+    assert cuda._is_better_sorted(torch.randn(1, 256).bfloat16(), stacks, tokens * k) is sorts
 
 
 def test_grouped_linear(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

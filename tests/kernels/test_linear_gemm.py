@@ -20,6 +20,7 @@ from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.launch import constants, source
 from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_TILES_M, TILES_M, GemmPlan, gemm_plan, is_valid, x_stages
+from halfbyte.kernels.linear.tune import h200
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -47,7 +48,8 @@ def test_every_plan_is_valid(m: int, n: int, k: int, block_size: int, sms: int, 
     assert plan.microseconds > 0
     last = (m - 1) % plan.chunk + 1
     assert plan.x_tiles(last) * -(-n // plan.rows) * -(-k // 256) >= plan.workers  # nobody without work
-    assert plan.chunk * k * 2 <= max(1 << 24, 2 * k * plan.tile_m) + 2 * k * plan.tile_m
+    most = h200.BACK_X_BYTES if back else h200.GEMM_X_BYTES
+    assert plan.chunk * k * 2 <= max(most, 2 * k * plan.tile_m) + 2 * k * plan.tile_m
 
 
 def test_plans_that_would_be_wrong_are_not_valid() -> None:

@@ -9,7 +9,7 @@ pairs of a token then have to meet in one CTA.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,17 +25,21 @@ from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.linear.kernel import RoutedProduct
 from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
-from halfbyte.kernels.linear.sm90_decode.plan import PAIRS
+from halfbyte.kernels.linear.sm90_decode.launch import rows_of
+from halfbyte.kernels.linear.sm90_decode.plan import PAIRS, routed_microseconds
 
 products: ThreadCache[Hashable, tuple[RoutedProduct | None]] = ThreadCache()
+better_sorted: ThreadCache[Hashable, tuple[bool]] = ThreadCache()
 
 
 def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None) -> Tensor | None:
     """x [S, K] times the expert of each row, plus its bias -> [S, N], zeros for ids that are out of range; None where
     no kernel is for it. All contiguous, x and bias aligned to 16 bytes, on the current device."""
     product = _product(x, q, bias, len(x), expert, 1)
-    if product is None:
-        return grouped.grouped_linear(x, q, expert, bias)
+    if product is None or _is_better_sorted(x, (q,), len(x)):
+        found = grouped.grouped_linear(x, q, expert, bias)
+        if product is None or found is not None:
+            return found
     out = x.new_zeros((len(x), q.shape[1]))
     _launch(product, x, expert, bias, out, len(x))
     return out
@@ -63,9 +67,14 @@ def moe(
         return None
     inner = _product(x, gate_up, gate_up_bias, pairs, top_k_index, k, activation)
     outer = _product(x, down, down_bias, pairs, top_k_index, 1, wide=True)
-    if inner is None or outer is None:
+    fits = inner is not None and outer is not None
+    if not fits or _is_better_sorted(x, (gate_up, down), pairs):
         others = (gate_up_bias, down_bias, residual)
-        return grouped.moe(x, top_k_index, top_k_weights, gate_up, down, activation, *others)
+        found = grouped.moe(x, top_k_index, top_k_weights, gate_up, down, activation, *others)
+        if not fits or found is not None:
+            return found
+    assert inner is not None
+    assert outer is not None
     from halfbyte.kernels.experts.combine import combine
 
     hidden, y = x.new_empty((pairs, down.shape[2])), x.new_empty((pairs, down.shape[1]), dtype=torch.float32)
@@ -99,6 +108,21 @@ def _product(
     routing = decode.Routing(q.shape[0], per_row, ids.dtype is torch.int64)
     key = (cache.key(x, q, bias, False), room, routing, activation, wide)
     return products.get(key, lambda: (_bind(x, q, bias, room, routing, activation, wide),))[0]
+
+
+def _is_better_sorted(x: Tensor, stacks: Sequence[QuantizedWeight], pairs: int) -> bool:
+    """Whether so few pairs are estimated to take less time once they are sorted: where experts have more than eight
+    each, whose weights are then read once."""
+
+    def compare() -> tuple[bool]:
+        problems = [problem_of(x, rows_of(q), None) for q in stacks]
+        routed = sum(routed_microseconds(pairs, stacks[0].shape[0], o.megabytes) for o in problems)
+        return (grouped.microseconds(x, stacks, pairs) < routed,)
+
+    if pairs == 0:
+        return False
+    key = (grouped.room_of(pairs), *(cache.key(x, q, None, False) for q in stacks))
+    return better_sorted.get(key, compare)[0]
 
 
 def _bind(

@@ -6,6 +6,7 @@ device (sort.cu), and launches are made for the most tiles that there can be, so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_gemm import grouped
 from halfbyte.kernels.linear.sm90_gemm.grouped import Grouping
+from halfbyte.kernels.linear.sm90_gemm.plan import sorted_microseconds
 
 MOST_BYTES = 1 << 31  # of what a block keeps of its tokens; more of these go one part after the other
 
@@ -86,6 +88,13 @@ def moe(
         added = None if residual is None else residual._replace(value=residual.value[first : first + part])
         combine_sorted(y, routes.places, weights, out[first : first + part], added)
     return out
+
+
+def microseconds(x: Tensor, stacks: Sequence[QuantizedWeight], pairs: int) -> float:
+    """The estimated time of the sort and of the products with stacks, or infinity where no kernel is for them."""
+    problems = [problem_of(x, rows_of(q), None) for q in stacks]
+    plans = grouped.plan(pairs, stacks[0].shape[0], problems, properties_of(x.get_device()))
+    return math.inf if plans is None else sorted_microseconds(pairs, plans)
 
 
 def _part(tokens: int, bytes_of_token: int) -> int:

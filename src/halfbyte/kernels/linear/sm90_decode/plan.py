@@ -12,6 +12,7 @@ import torch
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear.fusion import ALONE, Fusion
+from halfbyte.kernels.linear.spread import usual_tiles
 from halfbyte.kernels.linear.tune import h200
 
 SWIGLU_OAI = "swiglu_oai"  # of interleaved rows of gate and up
@@ -255,6 +256,12 @@ def routed_plan(
         for stages in range(last, fewest - 1, -1)
     )
     return next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
+
+
+def routed_microseconds(pairs: int, experts: int, megabytes: float) -> float:
+    """The estimated time of so many pairs with a stack of so many bytes: each expert is read for every eight of its
+    pairs."""
+    return h200.ROUTED_START + usual_tiles(pairs, experts, 8) * megabytes / experts / h200.ROUTED_BANDWIDTH
 
 
 def _turns(plan: DecodePlan, tiles: int, properties: DeviceProperties) -> int:

@@ -10,6 +10,7 @@ from itertools import islice
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.laid_out import UNIT_K, copies_x, span_of
 from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.spread import usual_tiles
 from halfbyte.kernels.linear.tune import h200
 
 STEP_K = 64  # of K, what x comes in
@@ -157,16 +158,15 @@ def grouped_plans(
     """The plans for pairs of a token and an expert with stacks, one after the other, that have tiles in common; or None
     where this kernel does not support them. The rows of each problem are those of all experts."""
     found = []
-    for tile_m, unit in (h200.GROUPED_UNIT | h200.GEMM_UNIT).items() if pairs and properties.ptx == 90 else ():
+    for tile_m, times in h200.GROUPED_TIMES.items() if pairs and properties.ptx == 90 else ():
         most = (pairs // tile_m + min(experts, pairs)) * tile_m
         stages = NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
         workers, plans = properties.sms, list[GemmPlan]()
         for o in problems:
             n = o.n // experts
             tiles = math.ceil(usual_tiles(pairs, experts, tile_m) * -(-n // 128))
-            busy = -(-tiles // workers) * (-(-o.k // UNIT_K) * unit + h200.GEMM_TILE * tile_m / 256)
-            reading = o.megabytes * wanted(pairs, experts) / experts / h200.GEMM_BANDWIDTH
-            time = h200.GEMM_START + math.hypot(busy, reading)
+            busy = -(-tiles // workers) * (-(-o.k // UNIT_K) * times.unit + times.tile)
+            time = h200.GEMM_START + h200.GROUPED_LAYING * pairs * o.k / 1e6 + busy
             shapes = (
                 GemmPlan(tile_m, 2, some, x_stages(tile_m), workers, 1, most, time) for some in range(stages, 1, -1)
             )
@@ -177,12 +177,6 @@ def grouped_plans(
     return min(found, key=lambda plans: sum(plan.microseconds for plan in plans), default=None)
 
 
-def wanted(pairs: int, experts: int) -> float:
-    """How many experts have pairs, if each is as likely for every pair."""
-    return experts * -math.expm1(pairs * math.log1p(-1 / experts)) if experts > 1 else 1
-
-
-def usual_tiles(pairs: int, experts: int, tile_m: int) -> float:
-    """About how many tiles there are: of each expert that is wanted one, and half of another where it has more."""
-    each = pairs / wanted(pairs, experts)
-    return wanted(pairs, experts) * max(1, (2 * each / tile_m + 1) / 2)
+def sorted_microseconds(pairs: int, plans: Sequence[GemmPlan]) -> float:
+    """The estimated time of sorting pairs, and of the products with stacks."""
+    return h200.SORT_START + h200.SORT_PAIRS * pairs / 1000 + sum(plan.microseconds for plan in plans)

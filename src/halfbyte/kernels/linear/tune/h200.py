@@ -161,5 +161,24 @@ GEMM_X_BYTES = 1 << 24
 BACK_UNIT = {32: 1.9, 64: 2.05, 96: 2.2, 128: 2.5, 160: 2.6, 192: 2.85, 224: 3.15, 256: 3.45}
 BACK_COPIED_START, BACK_X_BYTES = 2.8, 1 << 25
 
-# Of experts, guesses: tiles of fewer rows, as in GEMM_UNIT.
-GROUPED_UNIT = {32: 1.2, 64: 1.47}
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+class GroupedTimes(NamedTuple):
+    """µs of a unit (256 of K), and of a tile besides."""
+
+    unit: float
+    tile: float
+
+
+# Of pairs that are sorted by expert, by tile_m; µs for each million numbers of x that are laid out.
+GROUPED_TIMES = {
+    32: GroupedTimes(1.3, 0.4), 64: GroupedTimes(1.55, 1.2), 96: GroupedTimes(1.75, 1.6),
+    128: GroupedTimes(1.9, 2.0), 160: GroupedTimes(2.1, 4.0), 192: GroupedTimes(2.35, 4.0),
+    224: GroupedTimes(2.55, 4.8), 256: GroupedTimes(2.75, 5.2),
+}  # fmt: skip
+GROUPED_LAYING = 2.2
+# µs of the sort, and of a thousand pairs in it.
+SORT_START, SORT_PAIRS = 5.0, 2.1
+# µs of a launch for pairs that are not, and MB a µs that experts come with, once for every eight rows of x.
+ROUTED_START, ROUTED_BANDWIDTH = 5.5, 3.15
