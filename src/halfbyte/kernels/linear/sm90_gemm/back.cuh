@@ -59,7 +59,9 @@ __device__ __forceinline__ void decode(u32 (&operands)[Operands], const Argument
 }
 
 // Where the scale of a row of a unit is among those of its column block: of 32 rows, a lane's eight side by side.
-__device__ __forceinline__ u32 scale_place(u32 row) { return row / 32 * 32 + row % 8 / 2 * 8 + row % 32 / 8 * 2 + row % 2; }
+__device__ __forceinline__ u32 scale_place(u32 row) {
+  return row / 32 * 32 + row % 8 / 2 * 8 + row % 32 / 8 * 2 + row % 2;
+}
 
 // Scales of one row of W, as stored, those of the CTA's columns.
 struct ColumnScales {
