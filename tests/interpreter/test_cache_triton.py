@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from halfbyte.kernels.cache.triton import append, supports
+from halfbyte.models import rotation
 
 SIZES = [(1, 1, 1, 1, 1), (2, 3, 5, 16, 8), (1, 8, 70, 128, 128), (33, 7, 4, 80, 72), (1, 2, 3, 5000, 7)]
 
@@ -14,8 +17,17 @@ SIZES = [(1, 1, 1, 1, 1), (2, 3, 5, 16, 8), (1, 8, 70, 128, 128), (33, 7, 4, 80,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("tokens_at_once", [1, 3])
+@pytest.mark.parametrize("counts", [True, False])
 def test_append(
-    texts: int, heads: int, tokens: int, key: int, value: int, dtype: torch.dtype, turned: bool, tokens_at_once: int
+    texts: int,
+    heads: int,
+    tokens: int,
+    key: int,
+    value: int,
+    dtype: torch.dtype,
+    turned: bool,
+    tokens_at_once: int,
+    counts: bool,
 ) -> None:
     count = tokens_at_once
 
@@ -38,12 +50,24 @@ def test_append(
         length.fill_(place if place < 3 else tokens)  # the last one does not fit
         there, new_keys, new_values = int(length), new(key), new(value)
         assert supports(keys, values, new_keys, new_values, length, count)
-        append(keys, values, new_keys, new_values, length)
+        append(keys, values, new_keys, new_values, length, counts=counts)
         for at in range(there, min(there + count, tokens)):
             right[0][:, :, at], right[1][:, :, at] = new_keys[:, :, at - there], new_values[:, :, at - there]
         assert torch.equal(keys, right[0])
         assert torch.equal(values, right[1])
-        assert int(length) == there + count
+        assert int(length) == there + (count if counts else 0)
+
+
+def test_a_step_s_slot_stays_where_it_is() -> None:
+    """A layer that is computed both ways puts its token into the same slot twice."""
+    keys, values, new = torch.zeros(2, 3, 8, 16), torch.zeros(2, 3, 8, 16), torch.randn(2, 3, 1, 16)
+    layer = SimpleNamespace(keys=keys, values=values, cumulative_length=torch.tensor(5))
+    for sign in (1, -1):
+        rotation._write(layer, sign * new, sign * 2 * new)
+        assert int(layer.cumulative_length) == 5
+        assert torch.equal(keys[:, :, 5:6], sign * new)
+        assert torch.equal(values[:, :, 5:6], sign * 2 * new)
+    assert not keys[:, :, 6:].any()
 
 
 def test_what_it_does_not_take() -> None:

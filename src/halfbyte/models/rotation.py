@@ -105,15 +105,14 @@ def slot_of(layer: Any) -> Tensor | None:
 
 
 def _write(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """In the place of a layer's `update`: one token of each text, into the slot that `turn` has chosen."""
+    """In the place of a layer's `update`: one token of each text, into the slot that `turn` has chosen. The slot stays
+    as it is, since a layer that is computed both ways puts its token there twice."""
     slot = layer.cumulative_length
     if slow.has_triton():
         from halfbyte.kernels.cache.triton import append, supports
 
         if supports(layer.keys, layer.values, keys, values, slot):
-            append(
-                layer.keys, layer.values, keys, values, slot
-            )  # the slot is counted up, and chosen anew in every step
+            append(layer.keys, layer.values, keys, values, slot, counts=False)
             return layer.keys, layer.values
     layer.keys.index_copy_(2, slot[None], keys)
     layer.values.index_copy_(2, slot[None], values)

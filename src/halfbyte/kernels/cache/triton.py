@@ -1,4 +1,4 @@
-"""New tokens' keys and values put into a static cache, and the cache's length counted up, in one launch.
+"""New tokens' keys and values put into a static cache, and its length counted up where wanted, in one launch.
 
 transformers does it in five: a range, its sum with the length, two copies, the new length. Few bytes move (4 KB for a
 token of a text of 8 heads), so one program does it all, and knows when everybody has read the length.
@@ -42,7 +42,7 @@ def append_kernel(
     keys, values, new_keys, new_values, length, tokens, rows, heads, key_text, key_head, key_token, value_text,
     value_head, value_token,
     NEW: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    COUNTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """keys, values: [rows / NEW, tokens, KEY or VALUE]. new_keys, new_values: rows at the strides of texts, heads and
     tokens."""
@@ -52,8 +52,9 @@ def append_kernel(
     place = tl.load(length)
     _put(keys, new_keys, place, tokens, rows, heads, key_text, key_head, key_token, NEW, KEY, ROWS, D)
     _put(values, new_values, place, tokens, rows, heads, value_text, value_head, value_token, NEW, VALUE, ROWS, D)
-    tl.debug_barrier()  # every warp has read the length
-    tl.store(length, place + NEW)
+    if COUNTS:
+        tl.debug_barrier()  # every warp has read the length
+        tl.store(length, place + NEW)
 
 
 def supports(
@@ -76,12 +77,14 @@ def supports(
     )
 
 
-def append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
-    """keys[:, :, length : length + new] = new_keys, values likewise, length += new.
+def append(
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor, *, counts: bool = True
+) -> None:
+    """keys[:, :, length : length + new] = new_keys, values likewise; length += new, if it counts.
 
     keys, values: [texts, heads, tokens, head size]. new_keys, new_values: [texts, heads, new, head size]. length: int64
-    without dimensions. All on the current device, and such that `takes` says yes. Nothing is written past the end. Who
-    subtracts from the length takes tokens back: the next ones are written over them.
+    without dimensions. All on the current device, and such that `supports` says yes. Nothing is written past the end.
+    Who subtracts from the length takes tokens back: the next ones are written over them.
     """
     texts, heads, tokens, head = keys.shape
     columns = triton.next_power_of_2(max(head, values.shape[3]))
@@ -89,12 +92,12 @@ def append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, l
     rows = min(triton.next_power_of_2(texts * heads * new), max(1, TILE // columns))
 
     def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
-        constants = {"NEW": new, "KEY": head, "VALUE": values.shape[3], "ROWS": rows, "D": columns}
+        constants = {"NEW": new, "KEY": head, "VALUE": values.shape[3], "ROWS": rows, "D": columns, "COUNTS": counts}
         return 1, constants | {"OVERLAPS": properties.ptx >= SINCE, "num_warps": 4 if rows * columns < TILE else 16}
 
     strides = [*new_keys.stride()[:3], *new_values.stride()[:3]]
     if new == 1:  # one compiled kernel, whatever these are
         strides[2] = strides[5] = 0
     arguments = (keys, values, new_keys, new_values, length, tokens, texts * heads * new, heads, *strides)
-    key = (keys.dtype, values.dtype, new, head, values.shape[3], rows)
+    key = (keys.dtype, values.dtype, new, head, values.shape[3], rows, counts)
     launch(append_kernel, keys.get_device(), arguments, key, configure)
