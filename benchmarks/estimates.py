@@ -41,7 +41,7 @@ SHAPES = (
 )
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256, 384)
 KINDS = (("nf4", 64, True), ("int4", 128, False), ("nf4", 64, False), ("int4", 32, False))  # format, block, nested
-MOST_ROWS = {"sm80": 128, "simt": 16}  # that are worth the time
+MOST_ROWS = {"sm75": 128, "simt": 16}  # that are worth the time
 DENSE = "dense"
 FIELDS = ("format", "block_size", "nested", "n", "k", "m", "kernel", "microseconds")
 

@@ -11,9 +11,9 @@ from halfbyte.formats.spec import codebook_tensor
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.kernel import plan_for, run
-from halfbyte.kernels.linear.sm80 import launch as tensor
-from halfbyte.kernels.linear.sm80.plan import Sm80Plan, is_valid
-from halfbyte.kernels.linear.tune.h200 import SM80_SPLITS, SM80_WARPS
+from halfbyte.kernels.linear.sm75 import launch as tensor
+from halfbyte.kernels.linear.sm75.plan import Sm75Plan, is_valid
+from halfbyte.kernels.linear.tune.h200 import SM75_SPLITS, SM75_WARPS
 
 from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, sixteen_bits, weight
 
@@ -31,7 +31,7 @@ def fused(
     q: hb.QuantizedWeight,
     bias: torch.Tensor | None = None,
     invariant: bool = False,
-    plan: Sm80Plan | None = None,
+    plan: Sm75Plan | None = None,
 ) -> torch.Tensor:
     """The kernel's result, with poison around it; fails where the kernel says it is not for this."""
     plan = plan or plan_for(tensor, x, q, bias, invariant)
@@ -42,7 +42,7 @@ def fused(
     return out
 
 
-def check(x: torch.Tensor, q: hb.QuantizedWeight, plan: Sm80Plan | None = None) -> None:
+def check(x: torch.Tensor, q: hb.QuantizedWeight, plan: Sm75Plan | None = None) -> None:
     check_product(x, q, lambda plan, bias: fused(x, q, bias, plan=plan), [plan])
 
 
@@ -70,17 +70,17 @@ def test_scales_of_integers(dtype: torch.dtype, scale_dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("step", [8, 16])
-@pytest.mark.parametrize("columns", SM80_WARPS)
+@pytest.mark.parametrize("columns", SM75_WARPS)
 def test_every_way_to_share_the_work(columns: int, step: int) -> None:
     """Whatever plan is valid is right, those of sm_75 among them: fp16 in steps of 8."""
-    m, n, k, most = 8 * columns + 3, 777, 1344, SM80_WARPS[columns]
+    m, n, k, most = 8 * columns + 3, 777, 1344, SM75_WARPS[columns]
     x, q = torch.randn((m, k), device=DEVICE).half(), weight(n, k, dtype=F16)
     plans = [
-        Sm80Plan(columns, warps // k_warps, k_warps, splits, most // warps, span, step)
+        Sm75Plan(columns, warps // k_warps, k_warps, splits, most // warps, span, step)
         for warps in (most, most // 2)
         for k_warps in range(1, warps + 1)
         if warps % k_warps == 0
-        for splits in (1, 2, SM80_SPLITS)
+        for splits in (1, 2, SM75_SPLITS)
         for span in (32, 64)
     ]
     valid = [plan for plan in plans if is_valid(plan, n, k, q.block_size, F16, properties_of(0))]

@@ -26,7 +26,7 @@ from halfbyte.kernels.experts import sort
 from halfbyte.kernels.linear import cache, cuda, kernel, laid_out, reach, workspace
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.kernels.linear.simt import launch as exact
-from halfbyte.kernels.linear.sm80 import launch as tensor
+from halfbyte.kernels.linear.sm75 import launch as tensor
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_gemm import grouped
 from halfbyte.kernels.linear.sm90_gemm.grouped import Grouping

@@ -19,7 +19,7 @@ from halfbyte.kernels.common import driver, nvrtc
 from halfbyte.kernels.linear import cuda, workspace
 from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.simt import launch as exact
-from halfbyte.kernels.linear.sm80 import launch as tensor
+from halfbyte.kernels.linear.sm75 import launch as tensor
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 

@@ -19,10 +19,10 @@ from halfbyte.kernels.linear import kernel
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import plan_for
 from halfbyte.kernels.linear.problem import Problem
-from halfbyte.kernels.linear.sm80 import launch as tensor
-from halfbyte.kernels.linear.sm80.launch import constants, grid, source
-from halfbyte.kernels.linear.sm80.plan import Sm80Plan, is_valid, sm80_plan
-from halfbyte.kernels.linear.tune.h200 import SM80_WARPS
+from halfbyte.kernels.linear.sm75 import launch as tensor
+from halfbyte.kernels.linear.sm75.launch import constants, grid, source
+from halfbyte.kernels.linear.sm75.plan import Sm75Plan, is_valid, sm75_plan
+from halfbyte.kernels.linear.tune.h200 import SM75_WARPS
 
 SHARED = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 GPUS = {capability: DeviceProperties("cuda", capability, 100, shared) for capability, shared in SHARED.items()}
@@ -30,7 +30,7 @@ F16, BF16 = torch.float16, torch.bfloat16
 # Tiles of x and warps: the extremes of what the planner chooses from, and a tuner may.
 TILES = [
     (columns, most // resident // k_warps, k_warps, resident)
-    for columns, most in SM80_WARPS.items()
+    for columns, most in SM75_WARPS.items()
     for resident in (1, 2)
     for k_warps in (most // resident, 1)
 ]
@@ -49,7 +49,7 @@ def test_every_plan_is_valid(
     m: int, n: int, k: int, block_size: int, dtype: torch.dtype, capability: int, sms: int
 ) -> None:
     properties = replace(GPUS[capability], sms=sms)
-    plan = sm80_plan(m, n, k, block_size, dtype, properties)
+    plan = sm75_plan(m, n, k, block_size, dtype, properties)
     if capability == 75 and dtype == BF16:
         assert plan is None
         return
@@ -67,7 +67,7 @@ def test_every_plan_is_valid(
 
 def test_plans_that_would_be_wrong_are_not_valid() -> None:
     def valid(capability: int = 80, n: int = 1000, k: int = 4096, block_size: int = 64, dtype=BF16, **changes) -> bool:
-        plan = replace(Sm80Plan(2, 2, 4, 2, 2, 64), **changes)
+        plan = replace(Sm75Plan(2, 2, 4, 2, 2, 64), **changes)
         return is_valid(plan, n, k, block_size, dtype, GPUS[capability])
 
     assert valid()
@@ -89,9 +89,9 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert not valid(75, dtype=F16, resident_ctas=1)  # a step of 16
     assert not valid(75, dtype=BF16, mma_k=8, resident_ctas=1)
     assert not valid(75, dtype=F16, mma_k=8)  # two CTAs, again
-    assert not is_valid(Sm80Plan(2, 2, 4, 2, 2, 64), 1000, 4096, 64, F16, MI300X)
-    assert sm80_plan(0, 1000, 4096, 64, F16, GPUS[80]) is None
-    assert sm80_plan(1, 1000, 4100, 64, F16, GPUS[80]) is None
+    assert not is_valid(Sm75Plan(2, 2, 4, 2, 2, 64), 1000, 4096, 64, F16, MI300X)
+    assert sm75_plan(0, 1000, 4096, 64, F16, GPUS[80]) is None
+    assert sm75_plan(1, 1000, 4100, 64, F16, GPUS[80]) is None
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_compiles_into_registers(capability: int, offset: int, tmp_path: Path) -
     for (columns, n_warps, k_warps, resident), (format, scale, dtype, span) in zip(
         TILES[offset::3], kinds, strict=False
     ):
-        plan = Sm80Plan(columns, n_warps, k_warps, 1, resident, span, 8 if capability == 75 else 16)
+        plan = Sm75Plan(columns, n_warps, k_warps, 1, resident, span, 8 if capability == 75 else 16)
         if not is_valid(plan, 4096, 4096, 64, dtype, GPUS[capability]):
             continue
         path = tmp_path / "tensor.cubin"

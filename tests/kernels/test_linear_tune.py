@@ -66,11 +66,11 @@ def _chosen(m: int, problem: Problem, properties: DeviceProperties) -> object:
 def test_the_dense_way_is_for_many_rows() -> None:
     """On Hopper from some number of rows on, which depends on the weight; elsewhere from a fixed one on."""
     large = Problem(torch.bfloat16, 4096, 14336, "nf4", 64, torch.uint8, nested=256)
-    for target, rows in (("sm_90", 128), ("sm_80", h200.SM80_ROWS)):
+    for target, rows in (("sm_90", 128), ("sm_80", h200.SM75_ROWS)):
         assert dispatch.choose(rows, large, properties_for(target), False) is not None
         assert dispatch.choose(1 << 14, large, properties_for(target), False) is None
         assert dispatch.choose(256, large, properties_for(target), True) is not None
-    assert dispatch.choose(h200.SM80_ROWS + 1, large, properties_for("sm_80"), False) is None
+    assert dispatch.choose(h200.SM75_ROWS + 1, large, properties_for("sm_80"), False) is None
 
 
 def test_a_group_is_no_way_around_the_dense_one() -> None:

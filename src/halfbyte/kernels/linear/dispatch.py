@@ -3,8 +3,10 @@
 sm90_gemm     wgmma, many rows of x, 16-bit operands that are the dequantized weights: sm_90
 sm90_streamk  wgmma, any number of rows of x: sm_90
 sm90_decode   a few rows, blocks of 64 weights and more, from the lightest start: sm_90 and later
-sm80          mma.sync, every format: sm_75 and later
+sm75          mma.sync, every format: sm_75 and later
 simt          CUDA cores: whatever is left, fp32 x above all
+
+sm80, which is to take sm75's place from sm_80 on, is not in the competition until its times have been measured.
 
 The other way is to make the dense weight and to leave the product to torch. It is in the competition, too. The product
 with W itself, which gradients are, has the two ways of sm90_gemm and of the dense weight.
@@ -26,17 +28,17 @@ from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import FusedKernel, GroupKernel, Kernel, Plan
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.simt import launch as simt
-from halfbyte.kernels.linear.sm80 import launch as sm80
+from halfbyte.kernels.linear.sm75 import launch as sm75
 from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
 from halfbyte.kernels.linear.sm90_gemm import launch as sm90_gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
 from halfbyte.kernels.linear.tune import h200
 
-KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm, sm80, simt)
+KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm, sm75, simt)
 GROUP_KERNELS: tuple[GroupKernel[Any], ...] = (sm90_decode, sm90_streamk)
 FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode, sm90_streamk)
 # The most rows of x for which a kernel beats the dense weight on GPUs whose dense products were not measured.
-MOST_ROWS = {sm80.NAME: h200.SM80_ROWS, simt.NAME: h200.SIMT_ROWS}
+MOST_ROWS = {sm75.NAME: h200.SM75_ROWS, simt.NAME: h200.SIMT_ROWS}
 # With batch_invariant no choice may depend on the rows of x: it is the best one for so many.
 TYPICAL_INVARIANT_ROWS = 32
 

@@ -11,7 +11,7 @@ from halfbyte.kernels.common import compiler
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.driver import driver
 from halfbyte.kernels.linear.problem import Problem
-from halfbyte.kernels.linear.sm80 import launch as sm80
+from halfbyte.kernels.linear.sm75 import launch as sm75
 from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
 from halfbyte.kernels.linear.sm90_decode.plan import MOST_ROWS
 from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
@@ -58,7 +58,7 @@ def without_tensor_cores(problem: Problem, properties: DeviceProperties) -> str 
     """Why no kernel on tensor cores takes x of 16 bits with a weight; None where one does, and for x in fp32."""
     o = problem
     if o.dtype is torch.float32 or any(
-        kernel.plan(1, o, properties, False) is not None for kernel in (sm90_decode, sm90_streamk, sm80)
+        kernel.plan(1, o, properties, False) is not None for kernel in (sm90_decode, sm90_streamk, sm75)
     ):
         return None
     slow = f"so linear multiplies x [M, {o.k}] with a weight [{o.n}, {o.k}] without tensor cores, slowly"

@@ -1,11 +1,11 @@
-"""The CUDA product for tensor cores from sm_75 on: how a shape of kernel.cu is launched."""
+"""The CUDA product for tensor cores from sm_80 on: how a shape of kernel.cu is launched."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,66 +13,60 @@ from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.linear import workspace
 from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import Product
 from halfbyte.kernels.linear.problem import Addresses, Problem
-from halfbyte.kernels.linear.sm80.plan import DTYPES, Sm80Plan, sm80_plan
+from halfbyte.kernels.linear.sm80.plan import DTYPES, Sm80Plan, has_integers, sm80_plan
 
 NAME = "sm80"
-PREFETCH = 4  # spans of W on their way to a warp
-# Rows of x that a plan is for where the sums of a row must not depend on how many there are.
-INVARIANT_ROWS = 16
-LAYOUT = ("5Q", "4QI", "4If64s")  # Arguments in kernel.cu: x, bias, out, partial and m change
-launches: ThreadCache[Hashable, tuple[Launch, Launch]] = ThreadCache()
+LAYOUT = ("5Q", "5QII", "7If64s")  # Arguments in work.cuh: x, bias, y, workspace, stale, their count and m change
+launches: ThreadCache[Hashable, tuple[Launch]] = ThreadCache()
 
 
 def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> Sm80Plan | None:
     """The plan for x [m, K], or None where this kernel does not support the problem.
 
-    It supports every format, x of 16 bits (on sm_75 fp16), K % 32 == 0, any N and any rows of x. With batch_invariant
-    the plan is the same for all of them: a row's sums are then always made in the same order.
+    It supports every format, x of 16 bits, K % 32 == 0, any N and any rows of x.
     """
     o = problem
-    if o.dtype not in DTYPES or not (o.has_known_scales and o.has_usual_nesting) or o.align_packed < 8:
+    known = o.has_exponents or (o.has_known_scales and o.has_usual_nesting)
+    if batch_invariant or o.dtype not in DTYPES or not known or o.align_packed < 16:
         return None
-    if not batch_invariant or m == 0:
-        return sm80_plan(m, o.n, o.k, o.block_size, o.dtype, properties)
-    found = sm80_plan(INVARIANT_ROWS, o.n, o.k, o.block_size, o.dtype, properties)
-    return None if found is None else replace(found, microseconds=-(-m // INVARIANT_ROWS) * found.microseconds)
+    return sm80_plan(m, o, properties)
 
 
 def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan: Sm80Plan) -> Product:
     """The product with a weight on the current device, of as many rows as there are tiles of x for m."""
-    o, index = problem, device.index
-    x_tiles = plan.x_tiles(m)
-    compiled = variant(o, plan, properties_of(index))
-    key = index, x_tiles, o.n, plan, compiled
-    launch, combine = launches.get(key, lambda: _launches(index, x_tiles, o.n, plan, compiled))
-    shift = (o.block_size // plan.span).bit_length() - 1
-    arguments = Arguments(LAYOUT, weight, (o.n, o.k, plan.splits, shift, *unit_and_codebook(o.format, o.dtype)))
+    index = device.index
+    compiled = variant(problem, plan, properties_of(index))
+    (launch,) = launches.get((index, plan, compiled), lambda: (_launch(index, plan, compiled),))
+    told, partial = Arguments(LAYOUT, *arguments(m, problem, weight, plan)), plan.partial_sums(m, problem)
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
-        if plan.splits == 1:
-            arguments.set(x, bias, out, 0, m)
-            launch(stream, arguments.parameters)
-            return
-        partial = torch.empty(plan.splits * m * o.n, dtype=torch.float32, device=device)
-        arguments.set(x, bias, out, partial.data_ptr(), m)
-        launch(stream, arguments.parameters)
-        combine(stream, arguments.parameters)
+        (sums, stale, count), held = (0, 0, 0), None
+        if partial:
+            (sums, stale, count), held = workspace.take(device, stream, partial)
+        told.set(x, bias, out, sums, stale, count // 4, m)
+        launch(stream, told.parameters)
+        del held  # the launch is in the stream
 
     return multiply
 
 
-def _launches(index: int, x_tiles: int, n: int, plan: Sm80Plan, compiled: Variant) -> tuple[Launch, Launch]:
-    """The product, and what adds up its partial sums, of as many rows as the tiles of x may hold."""
-    product, combine = kernels(index, compiled, (("product", plan.sum_bytes), ("combine", 0)))
-    sums = -(-x_tiles * 8 * plan.m_tiles * n // 256)
-    return (
-        Launch(product, grid(n, x_tiles, plan, properties_of(index).sms), 32 * plan.warps, plan.sum_bytes),
-        Launch(combine, (sums, 1), 256),
-    )
+def arguments(m: int, problem: Problem, weight: Addresses, plan: Sm80Plan) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What work.cuh's Arguments hold before what changes, and after it."""
+    o = problem
+    shift = (o.block_size // plan.span).bit_length() - 1
+    sizes = (o.n, o.k, shift, *plan.sizes(m, o.n, o.k), plan.ctas)
+    return weight, (*sizes, *unit_and_codebook(o.format, o.dtype))
+
+
+def _launch(index: int, plan: Sm80Plan, compiled: Variant) -> Launch:
+    shared = int(dict(compiled.constants)["shared_bytes"])
+    (multiply,) = kernels(index, compiled, (("multiply", shared),), carveout=100)
+    return Launch(multiply, (plan.ctas, 1), 32 * plan.warps, shared)
 
 
 def variant(problem: Problem, plan: Sm80Plan, properties: DeviceProperties) -> Variant:
@@ -83,9 +77,12 @@ def variant(problem: Problem, plan: Sm80Plan, properties: DeviceProperties) -> V
 def constants(problem: Problem, plan: Sm80Plan) -> dict[str, Constant]:
     """kernel.cu's Config."""
     return {
-        "x": TYPES[problem.dtype], "scale": TYPES[problem.scale], "low_first": problem.low_first, "span": plan.span,
-        "mma_k": plan.mma_k, "m_tiles": plan.m_tiles, "n_warps": plan.n_warps, "k_warps": plan.k_warps,
-        "prefetch": PREFETCH, "resident_ctas": plan.resident_ctas,
+        "x": TYPES[problem.dtype], "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
+        "low_first": problem.low_first, "arithmetic": has_integers(problem), "mma_k": 16,
+        "row_groups": plan.row_groups, "columns": plan.columns, "n_warps": plan.n_warps, "k_warps": plan.k_warps,
+        "tile_k": plan.tile_k, "span": plan.span, "stages": plan.stages, "resident_ctas": plan.resident_ctas,
+        "direct": plan.direct, "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "grouped": False,
+        "activation": "Activation::none",
     }  # fmt: skip
 
 
@@ -93,10 +90,3 @@ def constants(problem: Problem, plan: Sm80Plan) -> dict[str, Constant]:
 def source() -> str:
     path = Path(__file__).with_name("kernel.cu")
     return read_source(path, root=path.parents[1])
-
-
-def grid(n: int, x_tiles: int, plan: Sm80Plan, sms: int) -> tuple[int, int]:
-    """CTAs for `x_tiles` tiles of x: along x these times the splits, along y those that stride over the tiles of W, as
-    many as the SMs hold at once."""
-    across, tiles = x_tiles * plan.splits, -(-n // plan.rows)
-    return across, min(tiles, max(1, sms * plan.resident_ctas // across))

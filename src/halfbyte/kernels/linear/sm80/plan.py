@@ -2,114 +2,181 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.linear.codebook import factor_of
+from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.tune import h200
 
 DTYPES = (torch.float16, torch.bfloat16)
-TABLE_BYTES = 256 * 32 * 4 + 1024  # of shared memory: byte to weights, and the code of nested scales
+TABLE_BYTES, CODE_BYTES = 256 * 128, 1024  # of shared memory: byte to weights, and the code of nested scales
+MEETING_BYTES = 2048  # of shared memory, where warps that share rows add up; for each warp along N
 RESERVED_BYTES = 1024  # of shared memory, which the system takes from each CTA
+SPANS = (128, 64, 32)  # weights that are summed before they are scaled
+UNIT_SPANS = 4  # of a warp
+REGISTERS = 65536  # of a multiprocessor
+INTEGERS = tuple(float(value) for value in range(-8, 8))
 
 
 @dataclass(frozen=True)
 class Sm80Plan:
-    """The constants of kernel.cu, by the names of its Config, `splits`, and the estimate."""
+    """The constants of kernel.cu, by the names of its Config, `ctas`, and the estimate."""
 
-    m_tiles: int  # groups of eight rows of x
+    row_groups: int  # of 16 rows of W that a warp multiplies
+    columns: int  # groups of eight rows of x
     n_warps: int  # warps side by side along W's rows
-    k_warps: int  # warps that share K
-    splits: int  # CTAs that share K
+    k_warps: int  # warps that share rows
+    tile_k: int  # numbers of K in a stage
+    span: int  # weights of a row that are summed before they are scaled
+    stages: int  # on their way
     resident_ctas: int  # that share a multiprocessor
-    span: int  # weights of a row at a time
-    mma_k: int = 16
-    microseconds: float = field(default=0.0, compare=False)
+    ctas: int  # that share the work
+    microseconds: float = field(default=math.inf, compare=False)
+
+    @property
+    def direct(self) -> int:
+        """The most parts of a tile that its first CTA adds up one by one; of more, others add some up first."""
+        return 8
 
     @property
     def rows(self) -> int:
         """Rows of W in a tile."""
-        return 16 * self.n_warps
+        return 16 * self.row_groups * self.n_warps
 
-    def x_tiles(self, m: int) -> int:
-        """Tiles of x [m, K]."""
-        return -(-m // (8 * self.m_tiles))
+    @property
+    def tile_m(self) -> int:
+        """Rows of x in a tile."""
+        return 8 * self.columns
 
     @property
     def warps(self) -> int:
         return self.n_warps * self.k_warps
 
     @property
-    def sum_bytes(self) -> int:
-        """Dynamic shared memory, where the warps' sums meet: for each column 16 rows, padded to 20 floats."""
-        return self.warps * 8 * self.m_tiles * 80
+    def unit_k(self) -> int:
+        """Numbers of K of a unit of work."""
+        return UNIT_SPANS * self.span * self.k_warps
 
     @property
-    def shared_bytes(self) -> int:
-        return TABLE_BYTES + self.sum_bytes
+    def stage_bytes(self) -> int:
+        return self.tile_k * (self.rows // 2 + 2 * self.tile_m)
+
+    def x_tiles(self, m: int) -> int:
+        """Tiles of x [m, K]."""
+        return -(-m // self.tile_m)
+
+    def sizes(self, m: int, n: int, k: int) -> tuple[int, int, int]:
+        """Tiles along W's rows and along x's, and units of a tile."""
+        return -(-n // self.rows), self.x_tiles(m), -(-k // self.unit_k)
+
+    def partial_sums(self, m: int, problem: Problem) -> int:
+        """That CTAs leave for others; 0 where no two share a tile."""
+        row_tiles, column_tiles, _ = self.sizes(m, problem.n, problem.k)
+        return self.ctas * self.rows * self.tile_m if row_tiles * column_tiles % self.ctas else 0
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory. work.cuh lays it out, and does not compile where this sum is another than its own."""
+        tables = (0 if has_integers(problem) else TABLE_BYTES) + (CODE_BYTES if problem.nested else 0)
+        meeting = self.n_warps * MEETING_BYTES if self.k_warps > 1 else 0
+        return tables + self.stages * self.stage_bytes + meeting
 
 
-def is_valid(plan: Sm80Plan, n: int, k: int, block_size: int, dtype: torch.dtype, properties: DeviceProperties) -> bool:
+def has_integers(problem: Problem) -> bool:
+    """True if weights are the integers from -8 to 7, times their scale: such need no table."""
+    factor = factor_of(problem.format, problem.dtype)
+    return tuple(value * factor for value in FORMATS[problem.format].codebook) == INTEGERS
+
+
+def span_of(problem: Problem, most: int) -> int:
+    """The longest span, of at most so many weights, that always lies within one block."""
+    return next(s for s in SPANS if s == SPANS[-1] or (s <= most and (problem.k | problem.block_size) % s == 0))
+
+
+def is_valid(plan: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties) -> bool:
     """True if kernel.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
+    o = problem
+    row_tiles, column_tiles, depth = plan.sizes(m, o.n, o.k)
+    units = row_tiles * column_tiles * depth
+    own = plan.tile_k // plan.span // plan.k_warps  # spans of a stage, that a warp takes
+    threads, resident = 32 * plan.warps, plan.resident_ctas
     return (
-        properties.ptx >= 75
-        and dtype in DTYPES
-        # sm_75 has no bf16 and only half of the step
-        and (properties.ptx >= 80 or (plan.mma_k == 8 and dtype == torch.float16))
-        and plan.mma_k in (8, 16)
-        and plan.span in (32, 64)
-        and k % plan.span == 0
-        and block_size % plan.span == 0
-        and 0 < n < 1 << 31
-        and 0 < k < 1 << 26  # a tile of x is indexed with 32 bits
-        and n * (k // plan.span) < 1 << 32  # and so are W's spans
-        and plan.m_tiles in h200.SM80_WARPS
-        and min(plan.n_warps, plan.k_warps, plan.resident_ctas) >= 1
-        and plan.warps * plan.resident_ctas <= h200.SM80_WARPS[plan.m_tiles]
-        and 1 <= plan.splits <= h200.SM80_SPLITS
-        and plan.splits * plan.k_warps <= k // plan.span  # nobody without work
-        and plan.resident_ctas * (plan.shared_bytes + RESERVED_BYTES) <= properties.shared_memory + RESERVED_BYTES
+        properties.ptx >= 80
+        and o.dtype in DTYPES
+        and plan.span in SPANS
+        and plan.tile_k in (64, 128)
+        and o.k % plan.span == 0
+        and o.block_size % plan.span == 0
+        and own in (1, 2, 4)
+        and own * plan.span * plan.k_warps == plan.tile_k
+        and min(m, o.n, o.k) >= 1
+        and m < 1 << 31
+        and o.n < 1 << 31
+        and o.n * (o.k // plan.span) < 1 << 32
+        and plan.row_groups in (1, 2, 4)
+        and plan.columns in h200.SM80_COLUMNS
+        and plan.n_warps in (2, 4, 8)
+        and (plan.span < 128 or plan.row_groups * plan.columns < 16)  # or registers do not hold a span's weights
+        and threads // (plan.tile_k // 32) % 16 == 0  # a thread's rows of W have one place among 16, work.cuh
+        and 3 <= plan.stages <= 8
+        and 1 <= plan.ctas <= min(units, properties.sms * resident)
+        and units * plan.ctas < 1 << 32
+        and resident * threads * _registers(plan) <= REGISTERS
+        and resident * (plan.shared_bytes(o) + RESERVED_BYTES) <= properties.shared_memory + RESERVED_BYTES
     )
 
 
-def sm80_plan(
-    m: int, n: int, k: int, block_size: int, dtype: torch.dtype, properties: DeviceProperties
-) -> Sm80Plan | None:
-    """The plan for x [m, k] of `dtype` and W [n, k], or None where this kernel is not for them.
+def _registers(plan: Sm80Plan) -> int:
+    """Of a thread, at least: its sums, the decoded weights of a span, the numbers of x of a group, and all else."""
+    return 4 * plan.row_groups * plan.columns + plan.row_groups * plan.span // 4 + plan.span // 8 + 56
 
-    As few tiles of x as there can be, as many warps on a SM as fit, and splits only where there are fewer tiles of 16
-    rows than SMs. Then the least time of the busiest SM, which is reckoned in cycles and was not measured: of a warp's
-    span, what its loads take of the L1 pipe and what x takes of the L2's bandwidth, but never less than a lone warp
-    needs; of a turn, what filling the pipeline and adding up take; of a second launch, that.
-    """
-    if m < 1:
+
+def sm80_plan(m: int, problem: Problem, properties: DeviceProperties) -> Sm80Plan | None:
+    """The plan for x [m, K], or None where this kernel is not for it: that with the least estimated time."""
+    if m < 1 or properties.ptx < 80 or problem.k % 32:
         return None
-    span = 64 if k % 64 == 0 and block_size % 64 == 0 else 32
-    step = 8 if properties.ptx == 75 else 16
+    columns = next((columns for columns in h200.SM80_COLUMNS if 8 * columns >= m), max(h200.SM80_COLUMNS))
+    found = []
+    for row_groups, n_warps, k_warps, tile_k, resident in h200.SM80_SHAPES[columns]:
+        span = span_of(problem, min(tile_k // k_warps, 64 if row_groups * columns >= 16 else SPANS[0]))
+        for stages in range(h200.SM80_STAGES, 2, -1):
+            one = Sm80Plan(row_groups, columns, n_warps, k_warps, tile_k, span, stages, resident, 1)
+            plan = replace(one, ctas=_ctas(one, m, problem, properties))
+            if is_valid(plan, m, problem, properties):
+                found.append(replace(plan, microseconds=_microseconds(plan, m, problem, properties)))
+                break
+    return min(found, key=lambda plan: plan.microseconds, default=None)
 
-    def cost(plan: Sm80Plan) -> float:
-        ctas = -(-n // plan.rows) * -(-m // (8 * plan.m_tiles)) * plan.splits
-        tiles = -(-ctas // properties.sms)
-        turns = -(-tiles // plan.resident_ctas)
-        spans = -(-(k // plan.span) // (plan.k_warps * plan.splits))
-        x = h200.SM80_SPAN_X * min(m, 8 * plan.m_tiles) / plan.n_warps
-        busy = tiles * plan.warps * (h200.SM80_SPAN + h200.SM80_SPAN_M_TILE * plan.m_tiles + x)
-        launch = h200.SM80_LAUNCH if plan.splits > 1 else 0
-        return spans * max(busy, h200.SM80_LONE_SPAN * turns) + h200.SM80_TURN * turns + launch
 
-    enough = next((columns for columns in h200.SM80_WARPS if 8 * columns >= m), max(h200.SM80_WARPS))
-    for columns in sorted((columns for columns in h200.SM80_WARPS if columns <= enough), reverse=True):
-        most_splits = h200.SM80_SPLITS if -(-n // 16) * -(-m // (8 * columns)) < properties.sms else 1
-        most = h200.SM80_WARPS[columns]
-        for warps, resident in ((most // 2, 2), (most, 1)):
-            plans = (
-                Sm80Plan(columns, warps // k_warps, k_warps, splits, resident, span, step)
-                for k_warps in range(1, warps + 1)
-                if warps % k_warps == 0
-                for splits in range(1, most_splits + 1)
-            )
-            valid = (plan for plan in plans if is_valid(plan, n, k, block_size, dtype, properties))
-            if (best := min(valid, key=cost, default=None)) is not None:
-                return replace(best, microseconds=h200.SM80_START + h200.SM80_CYCLE * cost(best))
-    return None
+def _ctas(plan: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties) -> int:
+    """All that there is room for, but none that takes no part."""
+    return min(math.prod(plan.sizes(m, problem.n, problem.k)), properties.sms * plan.resident_ctas)
+
+
+def _microseconds(plan: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties) -> float:
+    """The estimated time: of what must be read, and of the busiest multiprocessor's stages, whose warps wait for shared
+    memory, for tensor cores or for their turn, whichever takes longest."""
+    row_tiles, column_tiles, depth = plan.sizes(m, problem.n, problem.k)
+    groups, columns, span, warp_spans = plan.row_groups, plan.columns, plan.span, plan.tile_k // plan.span
+    looks_up = not has_integers(problem)
+    # Cycles of a warp's span. A load of shared memory takes one for every 128 bytes; a lane decodes span / 8 bytes of
+    # each of its rows.
+    loads = groups * span // 16 + columns * span // 8 + 2 * groups + (groups * span // 4 if looks_up else 0)
+    products = groups * columns * span // 16
+    decoding = groups * span // 4 * (h200.SM80_LOOK_UP if looks_up else h200.SM80_ARITHMETIC)
+    instructions = decoding + columns * (span // 32 + 4 * groups) + products + h200.SM80_SPAN
+    busiest = max(loads, h200.SM80_MMA * products, instructions // 4)
+    of_stage = plan.n_warps * warp_spans * busiest + h200.SM80_STAGE // plan.resident_ctas
+    units = row_tiles * column_tiles * depth
+    stages = -(-units // plan.ctas) * plan.unit_k // plan.tile_k
+    ctas_of_sm = -(-plan.ctas // properties.sms)
+    busy = h200.SM80_CYCLE * ctas_of_sm * stages * of_stage
+    parts = plan.ctas / (row_tiles * column_tiles)
+    fix_up = h200.SM80_FIX_UP + h200.SM80_PART * parts if row_tiles * column_tiles % plan.ctas else 0
+    reading = problem.megabytes / h200.SM80_BANDWIDTH
+    result = problem.result_megabytes(m) / h200.SM80_BANDWIDTH
+    return h200.SM80_START + math.hypot(reading, busy) + fix_up + result

@@ -16,7 +16,7 @@ DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.5, 0.285, 0.816, 744.0
 # How many times slower cuBLAS is where N is odd, and where it is even but no multiple of 8.
 DENSE_ODD, DENSE_EVEN = 7.5, 2.8
 # The most rows of x for which these kernels beat that on GPUs which have no other. Guesses.
-SM80_ROWS, SIMT_ROWS = 64, 8
+SM75_ROWS, SIMT_ROWS = 64, 8
 
 # µs of a small kernel between two products of a captured step, its start included: what fusing it is worth.
 POINTWISE = 2.0
@@ -126,17 +126,36 @@ RESIDENT_WARPGROUP, FIX_UP, FIX_UP_PART, CLUSTER_PART = 0.47, 0.7, 0.075, 0.19
 # nothing.
 RESIDENT_STAGES, RESIDENT_MOST_STAGES = 3, 4
 
-# -- sm80: a model in cycles ------------------------------------------------------------------------------------------
+# -- sm75: a model in cycles ------------------------------------------------------------------------------------------
 
 # µs of a launch, and of a cycle as the model counts them; fitted, within 25 %.
-SM80_START, SM80_CYCLE = 3.43, 0.000706
+SM75_START, SM75_CYCLE = 3.43, 0.000706
 # On a SM, by groups of eight rows of x: warps beyond which registers do not hold the sums. The most CTAs that share K.
-SM80_WARPS = {1: 16, 2: 16, 4: 12, 8: 8}
-SM80_SPLITS = 8
+SM75_WARPS = {1: 16, 2: 16, 4: 12, 8: 8}
+SM75_SPLITS = 8
 # A warp's span: what its loads of W take of the L1 pipe, those of x for each group of rows, and each row of x of L2.
-SM80_SPAN, SM80_SPAN_M_TILE, SM80_SPAN_X = 50, 16, 3
+SM75_SPAN, SM75_SPAN_M_TILE, SM75_SPAN_X = 50, 16, 3
 # A lone warp's span; filling the pipeline and adding up, for each turn; a second launch.
-SM80_LONE_SPAN, SM80_TURN, SM80_LAUNCH = 400, 800, 6000
+SM75_LONE_SPAN, SM75_TURN, SM75_LAUNCH = 400, 800, 6000
+
+# -- sm80: a model in cycles of which nothing has been measured yet ----------------------------------------------------
+
+# Groups of eight rows of x that a warp multiplies; and for each of them shapes to choose from: row_groups, n_warps,
+# k_warps, tile_k and CTAs that share a multiprocessor.
+SM80_COLUMNS = (1, 2, 4, 6, 8)
+SM80_SHAPES = {
+    1: ((1, 8, 1, 128, 1), (1, 4, 1, 128, 2), (1, 4, 2, 128, 1), (2, 4, 2, 128, 1), (2, 4, 1, 128, 2)),
+    2: ((1, 8, 1, 128, 1), (1, 4, 1, 128, 2), (1, 4, 2, 128, 1), (2, 4, 2, 128, 1), (2, 4, 1, 128, 2)),
+    4: ((1, 8, 1, 128, 1), (1, 4, 1, 128, 2), (2, 4, 2, 128, 1), (2, 8, 1, 128, 1), (2, 4, 1, 64, 2), (2, 8, 1, 64, 1)),
+    6: ((2, 8, 1, 64, 1), (2, 4, 1, 64, 2), (2, 4, 2, 128, 1), (2, 8, 1, 128, 1)),
+    8: ((2, 8, 1, 64, 1), (2, 4, 1, 64, 2), (2, 4, 2, 128, 1), (2, 8, 1, 128, 1)),
+}  # fmt: skip
+SM80_STAGES = 6  # more gain nothing
+# Instructions for a byte, looked up or computed, and for a span besides. Cycles of an MMA on a multiprocessor, and of a
+# stage besides.
+SM80_LOOK_UP, SM80_ARITHMETIC, SM80_SPAN, SM80_MMA, SM80_STAGE = 3, 4, 24, 2, 120
+# µs: a launch, a cycle, a fix-up and each part of a tile. MB a µs that W comes with.
+SM80_START, SM80_CYCLE, SM80_FIX_UP, SM80_PART, SM80_BANDWIDTH = 4.0, 0.00063, 1.5, 0.2, 4.0
 
 # -- simt --------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,202 @@
+// CUDA C++ as C++: what a kernel's source needs to run on a CPU, one thread for each of a CTA's, one CTA after the other
+// in the order of blockIdx. Numbers are those of a GPU but for the order of an MMA's sums.
+//
+// Copies to shared memory happen when a thread waits for them, not before, and shared memory begins full of NaN: so a
+// kernel that waits too little computes nonsense here. Reads of what is not in `readable` are counted.
+
+#include <atomic>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __fdividef(a, b) ((a) / (b))
+#define __expf expf
+
+struct Index {
+  unsigned x, y, z;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+// -- A CTA -------------------------------------------------------------------------------------------------------------
+
+struct Warp {
+  std::barrier<> barrier{32};
+  unsigned a[32][4], b[32][2], words[32];
+};
+struct Copy {
+  unsigned to;
+  const void* from;
+  bool exists;
+};
+inline Index gridDim;
+inline thread_local Index threadIdx, blockIdx;
+inline thread_local Warp* own_warp;
+inline thread_local std::barrier<>* own_cta;
+inline thread_local unsigned char* memory;  // dynamic shared memory, whose address is 0
+inline thread_local std::deque<std::vector<Copy>> copy_groups{{}};
+
+inline size_t __cvta_generic_to_shared(const void* place) { return static_cast<const unsigned char*>(place) - memory; }
+inline void __syncthreads() { own_cta->arrive_and_wait(); }
+// What lane `from` has.
+template <class T> T __shfl_sync(unsigned, T value, unsigned from) {
+  std::memcpy(&own_warp->words[threadIdx.x % 32], &value, 4);
+  own_warp->barrier.arrive_and_wait();
+  T found;
+  std::memcpy(&found, &own_warp->words[from % 32], 4);
+  own_warp->barrier.arrive_and_wait();
+  return found;
+}
+inline bool __any_sync(unsigned, bool value) {
+  bool any = false;
+  for (unsigned lane = 0; lane < 32; lane++) any |= __shfl_sync(~0u, unsigned(value), lane) != 0;
+  return any;
+}
+
+// -- Memory ------------------------------------------------------------------------------------------------------------
+
+struct Range {
+  uint64_t begin, end;
+};
+inline std::vector<Range> readable;
+inline std::atomic<unsigned> wrong_reads;
+inline void check(const void* from, size_t bytes) {
+  const uint64_t at = reinterpret_cast<uint64_t>(from);
+  for (const Range& range : readable)
+    if (range.begin <= at && at + bytes <= range.end) return;
+  wrong_reads++;
+}
+template <class T> T __ldg(const T* from) {
+  check(from, sizeof(T));
+  return *from;
+}
+template <int Open> void wait_for_groups() {
+  while (copy_groups.size() > Open + 1) {
+    for (const Copy& copy : copy_groups.front())
+      if (copy.exists) {
+        check(copy.from, 16);
+        std::memcpy(memory + copy.to, copy.from, 16);
+      } else {
+        std::memset(memory + copy.to, 0, 16);
+      }
+    copy_groups.pop_front();
+  }
+}
+
+// -- Numbers -----------------------------------------------------------------------------------------------------------
+
+template <class T> T min(T a, T b) { return a < b ? a : b; }
+template <class T> T max(T a, T b) { return a > b ? a : b; }
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline float __fadd_rn(float a, float b) {
+  volatile float sum = a + b;
+  return sum;
+}
+inline float __fmul_rn(float a, float b) {
+  volatile float product = a * b;
+  return product;
+}
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = low | uint64_t(high) << 32;
+  unsigned found = 0;
+  for (int i = 0; i < 4; i++) found |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return found;
+}
+inline float number_of(unsigned bits, bool fp16) {
+  if (!fp16) return __uint_as_float(bits << 16);
+  const uint16_t half = uint16_t(bits);
+  _Float16 value;
+  std::memcpy(&value, &half, 2);
+  return float(value);
+}
+inline uint16_t bits_of(float value, bool fp16) {
+  if (!fp16) {
+    const unsigned bits = __float_as_uint(value);
+    return value != value ? 0x7fff : uint16_t(bits + 0x7fff + (bits >> 16 & 1) >> 16);
+  }
+  const _Float16 half = _Float16(value);
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+// Of two 16-bit numbers each, minus another number.
+inline unsigned minus(unsigned pair, float other, bool fp16) {
+  const auto one = [&](unsigned bits) { return unsigned(bits_of(number_of(bits & 0xffff, fp16) - other, fp16)); };
+  return one(pair) | one(pair >> 16) << 16;
+}
+// mma.m16n8k16, as device/mma.cuh draws it.
+inline void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool fp16) {
+  const unsigned lane = threadIdx.x % 32;
+  std::memcpy(own_warp->a[lane], a, 16);
+  own_warp->b[lane][0] = b0, own_warp->b[lane][1] = b1;
+  own_warp->barrier.arrive_and_wait();
+  for (unsigned i = 0; i < 4; i++) {
+    const unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    double total = sum[i];
+    for (unsigned k = 0; k < 16; k++) {
+      const unsigned member = k % 8 / 2, shift = 16 * (k % 2);
+      const unsigned w = own_warp->a[row % 8 * 4 + member][row / 8 + k / 8 * 2] >> shift & 0xffff;
+      const unsigned x = own_warp->b[column * 4 + member][k / 8] >> shift & 0xffff;
+      total += double(number_of(w, fp16)) * number_of(x, fp16);
+    }
+    sum[i] = float(total);
+  }
+  own_warp->barrier.arrive_and_wait();
+}
+
+// -- A launch ----------------------------------------------------------------------------------------------------------
+
+// Runs `kernel` and returns how often it read what it may not.
+template <class Arguments>
+unsigned launch(void (*kernel)(Arguments), const void* arguments, size_t bytes, unsigned ctas, unsigned threads,
+                unsigned shared_bytes, const Range* ranges, unsigned count) {
+  alignas(64) Arguments a;
+  if (sizeof a != bytes) return ~0u;
+  std::memcpy(static_cast<void*>(&a), arguments, bytes);
+  readable.assign(ranges, ranges + count);
+  wrong_reads = 0;
+  gridDim = {ctas, 1, 1};
+  for (unsigned cta = 0; cta < ctas; cta++) {
+    std::vector<unsigned char> room(shared_bytes + 1024, 0xff);
+    unsigned char* begin = room.data() + (1024 - reinterpret_cast<uint64_t>(room.data()) % 1024) % 1024;
+    std::barrier<> barrier(threads);
+    std::vector<Warp> warps(threads / 32);
+    std::vector<std::thread> all;
+    for (unsigned thread = 0; thread < threads; thread++)
+      all.emplace_back([&, thread] {
+        threadIdx = {thread, 0, 0}, blockIdx = {cta, 0, 0};
+        own_warp = &warps[thread / 32], own_cta = &barrier, memory = begin;
+        kernel(a);
+      });
+    for (std::thread& one : all) one.join();
+  }
+  return wrong_reads;
+}

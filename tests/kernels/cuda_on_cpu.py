@@ -1,0 +1,96 @@
+"""Kernels of this project on a CPU: their own source, as C++ (cuda_on_cpu.h). It is slow, and finds on any machine what
+else only a GPU would: a wrong index, a wait too few, a read outside of a tensor."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte.kernels.common.nvrtc import Variant, _config
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+# What stands in the place of functions that are instructions.
+FUNCTIONS = {
+    "from_fp16": "float from_fp16(u32 bits) { return number_of(bits, true); }",
+    "narrow": "u16 narrow(float value) { return bits_of(value, FP16); }",
+    "pack": "u32 pack(float first, float second) { return narrow(first) | u32(narrow(second)) << 16; }",
+    "mma": "void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {"
+    " multiply_add(sum, {a0, a1, a2, a3}, b0, b1, FP16); }",
+    "load_partial": "float4 load_partial(const float4* from) { return *from; }",
+    "store_partial": "void store_partial(float4* to, float4 value) { *to = value; }",
+    "kept": "u32 kept(u32 value) { return value; }",
+    "copy_async": "void copy_async(u32 to, const void* from, bool exists) {"
+    " copy_groups.back().push_back({to, from, exists}); }",
+    "close_group": "void close_group() { copy_groups.emplace_back(); }",
+    "wait_for_groups": "",
+    "minus_offset": "u32 minus_offset(u32 pair) { return minus(pair, FP16 ? 1032 : 136, FP16); }",
+}
+_NAME = r"(?:template <[^>]*>\s*)?__device__ __forceinline__ [\w ]+\b%s\((?:[^()]|\([^()]*\))*\)\s*\{"
+_ASSEMBLY = re.compile(r"\basm\s*(?:volatile)?\s*\((?:[^()\"]|\"[^\"]*\"|\((?:[^()\"]|\"[^\"]*\")*\))*\);")
+
+
+LAUNCH = """
+extern "C" unsigned run(const void* arguments, size_t bytes, unsigned ctas, unsigned threads, unsigned shared,
+                        const Range* ranges, unsigned count) {
+  return launch<Arguments>(%s, arguments, bytes, ctas, threads, shared, ranges, count);
+}
+"""
+
+
+def library(folder: Path, variant: Variant, functions: str) -> ctypes.CDLL:
+    """The variant as C++, compiled in `folder`, with C functions of the caller's behind it."""
+    text = variant.source.replace('#include "config.cuh"', _config(dict(variant.constants)))
+    text = re.sub(r"^\s*#(?:line|pragma unroll).*$", "", text, flags=re.M)
+    text = re.sub(r"^extern __shared__.*;$", "", text, flags=re.M)
+    for name, instead in FUNCTIONS.items():
+        text = _replaced(text, name, instead)
+    text = _ASSEMBLY.sub("__builtin_trap();", text)  # of functions that this kernel does not call
+    text = text.replace('extern "C" __global__', "static")
+    source, compiled = folder / "kernel.cpp", folder / "kernel.so"
+    source.write_text(f'#include "cuda_on_cpu.h"\n{text}\n{functions}', encoding="utf-8")
+    # CUDA C++ allows a little more than C++.
+    options = ["-std=c++20", "-O1", "-w", "-fpermissive", "-fPIC", "-shared", "-pthread", f"-I{HERE}"]
+    assert COMPILER is not None
+    subprocess.run([COMPILER, *options, str(source), "-o", str(compiled)], check=True)
+    return ctypes.CDLL(str(compiled))
+
+
+def _replaced(text: str, name: str, instead: str) -> str:
+    match = re.search(_NAME % name, text)
+    if match is None:
+        return text
+    end, depth = match.end(), 1
+    while depth:
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        end += 1
+    return f"{text[: match.start()]}inline {instead}\n{text[end:]}" if instead else text[: match.start()] + text[end:]
+
+
+def run(
+    folder: Path,
+    variant: Variant,
+    kernel: str,
+    arguments: bytes,
+    ctas: int,
+    threads: int,
+    shared_bytes: int,
+    readable: Sequence[torch.Tensor],
+) -> int:
+    """Launch a kernel that takes one structure. folder: where it is compiled. readable: the tensors that it may read by
+    copies and read-only loads. Returns how many of those were outside of them; ~0 for a structure of another size."""
+    ranges = torch.tensor([(t.data_ptr(), t.data_ptr() + t.nbytes) for t in readable], dtype=torch.int64)
+    found: int = library(folder, variant, LAUNCH % kernel).run(
+        arguments, ctypes.c_size_t(len(arguments)), ctas, threads, shared_bytes, ctypes.c_void_p(ranges.data_ptr()),
+        len(ranges),
+    )  # fmt: skip
+    return found
