@@ -19,6 +19,7 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability
 from halfbyte.kernels.experts import reference, router_reference
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.experts.plan import Group, plan
 from halfbyte.kernels.linear import reference as products
 from halfbyte.kernels.linear.fusion import Residual
@@ -55,15 +56,7 @@ def grouped_linear_backward(grad: Tensor, q: QuantizedWeight, expert: Tensor) ->
 
 
 def moe(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up: QuantizedWeight,
-    down: QuantizedWeight,
-    activation: str,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    residual: Residual | None = None,
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, block: Block, residual: Residual | None = None
 ) -> Tensor:
     """The experts of each token of x [T, H], weighted and added up. Sums and activations are fp32; what goes into the
     down product is rounded to x's dtype, and so is the result. With a residual, contiguous and of x's shape and dtype,
@@ -73,23 +66,23 @@ def moe(
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     with on(x.device):
         x, weights = plain(x.detach()), top_k_weights.detach()
-        biases = [None if bias is None else plain(bias.detach()) for bias in (gate_up_bias, down_bias)]
+        block = block.with_biases(*(None if bias is None else plain(bias.detach()) for bias in block.biases))
         if x.is_cuda:
             shares = plain(weights if weights.dtype is x.dtype else weights.float())
-            found: Tensor | None = cuda_kernels().moe(
-                aligned(x), plain(top_k_index), shares, gate_up, down, activation, *map(_aligned, biases), residual
-            )
+            there = block.with_biases(*map(_aligned, block.biases))
+            found: Tensor | None = cuda_kernels().moe(aligned(x), plain(top_k_index), shares, there, residual)
             if found is not None:
                 return found
         weights = weights.float()
-        order, groups = reference.sort(top_k_index.reshape(-1), gate_up.shape[0])
-        pairs = x.new_empty((len(order), gate_up.shape[1]), dtype=torch.float32)
+        count, twice, _ = block.gate_up.shape
+        order, groups = reference.sort(top_k_index.reshape(-1), count)
+        pairs = x.new_empty((len(order), twice), dtype=torch.float32)
         rows = torch.arange(len(order), dtype=torch.int64, device=x.device)
-        _multiply(x, order // max(k, 1), gate_up, groups, biases[0], pairs, rows)
-        inner = reference.activate(pairs, activation).to(x.dtype)
+        _multiply(x, order // max(k, 1), block.gate_up, groups, block.gate_up_bias, pairs, rows)
+        inner = reference.activate(pairs, block.activation).to(x.dtype)
         y = x.new_zeros((tokens * k, hidden), dtype=torch.float32)
-        _multiply(inner, rows, down, groups, biases[1], y, order)
-        valid = (top_k_index >= 0) & (top_k_index < gate_up.shape[0])
+        _multiply(inner, rows, block.down, groups, block.down_bias, y, order)
+        valid = (top_k_index >= 0) & (top_k_index < count)
         summed = reference.combine(y.view(tokens, k, hidden), torch.where(valid, weights, 0), x.dtype)
         return summed if residual is None else torch.add(residual.value, summed, alpha=residual.factor)
 

@@ -15,6 +15,7 @@ from torch.nn.functional import linear as dense_linear
 import halfbyte as hb
 from halfbyte.kernels.experts import cuda, reference, sort
 from halfbyte.kernels.experts import grouped as many
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_TILES_M
 from halfbyte.kernels.linear.tune import h200
 
@@ -77,7 +78,7 @@ def check_block(
     biases: tuple[Any, Any] = (None, None)
     if tokens % 2:
         biases = random(experts, 2 * inner, dtype=dtype), random(experts, hidden, dtype=dtype)
-    ours = partial(many.moe, x, ids, weights, gate_up, down, activation, *biases)
+    ours = partial(many.moe, x, ids, weights, Block(gate_up, down, activation, *biases))
     found = ours()
     assert found is not None
     if kind == "none":

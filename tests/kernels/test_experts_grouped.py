@@ -21,6 +21,7 @@ import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.experts import combine, cuda, reference, sort
 from halfbyte.kernels.experts import grouped as many
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import grouped
@@ -207,7 +208,7 @@ def test_a_block(
         index = torch.randint(-1, experts + 1, (tokens, 3), dtype=kind)
         weights = torch.rand(tokens, 3).to(dtype if narrow else F32)
         for bias in (biases, (None, None)):
-            found = many.moe(x, index, weights, gate_up, down, activation, *bias)
+            found = many.moe(x, index, weights, Block(gate_up, down, activation, *bias))
             assert found is not None
             right = hb.moe(
                 x.float(), index, weights.float(), gate_up, down, activation,

@@ -16,6 +16,7 @@ from torch import Tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.experts.sort import MOST_EXPERTS, Routes, most_tiles, sort
 from halfbyte.kernels.linear import cache, reach
 from halfbyte.kernels.linear.fusion import Residual
@@ -55,36 +56,27 @@ def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor |
 
 
 def moe(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up: QuantizedWeight,
-    down: QuantizedWeight,
-    activation: str,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    residual: Residual | None = None,
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, block: Block, residual: Residual | None = None
 ) -> Tensor | None:
     """As in cuda.py: sort, gate and up, down, and the weighted sums. Down's products are fp32."""
     if top_k_index.numel() == 0:
         return None
     from halfbyte.kernels.experts.combine import combine_sorted
 
-    (tokens, k), (experts, hidden, inner) = top_k_index.shape, down.shape
+    (tokens, k), (experts, hidden, inner) = top_k_index.shape, block.down.shape
     part = _part(tokens, k * (6 * hidden + 4 * inner))  # x laid out and down's rows, and what is between
-    groupings = Grouping(experts, activation), Grouping(experts, wide=True)
-    biases = gate_up_bias, down_bias
+    groupings = Grouping(experts, block.activation), Grouping(experts, wide=True)
     out = x.new_empty((tokens, hidden))
     for first in range(0, tokens, part):
         rows, ids, weights = (tensor[first : first + part] for tensor in (x, top_k_index, top_k_weights))
-        found = _products(x, (gate_up, down), biases, groupings, ids.numel())
+        found = _products(x, block.stacks, block.biases, groupings, ids.numel())
         if found is None:
             return None
         routes = found.sort(ids, experts)
         between = x.new_empty((ids.numel(), inner))
-        _launch(found.each[0], rows, routes, gate_up_bias, between, k)
+        _launch(found.each[0], rows, routes, block.gate_up_bias, between, k)
         y = x.new_empty((ids.numel(), hidden), dtype=torch.float32)
-        _launch(found.each[1], between, routes, down_bias, y, 0)
+        _launch(found.each[1], between, routes, block.down_bias, y, 0)
         added = None if residual is None else residual._replace(value=residual.value[first : first + part])
         combine_sorted(y, routes.places, weights, out[first : first + part], added)
     return out
