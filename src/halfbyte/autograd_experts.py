@@ -1,8 +1,8 @@
 """Gradients of `grouped_linear` and `moe`: of x, of the biases and of top_k_weights. Frozen 4-bit experts have none.
 
-Of a product: grad x = grad @ W of each row's expert, one dense expert at a time; grad bias = the sum over its rows. Of
-`moe` only its arguments are kept for backward, which computes the gate and up rows anew. Sums are made in fp32 and in a
-fixed order. Like autograd.py's, these serve eager calls and the operators, and have gradients themselves.
+Of a product: grad x = grad @ W of each row's expert; grad bias = the sum over its rows. Of `moe` only its arguments are
+kept for backward, which computes the gate and up rows anew. Sums are made in fp32 and in a fixed order. Like
+autograd.py's, these serve eager calls and the operators, and have gradients themselves.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 with by the fused kernel of the device or, dequantized, by torch.
 
 There, where an expert's rows are is read on the host. On a GPU that waits for the stream, so no CUDA graph can capture
-it. A Hopper GPU has kernels that need no host.
+it. A Hopper GPU has kernels that need no host, gradients included.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ def grouped_linear_backward(grad: Tensor, q: QuantizedWeight, expert: Tensor) ->
     """grad [S, N] times the transpose of the expert of each row -> [S, K]; zeros for ids that are out of range."""
     with on(grad.device):
         grad = grad.detach()
+        if grad.is_cuda:
+            found: Tensor | None = cuda_kernels().grouped_linear_backward(aligned(plain(grad)), q, plain(expert))
+            if found is not None:
+                return found
+            _warn_of_dense_experts()
         out = grad.new_zeros((len(grad), q.shape[2]))
         if not grad.is_meta:
             order, groups = reference.sort(expert, q.shape[0])
@@ -121,11 +126,7 @@ def _multiply(
     _, n, k = q.shape
     kind = x.device.type if slow.no_kernels(x.device.type) is None else "other"
     if x.is_cuda:
-        slow.warn(
-            "experts on cuda",
-            "no CUDA kernel is for these experts on this GPU, which are dequantized one by one and multiplied with by "
-            "torch, slowly; Hopper GPUs have kernels for x in 16 bits",
-        )
+        _warn_of_dense_experts()
     way = plan(groups, n, k, x.dtype, kind, cpu_capability())
     if way.fused:
         kernels = backend("experts", x.device.type)
@@ -137,6 +138,14 @@ def _multiply(
         return products.linear(rows, dense_expert(q, expert, x.dtype), None if bias is None else bias[expert])
 
     reference.grouped_linear(x, source, way.dense, multiply, out, target)
+
+
+def _warn_of_dense_experts() -> None:
+    slow.warn(
+        "experts on cuda",
+        "no CUDA kernel is for these experts on this GPU, which are dequantized one by one and multiplied with by "
+        "torch, slowly; Hopper GPUs have kernels for x in 16 bits",
+    )
 
 
 def dense_expert(q: QuantizedWeight, expert: int, dtype: torch.dtype) -> Tensor:

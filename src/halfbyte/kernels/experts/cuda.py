@@ -46,6 +46,13 @@ def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor |
     return out
 
 
+def grouped_linear_backward(grad: Tensor, q: QuantizedWeight, expert: Tensor) -> Tensor | None:
+    """grad [S, N] times the transpose of the expert of each row -> [S, K], zeros for ids that are out of range; None
+    where no kernel is for it. All contiguous, grad aligned to 16 bytes, on the current device. Few rows are sorted,
+    too: the kernel for few has no way back."""
+    return grouped.grouped_linear_backward(grad, q, expert)
+
+
 def moe(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, block: Block, residual: Residual | None = None
 ) -> Tensor | None:

@@ -46,11 +46,21 @@ products: ThreadCache[Hashable, tuple[Products | None]] = ThreadCache()
 
 def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None) -> Tensor | None:
     """As in cuda.py."""
-    experts, n, _ = q.shape
-    found = _products(x, (q,), (bias,), (Grouping(experts, scatters=True),), len(x))
+    return _scattered(x, q, expert, bias, back=False)
+
+
+def grouped_linear_backward(grad: Tensor, q: QuantizedWeight, expert: Tensor) -> Tensor | None:
+    """As in cuda.py."""
+    return _scattered(grad, q, expert, None, back=True)
+
+
+def _scattered(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None, back: bool) -> Tensor | None:
+    """Each row times its expert or, on the way back, times the transpose of it, in the order of x."""
+    experts, n, k = q.shape
+    found = _products(x, (q,), (bias,), (Grouping(experts, scatters=True),), len(x), back)
     if found is None:
         return None
-    out = x.new_zeros((len(x), n))
+    out = x.new_zeros((len(x), k if back else n))
     _launch(found.each[0], x, found.sort(expert, experts), bias, out, 1)
     return out
 
@@ -113,13 +123,15 @@ def _products(
     biases: Sequence[Tensor | None],
     groupings: Sequence[Grouping],
     pairs: int,
+    back: bool = False,
 ) -> Products | None:
-    """The products with stacks, of so many pairs, kept from call to call; None where no kernel is for them."""
+    """The products with stacks, or with their transposes, of so many pairs, kept from call to call; None where no
+    kernel is for them."""
     if pairs == 0 or any(min(q.shape) == 0 or q.shape[0] > MOST_EXPERTS for q in stacks):
         return None
     keys = tuple(cache.key(x, q, bias, False) for q, bias in zip(stacks, biases, strict=True))
     room = room_of(pairs)
-    return products.get((keys, room, *groupings), lambda: (_bind(x, stacks, biases, groupings, room),))[0]
+    return products.get((keys, room, back, *groupings), lambda: (_bind(x, stacks, biases, groupings, room, back),))[0]
 
 
 def _bind(
@@ -128,13 +140,14 @@ def _bind(
     biases: Sequence[Tensor | None],
     groupings: Sequence[Grouping],
     pairs: int,
+    back: bool,
 ) -> Products | None:
     properties, experts = properties_of(x.get_device()), stacks[0].shape[0]
     if reach.without_kernels(properties) is not None:
         return None
     weights = [rows_of(q) for q in stacks]
     problems = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
-    plans = grouped.plan(pairs, experts, problems, properties)
+    plans = grouped.plan(pairs, experts, problems, properties, back)
     if plans is None:
         return None
     each = (
