@@ -1,8 +1,8 @@
 """Gradients of `grouped_linear` and `moe`: of x, of the biases and of top_k_weights. Frozen 4-bit experts have none.
 
-Of a product: grad x = grad @ W of each row's expert, one dense expert at a time; grad bias = the sum over its rows. Of
-`moe` only its arguments are kept for backward, which computes the gate and up rows anew. Sums are made in fp32 and in a
-fixed order. Like autograd.py's, these serve eager calls and the operators, and have gradients themselves.
+Of a product: grad x = grad @ W of each row's expert; grad bias = the sum over its rows. Of `moe` only its arguments are
+kept for backward, which computes the gate and up rows anew. Sums are made in fp32 and in a fixed order. Like
+autograd.py's, these serve eager calls and the operators, and have gradients themselves.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from halfbyte import eager_experts, transforms
 from halfbyte.autograd import wants_gradients
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.experts import reference
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear.reference import linear as linear_dense
 
 
@@ -29,26 +30,16 @@ def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor |
     return eager_experts.grouped_linear(x, q, expert, bias)
 
 
-def moe(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up: QuantizedWeight,
-    down: QuantizedWeight,
-    activation: str,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-) -> Tensor:
+def moe(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, block: Block) -> Tensor:
     """The block of experts, of arguments that fit, with gradients."""
     if transforms.is_tracing():
         result: Tensor = torch.ops.halfbyte.moe(
-            x, top_k_index, top_k_weights, *gate_up.parts, *down.parts, activation, gate_up_bias, down_bias
+            x, top_k_index, top_k_weights, *block.gate_up.parts, *block.down.parts, *block[2:]
         )
         return result
-    arguments = x, top_k_index, top_k_weights, gate_up, down, activation, gate_up_bias, down_bias
-    if wants_gradients(x, top_k_weights, gate_up_bias, down_bias):
-        return _Moe.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
-    return eager_experts.moe(*arguments)
+    if wants_gradients(x, top_k_weights, *block.biases):
+        return _Moe.apply(x, top_k_index, top_k_weights, *block)  # type: ignore[no-any-return, no-untyped-call]
+    return eager_experts.moe(x, top_k_index, top_k_weights, block)
 
 
 def _of_x(grad: Tensor, q: QuantizedWeight, expert: Tensor) -> Tensor:
@@ -103,35 +94,28 @@ def _grouped_gradients(grad: Tensor, q: QuantizedWeight, expert: Tensor, of_x: b
 
 class _Moe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        x, index, weights, ctx.gate_up, ctx.down, ctx.activation, *biases = arguments
-        ctx.save_for_backward(x, index, weights, *biases)
-        return eager_experts.moe(*arguments)
+    def forward(ctx: Any, x: Tensor, index: Tensor, weights: Tensor, *parts: Any) -> Tensor:
+        block = Block(*parts)
+        ctx.save_for_backward(x, index, weights, *block.biases)
+        ctx.block = block.with_biases(None, None)  # saved apart, as tensors that may have gradients
+        return eager_experts.moe(x, index, weights, block)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         needs = [ctx.needs_input_grad[place] for place in (0, 2, -2, -1)]
-        found = _moe_gradients(grad, needs, ctx.gate_up, ctx.down, ctx.activation, *ctx.saved_tensors)
-        of_x, of_weights, *of_biases = found
+        x, index, weights, *biases = ctx.saved_tensors
+        of_x, of_weights, *of_biases = _moe_gradients(grad, needs, x, index, weights, ctx.block.with_biases(*biases))
         return of_x, None, of_weights, None, None, None, *of_biases
 
 
 def _moe_gradients(
-    grad: Tensor,
-    needs: Sequence[bool],
-    gate_up: QuantizedWeight,
-    down: QuantizedWeight,
-    activation: str,
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    grad: Tensor, needs: Sequence[bool], x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, block: Block
 ) -> list[Tensor | None]:
     """The gradients of x, top_k_weights and the two biases, as far as `needs` asks for them.
 
     A pair of a token and an expert is a row. A row whose expert is out of range has zeros from both products.
     """
+    gate_up, down, activation, gate_up_bias, down_bias = block
     (tokens, k), count = top_k_index.shape, gate_up.shape[0]
     expert = top_k_index.reshape(-1)
     valid = ((expert >= 0) & (expert < count)).unsqueeze(1)
@@ -183,12 +167,13 @@ def setup_moe(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def moe_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    arguments, tensors = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    (x, index, weights, *biases), tensors = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     first, second = tensors[: 2 + ctx.nested], tensors[2 + ctx.nested :]
     gate_up = QuantizedWeight.from_parts((first[0], first[1], list(first[2:]), *ctx.gate_up_facts), grad.dtype)
     down = QuantizedWeight.from_parts((second[0], second[1], list(second[2:]), *ctx.down_facts), grad.dtype)
     needs = [ctx.needs_input_grad[place] for place in (0, 2, -2, -1)]
-    of_x, of_weights, *of_biases = _moe_gradients(grad, needs, gate_up, down, ctx.activation, *arguments)
+    block = Block(gate_up, down, ctx.activation, *biases)
+    of_x, of_weights, *of_biases = _moe_gradients(grad, needs, x, index, weights, block)
     stacks = *_of_parts(first[2:]), *_of_parts(second[2:])
     return of_x, None, of_weights, *stacks, None, *of_biases
 

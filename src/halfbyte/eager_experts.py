@@ -2,7 +2,7 @@
 with by the fused kernel of the device or, dequantized, by torch.
 
 There, where an expert's rows are is read on the host. On a GPU that waits for the stream, so no CUDA graph can capture
-it. A Hopper GPU has kernels that need no host.
+it. A Hopper GPU has kernels that need no host, gradients included.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability
 from halfbyte.kernels.experts import reference, router_reference
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.experts.plan import Group, plan
 from halfbyte.kernels.linear import reference as products
 from halfbyte.kernels.linear.fusion import Residual
@@ -43,6 +44,11 @@ def grouped_linear_backward(grad: Tensor, q: QuantizedWeight, expert: Tensor) ->
     """grad [S, N] times the transpose of the expert of each row -> [S, K]; zeros for ids that are out of range."""
     with on(grad.device):
         grad = grad.detach()
+        if grad.is_cuda:
+            found: Tensor | None = cuda_kernels().grouped_linear_backward(aligned(plain(grad)), q, plain(expert))
+            if found is not None:
+                return found
+            _warn_of_dense_experts()
         out = grad.new_zeros((len(grad), q.shape[2]))
         if not grad.is_meta:
             order, groups = reference.sort(expert, q.shape[0])
@@ -55,15 +61,7 @@ def grouped_linear_backward(grad: Tensor, q: QuantizedWeight, expert: Tensor) ->
 
 
 def moe(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up: QuantizedWeight,
-    down: QuantizedWeight,
-    activation: str,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    residual: Residual | None = None,
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, block: Block, residual: Residual | None = None
 ) -> Tensor:
     """The experts of each token of x [T, H], weighted and added up. Sums and activations are fp32; what goes into the
     down product is rounded to x's dtype, and so is the result. With a residual, contiguous and of x's shape and dtype,
@@ -73,23 +71,23 @@ def moe(
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     with on(x.device):
         x, weights = plain(x.detach()), top_k_weights.detach()
-        biases = [None if bias is None else plain(bias.detach()) for bias in (gate_up_bias, down_bias)]
+        block = block.with_biases(*(None if bias is None else plain(bias.detach()) for bias in block.biases))
         if x.is_cuda:
             shares = plain(weights if weights.dtype is x.dtype else weights.float())
-            found: Tensor | None = cuda_kernels().moe(
-                aligned(x), plain(top_k_index), shares, gate_up, down, activation, *map(_aligned, biases), residual
-            )
+            there = block.with_biases(*map(_aligned, block.biases))
+            found: Tensor | None = cuda_kernels().moe(aligned(x), plain(top_k_index), shares, there, residual)
             if found is not None:
                 return found
         weights = weights.float()
-        order, groups = reference.sort(top_k_index.reshape(-1), gate_up.shape[0])
-        pairs = x.new_empty((len(order), gate_up.shape[1]), dtype=torch.float32)
+        count, twice, _ = block.gate_up.shape
+        order, groups = reference.sort(top_k_index.reshape(-1), count)
+        pairs = x.new_empty((len(order), twice), dtype=torch.float32)
         rows = torch.arange(len(order), dtype=torch.int64, device=x.device)
-        _multiply(x, order // max(k, 1), gate_up, groups, biases[0], pairs, rows)
-        inner = reference.activate(pairs, activation).to(x.dtype)
+        _multiply(x, order // max(k, 1), block.gate_up, groups, block.gate_up_bias, pairs, rows)
+        inner = reference.activate(pairs, block.activation).to(x.dtype)
         y = x.new_zeros((tokens * k, hidden), dtype=torch.float32)
-        _multiply(inner, rows, down, groups, biases[1], y, order)
-        valid = (top_k_index >= 0) & (top_k_index < gate_up.shape[0])
+        _multiply(inner, rows, block.down, groups, block.down_bias, y, order)
+        valid = (top_k_index >= 0) & (top_k_index < count)
         summed = reference.combine(y.view(tokens, k, hidden), torch.where(valid, weights, 0), x.dtype)
         return summed if residual is None else torch.add(residual.value, summed, alpha=residual.factor)
 
@@ -128,11 +126,7 @@ def _multiply(
     _, n, k = q.shape
     kind = x.device.type if slow.no_kernels(x.device.type) is None else "other"
     if x.is_cuda:
-        slow.warn(
-            "experts on cuda",
-            "no CUDA kernel is for these experts on this GPU, which are dequantized one by one and multiplied with by "
-            "torch, slowly; Hopper GPUs have kernels for x in 16 bits",
-        )
+        _warn_of_dense_experts()
     way = plan(groups, n, k, x.dtype, kind, cpu_capability())
     if way.fused:
         kernels = backend("experts", x.device.type)
@@ -144,6 +138,14 @@ def _multiply(
         return products.linear(rows, dense_expert(q, expert, x.dtype), None if bias is None else bias[expert])
 
     reference.grouped_linear(x, source, way.dense, multiply, out, target)
+
+
+def _warn_of_dense_experts() -> None:
+    slow.warn(
+        "experts on cuda",
+        "no CUDA kernel is for these experts on this GPU, which are dequantized one by one and multiplied with by "
+        "torch, slowly; Hopper GPUs have kernels for x in 16 bits",
+    )
 
 
 def dense_expert(q: QuantizedWeight, expert: int, dtype: torch.dtype) -> Tensor:

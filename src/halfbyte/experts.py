@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from halfbyte import autograd_experts, transforms
 from halfbyte.checks import check_bias, check_floats, not_a_weight
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.experts.reference import ACTIVATIONS
 
 
@@ -100,7 +101,8 @@ def moe(
     check_bias(gate_up_bias, x, (count, twice), gate_up.shape, "gate_up_bias")
     check_bias(down_bias, x, (count, hidden), down.shape, "down_bias")
     _check_transforms("moe", x, top_k_weights, gate_up_bias, down_bias, *gate_up.tensors, *down.tensors)
-    return autograd_experts.moe(x, top_k_index, top_k_weights, gate_up, down, activation, gate_up_bias, down_bias)
+    block = Block(gate_up, down, activation, gate_up_bias, down_bias)
+    return autograd_experts.moe(x, top_k_index, top_k_weights, block)
 
 
 def _refuse_script(function: str) -> None:

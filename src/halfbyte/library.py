@@ -13,6 +13,7 @@ from halfbyte import autograd, autograd_experts, eager, eager_experts, eager_sea
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE
 from halfbyte.formats.parts import GroupParts, group_of, matrix_of
 from halfbyte.formats.weight import Parts, QuantizedWeight
+from halfbyte.kernels.experts.block import Block
 
 WEIGHT = (
     "Tensor packed, Tensor scale, Tensor[] nested, str format, SymInt[] shape, int block_size, int nested_block_size"
@@ -103,7 +104,7 @@ def _grouped_linear_backward_fake(grad: Tensor, *arguments: Any) -> Tensor:
 
 def _moe_op(x: Tensor, index: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
     gate_up, down = (_weight_of(arguments[first : first + 7], x.dtype) for first in (0, 7))
-    return eager_experts.moe(x, index, weights, gate_up, down, *arguments[14:])
+    return eager_experts.moe(x, index, weights, Block(gate_up, down, *arguments[14:]))
 
 
 def _moe_fake(x: Tensor, *arguments: Any) -> Tensor:

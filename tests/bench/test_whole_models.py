@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from halfbyte.bench import decode, runs, train, whole_models
 from halfbyte.cli import app
 from halfbyte.kernels.common import slow
-from halfbyte.measure import decoder, records
+from halfbyte.measure import decoder, models, records
 from halfbyte.measure.report import provenance
-from halfbyte.models import attention, caches, fused, regions
+from halfbyte.models import attention, caches, fused, peft_experts, regions
 
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -113,6 +113,55 @@ def test_experts_run_in_4_bits_and_then_dense(tmp_path: Path, monkeypatch: pytes
     alone = record | {"rows": rows[:1]}  # as where there is no memory for dense experts
     assert whole_models.markdown(alone, "tokens").count("| tiny-moe |") == 1
     assert "tiny-moe" not in whole_models.training_summary(alone)
+
+
+TINY_GPT_OSS = {
+    "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny-moe", "tiny-gpt-oss"])
+def test_experts_with_adapters(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside PEFT's own adapters of dense experts, and grouped products with those, however the dense ones lie."""
+    monkeypatch.setitem(models.SHAPES, "tiny-gpt-oss", ("gpt_oss", TINY_GPT_OSS))
+    products: list[tuple[int, ...]] = []
+    product = peft_experts.product
+    monkeypatch.setattr(peft_experts, "product", lambda x, w, rows: products.append(w.shape) or product(x, w, rows))
+    frozen = run(tmp_path, "train", "--model", model, "--tokens", "16")["rows"]
+    assert isinstance(frozen, list)
+    assert not products
+    record = run(tmp_path, "train", "--model", model, "--tokens", "16", "--experts")
+    rows = record["rows"]
+    assert isinstance(rows, list)
+    assert [(row["model"], row["provider"]) for row in rows] == [
+        *((model, provider) for provider in ("halfbyte", "bitsandbytes")),
+        *((f"{model}, experts adapted", provider) for provider in ("halfbyte", "bitsandbytes", train.GROUPED)),
+    ]
+    assert {row["loss"] for row in rows[:2]} == {row["loss"] for row in frozen}
+    for some in (rows[:2], rows[2:]):
+        theirs = next(row["loss"] for row in some if row["provider"] == "bitsandbytes")
+        assert all(row["loss"] == pytest.approx(theirs, rel=train.MOST_LOSS_APART) for row in some)
+    assert all(row["gradients_apart"] < train.MOST_APART_OF_EXPERTS for row in rows)
+    hidden, inner = (128, 96) if model == "tiny-gpt-oss" else (256, 128)
+    dense = {shape[1:] for shape in products if train.RANK not in shape[1:]}  # of the provider with grouped products
+    assert dense == {(hidden, 2 * inner), (inner, hidden)}
+    assert f"| {model}, experts adapted | 16 | step |" in whole_models.markdown(record, "tokens")
+
+
+def test_losses_that_differ_are_not_timed() -> None:
+    found = {name: train.Found(loss, torch.ones(3)) for name, loss in (("bitsandbytes", 2.0), ("halfbyte", 2.1))}
+    train._agree({"halfbyte": found["halfbyte"]}, 0.05)
+    with pytest.raises(ValueError, match=r"losses differ from bitsandbytes.*halfbyte.*nothing is timed"):
+        train._agree(found, 0.05)
+
+
+@pytest.mark.slow
+def test_a_model_without_experts_to_adapt(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "train", "--model", "tiny", "--device", "cpu", "--experts"])
+    assert result.exit_code != 0
+    assert "no experts in 4 bits" in str(result.exception) + result.output
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch.nn.functional import linear as dense_linear
 
 import halfbyte as hb
 from halfbyte.kernels.experts import cuda, reference
+from halfbyte.kernels.experts.block import Block
 
 from .conftest import BF16, DEVICE, F16, F32, captured, error, poisoned, sixteen_bits
 
@@ -95,7 +96,7 @@ def test_a_block(sizes: tuple[int, ...], dtype: torch.dtype, format: str, option
         biases: tuple[Any, Any] = (None, None)
         if tokens % 2:
             biases = random(experts, 2 * inner, dtype=dtype), random(experts, hidden, dtype=dtype)
-        block = partial(cuda.moe, x, ids, weights, gate_up, down, activation, *biases)
+        block = partial(cuda.moe, x, ids, weights, Block(gate_up, down, activation, *biases))
         found = block()
         if found is None:
             rows_of_4_bytes = options.get("block_size") != 256 and (hidden != 2880 or format != "int4")

@@ -15,6 +15,7 @@ from torch.nn.functional import linear as dense_linear
 import halfbyte as hb
 from halfbyte.kernels.experts import cuda, reference, sort
 from halfbyte.kernels.experts import grouped as many
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_TILES_M
 from halfbyte.kernels.linear.tune import h200
 
@@ -33,6 +34,7 @@ KINDS = (
     ("int4", {"group_size": 128}),
     ("mxfp4", {}),
 )
+EVERY_WIDTH = {name: getattr(h200, name) for name in ("GROUPED_TIMES", "GROUPED_BACK_TIMES")}
 NOISE = 1.003  # of the error of products with the same operands
 
 
@@ -45,7 +47,8 @@ def _nothing_kept() -> Iterator[None]:
 
 def use_tiles(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of so many rows from now on, whatever is fastest."""
-    monkeypatch.setattr(h200, "GROUPED_TIMES", {tile_m: h200.GROUPED_TIMES[tile_m]})
+    for name in ("GROUPED_TIMES", "GROUPED_BACK_TIMES"):
+        monkeypatch.setattr(h200, name, {tile_m: EVERY_WIDTH[name][tile_m]})
     many.products.entries.clear()
 
 
@@ -77,7 +80,7 @@ def check_block(
     biases: tuple[Any, Any] = (None, None)
     if tokens % 2:
         biases = random(experts, 2 * inner, dtype=dtype), random(experts, hidden, dtype=dtype)
-    ours = partial(many.moe, x, ids, weights, gate_up, down, activation, *biases)
+    ours = partial(many.moe, x, ids, weights, Block(gate_up, down, activation, *biases))
     found = ours()
     assert found is not None
     if kind == "none":
@@ -228,8 +231,148 @@ def test_parts_ids_streams_and_the_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(moe(x, ids), right)
 
 
+@sixteen_bits
+@pytest.mark.parametrize(("format", "options"), KINDS, ids=str)
+def test_operands_on_the_way_back(
+    format: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the identity give the experts as they are dequantized: of each its own rows, and columns that fill no
+    tile."""
+    for (experts, n, k), tile_m in (
+        ((3, 333, 1024), 64),
+        ((5, 130, 768), 96),
+        ((2, 40, 320), 32),
+        ((3, 72, 96), 128),
+        ((4, 7, 64), 256),
+        ((2, 515, 160), 160),
+    ):
+        if k % options.get("group_size", min(options.get("block_size", 64), 64)):
+            continue
+        use_tiles(tile_m, monkeypatch)
+        q = stack(experts, n, k, format, dtype, **options)
+        grad = torch.eye(n, dtype=dtype, device=DEVICE).repeat(experts, 1)
+        expert = torch.arange(experts, device=DEVICE).repeat_interleave(n)
+        shuffled = torch.randperm(len(grad), device=DEVICE)
+        found = many.grouped_linear_backward(grad[shuffled], q, expert[shuffled])
+        assert found is not None
+        assert torch.equal(found, hb.dequantize(q, dtype).view(-1, k)[shuffled]), (n, k)
+
+
+def check_gradient(q: hb.QuantizedWeight, grad: Tensor, expert: Tensor) -> None:
+    """The error is not above that of products with dense experts; every call and every replay gives the same bits."""
+    experts, _, k = q.shape
+    exact, dense = hb.dequantize(q, F32).double(), hb.dequantize(q, grad.dtype)
+    right = torch.zeros((len(grad), k), dtype=torch.float64, device=DEVICE)
+    theirs = torch.zeros((len(grad), k), dtype=grad.dtype, device=DEVICE)
+    for e in range(experts):
+        rows = expert == e
+        right[rows], theirs[rows] = grad[rows].double() @ exact[e], grad[rows] @ dense[e]
+    backward = partial(cuda.grouped_linear_backward, grad, q, expert)
+    found = backward()
+    assert found is not None
+    known = (expert >= 0) & (expert < experts)
+    assert not found[~known].any()
+    if known.any():
+        noise = NOISE if int(known.sum()) * k >= 1 << 14 else 1.5  # few results make a noisy norm
+        assert error(found, right) <= noise * error(theirs, right), (tuple(q.shape), len(grad))
+    assert torch.equal(backward(), found)
+    graph, replayed = captured(backward)
+    for _ in range(3):
+        replayed.fill_(77)
+        graph.replay()
+        assert torch.equal(replayed, found)
+
+
+@sixteen_bits
+@pytest.mark.parametrize(("format", "options"), KINDS, ids=str)
+@pytest.mark.parametrize("sides", [(16, 512, 512), (128, 192, 256), (5, 2113, 1088), (8, 333, 2880)], ids=str)
+def test_gradients_of_rows(
+    sides: tuple[int, int, int], format: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Of one row and of many; of a router that wants a few experts, one, none, and some that are elsewhere."""
+    experts, n, k = sides
+    if k % options.get("group_size", min(options.get("block_size", 64), 64)):
+        pytest.skip("spans do not divide K")
+    q = stack(experts, n, k, format, dtype, **options)
+    for rows, kind in ((1, "usual"), (300, "usual"), (700, "one expert"), (1601, "out of range"), (600, "none")):
+        expert = routing(rows, experts, 1, kind)[:, 0]
+        if rows == 300:
+            expert = expert % 2  # no rows for most experts
+        check_gradient(q, random(rows, n, dtype=dtype), expert)
+
+
+@pytest.mark.parametrize("tile_m", GROUPED_TILES_M)
+def test_every_width_on_the_way_back(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids of both kinds."""
+    use_tiles(tile_m, monkeypatch)
+    for sides, rows, dtype, (format, options) in (
+        ((9, 640, 768), 3 * tile_m - 7, BF16, KINDS[0]),
+        ((4, 1021, 1024), 1000, F16, KINDS[4]),
+        ((1, 512, 320), 5000, BF16, KINDS[6]),
+    ):
+        expert = torch.randint(-1, sides[0] + 1, (rows,), device=DEVICE, dtype=torch.int32)
+        check_gradient(stack(*sides, format, dtype, **options), random(rows, sides[1], dtype=dtype), expert)
+
+
+def test_gradients_do_not_depend_on_tiles_or_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sum is one CTA's, in the order of N; nothing is written around the result, or into rows of nobody."""
+    q, grad = stack(8, 1030, 320, "nf4", BF16), random(3000, 1030)
+    expert = torch.randint(-1, 9, (3000,), device=DEVICE)
+    whole = many.grouped_linear_backward(grad, q, expert)
+    assert whole is not None
+    for tile_m in GROUPED_TILES_M:
+        use_tiles(tile_m, monkeypatch)
+        assert torch.equal(many.grouped_linear_backward(grad, q, expert), whole)
+    some = torch.randperm(3000, device=DEVICE)[:700]
+    assert torch.equal(many.grouped_linear_backward(grad[some], q, expert[some]), whole[some])
+    with poisoned((3000, 320), BF16) as out:
+        out.zero_()
+        products = many._products(grad, (q,), (None,), (many.Grouping(8, scatters=True),), 3000, back=True)
+        assert products is not None
+        many._launch(products.each[0], grad, products.sort(expert, 8), None, out, 1)
+    assert torch.equal(out, whole)
+
+
+def test_a_step_that_the_host_does_not_wait_for() -> None:
+    """Forward and backward of a block, captured; the ids change between replays. No dense expert is made."""
+    gate_up, down = stack(16, 1024, 512, "nf4", BF16), stack(16, 512, 512, "nf4", BF16)
+    x, weights = random(400, 512).requires_grad_(), torch.rand((400, 4), device=DEVICE).requires_grad_()
+    grad, ids = random(400, 512), routing(400, 16, 4, "usual")
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(hb.moe(x, ids, weights, gate_up, down), (x, weights), grad)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph, replayed = captured(step)
+    for kind in ("one expert", "usual", "none", "out of range"):
+        ids.copy_(routing(400, 16, 4, kind))
+        for tensor in replayed:
+            tensor.fill_(77)
+        graph.replay()
+        assert all(map(torch.equal, replayed, step())), kind
+        assert kind != "none" or not any(map(torch.any, replayed))
+
+
+def test_gradients_make_no_dense_experts() -> None:
+    q, grad = stack(4, 4096, 8192, "nf4", BF16), random(64, 4096)
+    expert = torch.arange(64, device=DEVICE) % 4
+    cuda.grouped_linear_backward(grad, q, expert)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = cuda.grouped_linear_backward(grad, q, expert)
+    torch.cuda.synchronize()
+    assert found is not None
+    assert torch.cuda.max_memory_allocated() - before < 4096 * 8192  # half of what one dense expert takes
+
+
 def test_gradients_of_many() -> None:
-    """Forward by the kernel, and backward by dense experts."""
+    """Forward and backward by the kernels."""
     gate_up, down = stack(4, 512, 512, "nf4", BF16), stack(4, 512, 256, "nf4", BF16)
     x, weights = random(200, 512).requires_grad_(), torch.rand((200, 3), device=DEVICE)
     ids = routing(200, 4, 3, "usual")

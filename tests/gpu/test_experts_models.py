@@ -57,11 +57,36 @@ def test_adapters_in_one_launch(sides: tuple[int, int], monkeypatch: pytest.Monk
     results = []
     for grouped in (peft_experts._has_grouped(x, w), False):
         monkeypatch.setattr(peft_experts, "_has_grouped", lambda *_, grouped=grouped: grouped)
-        y = peft_experts._product(x, w, rows)
+        y = peft_experts.product(x, w, rows)
         results.append((y.detach(), *torch.autograd.grad(y, (x, w), grad)))
     for one, other in zip(*results, strict=True):
         assert relative_error(one, other.double()) < 1e-2
     assert not results[0][2][3].any()
+
+
+def test_the_host_does_not_wait_for_rows() -> None:
+    """Where experts' rows end, and products with them forward and back, stay on the device."""
+    count, expert = 16, torch.randint(-1, 17, (1000,), device=DEVICE)
+    x = torch.randn(1000, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(count, 256, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    q = hb.quantize(torch.randn(count, 512, 256, device=DEVICE).bfloat16(), "nf4")
+    if not peft_experts._has_grouped(x, w):
+        pytest.skip("needs Hopper")
+
+    def step() -> tuple[torch.Tensor, ...]:
+        rows = Rows(expert, count)
+        low = peft_experts.product(x, w, rows)
+        y = hb.grouped_linear(x, q, rows.expert)
+        return torch.autograd.grad((low, y), (x, w), (low.detach(), y.detach()))
+
+    right = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(found, right, strict=True):
+        assert relative_error(one, other.double()) < 1e-2
 
 
 def test_a_step_of_training(tmp_path: Path) -> None:

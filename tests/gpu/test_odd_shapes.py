@@ -19,6 +19,7 @@ from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.distance import shards
 from halfbyte.kernels.experts import cuda as experts_cuda
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear import cuda
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.linear.kernel import run
@@ -227,7 +228,7 @@ def test_experts(format: str, inner: int, hidden: int) -> None:
     for tokens in (1, 3, 11, 43):
         x, weights = torch.randn(tokens, hidden, device="cuda").bfloat16(), torch.rand(tokens, k, device="cuda")
         ids = torch.randint(-1, experts + 1, (tokens, k), device="cuda")
-        found = experts_cuda.moe(x, ids, weights, gate_up, down, "silu", None, None)
+        found = experts_cuda.moe(x, ids, weights, Block(gate_up, down, "silu"))
         assert found is not None
         right = hb.moe(x.float().cpu(), ids.cpu(), weights.cpu(), gate_up.to("cpu"), down.to("cpu"))
         assert relative_error(found.cpu(), right) < 1e-2
@@ -248,6 +249,12 @@ def test_many_pairs_with_experts(format: str, inner: int, hidden: int) -> None:
         found = hb.moe(x, ids, weights, gate_up, down, activation)
         right = hb.moe(x.float().cpu(), ids.cpu(), weights.cpu(), gate_up.to("cpu"), down.to("cpu"), activation)
         assert relative_error(found.cpu(), right) < 1e-2
+        for q in (gate_up, down):
+            grad = torch.randn(tokens * k, q.shape[1], device="cuda").bfloat16()
+            there = torch.ops.halfbyte.grouped_linear_backward(grad, *q.parts, ids.view(-1))
+            here = q.to("cpu")
+            right = torch.ops.halfbyte.grouped_linear_backward(grad.float().cpu(), *here.parts, ids.view(-1).cpu())
+            assert relative_error(there.cpu(), right) < 1e-2
 
 
 @pytest.mark.parametrize(("v", "d"), [(1, 1), (3, 64), (17, 127), (129, 33), (257, 192), (1000, 65)])

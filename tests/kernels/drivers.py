@@ -211,10 +211,10 @@ class Driver:
         addresses = (*struct.unpack_from("Q", first), *values[:4])
         (x, bias, out, place, *others, routes), (stale, per_row) = values[4:11], values[11:13]
         (n, k, row_tiles, room, units, _), (unit, _, _) = values[13:19], values[19:]
-        assert (grouping.experts, n, k) == self.like.shape
+        assert (grouping.experts, *((k, n) if self.back else (n, k))) == self.like.shape
         assert (row_tiles, units, unit) == (-(-n // 128), -(-k // 256), 1.0)
         assert place != 0 == stale == others[0] == others[1]
-        flat = decode.rows_of(self.like)
+        dense = self._dense(decode.rows_of(self.like), addresses).view(self.like.shape)
         self.seen.append((grouped, per_row))
         (count,) = memory(routes, (1,), torch.int32).tolist()
         for expert, begin, rows, _ in memory(routes + 16, (room, 4), torch.int32)[:count].tolist():
@@ -222,7 +222,7 @@ class Driver:
             for row in range(begin, begin + rows):
                 (pair,) = memory(routes + 16 * (1 + room) + 4 * row, (1,), torch.int32).tolist()
                 given = memory(x + (pair // per_row if per_row else row) * k * 2, (1, k), self.dtype)
-                y = self._product(flat, addresses, given, 0).float().view(-1, n)[expert]
+                y = linear_exact(given, dense[expert].t() if self.back else dense[expert]).float()[0]
                 if bias:
                     y = y + memory(bias, (grouping.experts, n), self.dtype)[expert]
                 if grouping.activation:

@@ -14,6 +14,7 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.experts import combine, cuda, reference, serves
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear import reach
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_decode import launch as decode
@@ -94,7 +95,7 @@ def test_a_block(gpu: Driver, dtype: torch.dtype, activation: str, narrow: bool)
         index = torch.randint(-1, experts + 1, (tokens, 3), dtype=kind)
         weights = torch.rand(tokens, 3).to(dtype if narrow else F32)
         for bias in (biases, (None, None)):
-            found = two_stacks(gpu, x, index, weights, gate_up, down, activation, *bias)
+            found = two_stacks(gpu, x, index, weights, Block(gate_up, down, activation, *bias))
             right = hb.moe(
                 x.float(), index, weights.float(), gate_up, down, activation,
                 *(None if one is None else one.float() for one in bias),
@@ -102,9 +103,9 @@ def test_a_block(gpu: Driver, dtype: torch.dtype, activation: str, narrow: bool)
             assert (found.float() - right).norm() <= 0.02 * right.norm()
 
 
-def two_stacks(gpu: Driver, *given: Any) -> Tensor:
+def two_stacks(gpu: Driver, x: Tensor, index: Tensor, weights: Tensor, block: Block) -> Tensor:
     """The block; the driver is told which stack comes next, and torch adds up."""
-    launch, stacks = cuda._launch, iter((given[3], given[4]))
+    launch, stacks = cuda._launch, iter(block.stacks)
 
     def tell(*launched: Any) -> None:
         gpu.like = next(stacks)
@@ -113,7 +114,7 @@ def two_stacks(gpu: Driver, *given: Any) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_launch", tell)
         patch.setattr(combine, "combine", added_up)
-        found = cuda.moe(*given)
+        found = cuda.moe(x, index, weights, block)
     assert found is not None
     return found
 

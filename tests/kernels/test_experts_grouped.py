@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,9 +20,11 @@ from routes import routes_of
 from torch import Tensor
 
 import halfbyte as hb
+from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.experts import combine, cuda, reference, sort
 from halfbyte.kernels.experts import grouped as many
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import grouped
@@ -97,13 +101,15 @@ def test_rooms(pairs: int) -> None:
     n=st.integers(1, 200).map(lambda n: 8 * n),
     k=st.integers(1, 100).map(lambda k: 64 * k),
     block_size=st.sampled_from([32, 64, 128]),
+    back=st.booleans(),
 )
-def test_every_plan_is_valid(pairs: int, experts: int, n: int, k: int, block_size: int) -> None:
+def test_every_plan_is_valid(pairs: int, experts: int, n: int, k: int, block_size: int, back: bool) -> None:
     o = problem(experts * n, k, block_size=block_size)
-    plans = grouped_plans(pairs, experts, (o, o), H200)
+    plans = grouped_plans(pairs, experts, (o, o), H200, back)
     assert plans is not None
     assert plans[0] == plans[1]
-    assert is_grouped_valid(plans[0], experts, n, k, span_of(o), H200)
+    assert plans[0].back is back
+    assert is_grouped_valid(plans[0], experts, *((k, n) if back else (n, k)), span_of(o), H200)
     assert plans[0].microseconds > 0
     assert plans[0].x_tiles(plans[0].chunk) == sort.most_tiles(pairs, experts, plans[0].tile_m)
     assert 1 - 1e-6 <= wanted(pairs, experts) <= experts + 1e-6
@@ -111,7 +117,7 @@ def test_every_plan_is_valid(pairs: int, experts: int, n: int, k: int, block_siz
 
 
 def test_plans_that_would_be_wrong_are_not_valid() -> None:
-    def valid(experts: int = 8, n: int = 1000, k: int = 4096, **changes: int) -> bool:
+    def valid(experts: int = 8, n: int = 1000, k: int = 4096, **changes: Any) -> bool:
         shape = {"tile_m": 128, "warpgroups": 2, "w_stages": 3, "x_stages": 6, "workers": 132, "cluster": 1}
         return is_grouped_valid(GemmPlan(**shape | {"chunk": 1280} | changes), experts, n, k, 64, H200)
 
@@ -124,6 +130,8 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert not valid(x_stages=8, tile_m=192, chunk=1920)  # more than shared memory holds
     assert not valid(cluster=4)
     assert not valid(experts=1 << 20, n=1 << 13)
+    assert valid(experts=1 << 20, n=1 << 13, k=1 << 11, back=True)  # whose rows of W are k
+    assert not valid(experts=1 << 20, back=True)
     assert grouped_plans(600, 8, problems("mixtral"), A100) is None
 
 
@@ -207,7 +215,7 @@ def test_a_block(
         index = torch.randint(-1, experts + 1, (tokens, 3), dtype=kind)
         weights = torch.rand(tokens, 3).to(dtype if narrow else F32)
         for bias in (biases, (None, None)):
-            found = many.moe(x, index, weights, gate_up, down, activation, *bias)
+            found = many.moe(x, index, weights, Block(gate_up, down, activation, *bias))
             assert found is not None
             right = hb.moe(
                 x.float(), index, weights.float(), gate_up, down, activation,
@@ -254,6 +262,91 @@ def test_grouped_linear(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.grouped_linear(x[:0], q, expert[:0], None) is None
 
 
+@pytest.mark.parametrize(
+    ("sides", "format", "options"),
+    [((4, 40, 64), "int4", {"group_size": 32}), ((3, 33, 128), "nf4", {}), ((2, 300, 96), "mxfp4", {})],
+)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_gradients(
+    gpu: Driver,
+    sides: tuple[int, int, int],
+    format: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one row and of many, of experts with an odd number of rows, of ids that are none."""
+    experts, n, _ = sides
+    q = hb.quantize(torch.randn(sides).to(dtype), format, **options)
+    told(gpu, monkeypatch, (q, Grouping(experts, scatters=True)))
+    gpu.back, gpu.dtype = True, dtype
+    exact = hb.dequantize(q, F32).double()
+    for rows, kind in ((1, torch.int64), (77, torch.int32), (77, torch.int64)):
+        grad, expert = torch.randn(rows, n).to(dtype), torch.randint(-1, experts + 1, (rows,), dtype=kind)
+        found = cuda.grouped_linear_backward(grad, q, expert)
+        assert found is not None
+        known = (expert >= 0) & (expert < experts)
+        rows_of_w = exact[expert.clamp(0, experts - 1).long()]
+        right = torch.where(known[:, None], torch.einsum("sn,snk->sk", grad.double(), rows_of_w), 0)
+        assert torch.equal(found, right.to(dtype))
+    assert {per_row for _, per_row in gpu.seen} == {1}
+    assert len(many.products.entries) == 2
+    assert cuda.grouped_linear_backward(grad[:0], q, expert[:0]) is None
+
+
+def test_gradients_that_are_left_to_torch(gpu: Driver) -> None:
+    """Of fp32, of blocks that begin within a row, and of experts that begin where no copy can."""
+    expert = torch.zeros(3, dtype=torch.int64)
+    for k, dtype in ((64, F32), (96, BF16)):
+        q = hb.quantize(torch.randn(2, 8, k))
+        assert cuda.grouped_linear_backward(torch.randn(3, 8).to(dtype), q, expert) is None
+    q = hb.quantize(torch.randn(2, 8, 64))
+    behind = torch.empty(q.packed.numel() + 8, dtype=torch.uint8)[8:].view(q.packed.shape).copy_(q.packed)
+    assert cuda.grouped_linear_backward(torch.randn(3, 8).bfloat16(), replace(q, packed=behind), expert) is None
+    assert not gpu.seen
+
+
+def test_forward_and_back_are_kept_apart(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stack with square experts, whose products have all else in common."""
+    q = hb.quantize(torch.randn(2, 64, 64).bfloat16(), "nf4")
+    told(gpu, monkeypatch, (q, Grouping(2, scatters=True)))
+    x, expert = torch.randn(600, 64).bfloat16(), torch.randint(0, 2, (600,))
+    dense = hb.dequantize(q, F32)[expert]
+    for gpu.back in (False, True, False):
+        found = cuda.grouped_linear_backward(x, q, expert) if gpu.back else many.grouped_linear(x, q, expert, None)
+        right = torch.einsum("sn,snk->sk" if gpu.back else "sk,snk->sn", x.float(), dense)
+        torch.testing.assert_close(found, right.bfloat16(), rtol=2e-2, atol=0.2)
+
+
+@pytest.mark.parametrize("sides", [(3, 333, 96), (2, 40, 320), (2, 256, 128)])
+def test_units_on_the_way_back(sides: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fetch.cuh and back.cuh find them: rows and columns of one expert, each with its own scale, zeros beyond."""
+    experts, n, k = sides
+    monkeypatch.setattr(grouped, "tensor_map", lambda *given: given)
+    q = hb.quantize(torch.randn(sides), block_size=32, nested=False)
+    plan = GemmPlan(32, 2, 6, 8, 132, 1, 32, back=True)
+    o = problem(experts * n, k, block_size=32, scale=F32, nested=0)
+    _, sizes, strides, box = cast(Any, grouped.weight_map(0, o, Grouping(experts), plan))
+    codebook, dense = torch.tensor(FORMATS["nf4"].codebook), hb.dequantize(q, F32)
+    whole = torch.zeros(experts, -(-n // 256) * 256, -(-k // 128) * 128)
+    for expert, first_column, first_row in product(range(experts), range(0, k, 128), range(0, n, 256)):
+        begin = first_column // 2, first_row, expert
+        at = torch.meshgrid(*(b + torch.arange(side) for b, side in zip(begin, box, strict=True)), indexing="ij")
+        there = torch.stack([place < size for place, size in zip(at, sizes, strict=True)]).all(0)
+        address = at[0] + at[1] * strides[0] + at[2] * strides[1]
+        copied = torch.where(there, q.packed.flatten()[torch.where(there, address, 0)], 0)[..., 0].t()
+        nibbles = torch.stack((copied >> 4, copied & 15), dim=2).flatten(1)
+        row, column = first_row + torch.arange(256)[:, None], first_column + torch.arange(128)
+        exists = (row < n) & (column < k)
+        block = torch.where(exists, (expert * n + row) * k + column, 0) >> 5
+        scale = torch.where(exists, q.scale.flatten()[block], 0)
+        place = whole[expert, first_row : first_row + 256, first_column : first_column + 128]
+        place.copy_(codebook[nibbles.long()] * scale)
+    assert torch.equal(whole[:, :n, :k], dense)
+    assert not whole[:, n:].any()
+    assert not whole[:, :, k:].any()
+
+
 VARIANTS = (
     (problem(64, 2048), "silu", {}),
     (problem(64, 1024, dtype=F16), "gelu", {}),
@@ -264,6 +357,30 @@ VARIANTS = (
     (problem(64, 1024, block_size=32), "gelu_tanh", {}),
     (problem(64, 1024, format="int4", block_size=32, scale=F16, nested=0, dtype=F16), "", {"scatters": True}),
 )
+
+
+BACK_VARIANTS = (
+    problem(64, 2048),
+    problem(64, 1024, dtype=F16, scale=F32, nested=0),
+    problem(64, 2880, format="mxfp4", block_size=32, nested=0),
+    problem(64, 1024, block_size=32),
+    problem(64, 1024, block_size=32, scale=F32, nested=0),
+    problem(64, 1024, format="int4", block_size=32, scale=F16, nested=0, dtype=F16),
+    problem(64, 1024, format="int4", block_size=128, scale=BF16, nested=0),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.compile_all)])
+def test_the_way_back_compiles_into_registers(every: bool, tmp_path: Path) -> None:
+    import triton
+
+    some = [(BACK_VARIANTS[0], 128), (BACK_VARIANTS[2], 32), (BACK_VARIANTS[3], 256), (BACK_VARIANTS[6], 64)]
+    for o, tile_m in product(BACK_VARIANTS, GROUPED_TILES_M) if every else some:
+        plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), 1, 1, tile_m, back=True)
+        found = used(grouped.variant(o, Grouping(1, scatters=True), plan, H200), tmp_path, triton)
+        assert found.keys() == {"multiply", "lay_out"}
+        assert all(each["STACK"] == each["LOCAL"] == "0" for each in found.values()), (plan, o)
 
 
 @pytest.mark.slow

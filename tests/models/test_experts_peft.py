@@ -227,7 +227,7 @@ def test_rows_without_an_expert_are_zeros(grouped: bool, monkeypatch: pytest.Mon
     expert = torch.tensor([3, -1, 0, 3, 4, 1])
     rows = Rows(expert, 4)
     x, w = torch.randn(6, 16).bfloat16().requires_grad_(), torch.randn(4, 16, 8).bfloat16().requires_grad_()
-    y = peft_experts._product(x[rows.order], w, rows)
+    y = peft_experts.product(x[rows.order], w, rows)
     none = torch.zeros(8, dtype=torch.bfloat16)
     expected = torch.stack([x[i] @ w[e] if 0 <= e < 4 else none for i, e in enumerate(expert.tolist())])
     torch.testing.assert_close(y, expected[rows.order])

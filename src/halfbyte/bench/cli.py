@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -205,19 +205,28 @@ def train(
     device: Device = None,
     tokens: Annotated[str, typer.Option(help="Of one text a step, comma-separated.")] = "512,2048,8192",
     layers: Annotated[int, typer.Option(min=0, help="Of a named shape; 0 for all of them.")] = 0,
+    experts: Annotated[bool, typer.Option("--experts", help="Adapters on the experts of a mixture, too.")] = False,
     rounds: Annotated[int, typer.Option(min=3, help="Samples of each provider; medians are reported.")] = 5,
     out: Out = None,
 ) -> None:
-    """A QLoRA step with PEFT: forward, backward and optimizer, beside bitsandbytes and Unsloth's way."""
+    """A QLoRA step with PEFT: forward, backward and optimizer, beside bitsandbytes and Unsloth's way.
+
+    With --experts also beside PEFT's own adapters of dense experts, and beside grouped products with those.
+    """
     from halfbyte.bench import runs, whole_models
     from halfbyte.bench.train import Settings, train_rows
     from halfbyte.terminal import say
 
     names, where = _models(model), device_to_measure(device)
     method = "wall clock of a step: rank 16 on every projection, gradient checkpointing, bf16 autocast, AdamW"
-    settings = Settings(counts_of(tokens), rounds, layers)
-    rows_of = partial(train_rows, device=where, settings=settings, say=say)
-    runs.run_models("train", method, names, rows_of, partial(whole_models.terminal_table, key="tokens"), where, out)
+    settings = Settings(counts_of(tokens), rounds, layers, experts)
+    labels = {settings.label(name): name for name in names}
+
+    def rows_of(label: str) -> Iterator[dict[str, Any]]:
+        return train_rows(labels[label], device=where, settings=settings, say=say)
+
+    table = partial(whole_models.terminal_table, key="tokens")
+    runs.run_models("train", method, list(labels), rows_of, table, where, out)
 
 
 @app.command()

@@ -11,7 +11,7 @@ in PEFT's own layout, so adapters fit those of a dense model: lora_A [E * r, in]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
@@ -24,7 +24,7 @@ from halfbyte.experts import grouped_linear
 from halfbyte.kernels.experts.plan import Group, groups_of
 from halfbyte.kernels.experts.reference import activate
 from halfbyte.models.experts import SOURCE
-from halfbyte.nn.experts import Experts4bit
+from halfbyte.nn.experts import PROJECTIONS, Experts4bit
 
 
 class Adapter(NamedTuple):
@@ -46,18 +46,19 @@ class Rows:
         key = torch.where((expert >= 0) & (expert < count), expert, count)
         self.expert, self.order = key.sort(stable=True)
         self.valid = (self.expert < count).unsqueeze(1)
-        self.counts = torch.bincount(key, minlength=count + 1)[:count]
-        self.ends = self.counts.cumsum(0, dtype=torch.int32)
+        each = torch.arange(count, dtype=self.expert.dtype, device=expert.device)
+        self.ends = torch.searchsorted(self.expert, each, right=True, out_int32=True)  # bincount would wait for a GPU
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         """The same on the host, which waits for a GPU."""
-        return groups_of(self.counts.tolist())
+        ends = self.ends.tolist()
+        return groups_of([end - begin for begin, end in zip([0, *ends], ends, strict=False)])
 
 
 def supports(module: nn.Module) -> bool:
-    """True for PEFT's wrapper of a parameter of 4-bit experts, known by name: nothing is imported to find out."""
-    return _is_wrapper(module) and isinstance(module.get_base_layer(), Experts4bit)  # type: ignore[operator]
+    """True for PEFT's wrapper of a parameter of 4-bit experts."""
+    return is_wrapper(module) and isinstance(module.get_base_layer(), Experts4bit)  # type: ignore[operator]
 
 
 def apply(module: nn.Module) -> None:
@@ -83,48 +84,72 @@ def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     """What PEFT's ParamWrapper.forward computes of dense experts: hidden_states [T, H] -> [T, H]."""
     if kwargs.pop("adapter_names", None) is not None or kwargs:
         raise ValueError(f"adapters of experts take no {', '.join(kwargs) or 'adapter_names'}: one adapter a batch")
-    adapters: dict[str, list[Adapter]] = {}
     dtype = autocast_dtype(hidden_states) or hidden_states.dtype
-    while _is_wrapper(module):
-        adapters.setdefault(module.parameter_name, []).extend(_adapters(module, dtype))
-        module = module.base_layer
-    experts: Experts4bit = module
+    experts: Experts4bit = module.get_base_layer()
+    sides = {name: tuple(experts.stack(name).shape[1:]) for name in PROJECTIONS}
+    adapters = adapters_of(module, sides, dtype)
     if not any(adapters.values()):
         result: Tensor = experts(hidden_states, top_k_index, top_k_weights)
         return result
-    x = hidden_states.to(dtype)
-    (tokens, hidden), k = x.shape, top_k_index.shape[1]
+
+    def multiply(x: Tensor, name: str, rows: Rows) -> Tensor:
+        bias = experts._parameters[f"{name}_bias"]
+        return grouped_linear(x, experts.stack(name), rows.expert, None if bias is None else bias.to(dtype))
+
     rows = Rows(top_k_index.reshape(-1), experts.num_experts)
+    return adapted(hidden_states.to(dtype), top_k_weights, rows, experts.activation, multiply, adapters)
+
+
+def adapted(
+    x: Tensor,
+    top_k_weights: Tensor,
+    rows: Rows,
+    activation: str,
+    multiply: Callable[[Tensor, str, Rows], Tensor],
+    adapters: Mapping[str, Sequence[Adapter]],
+) -> Tensor:
+    """A block of experts with adapters: x [T, H] and top_k_weights [T, k] -> [T, H], in x's dtype. `multiply` gives the
+    products of sorted rows with the frozen projection of a name, and its bias."""
+    (tokens, hidden), k = x.shape, top_k_weights.shape[1]
 
     def project(rows_of_x: Tensor, name: str) -> Tensor:
-        bias = experts._parameters[f"{name}_bias"]
-        added = None if bias is None else bias.to(dtype)
-        y = grouped_linear(rows_of_x, experts.stack(name), rows.expert, added)
+        y = multiply(rows_of_x, name, rows)
         for adapter in adapters.get(name, ()):
-            low = _product(rows_of_x, adapter.a, rows) * adapter.scaling
-            y = y + _product(low, adapter.b, rows)
+            low = product(rows_of_x, adapter.a, rows) * adapter.scaling
+            y = y + product(low, adapter.b, rows)
         return y
 
     pairs = project(x[rows.order // k], "gate_up_proj")
-    inner = activate(pairs.float(), experts.activation).to(dtype)
+    inner = activate(pairs.float(), activation).to(x.dtype)
     y = project(inner, "down_proj").float()
     weights = torch.where(rows.valid, top_k_weights.reshape(-1, 1)[rows.order].float(), 0)
     pairs = y.new_zeros((tokens * k, hidden)).index_copy(0, rows.order, y * weights)
-    return pairs.view(tokens, k, hidden).sum(1).to(dtype)
+    return pairs.view(tokens, k, hidden).sum(1).to(x.dtype)
 
 
-def _is_wrapper(module: nn.Module) -> bool:
+def adapters_of(module: Any, sides: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, list[Adapter]]:
+    """The active adapters of experts in `dtype`, by the names of their parameters. module: the outermost wrapper.
+    sides: [N, K] of each parameter."""
+    found: dict[str, list[Adapter]] = {}
+    while is_wrapper(module):
+        name = module.parameter_name
+        found.setdefault(name, []).extend(_adapters(module, sides[name], dtype))
+        module = module.base_layer
+    return found
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """True for PEFT's wrapper of a parameter, known by name: nothing is imported to find out."""
     kind = type(module)
     return kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft.tuners.lora.")
 
 
-def _adapters(wrapper: Any, dtype: torch.dtype) -> list[Adapter]:
+def _adapters(wrapper: Any, sides: tuple[int, ...], dtype: torch.dtype) -> list[Adapter]:
     """The active adapters of one parameter, in `dtype`."""
     found: list[Adapter] = []
     if wrapper.disable_adapters:
         return found
-    experts = wrapper.get_base_layer()
-    n, k = experts.stack(wrapper.parameter_name).shape[1:]
+    n, k = sides
     for name in wrapper.active_adapters:
         if name not in wrapper.lora_A:
             continue
@@ -137,7 +162,7 @@ def _adapters(wrapper: Any, dtype: torch.dtype) -> list[Adapter]:
                 f"experts {k} to {n}: this PEFT takes the packed bytes for the weight. Update it: pip install -U peft"
             )
         first, second = a.view(count, -1, a.shape[1]), b.view(b.shape[0], -1, count)
-        if given == (n, k) and not (n == k and _is_turned(wrapper, experts)):
+        if given == (n, k) and not (n == k and _is_turned(wrapper, wrapper.get_base_layer())):
             pair = first.transpose(1, 2), second.permute(2, 1, 0)
         else:
             pair = second.permute(2, 0, 1), first
@@ -145,7 +170,7 @@ def _adapters(wrapper: Any, dtype: torch.dtype) -> list[Adapter]:
     return found
 
 
-def _is_turned(wrapper: Any, experts: Experts4bit) -> bool:
+def _is_turned(wrapper: Any, experts: nn.Module) -> bool:
     """Whether A is at the output of the experts. So it is with PEFT 0.18, which takes dense parameters [E, N, K]
     for [E, K, N], where it has made the adapters before the experts were quantized."""
     source = vars(experts).get(SOURCE)
@@ -202,4 +227,4 @@ def _has_grouped(x: Tensor, y: Tensor) -> bool:
     )
 
 
-_product: Callable[..., Tensor] = _Product.apply
+product: Callable[..., Tensor] = _Product.apply  # of x [S, K], w [E, K, N] and Rows

@@ -28,6 +28,7 @@ from halfbyte.experts import moe
 from halfbyte.formats.settings import DEFAULT
 from halfbyte.formats.stacks import StackWriter, as_stack
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.experts.reference import ACTIVATIONS, SWIGLU_OAI
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.ops import quantize
@@ -183,10 +184,8 @@ class Experts4bit(torch.nn.Module):
         """What `forward` gives for x, added to a residual [T, H]; without gradients or autocast."""
         biases = (self.gate_up_proj_bias, self.down_proj_bias)
         of_gate_up, of_down = (None if bias is None else bias.to(x.dtype) for bias in biases)
-        stacks = self.gate_up, self.down
-        return eager_experts.moe(
-            x, top_k_index, top_k_weights, *stacks, self.activation, of_gate_up, of_down, residual
-        )  # fmt: skip
+        block = Block(self.gate_up, self.down, self.activation, of_gate_up, of_down)
+        return eager_experts.moe(x, top_k_index, top_k_weights, block, residual)
 
     def extra_repr(self) -> str:
         q = self._weights["gate_up_proj"]

@@ -20,6 +20,7 @@ from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.experts import grouped
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear import cache, reach
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.linear.kernel import RoutedProduct
@@ -45,16 +46,15 @@ def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor |
     return out
 
 
+def grouped_linear_backward(grad: Tensor, q: QuantizedWeight, expert: Tensor) -> Tensor | None:
+    """grad [S, N] times the transpose of the expert of each row -> [S, K], zeros for ids that are out of range; None
+    where no kernel is for it. All contiguous, grad aligned to 16 bytes, on the current device. Few rows are sorted,
+    too: the kernel for few has no way back."""
+    return grouped.grouped_linear_backward(grad, q, expert)
+
+
 def moe(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up: QuantizedWeight,
-    down: QuantizedWeight,
-    activation: str,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    residual: Residual | None = None,
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, block: Block, residual: Residual | None = None
 ) -> Tensor | None:
     """The experts of each token of x [T, H], weighted and added up, of few in three launches; None where no kernel is
     for it. A residual [T, H] is what the sums are added to.
@@ -65,12 +65,12 @@ def moe(
     pairs = tokens * k
     if slow.no_kernels("cuda") is not None:
         return None
-    inner = _product(x, gate_up, gate_up_bias, pairs, top_k_index, k, activation)
-    outer = _product(x, down, down_bias, pairs, top_k_index, 1, wide=True)
+    down = block.down
+    inner = _product(x, block.gate_up, block.gate_up_bias, pairs, top_k_index, k, block.activation)
+    outer = _product(x, down, block.down_bias, pairs, top_k_index, 1, wide=True)
     fits = inner is not None and outer is not None
-    if not fits or _is_better_sorted(x, (gate_up, down), pairs):
-        others = (gate_up_bias, down_bias, residual)
-        found = grouped.moe(x, top_k_index, top_k_weights, gate_up, down, activation, *others)
+    if not fits or _is_better_sorted(x, block.stacks, pairs):
+        found = grouped.moe(x, top_k_index, top_k_weights, block, residual)
         if not fits or found is not None:
             return found
     assert inner is not None
@@ -79,8 +79,8 @@ def moe(
 
     hidden, y = x.new_empty((pairs, down.shape[2])), x.new_empty((pairs, down.shape[1]), dtype=torch.float32)
     out = x.new_empty((tokens, down.shape[1]))
-    _launch(inner, x, top_k_index, gate_up_bias, hidden, pairs)
-    _launch(outer, hidden, top_k_index, down_bias, y, pairs)
+    _launch(inner, x, top_k_index, block.gate_up_bias, hidden, pairs)
+    _launch(outer, hidden, top_k_index, block.down_bias, y, pairs)
     combine(y, top_k_index, top_k_weights, out, down.shape[0], residual)
     return out
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.experts.sort import MOST_EXPERTS, Routes, most_tiles, sort
 from halfbyte.kernels.linear import cache, reach
 from halfbyte.kernels.linear.fusion import Residual
@@ -45,46 +46,47 @@ products: ThreadCache[Hashable, tuple[Products | None]] = ThreadCache()
 
 def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None) -> Tensor | None:
     """As in cuda.py."""
-    experts, n, _ = q.shape
-    found = _products(x, (q,), (bias,), (Grouping(experts, scatters=True),), len(x))
+    return _scattered(x, q, expert, bias, back=False)
+
+
+def grouped_linear_backward(grad: Tensor, q: QuantizedWeight, expert: Tensor) -> Tensor | None:
+    """As in cuda.py."""
+    return _scattered(grad, q, expert, None, back=True)
+
+
+def _scattered(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None, back: bool) -> Tensor | None:
+    """Each row times its expert or, on the way back, times the transpose of it, in the order of x."""
+    experts, n, k = q.shape
+    found = _products(x, (q,), (bias,), (Grouping(experts, scatters=True),), len(x), back)
     if found is None:
         return None
-    out = x.new_zeros((len(x), n))
+    out = x.new_zeros((len(x), k if back else n))
     _launch(found.each[0], x, found.sort(expert, experts), bias, out, 1)
     return out
 
 
 def moe(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up: QuantizedWeight,
-    down: QuantizedWeight,
-    activation: str,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    residual: Residual | None = None,
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, block: Block, residual: Residual | None = None
 ) -> Tensor | None:
     """As in cuda.py: sort, gate and up, down, and the weighted sums. Down's products are fp32."""
     if top_k_index.numel() == 0:
         return None
     from halfbyte.kernels.experts.combine import combine_sorted
 
-    (tokens, k), (experts, hidden, inner) = top_k_index.shape, down.shape
+    (tokens, k), (experts, hidden, inner) = top_k_index.shape, block.down.shape
     part = _part(tokens, k * (6 * hidden + 4 * inner))  # x laid out and down's rows, and what is between
-    groupings = Grouping(experts, activation), Grouping(experts, wide=True)
-    biases = gate_up_bias, down_bias
+    groupings = Grouping(experts, block.activation), Grouping(experts, wide=True)
     out = x.new_empty((tokens, hidden))
     for first in range(0, tokens, part):
         rows, ids, weights = (tensor[first : first + part] for tensor in (x, top_k_index, top_k_weights))
-        found = _products(x, (gate_up, down), biases, groupings, ids.numel())
+        found = _products(x, block.stacks, block.biases, groupings, ids.numel())
         if found is None:
             return None
         routes = found.sort(ids, experts)
         between = x.new_empty((ids.numel(), inner))
-        _launch(found.each[0], rows, routes, gate_up_bias, between, k)
+        _launch(found.each[0], rows, routes, block.gate_up_bias, between, k)
         y = x.new_empty((ids.numel(), hidden), dtype=torch.float32)
-        _launch(found.each[1], between, routes, down_bias, y, 0)
+        _launch(found.each[1], between, routes, block.down_bias, y, 0)
         added = None if residual is None else residual._replace(value=residual.value[first : first + part])
         combine_sorted(y, routes.places, weights, out[first : first + part], added)
     return out
@@ -121,13 +123,15 @@ def _products(
     biases: Sequence[Tensor | None],
     groupings: Sequence[Grouping],
     pairs: int,
+    back: bool = False,
 ) -> Products | None:
-    """The products with stacks, of so many pairs, kept from call to call; None where no kernel is for them."""
+    """The products with stacks, or with their transposes, of so many pairs, kept from call to call; None where no
+    kernel is for them."""
     if pairs == 0 or any(min(q.shape) == 0 or q.shape[0] > MOST_EXPERTS for q in stacks):
         return None
     keys = tuple(cache.key(x, q, bias, False) for q, bias in zip(stacks, biases, strict=True))
     room = room_of(pairs)
-    return products.get((keys, room, *groupings), lambda: (_bind(x, stacks, biases, groupings, room),))[0]
+    return products.get((keys, room, back, *groupings), lambda: (_bind(x, stacks, biases, groupings, room, back),))[0]
 
 
 def _bind(
@@ -136,13 +140,14 @@ def _bind(
     biases: Sequence[Tensor | None],
     groupings: Sequence[Grouping],
     pairs: int,
+    back: bool,
 ) -> Products | None:
     properties, experts = properties_of(x.get_device()), stacks[0].shape[0]
     if reach.without_kernels(properties) is not None:
         return None
     weights = [rows_of(q) for q in stacks]
     problems = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
-    plans = grouped.plan(pairs, experts, problems, properties)
+    plans = grouped.plan(pairs, experts, problems, properties, back)
     if plans is None:
         return None
     each = (

@@ -1,6 +1,7 @@
 // The way back, with Config::back: dx[m, k] = sum over n of dy[m, n] * W[n, k], from the same bytes of W.
 //
 // kernel.cu's names stay: its n are the columns of W and its k the rows, so Arguments have n = K and k = N; x is dy.
+// With `grouped` these are the sides of one expert.
 // W transposed is the A operand: a register of A holds two neighbouring rows of W of one column. A byte has two
 // neighbouring columns of one row, so the look-ups of two rows, each times the row's own scale, give the registers of
 // two columns, which are rows g and g + 8 of the MMA. ldmatrix transposes on the way: a lane gets, of two neighbouring
@@ -63,16 +64,21 @@ __device__ __forceinline__ u32 scale_place(u32 row) {
   return row / 32 * 32 + row % 8 / 2 * 8 + row % 32 / 8 * 2 + row % 2;
 }
 
-// Scales of one row of W, as stored, those of the CTA's columns.
+// The first row, among those of all experts, of what a unit is of.
+__device__ __forceinline__ u32 first_of(const Arguments&, const StreamUnit&) { return 0; }
+__device__ __forceinline__ u32 first_of(const Arguments& a, const GroupedUnit& at) { return at.tile.expert * a.k; }
+
+// Scales of one row of W, as stored, those of the CTA's columns. Row `row` is that of the expert whose first one is
+// `begin`.
 struct ColumnScales {
   u32 bits[SPANS_OF_ROW];
   float absmax[NESTED ? SPANS_OF_ROW : 1];
 
-  __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column) {
+  __device__ __forceinline__ void load(const Arguments& a, u32 begin, u32 row, u32 column) {
 #pragma unroll
     for (int s = 0; s < SPANS_OF_ROW; s++) {
       const bool exists = row < a.k && column + s * Config::span < a.n;
-      const u64 block = exists ? (u64(row) * a.n + column + s * Config::span) >> Config::log_block : 0;
+      const u64 block = exists ? (u64(begin + row) * a.n + column + s * Config::span) >> Config::log_block : 0;
       bits[s] = exists ? u32(__ldg(static_cast<const ScaleBits*>(a.scale) + block)) : 0;
       if (NESTED) absmax[s] = exists ? __ldg(a.absmax + (block >> 8)) : 0.0f;
     }

@@ -100,7 +100,8 @@ __device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 firs
   ColumnScales now[ROWS], then[ROWS];  // of this unit and of the next
   const auto load = [&](ColumnScales(&to)[ROWS]) {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) to[i].load(a, at.depth * UNIT_K + thread + SCALE_THREADS * i, first_row(at));
+    for (int i = 0; i < ROWS; i++)
+      to[i].load(a, first_of(a, at), at.depth * UNIT_K + thread + SCALE_THREADS * i, first_row(at));
   };
   load(now);
   const float offset = prepare_code(a, thread);
@@ -143,7 +144,8 @@ __device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const GroupedU
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
         "[%5];" ::"r"(to),
-        "l"(map), "r"(byte), "r"(first_row(at)), "r"(at.tile.expert), "r"(full)
+        "l"(map), "r"(Config::back ? first_row(at) / 2 : byte), "r"(Config::back ? at.depth * UNIT_K : first_row(at)),
+        "r"(at.tile.expert), "r"(full)
         : "memory");
 }
 

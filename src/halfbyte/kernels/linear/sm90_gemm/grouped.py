@@ -1,4 +1,5 @@
-"""Products of many pairs of a token and an expert with a stack of experts: kernel.cu with Config::grouped."""
+"""Products of many pairs of a token and an expert with a stack of experts, or with their transposes: kernel.cu with
+Config::grouped."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from halfbyte.kernels.linear.kernel import GroupedProduct
 from halfbyte.kernels.linear.laid_out import LAYOUT, UNIT_K
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm import launch
-from halfbyte.kernels.linear.sm90_gemm.plan import SCATTERED_REGISTERS, GemmPlan, grouped_plans
+from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_BACK_REGISTERS, SCATTERED_REGISTERS, GemmPlan, grouped_plans
 
 INTERLEAVED = "swiglu_oai"  # the activation whose gate and up rows are neighbours
 
@@ -39,25 +40,27 @@ def supports(problem: Problem) -> bool:
 
 
 def plan(
-    pairs: int, experts: int, problems: Sequence[Problem], properties: DeviceProperties
+    pairs: int, experts: int, problems: Sequence[Problem], properties: DeviceProperties, back: bool = False
 ) -> tuple[GemmPlan, ...] | None:
     """The plans for up to so many pairs and stacks, the rows of each problem being those of all experts; None where
-    this kernel does not support them."""
-    return grouped_plans(pairs, experts, problems, properties) if all(map(supports, problems)) else None
+    this kernel does not support them. back: of gradients, and for the products with the transposes."""
+    return grouped_plans(pairs, experts, problems, properties, back) if all(map(supports, problems)) else None
 
 
 def bind(
     device: torch.device, problem: Problem, weight: Addresses, grouping: Grouping, plan: GemmPlan
 ) -> GroupedProduct:
-    """The products of pairs with the experts of a stack on the current device."""
-    o, index, n = problem, device.index, problem.n // grouping.experts
-    tiles, units = plan.x_tiles(plan.chunk), -(-o.k // UNIT_K)
+    """The products of pairs with the experts of a stack on the current device; or, under a plan for the way back, with
+    their transposes."""
+    o, index, side = problem, device.index, problem.n // grouping.experts
+    n, k = (o.k, side) if plan.back else (side, o.k)
+    tiles, units = plan.x_tiles(plan.chunk), -(-k // UNIT_K)
     compiled = variant(o, grouping, plan, properties_of(index))
     key = index, tiles * units, plan, compiled
     lay_out, multiply = laid_out.launches.get(key, lambda: laid_out.make_launches(index, tiles * units, plan, compiled))
     packed, *scales = weight
     unit, codebook = launch.codebook(o)
-    sizes = (n, o.k, -(-n // plan.rows), tiles, units, plan.workers)
+    sizes = (n, k, -(-n // plan.rows), tiles, units, plan.workers)
     arguments = Arguments(LAYOUT, (weight_map(packed, o, grouping, plan), *scales), (*sizes, unit, 1.0, codebook))
     room = tiles * units * plan.tile_m * UNIT_K * 2
 
@@ -71,8 +74,8 @@ def bind(
 
 
 def weight_map(packed: int, o: Problem, grouping: Grouping, plan: GemmPlan) -> bytes:
-    """Of the stack. A copy brings rows of one expert: what is beyond its last is zeros, not the next one's. Where gate
-    and up are halves, it brings rows of both in turn."""
+    """Of the stack. A copy brings rows of one expert, or columns of them on the way back: what is beyond its last row
+    is zeros, not the next one's. Where gate and up are halves, it brings rows of both in turn."""
     n, row, rows = o.n // grouping.experts, o.k // 2, plan.copied_rows
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -81,7 +84,7 @@ def weight_map(packed: int, o: Problem, grouping: Grouping, plan: GemmPlan) -> b
         sizes, strides, box = (row, 2, n // 2, grouping.experts), (n // 2 * row, row, n * row), (2, rows // 2, 1)
     else:
         sizes, strides, box = (row, n, grouping.experts), (row, n * row), (rows, 1)
-    return tensor_map(packed, sizes, strides, (UNIT_K // 2, *box))
+    return tensor_map(packed, sizes, strides, (rows // 2, UNIT_K, 1) if plan.back else (UNIT_K // 2, *box))
 
 
 def has_halves(grouping: Grouping) -> bool:
@@ -96,8 +99,9 @@ def variant(problem: Problem, grouping: Grouping, plan: GemmPlan, properties: De
 
 def constants(problem: Problem, grouping: Grouping, plan: GemmPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
-    producer, consumer = SCATTERED_REGISTERS
+    producer, consumer = GROUPED_BACK_REGISTERS if plan.back else SCATTERED_REGISTERS
     return launch.constants(problem, plan) | {
-        "grouped": True, "activation": f"Activation::{grouping.activation or 'none'}", "wide": grouping.wide,
-        "scatters": grouping.scatters, "producer_registers": producer, "consumer_registers": consumer,
+        "grouped": True, "copies_x": False, "activation": f"Activation::{grouping.activation or 'none'}",
+        "wide": grouping.wide, "scatters": grouping.scatters, "producer_registers": producer,
+        "consumer_registers": consumer,
     }  # fmt: skip

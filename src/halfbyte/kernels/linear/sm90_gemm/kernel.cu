@@ -20,7 +20,7 @@
 // What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
 // up only activation(gate) * up is stored.
 //
-// The way back. With `back` the same loop multiplies with W transposed (back.cuh).
+// The way back. With `back` the same loop multiplies with W transposed (back.cuh), be it one weight or experts.
 //
 // Needs sm_90a, K % span == 0, packed aligned to 16 bytes, and units times CTAs below 2^32.
 //

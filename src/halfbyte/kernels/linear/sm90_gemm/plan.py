@@ -16,6 +16,7 @@ from halfbyte.kernels.linear.tune import h200
 STEP_K = 64  # of K, what x comes in
 REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
 SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a producer reads about experts
+GROUPED_BACK_REGISTERS = (72, 216)  # where it does both
 TILES_M = (96, 128, 160, 192, 224, 256)
 GROUPED_TILES_M = (32, 64, *TILES_M)  # of experts, which have few rows each, and of back, which has no other kernel
 MOST_STAGES = 8  # that there are barriers for
@@ -134,8 +135,8 @@ def x_stages(tile_m: int) -> int:
 
 
 def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
-    """True if kernel.cu computes the right thing under `plan` with a stack of experts [N, K]; `chunk` is the most rows
-    of x, all its tiles together."""
+    """True if kernel.cu computes the right thing under `plan` with a stack of experts [N, K], or [K, N] on the way
+    back; `chunk` is the most rows of x, all its tiles together."""
     return (
         properties.ptx == 90
         and plan.tile_m in GROUPED_TILES_M
@@ -147,30 +148,33 @@ def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, pr
         and plan.chunk > 0 == plan.chunk % plan.tile_m
         and -(-n // plan.rows) * plan.x_tiles(plan.chunk) * -(-k // UNIT_K) + plan.workers < 1 << 32
         and plan.chunk * -(-k // UNIT_K) * UNIT_K < 1 << 35  # pieces of eight
-        and experts * n < 1 << 32
+        and experts * (k if plan.back else n) < 1 << 32  # rows of W
         and plan.shared_bytes(span) <= properties.shared_memory
     )
 
 
 def grouped_plans(
-    pairs: int, experts: int, problems: Sequence[Problem], properties: DeviceProperties
+    pairs: int, experts: int, problems: Sequence[Problem], properties: DeviceProperties, back: bool = False
 ) -> tuple[GemmPlan, ...] | None:
     """The plans for pairs of a token and an expert with stacks, one after the other, that have tiles in common; or None
-    where this kernel does not support them. The rows of each problem are those of all experts."""
+    where this kernel does not support them. The rows of each problem are those of all experts. back: for rows [N]
+    and the products with the transposes."""
     found = []
-    for tile_m, times in h200.GROUPED_TIMES.items() if pairs and properties.ptx == 90 else ():
+    tiles_m = h200.GROUPED_BACK_TIMES if back else h200.GROUPED_TIMES
+    for tile_m, times in tiles_m.items() if pairs and properties.ptx == 90 else ():
         most = (pairs // tile_m + min(experts, pairs)) * tile_m
         stages = NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
         workers, plans = properties.sms, list[GemmPlan]()
         for o in problems:
-            n = o.n // experts
+            n, k = (o.k, o.n // experts) if back else (o.n // experts, o.k)
             tiles = math.ceil(usual_tiles(pairs, experts, tile_m) * -(-n // 128))
-            busy = -(-tiles // workers) * (-(-o.k // UNIT_K) * times.unit + times.tile)
-            time = h200.GEMM_START + h200.GROUPED_LAYING * pairs * o.k / 1e6 + busy
+            busy = -(-tiles // workers) * (-(-k // UNIT_K) * times.unit + times.tile)
+            time = h200.GEMM_START + h200.GROUPED_LAYING * pairs * k / 1e6 + busy
             shapes = (
-                GemmPlan(tile_m, 2, some, x_stages(tile_m), workers, 1, most, time) for some in range(stages, 1, -1)
+                GemmPlan(tile_m, 2, some, x_stages(tile_m), workers, 1, most, time, back)
+                for some in range(stages, 1, -1)
             )
-            valid = (plan for plan in shapes if is_grouped_valid(plan, experts, n, o.k, span_of(o), properties))
+            valid = (plan for plan in shapes if is_grouped_valid(plan, experts, n, k, span_of(o), properties))
             plans.extend(islice(valid, 1))
         if len(plans) == len(problems):
             found.append(tuple(plans))

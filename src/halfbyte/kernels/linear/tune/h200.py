@@ -197,6 +197,8 @@ GROUPED_TIMES = {
     224: GroupedTimes(2.55, 4.8), 256: GroupedTimes(2.75, 5.2),
 }  # fmt: skip
 GROUPED_LAYING = 2.2
+# The same on the way back, not measured yet: a unit as of one weight, and a tile as above.
+GROUPED_BACK_TIMES = {tile_m: GroupedTimes(unit, GROUPED_TIMES[tile_m].tile) for tile_m, unit in BACK_UNIT.items()}
 # µs of the sort, and of a thousand pairs in it.
 SORT_START, SORT_PAIRS = 5.0, 2.1
 # µs of a launch for pairs that are not, and MB a µs that experts come with, once for every eight rows of x.
