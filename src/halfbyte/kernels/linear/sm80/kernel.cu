@@ -9,17 +9,17 @@
 // permuted as long as x is permuted alike: each lane of a quad takes a quarter of a span, neighbouring bytes of W and
 // neighbouring numbers of x, both by loads as wide as these are.
 //
-// A byte becomes two 16-bit numbers by one look-up in a table in shared memory, which has a copy for every lane: no bank
-// conflicts. The host multiplies the codebook by a factor that makes its rounding to 16 bits harmless; one over that
-// factor (`unit`) goes into the scale. Where the codebook is the integers from -8 to 7 (`arithmetic`) there is no table:
-// a nibble becomes the last bits of a number whose unit in the last place is 1, from which that number is subtracted.
-// Scales multiply the sums of a span in fp32. A span always lies within one block.
+// A byte becomes two 16-bit numbers by one look-up in a table in shared memory, which has a copy for every lane: no
+// bank conflicts. The host multiplies the codebook by a factor that makes its rounding to 16 bits harmless; one over
+// that factor (`unit`) goes into the scale. Where the codebook is the integers from -8 to 7 (`arithmetic`) there is no
+// table: a nibble becomes the last bits of a number whose unit in the last place is 1, from which that number is
+// subtracted. Scales multiply the sums of a span in fp32. A span always lies within one block.
 //
 // Work. Tiles of TILE_N rows of W by TILE_M rows of x are cut along K into units, and every CTA takes an equal run of
 // units (device/scheduler.cuh). All warps copy: `stages` stages of W and x are on their way in a ring, past the ends of
-// tiles too. A warp multiplies 16 * row_groups rows of W with all rows of x; the k_warps that share rows share the spans
-// of each stage, and add up at a tile's end. CTAs that share a tile add up by the split-K fix-up (device/split_k.cuh).
-// Sums are always added in the same order, so the same input gives the same bits.
+// tiles too. A warp multiplies 16 * row_groups rows of W with all rows of x; the k_warps that share rows share the
+// spans of each stage, and add up at a tile's end. CTAs that share a tile add up by the split-K fix-up
+// (device/split_k.cuh). Sums are always added in the same order, so the same input gives the same bits.
 //
 // Needs sm_80, K % span == 0, block_size % span == 0, packed and x aligned to 16 bytes, N * K / span below 2^32, units
 // times CTAs below 2^32, and all CTAs on the GPU at once; any M and N.

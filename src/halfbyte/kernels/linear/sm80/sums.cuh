@@ -2,8 +2,8 @@
 
 #include "work.cuh"
 
-// Adds up the sums of the k_warps that share rows, in their order; the first of them has the result. Up to sixteen at a time,
-// so that there is room for them beside the stages, which have the next tile's numbers already.
+// Adds up the sums of the k_warps that share rows, in their order; the first of them has the result. It takes up to
+// sixteen at a time, for which there is room beside the stages, which have the next tile's numbers already.
 __device__ __forceinline__ void add_up(float (&total)[SUMS], u32 n_warp, u32 k_warp, u32 lane) {
   if constexpr (Config::k_warps > 1) {
     constexpr u32 CHUNK = SUMS % 16 == 0 ? 16 : SUMS % 8 == 0 ? 8 : 4;

@@ -6,10 +6,10 @@
 //       2 * group + 1, so the eight groups of a warp then read neighbouring rows
 //   x   rows of 8 * X_PIECES numbers
 //
-// Which piece lies where in its row depends on the row (w_place, x_place), such that the lanes that shared memory serves
-// at once, 8 of them with 16 bytes, 16 with 8 or 32 with 4, use all 32 banks. The piece is put through an exclusive or
-// with a number that does not depend on the span, or on which of its pieces it is; so a place is that of a span's first
-// piece, exclusive or what these add to it.
+// Which piece lies where in its row depends on the row (w_place, x_place), such that the lanes that shared memory
+// serves at once, 8 of them with 16 bytes, 16 with 8 or 32 with 4, use all 32 banks. The piece is put through an
+// exclusive or with a number that does not depend on the span, or on which of its pieces it is; so a place is that of a
+// span's first piece, exclusive or what these add to it.
 
 #include "device/epilogue.cuh"
 #include "device/mma.cuh"
