@@ -1,13 +1,18 @@
-"""A case that needs no peer and no time, and the record of its rows."""
+"""A case that needs no peer and no time, the record of its rows, and a stand-in for a peer that needs a GPU."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from halfbyte.bench import humming
 from halfbyte.bench.case import Case, make_record, run, same_bits
 
 CPU = torch.device("cpu")
@@ -35,3 +40,81 @@ def record(case: Callable[..., Case]) -> dict[str, Any]:
     first = case("2×3", halfbyte=right, peft=right)
     second = case("4×6", halfbyte=right, peft=lambda _: torch.full((6,), -1.0))
     return make_record("dequantize", CPU, [*run(first, 3), *run(second, 3)], copy=10.0)
+
+
+class Schema:
+    """A stand-in for humming's: whole numbers from -8 to 7 with a scale."""
+
+    def quant_tensor(self, dense: Tensor, schema: Schema, dtype: torch.dtype) -> dict[str, Tensor]:
+        assert schema is self
+        groups = dense.float().unflatten(1, (-1, 128))
+        scale = (groups.abs().amax(2) / 7).clamp(min=1e-6).to(dtype)
+        weight = (groups / scale.float().unsqueeze(2)).round().clamp(-8, 7).flatten(1).int()
+        return {"weight": weight, "weight_scale": scale}
+
+    def dequant_tensors(self, tensors: dict[str, Tensor]) -> Tensor:
+        groups = tensors["weight"].float().unflatten(-1, (-1, 128))
+        return (groups * tensors["weight_scale"].float().unsqueeze(-1)).flatten(-2)
+
+
+class Layer(torch.nn.Module):
+    """A stand-in for HummingLayer, by its signature."""
+
+    def __init__(
+        self, shape_n: int, shape_k: int, weight_config: dict[str, Any], num_experts: int | None,
+        torch_dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert weight_config == {"dtype": "int4", "group_size": 128}
+        assert shape_k % 128 == 0
+        self.weight_schema = Schema()
+        self.humming_config, self.locks = (num_experts, shape_n, shape_k), torch.zeros(1)
+
+    def load_from_tensors(self, tensors: dict[str, Tensor]) -> None:
+        self.loaded = tensors
+
+    def transform(self) -> None:
+        for name, tensor in self.loaded.items():
+            setattr(self, name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+
+
+def forward(
+    config: Any, x: Tensor, *, weight: Tensor, weight_scale: Tensor, locks: Tensor, compute_config: str,
+    sorted_ids: Tensor | None = None, expert_ids: Tensor | None = None, num_tokens_padded: Tensor | None = None,
+    top_k: int = 1,
+) -> Tensor:  # fmt: skip
+    """A stand-in for humming_forward, by its signature, that multiplies what it is given, rows of experts by tiles."""
+    experts, n, k = config
+    assert x.shape[1] == k
+    dense = Schema().dequant_tensors({"weight": weight, "weight_scale": weight_scale})
+    if experts is None:
+        assert json.loads(compute_config) == {"gemm_type": "dense"}
+        return (x.float() @ dense.T).to(x.dtype)
+    assert json.loads(compute_config) == {"gemm_type": "indexed"}
+    assert sorted_ids is not None
+    assert expert_ids is not None
+    assert num_tokens_padded is not None
+    assert int(num_tokens_padded) == len(sorted_ids) == 4 * len(expert_ids)
+    y = x.new_full((len(x) * top_k, n), torch.nan)
+    for rows, expert in zip(sorted_ids.view(-1, 4), expert_ids, strict=True):
+        for row in rows[rows < len(y)].tolist():
+            y[row] = (x[row // top_k].float() @ dense[expert].T).to(x.dtype)
+    return y
+
+
+def ways(config: Any, gemm_type: str) -> list[Any]:
+    """A stand-in for get_heuristics_config."""
+    assert gemm_type == "indexed"
+    return [(0, 2, {"block_shape": [64, 0, 0]}), (2, 1 << 30, {"block_shape": [4, 0, 0]})]
+
+
+@pytest.fixture
+def _humming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package, on a CPU."""
+    parts = {"layer": {"HummingLayer": Layer}, "forward": {"humming_forward": forward}}
+    parts["tune"] = {"get_heuristics_config": ways}
+    monkeypatch.setitem(sys.modules, "humming", ModuleType("humming"))
+    for name, members in parts.items():
+        monkeypatch.setitem(sys.modules, f"humming.{name}", SimpleNamespace(**members))  # type: ignore[arg-type]
+    for kind in (humming.Humming, humming.HummingLinear):
+        monkeypatch.setattr(kind, "is_here", lambda device: True)

@@ -7,12 +7,11 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from typer.testing import CliRunner
 
 from halfbyte.bench import experts as bench
@@ -143,68 +142,6 @@ def test_the_order_that_humming_takes(tile: int) -> None:
         found.setdefault(one, []).extend(inside)
     assert found == {0: [1, 5], 3: [0, 2, 4, 6, 7], 5: [3]}
     assert all(8 not in rows for rows in tiles[:-1] if tile == 1)
-
-
-class Schema:
-    """A stand-in for humming's: whole numbers from -8 to 7 with a bf16 scale."""
-
-    def quant_tensor(self, dense: Tensor, schema: Schema, dtype: torch.dtype) -> dict[str, Tensor]:
-        assert schema is self
-        groups = dense.float().unflatten(1, (-1, 128))
-        scale = (groups.abs().amax(2) / 7).clamp(min=1e-6).to(dtype)
-        weight = (groups / scale.float().unsqueeze(2)).round().clamp(-8, 7).flatten(1).int()
-        return {"weight": weight, "weight_scale": scale}
-
-    def dequant_tensors(self, tensors: dict[str, Tensor]) -> Tensor:
-        groups = tensors["weight"].float().unflatten(-1, (-1, 128))
-        return (groups * tensors["weight_scale"].float().unsqueeze(-1)).flatten(-2)
-
-
-@pytest.fixture
-def _humming(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the package, by its signatures, that multiplies what it is given tile by tile."""
-
-    class Layer(torch.nn.Module):
-        def __init__(
-            self, shape_n: int, shape_k: int, weight_config: dict[str, Any], num_experts: int, torch_dtype: torch.dtype
-        ) -> None:
-            super().__init__()
-            assert weight_config == {"dtype": "int4", "group_size": 128}
-            assert (shape_k % 128, torch_dtype) == (0, torch.bfloat16)
-            self.weight_schema = Schema()
-            self.humming_config, self.locks = (num_experts, shape_n, shape_k), torch.zeros(1)
-
-        def load_from_tensors(self, tensors: dict[str, Tensor]) -> None:
-            self.loaded = tensors
-
-        def transform(self) -> None:
-            for name, tensor in self.loaded.items():
-                setattr(self, name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
-
-    def forward(
-        config: Any, x: Tensor, *, weight: Tensor, weight_scale: Tensor, sorted_ids: Tensor, expert_ids: Tensor,
-        num_tokens_padded: Tensor, locks: Tensor, top_k: int, compute_config: str,
-    ) -> Tensor:  # fmt: skip
-        assert json.loads(compute_config) == {"gemm_type": "indexed"}
-        assert int(num_tokens_padded) == len(sorted_ids) == 4 * len(expert_ids)
-        assert x.shape[1] == config[2]
-        dense = Schema().dequant_tensors({"weight": weight, "weight_scale": weight_scale})
-        y = x.new_full((len(x) * top_k, config[1]), torch.nan)
-        for rows, expert in zip(sorted_ids.view(-1, 4), expert_ids, strict=True):
-            for row in rows[rows < len(y)].tolist():
-                y[row] = (x[row // top_k].float() @ dense[expert].T).to(x.dtype)
-        return y
-
-    def ways(config: Any, gemm_type: str) -> list[Any]:
-        assert gemm_type == "indexed"
-        return [(0, 2, {"block_shape": [64, 0, 0]}), (2, 1 << 30, {"block_shape": [4, 0, 0]})]
-
-    parts = {"layer": {"HummingLayer": Layer}, "forward": {"humming_forward": forward}}
-    parts["tune"] = {"get_heuristics_config": ways}
-    monkeypatch.setitem(sys.modules, "humming", ModuleType("humming"))
-    for name, members in parts.items():
-        monkeypatch.setitem(sys.modules, f"humming.{name}", SimpleNamespace(**members))  # type: ignore[arg-type]
-    monkeypatch.setattr(humming.Humming, "is_here", lambda device: True)
 
 
 @pytest.mark.usefixtures("_humming")

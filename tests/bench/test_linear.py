@@ -109,6 +109,23 @@ def test_marlin(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < rows["marlin"].facts["relative_error"] <= BOUND[torch.float16]
 
 
+@pytest.mark.usefixtures("_quick", "_humming")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_humming(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    [case] = cases("nf4", dtype, rows=(3,))
+    rows = {row.provider: row for row in run(case, 3)}
+    assert rows["humming"].error is None
+    assert 0 < rows["humming"].facts["relative_error"] <= BOUND[dtype]
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no compiler\nanywhere")
+
+    monkeypatch.setattr(sys.modules["humming.forward"], "humming_forward", fails)
+    [case] = cases("nf4", dtype, rows=(3,))
+    assert "humming" not in case.providers
+    assert case.left_out["humming"] == "it cannot take [64, 128]: RuntimeError: no compiler"
+
+
 @pytest.mark.usefixtures("_quick")
 def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     [case] = cases(rows=(2,))

@@ -22,7 +22,11 @@ from halfbyte.kernels.experts import cuda as experts_cuda
 from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear import cuda
 from halfbyte.kernels.linear.fusion import Residual
-from halfbyte.kernels.linear.kernel import run
+from halfbyte.kernels.linear.kernel import plan_for, run
+from halfbyte.kernels.linear.problem import problem_of
+from halfbyte.kernels.linear.sm75 import launch as sm75
+from halfbyte.kernels.linear.sm80 import launch as sm80
+from halfbyte.kernels.linear.sm80.plan import is_valid as ring_fits
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import DecodePlan, Scales, is_valid
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
@@ -188,6 +192,39 @@ def test_linear_of_every_format(dtype: torch.dtype, shape: tuple[int, int]) -> N
             y = hb.linear(x, q, bias, batch_invariant=invariant)
             right = x.double() @ exact.double().t() + (0.0 if bias is None else bias.double())
             assert relative_error(y, right) < 5e-3
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (33, 320), (129, 1088), (530, 2304)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_linear_of_other_gpus(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """What serves GPUs from sm_75 on: rows and K that end within a tile, a unit or a stage; CTAs that share tiles."""
+    n, k = shape
+    cases = [("nf4", {}), ("fp4", {"block_size": 32, "nested": False}), ("mxfp4", {})]
+    if k % 64 == 0:
+        cases.append(("int4", {"group_size": 64}))
+    for format, options in cases:
+        if k % options.get("block_size", 32):
+            continue
+        q = hb.quantize(torch.randn(shape, device="cuda").to(dtype) / k**0.5, format, **options)
+        exact = hb.dequantize(q, torch.float32)
+        for m in (1, 9, 33, 70):
+            x = torch.randn((m, k), device="cuda").to(dtype)
+            bias = torch.randn(n, device="cuda").to(dtype) if m % 2 else None
+            right = x.double() @ exact.double().t() + (0.0 if bias is None else bias.double())
+            for kernel in (sm75, sm80):
+                if (plan := plan_for(kernel, x, q, bias)) is None:
+                    assert kernel is sm75  # which has no exponents
+                    assert format == "mxfp4"
+                    continue
+                plans = [plan]
+                if kernel is sm80:
+                    tiles = math.prod(plan.sizes(m, n, k)[:2])
+                    plans += [replace(plan, ctas=ctas, stages=3) for ctas in (1, tiles + 1)]
+                    plans = [plan for plan in plans if ring_fits(plan, m, problem_of(x, q, bias), properties_of(0))]
+                for plan in plans:
+                    y = torch.full((m, n), 777.0, device="cuda").to(dtype)
+                    run(kernel, x, q, bias, y, plan)
+                    assert relative_error(y, right) < 5e-3, plan
 
 
 @pytest.mark.parametrize("k", [3840, 4864])

@@ -1,7 +1,7 @@
-"""humming (github.com/vllm-project/humming, Apache-2.0), from PyPI as humming-kernels: products with stacks of int4
-experts on an NVIDIA GPU.
+"""humming (github.com/vllm-project/humming, Apache-2.0), from PyPI as humming-kernels: products with int4 weights and
+with stacks of int4 experts on an NVIDIA GPU.
 
-Its own code quantizes the experts, in groups of 128 along K, and lays them out anew. K is filled up with zeros to a
+Its own code quantizes the weights, in groups of 128 along K, and lays them out anew. K is filled up with zeros to a
 multiple of 128. Its indexed product takes a list of rows sorted by expert, with each expert's rows padded to a multiple
 of the kernel's tile; vLLM makes that list by a kernel of its own, and here it is made before anything is timed.
 """
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INDEXED = "indexed"
-PARTS = ("weight", "weight_scale", "zero_point", "weight_scale_2")  # of a stack, as its functions name them
+DENSE, INDEXED = "dense", "indexed"  # its names for the two products
+PARTS = ("weight", "weight_scale", "zero_point", "weight_scale_2")  # of a weight, as its functions name them
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Rows:
     num_tokens_padded: Tensor
 
 
-class Humming:
-    """A stack of experts, and copies of it elsewhere in memory.
+class _Packed:
+    """A weight [N, K] or a stack of experts [E, N, K] in humming's layout, and copies of it elsewhere in memory.
 
-    dense: [E, N, K], bf16 or fp16, on the current GPU. copies: how many there are, one of them the first.
+    dense: bf16 or fp16, on the current GPU. copies: how many there are, one of them the first.
     """
 
     GROUP_SIZE = 128
@@ -44,31 +44,72 @@ class Humming:
     def is_here(device: torch.device) -> bool:
         return device.type == "cuda" and find_spec("humming") is not None
 
-    def __init__(self, dense: Tensor, copies: int) -> None:
+    def __init__(self, dense: Tensor, copies: int, product: str) -> None:
         layers = import_module("humming.layer")
-        self.count, n, self.k = dense.shape
+        n, self.k = dense.shape[-2:]
         self.padding = -self.k % self.GROUP_SIZE
         layer = layers.HummingLayer(
             shape_n=n,
             shape_k=self.k + self.padding,
             weight_config={"dtype": "int4", "group_size": self.GROUP_SIZE},
-            num_experts=self.count,
+            num_experts=len(dense) if dense.dim() == 3 else None,
             torch_dtype=dense.dtype,
         ).to(dense.device)
         self.schema = layer.weight_schema
-        experts = [self.schema.quant_tensor(self._padded(expert), self.schema, dense.dtype) for expert in dense]
-        self.packed = {name: torch.stack([expert[name] for expert in experts]) for name in experts[0]}
+        if dense.dim() == 3:
+            experts = [self._quantized(expert) for expert in dense]
+            self.packed = {name: torch.stack([expert[name] for expert in experts]) for name in experts[0]}
+        else:
+            self.packed = self._quantized(dense)
         layer.load_from_tensors(self.packed)
         layer.transform()
         self.config, self.locks = layer.humming_config, layer.locks
         first = {name: part.detach() for name in PARTS if (part := getattr(layer, name, None)) is not None}
         self.copies = [first, *({name: part.clone() for name, part in first.items()} for _ in range(copies - 1))]
         self.forward = import_module("humming.forward").humming_forward
-        self.compute = json.dumps({"gemm_type": INDEXED})
+        self.compute = json.dumps({"gemm_type": product})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.packed.values())
+
+    def _quantized(self, dense: Tensor) -> dict[str, Tensor]:
+        parts: dict[str, Tensor] = self.schema.quant_tensor(self._padded(dense), self.schema, dense.dtype)
+        return parts
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        return torch.nn.functional.pad(rows, (0, self.padding)).contiguous()
+
+
+class HummingLinear(_Packed):
+    """A weight [N, K]."""
+
+    def __init__(self, dense: Tensor, copies: int) -> None:
+        super().__init__(dense, copies, DENSE)
+
+    def exact(self) -> Tensor:
+        """The dense weight [N, K], fp32."""
+        dense: Tensor = self.schema.dequant_tensors(self.packed)
+        return dense[:, : self.k]
+
+    def __call__(self, x: Tensor, copy: int) -> Tensor:
+        """x [M, K] with K a multiple of the group -> [M, N]."""
+        result: Tensor = self.forward(
+            self.config, x, **self.copies[copy], locks=self.locks, compute_config=self.compute
+        )
+        return result
+
+
+class Humming(_Packed):
+    """A stack of experts."""
+
+    def __init__(self, dense: Tensor, copies: int) -> None:
+        super().__init__(dense, copies, INDEXED)
+        self.count = len(dense)
 
     @property
     def bytes_of_expert(self) -> int:
-        return sum(part.nbytes for part in self.packed.values()) // self.count
+        return self.nbytes // self.count
 
     def exact(self, expert: int) -> Tensor:
         """The dense weight [N, K] of an expert, fp32."""
@@ -105,9 +146,6 @@ class Humming:
             if least < pairs and (pairs <= most or most <= 0):
                 return int(way["block_shape"][0])
         raise ValueError(f"humming has no kernel for {pairs} pairs of a token and an expert")
-
-    def _padded(self, rows: Tensor) -> Tensor:
-        return torch.nn.functional.pad(rows, (0, self.padding)).contiguous()
 
 
 def padded_order(expert: Tensor, count: int, tile: int) -> tuple[Tensor, Tensor]:

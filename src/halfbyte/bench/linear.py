@@ -16,6 +16,7 @@ from halfbyte import ops
 from halfbyte.bench import baselines
 from halfbyte.bench.case import Case
 from halfbyte.bench.dequantize import input_sets
+from halfbyte.bench.humming import HummingLinear
 from halfbyte.formats import bitsandbytes as layout
 from halfbyte.formats.bitsandbytes import to_bitsandbytes
 from halfbyte.formats.int4 import INT4
@@ -36,6 +37,7 @@ CPU_SHAPES = ((4096, 4096), (14336, 4096))
 GPU_ROWS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 CPU_ROWS = (1, 4, 16, 64)
 
+HUMMING = "humming"
 REPACKED = "bitsandbytes repacked"  # its module in eval mode on a CPU with AVX512-BF16
 
 # The largest ‖y - y64‖ / ‖y64‖ that passes: twice the rounding of weights and results, a little more in fp32 for sums.
@@ -140,6 +142,17 @@ def _products(
         marlin = [packed, *(deepcopy(packed) for _ in integers[1:])]
         products["marlin"] = lambda x, i: marlin[i](x)
         exact["marlin"] = _decoded(integers[:1] * len(integers))
+    if dtype != torch.float32 and HummingLinear.is_here(device):
+        try:
+            humming = HummingLinear(dense[0], len(dense))
+            humming(dense[0][:1], 0)  # which compiles
+        except Exception as error:  # it compiles on this machine, which may fail in many ways; the others are timed
+            left_out[HUMMING] = f"it cannot take {list(dense[0].shape)}: {type(error).__name__}: {error}".splitlines()[
+                0
+            ]
+        else:
+            products[HUMMING] = humming
+            exact[HUMMING] = lambda i: humming.exact()
     return products, exact, left_out
 
 

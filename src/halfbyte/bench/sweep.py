@@ -13,6 +13,7 @@ STYLES = {
     **dict.fromkeys(DENSE, "#3d5a80"),
     "tinygemm": "#98c1a3",
     "marlin": "#6d597a",
+    "humming": "#588157",
     "halfbyte int4": "#f4a261",
     "dequantize + linear": "#b8a9c9",
     "bitsandbytes repacked": "#e9a23b",
