@@ -65,16 +65,26 @@ def linear(
     dtype: Dtype = "bfloat16",
     format: Annotated[str, typer.Option(help="nf4, fp4 or int4.")] = "nf4",
     nested: Nested = True,
+    target: Annotated[
+        str | None, typer.Option(help="Take the kernels of another GPU than the one at hand, such as sm_80.")
+    ] = None,
+    sms: Annotated[int | None, typer.Option(min=1, help="With --target: on so many multiprocessors.")] = None,
     rounds: Rounds = 15,
     out: Out = None,
 ) -> None:
-    """x @ W.T from 4-bit weights, beside dense weights, bitsandbytes, dequantize + linear, and tinygemm."""
+    """x @ W.T from 4-bit weights, beside dense weights, bitsandbytes, dequantize + linear, tinygemm and humming."""
     from halfbyte.bench.linear import CPU_SHAPES, GPU_SHAPES, linear_cases
 
-    cases = partial(linear_cases, rows=counts_of(rows))
+    if target is None and sms is not None:
+        raise typer.BadParameter("--sms limits another GPU's grids; say which with --target")
+    of_another = None if target is None else _another_gpu(target, sms)
+    cases = partial(linear_cases, rows=counts_of(rows), properties=of_another)
     sizes = {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES}
     nested = nested and format != "int4"
-    _run("linear", cases, device, shapes, dtype, format, nested, rounds, out, sizes, ("nf4", "fp4", "int4"))
+    # A record of its own: what this GPU is as another one is no record of this GPU.
+    parts = ["linear", *([] if target is None else [target, "" if sms is None else f"{sms}-sms", dtype])]
+    name = "-".join(filter(None, parts))
+    _run("linear", cases, device, shapes, dtype, format, nested, rounds, out, sizes, ("nf4", "fp4", "int4"), name)
 
 
 @app.command()
@@ -326,6 +336,7 @@ def _run(
     out: Path | None,
     defaults: Mapping[str, Sequence[tuple[int, int]]] | None = None,
     formats: Sequence[str] = ("nf4", "fp4"),
+    name: str | None = None,
 ) -> None:
     import torch
 
@@ -337,7 +348,26 @@ def _run(
         raise typer.BadParameter(f"format {format!r} is not {' or '.join(formats)}, the formats that the peers have")
     device = device_to_measure(device_name)
     sizes = _shapes(shapes) or (defaults or {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES})[device.type]
-    runs.run_cases(bench, make_cases(device, sizes, getattr(torch, dtype), format, nested), device, rounds, out)
+    cases = make_cases(device, sizes, getattr(torch, dtype), format, nested)
+    runs.run_cases(bench, cases, device, rounds, out, name)
+
+
+def _another_gpu(target: str, sms: int | None) -> Any:
+    """The properties of a GPU that is not here, with as many multiprocessors as the one that is."""
+    import torch
+
+    from halfbyte.kernels.common.device import properties_for, properties_of
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("--target runs another GPU's kernels on an NVIDIA GPU, and there is none")
+    here = properties_of(torch.cuda.current_device())
+    with usage():
+        found = properties_for(target, sms or here.sms)
+    if found.capability > here.capability or (sms or 0) > here.sms:
+        raise typer.BadParameter(
+            f"this GPU, sm_{here.capability} with {here.sms} multiprocessors, cannot be a {target}"
+        )
+    return found
 
 
 def _check_dtype(dtype: str) -> None:

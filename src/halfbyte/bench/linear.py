@@ -22,6 +22,10 @@ from halfbyte.formats.bitsandbytes import to_bitsandbytes
 from halfbyte.formats.int4 import INT4
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.linear import dispatch
+from halfbyte.kernels.linear.kernel import run
+from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.measure.error import relative_error
 
@@ -52,11 +56,15 @@ def linear_cases(
     nested: bool,
     rows: Sequence[int] = (),
     alone: bool = False,
+    properties: DeviceProperties | None = None,
 ) -> Iterator[Case]:
     """One case a shape and number of rows: halfbyte, torch on dense weights, dequantize and torch, the 4-bit peers.
 
-    alone: without peers, some of which take seconds to pack a weight.
+    alone: without peers, some of which take seconds to pack a weight. properties: of another GPU, whose kernels and
+    grids halfbyte takes on this one.
     """
+    ours = ops.linear if properties is None else partial(linear_of_another, properties=properties)
+    other = {} if properties is None else {"target": f"sm_{properties.capability}", "sms": properties.sms}
     rows = rows or (GPU_ROWS if device.type == "cuda" else CPU_ROWS)
     for shape in shapes:
         n, k = shape
@@ -64,7 +72,7 @@ def linear_cases(
         sets = input_sets(packed, device)
         dense = [torch.randn(shape, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
         weights = [_quantized(weight, format, nested) for weight in dense]
-        products, exact, left_out = _products(dense, weights, device, alone)
+        products, exact, left_out = _products(dense, weights, device, ours, alone)
         for m in rows:
             x = [torch.randn(m, k, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
             exactly = {weight: _exact_products(x, weight) for weight in exact.values()}
@@ -81,11 +89,21 @@ def linear_cases(
                 device,
                 {
                     "shape": [n, k], "m": m, "n": n, "k": k, "dtype": str(dtype).removeprefix("torch."),
-                    "format": format, "block_size": weights[0].block_size, "nested": nested, "inputs": sets,
+                    "format": format, "block_size": weights[0].block_size, "nested": nested, "inputs": sets, **other,
                 },
                 lambda result, right: {"relative_error": float(f"{relative_error(result, right):.4g}")},
                 left_out,
             )  # fmt: skip
+
+
+def linear_of_another(x: Tensor, q: QuantizedWeight, properties: DeviceProperties) -> Tensor:
+    """x [M, K] @ W.T on this GPU, by the kernel and the grid that `linear` has for a GPU of such properties."""
+    choice = dispatch.choose(len(x), problem_of(x, q, None), properties, False)
+    if choice is None:
+        return torch.nn.functional.linear(x, ops.dequantize(q, x.dtype))
+    out = x.new_empty((len(x), q.shape[0]))
+    run(choice.kernel, x, q, None, out, choice.plan)
+    return out
 
 
 def _check(result: Tensor, right: Tensor, dtype: torch.dtype) -> str | None:
@@ -99,13 +117,17 @@ Product = Callable[[Tensor, int], Tensor]
 
 
 def _products(
-    dense: list[Tensor], weights: list[QuantizedWeight], device: torch.device, alone: bool = False
+    dense: list[Tensor],
+    weights: list[QuantizedWeight],
+    device: torch.device,
+    ours: Callable[[Tensor, QuantizedWeight], Tensor],
+    alone: bool = False,
 ) -> tuple[dict[str, Product], dict[str, Callable[[int], Tensor]], dict[str, str]]:
     """What multiplies x with weight number i, by provider; the exact dense weight that each of them has; and peers
     that are left out, with the reason."""
     functional, dtype = torch.nn.functional, dense[0].dtype
     products: dict[str, Product] = {
-        "halfbyte": lambda x, i: ops.linear(x, weights[i]),
+        "halfbyte": lambda x, i: ours(x, weights[i]),
         _name_of(dtype): lambda x, i: functional.linear(x, dense[i]),
         "dequantize + linear": lambda x, i: functional.linear(x, ops.dequantize(weights[i], dtype)),
     }
@@ -129,7 +151,7 @@ def _products(
         return products, exact, left_out
     integers = weights if weights[0].spec is INT4 else [ops.quantize(w, INT4.name) for w in dense]
     if integers is not weights:
-        products["halfbyte int4"] = lambda x, i: ops.linear(x, integers[i])
+        products["halfbyte int4"] = lambda x, i: ours(x, integers[i])
         exact["halfbyte int4"] = _decoded(integers)
     if alone:
         return products, exact, left_out

