@@ -1,4 +1,4 @@
-"""Predictions for known GPUs, and how measured times tell how far they are off."""
+"""Predictions for known GPUs: the kept record is what planners say, and measured times tell how far they are off."""
 
 from __future__ import annotations
 
@@ -12,10 +12,25 @@ from halfbyte import figures
 from halfbyte.bench import predictions, predictions_report
 from halfbyte.bench.predictions import DENSE, FIELDS, FITTED, Cell, errors, errors_of, estimates, read_cells
 from halfbyte.cli import app
+from halfbyte.kernels.common.gpus import GPUS
 from halfbyte.measure import records
 
+RECORD = Path(__file__).parents[2] / "benchmarks/results/predictions.json"
 H100 = "NVIDIA H100 80GB HBM3"
 CELL = Cell(H100, 132, "nf4", 64, True, 4096, 4096, 16)
+
+
+def test_the_record_is_what_planners_say() -> None:
+    kept = records.read(RECORD)
+    now = list(predictions.rows())
+    assert kept["fitted"] == FITTED
+    assert len(now) == len(GPUS) * len(predictions.WEIGHTS) * len(predictions.SHAPES) * len(predictions.ROWS)
+    mend = "the planners have changed; run: halfbyte bench predict --out benchmarks/results, and make figures"
+    assert len(kept["rows"]) == len(now), mend
+    for told, row in zip(kept["rows"], now, strict=True):
+        numbers = {name for name, value in row.items() if isinstance(value, float)}
+        assert all(told[name] == pytest.approx(row[name], rel=1e-2) for name in numbers), mend
+        assert all(told[name] == row[name] for name in row.keys() - numbers), mend
 
 
 def test_no_prediction_is_faster_than_memory() -> None:
@@ -72,7 +87,7 @@ def test_the_command(tmp_path: Path) -> None:
     blocks = predictions_report.blocks(record)
     assert blocks == figures._predictions(tmp_path / "predictions.json")
     assert set(blocks) == {f"predictions/{name}" for name in ("nf4", "int4", "dense", "errors")}
-    assert all("<sub>Predicted, not measured; " in text for text in blocks.values())
+    assert all(f"<sub>Predicted{', not measured' * (not name.endswith('errors'))}" in blocks[name] for name in blocks)
     assert "| RTX 4090 | 4096×4096 | sm80 | " in blocks["predictions/nf4"]
     assert "| H100 80GB HBM3 | 132 | sm80 | 1 | " in blocks["predictions/errors"]
     assert figures._predictions(tmp_path / "nowhere.json") == {}

@@ -16,10 +16,11 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     """Markdown by name: a table for each format, the dense way's, and that of errors."""
     found = {f"predictions/{name}": _markdown(*_of_format(record, name)) for name in FORMATS}
     found["predictions/dense"] = _markdown(*_of_dense(record))
-    found["predictions/errors"] = _markdown(*_errors(record))
-    environment = record["environment"]
-    sign = f"<sub>Predicted, not measured; {environment['date']}; commit {environment['commit']}.</sub>"
-    return {name: f"{text}\n\n{sign}" for name, text in found.items()}
+    facts = record["environment"]
+    sign = f"{facts['date']}; commit {facts['commit']}.</sub>"
+    texts = {name: f"{text}\n\n<sub>Predicted, not measured; {sign}" for name, text in found.items()}
+    errors = f"{_markdown(*_errors(record))}\n\n<sub>Predicted times over measured ones; {sign}"
+    return texts | {"predictions/errors": errors}
 
 
 def terminal_tables(record: Mapping[str, Any]) -> list[Table]:

@@ -20,7 +20,8 @@ DENSE_ODD, DENSE_EVEN = 7.5, 2.8
 # The most rows of x for which these kernels beat that on GPUs which have no other. Guesses.
 SM75_ROWS, SIMT_ROWS = 64, 8
 
-# MB a µs: no estimate of an H200 has W come faster, none of another GPU promises more than this share of its bandwidth.
+# MB a µs: no estimate of an H200 has W come faster. Estimates of other GPUs are kept to the same share of their
+# bandwidth, those of sm75 and simt for the nibbles alone.
 MOST_BANDWIDTH = 4.4
 
 # µs of a small kernel between two products of a captured step, its start included: what fusing it is worth.
