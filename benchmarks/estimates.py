@@ -3,19 +3,23 @@
     python benchmarks/estimates.py measure benchmarks/results/h200/estimates.csv     # two minutes on a GPU
     python benchmarks/estimates.py report benchmarks/results/h200/estimates.csv      # anywhere
 
+With `--sms 36,40,58,108` it also measures sm80 on grids for so many multiprocessors, under plans for a GPU that has no
+more. On another GPU than an H200 the report says how well its predictions carry over: no constant was fitted there.
+
 The constants of tune/h200.py were fitted to such a file by least squares of the logarithms, class by class.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import math
-import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import track
@@ -23,12 +27,24 @@ from torch.nn import functional
 
 import halfbyte as hb
 from halfbyte.bench.dequantize import input_sets
-from halfbyte.formats.nested import NESTED_BLOCK_SIZE
+from halfbyte.bench.predictions import (
+    DENSE,
+    ESTIMATED,
+    FIELDS,
+    Cell,
+    errors,
+    estimates,
+    problem,
+    properties_named,
+    read_cells,
+)
 from halfbyte.kernels.common import nvrtc
-from halfbyte.kernels.common.device import properties_for, properties_of
-from halfbyte.kernels.linear.dispatch import KERNELS, choose, dense_microseconds
-from halfbyte.kernels.linear.kernel import plan_for, run
-from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
+from halfbyte.kernels.linear.dispatch import KERNELS, choose
+from halfbyte.kernels.linear.kernel import Kernel, Plan, run
+from halfbyte.kernels.linear.problem import Problem, problem_of
+from halfbyte.kernels.linear.sm80 import launch as sm80
+from halfbyte.measure.records import device_name
 from halfbyte.measure.timing import time_all
 
 SHAPES = (
@@ -42,102 +58,128 @@ SHAPES = (
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256, 384)
 KINDS = (("nf4", 64, True), ("int4", 128, False), ("nf4", 64, False), ("int4", 32, False))  # format, block, nested
 MOST_ROWS = {"sm75": 128, "simt": 16}  # that are worth the time
-DENSE = "dense"
-FIELDS = ("format", "block_size", "nested", "n", "k", "m", "kernel", "microseconds")
+CHOOSABLE = {*(kernel.NAME for kernel in KERNELS), DENSE}
+Weight = tuple[str, int, bool, int, int]  # format, block size, nested, N, K
 
 
-def problem(format: str, block_size: int, nested: bool, n: int, k: int) -> Problem:
-    scale = torch.uint8 if nested else torch.bfloat16 if format == "int4" else torch.float32
-    return Problem(torch.bfloat16, n, k, format, block_size, scale, NESTED_BLOCK_SIZE if nested else 0)
-
-
-def weights() -> Iterator[tuple[str, int, bool, int, int]]:
+def weights() -> Iterator[Weight]:
     """All shapes in two kinds, and a third of them in the others."""
     for i, kind in enumerate(KINDS):
         yield from ((*kind, n, k) for n, k in (SHAPES if i < 2 else SHAPES[::3]) if k % 128 == 0)
 
 
-def measure(path: Path) -> None:
-    """µs of every kernel that supports a problem, and of the dense way from 64 rows on."""
-    device, properties = torch.device("cuda", torch.cuda.current_device()), properties_of(0)
+def measure(path: Path, sms: Sequence[int], device: torch.device, properties: DeviceProperties) -> None:
+    """µs of every kernel that supports a problem, of sm80 also on grids for each number of `sms`, and of the dense way
+    from 64 rows on."""
     variants = {
-        kernel.variant(problem(*weight), plan, properties)
+        kernel.variant(o, plan, properties)
         for weight in weights()
         for m in ROWS
-        for kernel in KERNELS
-        if (plan := kernel.plan(m, problem(*weight), properties, False)) is not None
+        for o in [problem(*weight, properties.ptx)]
+        for kernel, _, plan in _plans(m, o, sms, properties)
     }
     with ThreadPoolExecutor() as pool:
         list(track(pool.map(nvrtc.cubin, variants), "compiling", len(variants)))
-    rows = [row for weight in track(list(weights()), "measuring") for row in _measured(weight, device)]
+    rows = [row for weight in track(list(weights()), "measuring") for row in _measured(weight, sms, device, properties)]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerows([FIELDS, *rows])
 
 
-def _measured(weight: tuple[str, int, bool, int, int], device: torch.device) -> Iterator[tuple[object, ...]]:
+def _plans(
+    m: int, o: Problem, sms: Sequence[int], properties: DeviceProperties
+) -> Iterator[tuple[Kernel[Any], int, Plan]]:
+    """Kernels with their plans, and the multiprocessors that these are for."""
+    limited = [(sm80, properties.limited(some)) for some in sms if some < properties.sms]
+    for kernel, facts in [*((kernel, properties) for kernel in ESTIMATED), *limited]:
+        if m <= MOST_ROWS.get(kernel.NAME, m) and (plan := kernel.plan(m, o, facts, False)) is not None:
+            yield kernel, facts.sms, plan
+
+
+def _measured(
+    weight: Weight, sms: Sequence[int], device: torch.device, properties: DeviceProperties
+) -> Iterator[tuple[object, ...]]:
     format, block_size, nested, n, k = weight
     size = {"group_size" if format == "int4" else "block_size": block_size}
+    dtype, name = problem(*weight, properties.ptx).dtype, device_name(device)
 
     def quantized() -> hb.QuantizedWeight:
-        dense = torch.randn((n, k), dtype=torch.float32, device=device).bfloat16()
+        dense = torch.randn((n, k), dtype=torch.float32, device=device).to(dtype)
         return hb.quantize(dense, format, nested=nested, **size)
 
     sets = input_sets(quantized().nbytes, device)
     qs = [quantized() for _ in range(sets)]
     for m in ROWS:
-        xs = [torch.randn((m, k), dtype=torch.float32, device=device).bfloat16() for _ in range(sets)]
+        xs = [torch.randn((m, k), dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
         outs = [x.new_empty((m, n)) for x in xs]
-        providers = {}
-        for kernel in KERNELS:
-            plan = plan_for(kernel, xs[0], qs[0])
-            if plan is not None and m <= MOST_ROWS.get(kernel.NAME, m):
-                providers[kernel.NAME] = partial(_run, kernel, plan, xs, qs, outs)
+        found = {
+            f"{kernel.NAME} {some}": (kernel.NAME, some, partial(_run, kernel, plan, xs, qs, outs))
+            for kernel, some, plan in _plans(m, problem_of(xs[0], qs[0], None), sms, properties)
+        }
         if m >= 64:
-            providers[DENSE] = lambda i, xs=xs: functional.linear(xs[i], hb.dequantize(qs[i], torch.bfloat16))
-        for name, timing in time_all(providers, sets, device, rounds=5).items():
-            yield *weight, m, name, round(timing.median, 3)
+            dense = partial(_run_dense, xs, qs, dtype)
+            found[DENSE] = (DENSE, properties.sms, dense)
+        timings = time_all({label: provider for label, (*_, provider) in found.items()}, sets, device, rounds=5)
+        for label, timing in timings.items():
+            kernel_name, some, _ = found[label]
+            yield *Cell(name, some, *weight, m), kernel_name, round(timing.median, 3)
 
 
-def _run(kernel: object, plan: object, xs: list, qs: list, outs: list, i: int) -> None:
+def _run(kernel: Kernel[Any], plan: Plan, xs: list, qs: list, outs: list, i: int) -> None:
     run(kernel, xs[i], qs[i], None, outs[i], plan)
 
 
+def _run_dense(xs: list, qs: list, dtype: torch.dtype, i: int) -> torch.Tensor:
+    return functional.linear(xs[i], hb.dequantize(qs[i], dtype))
+
+
 def report(path: Path) -> None:
-    """Errors of the estimates by kernel, and what the choice loses against the fastest, by rows of x."""
-    properties = properties_for("sm_90")
-    cells: dict[tuple[object, ...], dict[str, float]] = defaultdict(dict)
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            nested = row["nested"] == "True"
-            key = row["format"], int(row["block_size"]), nested, int(row["n"]), int(row["k"]), int(row["m"])
-            cells[key][row["kernel"]] = float(row["microseconds"])
-    errors: dict[str, list[float]] = defaultdict(list)
+    """Errors of the estimates by kernel and multiprocessors, and what the choice loses against the fastest, by rows of
+    x."""
+    cells = read_cells(path)
+    logarithms: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     lost: dict[int, list[float]] = defaultdict(list)
-    for (*weight, m), measured in cells.items():
-        one = problem(*weight)
-        estimates = {DENSE: dense_microseconds(m, one)}
-        for kernel in KERNELS:
-            plan = kernel.plan(m, one, properties, False)
-            if plan is not None:
-                estimates[kernel.NAME] = plan.microseconds
-        for name, microseconds in measured.items():
-            errors[name].append(math.log(estimates[name] / microseconds))
-        choice = choose(m, one, properties, False)
+    for cell, measured in cells.items():
+        for name, microseconds in estimates(cell, list(measured)).items():
+            logarithms[cell.device, cell.sms, name].append(math.log(microseconds / measured[name]))
+        properties = properties_named(cell.device)
+        if cell.sms != properties.sms:
+            continue
+        choice = choose(cell.m, cell.problem, properties, False)
         chosen = DENSE if choice is None else choice.kernel.NAME
-        if chosen in measured:
-            lost[m].append(measured[chosen] / min(measured.values()))
-    for name, found in errors.items():
-        print(f"{name:13} {len(found):5} products, rms error of the estimate {_rms(found):.1%}")
+        choosable = {name: time for name, time in measured.items() if name in CHOOSABLE}
+        if chosen in choosable:
+            lost[cell.m].append(choosable[chosen] / min(choosable.values()))
+    for row in errors(cells):
+        device, sms, name = row["device"], row["sms"], row["kernel"]
+        print(
+            f"{device}, {sms} SMs, {name:13} {row['products']:5} products, estimate / measured: median "
+            f"{row['median_ratio']:.3f}, median error {row['median_error']:.1%}, "
+            f"rms error {_rms(logarithms[device, sms, name]):.1%}"
+        )
     for m, ratios in sorted(lost.items()):
         print(f"M = {m:4} chosen / fastest: mean {sum(ratios) / len(ratios):.4f}, most {max(ratios):.3f}")
-    every = [ratio for ratios in lost.values() for ratio in ratios]
-    print(f"all        chosen / fastest: mean {sum(every) / len(every):.4f}, most {max(every):.3f}")
+    if every := [ratio for ratios in lost.values() for ratio in ratios]:
+        print(f"all        chosen / fastest: mean {sum(every) / len(every):.4f}, most {max(every):.3f}")
 
 
 def _rms(values: list[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / len(values))
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("command", choices=("measure", "report"))
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--sms", default="", help="numbers of multiprocessors that sm80 is kept to, comma-separated")
+    given = parser.parse_args(arguments)
+    if given.command == "report":
+        report(given.path)
+        return
+    sms = [int(some) for some in given.sms.split(",") if some]
+    device = torch.device("cuda", torch.cuda.current_device())
+    measure(given.path, sms, device, properties_of(device.index))
+
+
 if __name__ == "__main__":
-    {"measure": measure, "report": report}[sys.argv[1]](Path(sys.argv[2]))
+    main()

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 RESULTS = "docs/results.md"
+PREDICTIONS = "predictions.json"
 
 
 def report(
@@ -32,6 +33,7 @@ def write_figures(results: Path, root: Path, check: bool) -> str:
     """
     blocks = _blocks(results, None if check else root / "docs" / "figures")
     texts = {root / RESULTS: results_page(blocks)}
+    blocks |= _predictions(results / PREDICTIONS)
     for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         if path not in texts:
             texts[path] = fill(path.read_text(encoding="utf-8"), blocks)
@@ -77,6 +79,14 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
         if plot and figures is not None and (plot is not whole_models.plot or not whole_models.is_of_cpu(record)):
             plot(record, figures / f"{path.parent.name}-{path.stem}.png")
     return blocks
+
+
+def _predictions(path: Path) -> dict[str, str]:
+    """The Markdown of what was predicted, which docs/results.md does not have: it is of what was measured."""
+    from halfbyte.bench import predictions_report
+    from halfbyte.measure import records
+
+    return predictions_report.blocks(records.read(path)) if path.exists() else {}
 
 
 def fill(text: str, blocks: Mapping[str, str]) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from halfbyte.kernels.common.device import DeviceProperties, properties_for
+from halfbyte.kernels.common.device import DeviceProperties, properties_for, properties_like
+from halfbyte.kernels.common.gpus import GPUS, Gpu
 from halfbyte.kernels.linear import dispatch
 from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.sm80 import launch as sm80
 from halfbyte.kernels.linear.sm90_decode.plan import decode_plan
 from halfbyte.kernels.linear.tune import h200
 
@@ -71,6 +74,67 @@ def test_the_dense_way_is_for_many_rows() -> None:
         assert dispatch.choose(1 << 14, large, properties_for(target), False) is None
         assert dispatch.choose(256, large, properties_for(target), True) is not None
     assert dispatch.choose(h200.SM75_ROWS + 1, large, properties_for("sm_80"), False) is None
+
+
+LARGE = Problem(torch.float16, 14336, 4096, "nf4", 64, torch.uint8, nested=256)
+gpus = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+
+
+def test_every_hopper_gpu_chooses_as_an_h200() -> None:
+    """Whatever its memory and clock, to the estimate: an H100 has the machine code that it always had."""
+    h200 = properties_for("sm_90")
+    other = replace(h200, bandwidth=2000.0, clock=1755.0, l2_bytes=1 << 20, teraflops=700.0)
+    pair = (LARGE, LARGE)
+    for n, k in ((1024, 4096), (14336, 4096), (14335, 4096), (4096, 1000)):
+        problem = replace(LARGE, n=n, k=k)
+        for m in (1, 8, 24, 64, 200, 600, 5000):
+            chosen = [dispatch.choose(m, problem, properties, False) for properties in (h200, other)]
+            back = [dispatch.choose_back(m, problem, properties) for properties in (h200, other)]
+            for one, same in (chosen, back):
+                assert one == same
+                assert one is None or one.plan.microseconds == same.plan.microseconds
+    for m in (1, 16, 64):
+        assert dispatch.choose_group(m, pair, h200) == dispatch.choose_group(m, pair, other)
+
+
+@gpus
+def test_estimates_follow_the_gpu(gpu: Gpu) -> None:
+    """One that is half as fast takes twice as long, all but starts and fix-ups; and none reads W faster than memory."""
+    whole = properties_like(gpu)
+    half = replace(whole, bandwidth=whole.bandwidth / 2, clock=whole.clock / 2, teraflops=whole.teraflops / 2)
+    starts = {dispatch.sm75: h200.SM75_START, dispatch.simt: h200.SIMT_START, sm80: h200.SM80_START}
+    for m in (1, 16, 64, 300):
+        dense = [dispatch.dense_microseconds(m, LARGE, properties) - h200.DENSE_START for properties in (whole, half)]
+        assert dense[1] == pytest.approx(2 * dense[0])
+        for kernel in (*dispatch.KERNELS, sm80):
+            fast, slow = (kernel.plan(m, LARGE, properties, False) for properties in (whole, half))
+            if fast is None or slow is None:
+                assert fast is slow is None
+                continue
+            assert fast.microseconds > LARGE.numel / 2e3 / whole.bandwidth
+            start = starts.get(kernel, 0.0)
+            ratio = (slow.microseconds - start) / (fast.microseconds - start)
+            assert 1.3 < ratio < 2.0001
+            if kernel in (dispatch.sm75, dispatch.simt):
+                assert ratio == pytest.approx(2)
+
+
+@gpus
+def test_a_kernel_with_a_trusted_estimate_meets_the_dense_way(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number of rows is drawn in advance: the kernel serves as many as it is estimated to be faster for."""
+    properties = properties_like(gpu)
+    fitted = properties.as_fitted
+    if properties.ptx < 80:
+        pytest.skip("sm80 is not for it")
+    monkeypatch.setattr(dispatch, "KERNELS", (sm80,))
+    dispatch.choose.cache_clear()
+    for m in (1, 64, 128, 256, 512, 1024, 2048, 8192):
+        choice = dispatch.choose(m, LARGE, properties, False)
+        plan = sm80.plan(m, LARGE, fitted, False)
+        assert plan is not None
+        assert (choice is not None) == (plan.microseconds <= dispatch.dense_microseconds(m, LARGE, fitted))
+        assert choice is not None or m > 64
+    dispatch.choose.cache_clear()
 
 
 def test_a_group_is_no_way_around_the_dense_one() -> None:

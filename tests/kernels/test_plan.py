@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfbyte.formats.spec import BLOCK_SIZES
-from halfbyte.kernels.common.device import HOST, DeviceProperties
+from halfbyte.kernels.common.device import HOST, DeviceProperties, properties_like
+from halfbyte.kernels.common.gpus import GPUS, Gpu
 from halfbyte.kernels.dequantize.plan import DequantizePlan, is_valid, plan
 
 DEVICES = [HOST, *map(gpu_of, TARGETS)]
@@ -25,7 +26,8 @@ def test_plans_are_valid(numel: int, block_size: int, nested: int | None, proper
     chosen = plan(numel, block_size, nested, properties)
     assert is_valid(chosen, block_size, nested, properties)
     assert chosen == plan(numel, block_size, nested, properties)
-    assert (chosen.ahead > 0) == (numel >= 2**24 and properties.ptx >= 90)
+    large = 2**24 * (1 if properties.ptx == 90 else properties.l2_bytes / (60 << 20))
+    assert (chosen.ahead > 0) == (properties.ptx >= 90 and numel >= large)
     # A grid's first dimension has 31 bits.
     assert -(-numel // (block_size * chosen.blocks)) < 2**31
 
@@ -53,3 +55,34 @@ def test_a_tile_has_one_entry_of_the_nested_scales() -> None:
     assert not is_valid(GOOD, 64, 16, H200)
     assert is_valid(replace(GOOD, blocks=16), 64, 16, H200)
     assert is_valid(replace(GOOD, blocks=512), 64, None, H200)
+
+
+# Of blocks and nested blocks: blocks a program, and programs ahead and in a burst of weights from 16 million on.
+HOPPER = {
+    (64, 256): (32, 2112, 16), (64, None): (32, 2112, 16), (32, 16): (16, 8448, 64), (128, None): (16, 2112, 16),
+    (4096, 256): (1, 1056, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu.capability == 90], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("shape", HOPPER, ids=str)
+def test_plans_on_hopper_are_those_that_were_measured(shape: tuple[int, int | None], gpu: Gpu) -> None:
+    blocks, ahead, chunk = HOPPER[shape]
+    for sms in (132, 114):
+        properties = properties_like(gpu, sms)
+        for numel in (1, 2**20, 2**24 - 1):
+            assert plan(numel, *shape, properties) == DequantizePlan(blocks, 4)
+        for numel in (2**24, 2**24 + 1, 2**31, 2**38):
+            assert plan(numel, *shape, properties) == DequantizePlan(blocks, 4, ahead, chunk)
+
+
+def test_what_is_fetched_ahead_follows_the_gpu() -> None:
+    """Half a microsecond of its memory, a small part of its L2; and weights that fit into L2 are left alone."""
+    for gpu in (gpu for gpu in GPUS if gpu.capability > 90):
+        properties = properties_like(gpu)
+        chosen = plan(2**31, 64, 256, properties)
+        ahead = chosen.ahead * chosen.blocks * 32
+        assert 0.4 < ahead / (properties.bandwidth * 1e3) < 0.5
+        assert ahead < properties.l2_bytes / 32
+        fitting = int(properties.l2_bytes / 2 / 2.5)
+        assert plan(fitting, 64, 256, properties).ahead == 0

@@ -313,6 +313,17 @@ def check(
 
 
 @app.command()
+def predict(
+    results: Annotated[Path, typer.Option(help="Where folders with estimates.csv are.")] = Path("benchmarks/results"),
+    out: Annotated[Path | None, typer.Option(help="Keep the record as OUT/predictions.json.")] = None,
+) -> None:
+    """Times of `linear` that its planners predict for known GPUs. Nothing is measured, and no GPU is needed."""
+    from halfbyte.bench import runs
+
+    runs.run_predictions(results, out)
+
+
+@app.command()
 def puzzle(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of three dequantizations.")] = 1000,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of that many rounds; medians are reported.")] = 3,

@@ -118,6 +118,26 @@ def run_check(device: torch.device, results: Path) -> None:
         raise ValueError(f"{len(worse)} of {len(cells)} cells became slower or less exact than their records")
 
 
+def run_predictions(results: Path, out: Path | None) -> None:
+    """What planners predict for known GPUs, and how far they are off on those with measured times under `results`."""
+    from halfbyte.bench import predictions, predictions_report
+
+    say("predicting, and comparing with measured times")
+    facts = records.environment(torch.device("cpu"))
+    record = {
+        "bench": "predictions",
+        "fitted": predictions.FITTED,
+        "environment": {name: facts[name] for name in ("date", "halfbyte", "commit")},
+        "rows": list(predictions.rows()),
+        "errors": predictions.errors_of(results),
+    }
+    for table in predictions_report.terminal_tables(record):
+        terminal().print(table)
+    if out is not None:
+        records.write(out / "predictions.json", record)
+        terminal().print(f"kept in {out / 'predictions.json'}")
+
+
 def run_puzzle(rounds: int, repeats: int, out: Path | None) -> None:
     """The puzzle on the current GPU. Raises ValueError where a check fails."""
     from halfbyte.bench import puzzle

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from halfbyte.kernels.common.device import DeviceProperties
 
 TILE_BYTES = 1024  # packed bytes a program: with four warps, 8 bytes in flight a thread
-AHEAD_BYTES = 33 << 16
+AHEAD_BYTES = 33 << 16  # on an H200: half a microsecond of the whole GPU's work
 CHUNK_BYTES = 1 << 14
+LARGE = 1 << 24  # weights from which on it pays to fetch ahead, on an H200: what they become fills most of its L2
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,12 @@ def plan(numel: int, block_size: int, nested_block_size: int | None, properties:
     blocks = max(1, TILE_BYTES // (block_size // 2))
     if nested_block_size is not None:
         blocks = min(blocks, nested_block_size)
-    # Two megabytes ahead is half a microsecond of the whole GPU's work, fetched in bursts of 16 KB. A weight that fits
-    # into L2 beside what it becomes gains nothing.
-    fetches = numel >= 1 << 24 and _can_fetch_ahead(properties)
+    # Half a microsecond is the faster the memory the more bytes, which come in bursts of 16 KB. A weight that fits into
+    # L2 beside what it becomes gains nothing.
+    rates = properties.as_fitted.rates
+    fetches = numel >= LARGE * rates.l2 and _can_fetch_ahead(properties)
     tile = blocks * block_size // 2
-    ahead, chunk = (max(1, AHEAD_BYTES // tile), max(1, CHUNK_BYTES // tile)) if fetches else (0, 1)
+    ahead, chunk = (
+        (max(1, int(AHEAD_BYTES * rates.bandwidth) // tile), max(1, CHUNK_BYTES // tile)) if fetches else (0, 1)
+    )
     return DequantizePlan(blocks, 4, ahead, chunk)

@@ -12,6 +12,7 @@ from halfbyte.kernels.common.device import DeviceProperties
 
 PRODUCTS = 80  # the first target whose tensor cores Triton knows
 GROUP = 16  # candidates that share a bound, where several queries look for the nearest
+EXAMINERS = 8  # programs of a multiprocessor that examine groups, about: 1024 on an H200
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ def products(queries: int, itemsize: int, properties: DeviceProperties) -> Produ
     return ProductsPlan(
         128, width, 64 if large and itemsize == 2 else 16 if itemsize == 4 else 32, 4, 4 if large else 2
     )
+
+
+def examiners(properties: DeviceProperties) -> int:
+    """Programs that examine groups, of all queries together, about."""
+    return max(64, EXAMINERS * properties.sms // 64 * 64)
 
 
 def power_of_two(value: int) -> int:

@@ -31,7 +31,6 @@ from halfbyte.kernels.distance.select import select
 from halfbyte.kernels.distance.sums import sum_of_squares
 
 CANCELLED = tl.constexpr(1.0 / 16)
-SPLITS = 1024  # programs that examine groups, about
 SCANNED = 128  # bounds that one of them looks at together
 
 
@@ -210,7 +209,8 @@ def _examine(query: Tensor, candidates: Tensor, lower: Tensor, limits: Tensor, k
     p, v, d = len(query), *candidates.shape
     groups, keep = lower.shape[1], triton.next_power_of_2(k)
     tile = plans.direct(d, candidates.itemsize)
-    list_groups = max(triton.cdiv(groups, max(1, SPLITS // p)), triton.cdiv(keep, plans.GROUP))
+    programs = plans.examiners(properties_of(candidates.get_device()))
+    list_groups = max(triton.cdiv(groups, max(1, programs // p)), triton.cdiv(keep, plans.GROUP))
     n_lists = triton.cdiv(groups, list_groups)
     lists = query.new_empty((p, n_lists, keep), dtype=torch.int64)
     most = max(keep, plans.GROUP)

@@ -8,7 +8,8 @@ simt          CUDA cores: whatever is left, fp32 x above all
 
 sm80, which is to take sm75's place from sm_80 on, is not in the competition until its times have been measured.
 
-The other way is to make the dense weight and to leave the product to torch. It is in the competition, too. The product
+The other way is to make the dense weight and to leave the product to torch. It is in the competition, too, but for two
+kernels, which are for few rows of x. Times are those of the GPU at hand, but of all Hopper GPUs an H200's. The product
 with W itself, which gradients are, has the two ways of sm90_gemm and of the dense weight.
 """
 
@@ -37,7 +38,7 @@ from halfbyte.kernels.linear.tune import h200
 KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm, sm75, simt)
 GROUP_KERNELS: tuple[GroupKernel[Any], ...] = (sm90_decode, sm90_streamk)
 FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode, sm90_streamk)
-# The most rows of x for which a kernel beats the dense weight on GPUs whose dense products were not measured.
+# The most rows of x of kernels whose estimates are not good enough to be held against the dense weight's.
 MOST_ROWS = {sm75.NAME: h200.SM75_ROWS, simt.NAME: h200.SIMT_ROWS}
 # With batch_invariant no choice may depend on the rows of x: it is the best one for so many.
 TYPICAL_INVARIANT_ROWS = 32
@@ -75,6 +76,7 @@ def choose(m: int, problem: Problem, properties: DeviceProperties, batch_invaria
     With batch_invariant m is up to INVARIANT_ROWS, and the choice depends on the weight alone: `simt` supports every
     weight with known scales, and `sm90_decode` then takes any number of rows.
     """
+    properties = properties.as_fitted
     if batch_invariant:
         typical = _fastest(KERNELS, TYPICAL_INVARIANT_ROWS, problem, properties, True)
         if typical is None:
@@ -85,7 +87,7 @@ def choose(m: int, problem: Problem, properties: DeviceProperties, batch_invaria
     choice = _fastest(kernels, m, problem, properties, False)
     if choice is None or choice.kernel.NAME in MOST_ROWS:
         return choice
-    return choice if choice.plan.microseconds <= dense_microseconds(m, problem) else None
+    return choice if choice.plan.microseconds <= dense_microseconds(m, problem, properties) else None
 
 
 def _fastest(
@@ -97,21 +99,23 @@ def _fastest(
     return min(found, key=lambda choice: choice.plan.microseconds, default=None)
 
 
-def dense_microseconds(m: int, problem: Problem) -> float:
+def dense_microseconds(m: int, problem: Problem, properties: DeviceProperties) -> float:
     """The estimated time of making the dense weight, and of torch's product with it or its transpose."""
-    millions = problem.numel / 1e6
-    product = math.hypot(millions * h200.DENSE_READ, 2 * m * millions / h200.DENSE_TERAFLOPS)
+    millions, rates = problem.numel / 1e6, properties.rates
+    teraflops = h200.DENSE_TERAFLOPS * rates.teraflops
+    product = math.hypot(millions * h200.DENSE_READ / rates.bandwidth, 2 * m * millions / teraflops)
     if problem.n % 8 and problem.dtype is not torch.float32:  # cuBLAS has slower kernels for such rows of y
         product *= h200.DENSE_ODD if problem.n % 2 else h200.DENSE_EVEN
-    return h200.DENSE_START + millions * h200.DENSE_WRITE + product
+    return h200.DENSE_START + millions * h200.DENSE_WRITE / rates.bandwidth + product
 
 
 @lru_cache(1 << 14)
 def choose_back(m: int, problem: Problem, properties: DeviceProperties) -> Choice | None:
     """How a gradient [m, N] is multiplied with W itself, m and no side of W being 0, or None where the dense weight is
     the faster way."""
+    properties = properties.as_fitted
     plan = sm90_gemm.plan_back(m, problem, properties)
-    if plan is None or plan.microseconds > dense_microseconds(m, problem):
+    if plan is None or plan.microseconds > dense_microseconds(m, problem, properties):
         return None
     return Choice(sm90_gemm, plan)
 
@@ -119,6 +123,7 @@ def choose_back(m: int, problem: Problem, properties: DeviceProperties) -> Choic
 @lru_cache(1 << 14)
 def choose_group(m: int, group: tuple[Problem, ...], properties: DeviceProperties) -> GroupChoice | None:
     """How x [m, K] is multiplied with several weights at once, or None where one after the other is as fast."""
+    properties = properties.as_fitted
     best, found = _microseconds_one_by_one(m, group, properties), None
     for kernel in GROUP_KERNELS:
         plan = kernel.plan_group(m, group, properties)
@@ -133,6 +138,7 @@ def choose_fused(
 ) -> FusedChoice | None:
     """How x [m, K] is multiplied with one or several weights, and what stands beside the product is done in the same
     launch; None where launches of their own are as fast, be it for the norm alone."""
+    properties = properties.as_fitted
     together = choose_group(m, group, properties) if len(group) > 1 else None
     best = _microseconds_one_by_one(m, group, properties) if together is None else together.plan.microseconds
     best += h200.POINTWISE * (bool(fusion.norm) + bool(fusion.activation) + (fusion.residual is not None))
@@ -150,4 +156,4 @@ def choose_fused(
 
 def _microseconds_one_by_one(m: int, group: Sequence[Problem], properties: DeviceProperties) -> float:
     alone = ((problem, choose(m, problem, properties, False)) for problem in group)
-    return sum(dense_microseconds(m, o) if one is None else one.plan.microseconds for o, one in alone)
+    return sum(dense_microseconds(m, o, properties) if one is None else one.plan.microseconds for o, one in alone)

@@ -43,7 +43,7 @@ class Plan(Protocol):
 
     @property
     def microseconds(self) -> float:
-        """How long the product takes on an H200, W being read from memory: an estimate, which compares kernels."""
+        """How long the product takes on the device, W being read from memory: an estimate, which compares kernels."""
 
     def x_tiles(self, m: int) -> int:
         """Tiles of x [m, K] that launches are made for; a bound product is for all m that give the same number."""

@@ -34,7 +34,8 @@ def is_valid(plan: SimtPlan, k: int, aligned: bool) -> bool:
 def simt_plan(m: int, n: int, k: int, aligned: bool, properties: DeviceProperties) -> SimtPlan:
     """The plan for x [m, k] and W [n, k]. aligned: W's bytes begin at a multiple of 8.
 
-    A warp takes as many rows of W as leave every multiprocessor enough warps: each saves loads of x.
+    A warp takes as many rows of W as leave every multiprocessor enough warps: each saves loads of x. The time is what
+    all multiprocessors take together, or what reading W takes where they would be faster than memory.
     """
     aligned = aligned and k % PIECE == 0
     tile_m = 1 << min(max(m - 1, 0).bit_length(), 3)
@@ -42,5 +43,7 @@ def simt_plan(m: int, n: int, k: int, aligned: bool, properties: DevicePropertie
     tile_n = 4 if aligned else 2  # loads one by one take registers of their own
     while tile_n > 1 and -(-n // tile_n) * tiles < properties.sms * h200.SIMT_WARPS_WANTED:
         tile_n //= 2
-    time = h200.SIMT_START + n * k / 1e6 * (h200.SIMT_DECODE * tiles + h200.SIMT_MULTIPLY * m)
-    return SimtPlan(tile_m, tile_n, aligned, time)
+    rates, millions = properties.rates, n * k / 1e6
+    busy = millions * (h200.SIMT_DECODE * tiles + h200.SIMT_MULTIPLY * m) / rates.cores
+    reading = millions / 2 / (h200.MOST_BANDWIDTH * rates.bandwidth)
+    return SimtPlan(tile_m, tile_n, aligned, h200.SIMT_START + max(busy, reading))

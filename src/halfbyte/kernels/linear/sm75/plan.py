@@ -81,7 +81,8 @@ def sm75_plan(
     As few tiles of x as there can be, as many warps on a SM as fit, and splits only where there are fewer tiles of 16
     rows than SMs. Then the least time of the busiest SM, which is reckoned in cycles and was not measured: of a warp's
     span, what its loads take of the L1 pipe and what x takes of the L2's bandwidth, but never less than a lone warp
-    needs; of a turn, what filling the pipeline and adding up take; of a second launch, that.
+    needs; of a turn, what filling the pipeline and adding up take; of a second launch, that. No plan is faster than the
+    bytes of W come from memory.
     """
     if m < 1:
         return None
@@ -98,6 +99,8 @@ def sm75_plan(
         launch = h200.SM75_LAUNCH if plan.splits > 1 else 0
         return spans * max(busy, h200.SM75_LONE_SPAN * turns) + h200.SM75_TURN * turns + launch
 
+    cycle = h200.SM75_CYCLE / properties.rates.clock
+    reading = n * k / 2 / 1e6 / (h200.MOST_BANDWIDTH * properties.rates.bandwidth)
     enough = next((columns for columns in h200.SM75_WARPS if 8 * columns >= m), max(h200.SM75_WARPS))
     for columns in sorted((columns for columns in h200.SM75_WARPS if columns <= enough), reverse=True):
         most_splits = h200.SM75_SPLITS if -(-n // 16) * -(-m // (8 * columns)) < properties.sms else 1
@@ -111,5 +114,5 @@ def sm75_plan(
             )
             valid = (plan for plan in plans if is_valid(plan, n, k, block_size, dtype, properties))
             if (best := min(valid, key=cost, default=None)) is not None:
-                return replace(best, microseconds=h200.SM75_START + h200.SM75_CYCLE * cost(best))
+                return replace(best, microseconds=h200.SM75_START + max(cycle * cost(best), reading))
     return None

@@ -20,6 +20,7 @@ RESERVED_BYTES = 1024  # of shared memory, which the system takes from each CTA
 SPANS = (128, 64, 32)  # weights that are summed before they are scaled
 UNIT_SPANS = 4  # of a warp
 REGISTERS = 65536  # of a multiprocessor
+MMA_FLOPS = 2 * 16 * 8 * 16
 INTEGERS = tuple(float(value) for value in range(-8, 8))
 
 
@@ -159,7 +160,8 @@ def _ctas(plan: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties
 
 def _microseconds(plan: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties) -> float:
     """The estimated time: of what must be read, and of the busiest multiprocessor's stages, whose warps wait for shared
-    memory, for tensor cores or for their turn, whichever takes longest."""
+    memory, for tensor cores or for their turn, whichever takes longest. Tensor cores of GeForce cards take four times
+    as long as those of an A100."""
     row_tiles, column_tiles, depth = plan.sizes(m, problem.n, problem.k)
     groups, columns, span, warp_spans = plan.row_groups, plan.columns, plan.span, plan.tile_k // plan.span
     looks_up = not has_integers(problem)
@@ -169,14 +171,15 @@ def _microseconds(plan: Sm80Plan, m: int, problem: Problem, properties: DevicePr
     products = groups * columns * span // 16
     decoding = groups * span // 4 * (h200.SM80_LOOK_UP if looks_up else h200.SM80_ARITHMETIC)
     instructions = decoding + columns * (span // 32 + 4 * groups) + products + h200.SM80_SPAN
-    busiest = max(loads, h200.SM80_MMA * products, instructions // 4)
+    in_a_cycle = properties.teraflops * 1e6 / (properties.sms * properties.clock)  # flops of a multiprocessor
+    busiest = max(loads, h200.SM80_MMA * products, MMA_FLOPS * products / in_a_cycle, instructions // 4)
     of_stage = plan.n_warps * warp_spans * busiest + h200.SM80_STAGE // plan.resident_ctas
     units = row_tiles * column_tiles * depth
     stages = -(-units // plan.ctas) * plan.unit_k // plan.tile_k
     ctas_of_sm = -(-plan.ctas // properties.sms)
-    busy = h200.SM80_CYCLE * ctas_of_sm * stages * of_stage
+    busy = h200.SM80_CYCLE / properties.rates.clock * ctas_of_sm * stages * of_stage
     parts = plan.ctas / (row_tiles * column_tiles)
     fix_up = h200.SM80_FIX_UP + h200.SM80_PART * parts if row_tiles * column_tiles % plan.ctas else 0
-    reading = problem.megabytes / h200.SM80_BANDWIDTH
-    result = problem.result_megabytes(m) / h200.SM80_BANDWIDTH
+    bandwidth = h200.SM80_BANDWIDTH * properties.rates.bandwidth
+    reading, result = problem.megabytes / bandwidth, problem.result_megabytes(m) / bandwidth
     return h200.SM80_START + math.hypot(reading, busy) + fix_up + result

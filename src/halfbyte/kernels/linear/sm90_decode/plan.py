@@ -271,14 +271,15 @@ def _turns(plan: DecodePlan, tiles: int, properties: DeviceProperties) -> int:
 
 def _microseconds(plan: DecodePlan, n: int, k: int, scales: Scales, properties: DeviceProperties) -> float:
     """The estimated time of one launch: of reading W, of the busiest CTA's tiles, and of all that overlaps neither."""
-    times = h200.DECODE_TIMES[plan.m_tiles]
+    times, rates = h200.DECODE_TIMES[plan.m_tiles], properties.rates
     scale_bytes = n * scales.bytes_of(k // BLOCK)
     turns = _turns(plan, -(-n // ROWS) * plan.batches, properties)
-    reading = (n * k / 2 + scale_bytes) / 1e6 / times.bandwidth
-    multiplying = turns * (plan.blocks * times.block + times.tile)
+    megabytes = (n * k / 2 + scale_bytes) / 1e6
+    reading = megabytes / (times.bandwidth * rates.bandwidth)
+    multiplying = turns * (plan.blocks * times.block + times.tile) / rates.clock
     shared = times.cluster + times.neighbour * (plan.cluster - 1) if plan.cluster > 1 else 0.0
     alone = times.start + times.x * plan.blocks + times.scales * scale_bytes * plan.batches / 1e6 + shared
-    return alone + math.hypot(reading, multiplying)
+    return alone + max(math.hypot(reading, multiplying), megabytes / (h200.MOST_BANDWIDTH * rates.bandwidth))
 
 
 def _m_tiles(m: int, n: int, k: int, parts: int, properties: DeviceProperties) -> int:

@@ -108,7 +108,8 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
     n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
     tiles_m, x_bytes = (h200.BACK_UNIT, h200.BACK_X_BYTES) if back else (h200.GEMM_UNIT, h200.GEMM_X_BYTES)
     start = h200.BACK_COPIED_START if copies_x(problem, back) else h200.GEMM_START
-    span, found = span_of(problem), []
+    span, rates, found = span_of(problem), properties.rates, []
+    reading = problem.megabytes / (h200.GEMM_BANDWIDTH * rates.bandwidth)
     for tile_m, unit in tiles_m.items() if m and properties.ptx == 90 else ():
         x_tiles, most = -(-m // tile_m), max(1, x_bytes // (2 * k * tile_m))
         launches = -(-x_tiles // most)
@@ -122,7 +123,7 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
                 parts = min(1 + workers / tiles, DIRECT) if workers != tiles else 0
                 units = -(-tiles * depth // workers) * unit * h200.GEMM_CLUSTER[cluster]
                 busy = units + (h200.GEMM_PART * parts + h200.GEMM_TILE * tiles / workers) * tile_m / 256
-                time = launches * (start + math.hypot(busy, problem.megabytes / h200.GEMM_BANDWIDTH))
+                time = launches * (start + math.hypot(busy / rates.clock, reading))
                 plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), workers, cluster, chunk * tile_m, time, back)
                 if is_valid(plan, m, n, k, span, properties):
                     found.append(plan)

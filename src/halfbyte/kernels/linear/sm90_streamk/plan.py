@@ -127,7 +127,7 @@ def streamk_plan(m: int, problem: Problem, properties: DeviceProperties, batch_i
     if found is None:
         return None
     busy, plan = found
-    return replace(plan, microseconds=_microseconds(busy, plan, m, problem))
+    return replace(plan, microseconds=_microseconds(busy, plan, m, problem, properties))
 
 
 def group_plan(m: int, group: Sequence[Problem], properties: DeviceProperties) -> GroupPlan | None:
@@ -153,14 +153,15 @@ def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
     return GroupPlan((*plans[:-1], last), sum(found.microseconds for found in plans) - saved)
 
 
-def _microseconds(busy: float, plan: StreamKPlan, m: int, problem: Problem) -> float:
+def _microseconds(busy: float, plan: StreamKPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
     """The estimated time, of the busiest CTA's time and of what must be read and written; of 64 rows of x and more
     tiles of x read W again, from L2."""
-    times = h200.STREAMK_TIMES[plan.tile_m, plan.resident > 0]
-    tiles = plan.x_tiles(m)
-    reading = problem.megabytes / times.bandwidth
+    times, rates = h200.STREAMK_TIMES[plan.tile_m, plan.resident > 0], properties.rates
+    tiles, working = plan.x_tiles(m), times.busy * busy / rates.clock
+    reading = problem.megabytes / (times.bandwidth * rates.bandwidth)
+    most = max(math.hypot(reading, working), problem.megabytes / (h200.MOST_BANDWIDTH * rates.bandwidth))
     again = times.again * problem.megabytes * (tiles - 1) + times.scales * problem.scale_megabytes * tiles
-    return times.start + math.hypot(reading, times.busy * busy) + again + times.result * problem.result_megabytes(m)
+    return times.start + most + again + times.result * problem.result_megabytes(m)
 
 
 def _cut_plan(

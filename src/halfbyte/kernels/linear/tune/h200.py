@@ -2,7 +2,9 @@
 
 Estimates are in µs. Each is the sum of what does not overlap, and of the root of the sum of the squares of what does:
 reading W from memory, and the busiest CTA's work. They were fitted to benchmarks/results/h200/estimates.csv, and
-benchmarks/estimates.py says how well (docs/notebook.md). Other GPUs go by the same constants.
+benchmarks/estimates.py says how well (docs/notebook.md). Other GPUs go by the same constants, scaled: what comes from
+memory by their bandwidth, what a multiprocessor does by their clock, the dense product by their tensor cores, each over
+that of an H200 (`rates` in common/device.py). None of that has been measured; docs/predictions.md says what follows.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.5, 0.285, 0.816, 744.0
 DENSE_ODD, DENSE_EVEN = 7.5, 2.8
 # The most rows of x for which these kernels beat that on GPUs which have no other. Guesses.
 SM75_ROWS, SIMT_ROWS = 64, 8
+
+# MB a µs: no estimate of an H200 has W come faster. Estimates of other GPUs are kept to the same share of their
+# bandwidth, those of sm75 and simt for the nibbles alone.
+MOST_BANDWIDTH = 4.4
 
 # µs of a small kernel between two products of a captured step, its start included: what fusing it is worth.
 POINTWISE = 2.0
