@@ -6,15 +6,18 @@ one of 16 bits is compared with it, bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kinds import kinds, quantize
 from torch import Tensor
 from torch.nn import functional
 from toys import toy as toy
+from triton.runtime import interpreter
 
 import halfbyte as hb
 from halfbyte import eager
@@ -36,9 +39,47 @@ F16, BF16, F32 = FLOAT_DTYPES
 dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 
+class Bounds:
+    """What the interpreter loads and stores with; no address may lie outside of the tensors of a launch."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.tensors, self.seen = real, [], 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def check(self, addresses: np.ndarray, mask: np.ndarray, size: int) -> None:
+        used = addresses[mask].astype(np.int64)
+        inside = np.zeros(used.shape, bool)
+        for tensor in self.tensors:
+            first = tensor.data_ptr()
+            inside |= (used >= first) & (used + size <= first + tensor.numel() * tensor.itemsize)
+        assert inside.all()
+        self.seen += used.size
+
+    def load(self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        self.check(addresses, mask, dtype.itemsize)
+        return self.real.load(addresses, mask, other, dtype)
+
+    def store(self, addresses: np.ndarray, value: np.ndarray, mask: np.ndarray) -> None:
+        self.check(addresses, mask, value.itemsize)
+        self.real.store(addresses, value, mask)
+
+
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def bounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bounds]:
     torch.manual_seed(0)
+    bounds = Bounds(interpreter._interpreter)
+    monkeypatch.setattr(interpreter, "_interpreter", bounds)
+
+    def launch(kernel: Any, index: int, arguments: tuple[Any, ...], *rest: Any) -> None:
+        bounds.tensors = [value for value in arguments if isinstance(value, Tensor)]
+        real(kernel, index, arguments, *rest)
+
+    real = triton.launch
+    monkeypatch.setattr(triton, "launch", launch)
+    yield bounds
+    assert bounds.seen
 
 
 def run(
