@@ -1,6 +1,6 @@
-"""linear's Triton kernels are for AMD GPUs, and Triton compiles them for others: here their logic runs on an NVIDIA GPU.
+"""linear's Triton kernels are for AMD GPUs, but Triton compiles them for any: here they run on an NVIDIA GPU.
 
-This says nothing of AMD's compiler, but more than an interpreter: threads, layouts, matrix cores, real rounding.
+This says nothing of AMD's compiler, but more than an interpreter does: threads, layouts, matrix cores, rounding.
 """
 
 from __future__ import annotations

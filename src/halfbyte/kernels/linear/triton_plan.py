@@ -28,7 +28,10 @@ NARROW_ROWS, NARROW_SPAN = 32, 32  # of tiles where registers are short
 SPAN = 128  # weights of a row that a tile has at most
 CHUNK = 32  # weights that a thread of "sum" decodes at a time, 16 bytes; no scale block is smaller
 CHUNKS = 256  # of a step of "sum": one or two for each of a program's threads
-SUM_PROGRAMS, PRODUCT_PROGRAMS = 4, 2  # of a multiprocessor, if W has as many; a program has up to four warps
+MOST_COLUMNS = 64  # rows of W that a program of "sum" has
+# Programs that a multiprocessor shall have, each of up to four warps. K is cut only where that at least doubles them,
+# because the second kernel, which adds up, costs more than a few idle multiprocessors.
+SUM_PROGRAMS, PRODUCT_PROGRAMS = 4, 2
 LEAST_K = 256  # weights of a row that a part of K has at least
 
 
@@ -93,7 +96,7 @@ def plan(
     span = NARROW_SPAN if is_narrow else min(block_size, SPAN)
     # Partial sums are written and read, four bytes each. They shall be a quarter of the bytes of W at most.
     most_parts = min(k // LEAST_K, k // (64 * min(m, rows)))
-    wanted = -(-PRODUCT_PROGRAMS * properties.sms // (row_tiles * -(-n // columns)))
+    wanted = PRODUCT_PROGRAMS * properties.sms // (row_tiles * -(-n // columns))
     steps, parts = _cut(-(-k // span), min(wanted, most_parts))
     warps = 4 if is_narrow else min(4, rows * columns // 256)
     return TilePlan(way, rows, columns, span, steps, parts, warps)
@@ -103,8 +106,10 @@ def _sum(n: int, k: int, properties: DeviceProperties) -> TilePlan:
     """More rows of W a program read x less often, fewer make more programs."""
     programs = SUM_PROGRAMS * properties.sms
     columns = next((columns for columns in (16, 8) if -(-n // columns) >= programs), 4)
+    while columns < MOST_COLUMNS and CHUNK * CHUNKS // columns >= 2 * k:  # or threads had nothing to do
+        columns *= 2
     span = CHUNK * CHUNKS // columns
-    wanted = -(-programs // -(-n // columns))
+    wanted = programs // -(-n // columns)
     steps, parts = _cut(-(-k // span), min(wanted, k // LEAST_K))
     return TilePlan("sum", 1, columns, span, steps, parts, 4)
 
