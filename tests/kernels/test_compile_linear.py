@@ -87,4 +87,4 @@ def test_compiles(target: str, case: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert compiled.metadata.shared <= LDS
         assert re.search(r"\.vgpr_spill_count: 0\b", asm)
         uses = bool(re.search(r"v_mfma_|v_wmma_", asm))
-        assert uses == (kernel is triton.product_kernel and (dtype != F32 or target == "gfx942"))
+        assert uses == (kernel is triton.linear_product_kernel and (dtype != F32 or target == "gfx942"))

@@ -17,9 +17,12 @@ import halfbyte as hb
 from halfbyte import eager
 from halfbyte.formats.spec import BLOCK_SIZES
 from halfbyte.formats.weight import FLOAT_DTYPES
-from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.info import _accelerators
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.linear import cuda, triton_plan
 from halfbyte.kernels.linear.triton_plan import MOST_ROWS, TilePlan, is_valid, plan, supports
+
+pytest.importorskip("triton")
 
 RX7900XTX = DeviceProperties("hip", 0, 96)
 F16, BF16, F32 = FLOAT_DTYPES
@@ -125,3 +128,21 @@ def test_who_takes_it(
         assert eager.linear(x, q, None, batch_invariant).shape == (*shape[:-1], 32)
     fused = properties is MI300X and (batch_invariant or shape != (MOST_ROWS + 1, 64))
     assert ways == ["fused" if fused else "dense"]
+
+
+def test_info(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"name": "AMD Instinct MI300X", "gcnArchName": "gfx942", "total_memory": 192 << 30}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "hip", "7.0")
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=304, **facts)
+        )
+        properties_of.cache_clear()
+        assert properties_of(0) == MI300X
+        [gpu] = _accelerators({})
+    properties_of.cache_clear()
+    assert gpu.description == "AMD Instinct MI300X, gfx942, 192 GiB, 304 SMs, ROCm 7.0"
+    assert gpu.backend == "linear: Triton (up to 64 rows of x), all else: Triton"
+    assert not gpu.note

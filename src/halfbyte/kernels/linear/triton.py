@@ -4,15 +4,17 @@ x [M, K], fp16, bf16 or fp32; W packed two weights a byte, a scale for every `bl
 [M, N], summed in fp32, the bias added, rounded once. Every format goes the same way: sixteen values, the order of the
 two nibbles, and scales that are floats, nested bytes or exponents of two. triton_plan.py says which kernel runs.
 
-sum_kernel      One row of x. A program owns a few rows of W. A thread loads 16 bytes, looks their nibbles up in the
-                codebook in fp32, multiplies them with 32 numbers of x, and adds the sum, times the scale, to its own.
-                No scale block is smaller than 32 weights, so those of a thread share one.
-product_kernel  Tiles of x and of W, multiplied by matrix cores (MFMA, WMMA). WHOLE: rows are whole scale blocks. Then a
-                step is weights that share a scale, and the scale multiplies the sums of the step in fp32. The codebook
-                is rounded to the dtype of x beforehand, times a factor with which little is lost (codebook.py).
-                Otherwise a row may begin inside a block, and inside a byte. Each weight is looked up alone, scaled in
-                fp32, and cut into two numbers of the dtype of x, its rounding and the rest, both of which x multiplies.
-finish_kernel   K in several parts: adds up their sums, always in the same order.
+linear_sum_kernel: one row of x. A program owns a few rows of W. A thread loads 16 bytes, looks their nibbles up in the
+codebook in fp32, multiplies them with 32 numbers of x, and adds the sum, times the scale, to its own. No scale block is
+smaller than 32 weights, so those of a thread share one.
+
+linear_product_kernel: tiles of x and of W, multiplied by matrix cores (MFMA, WMMA). WHOLE: rows are whole scale blocks.
+Then a step is weights that share a scale, and the scale multiplies the sums of the step in fp32. The codebook is
+rounded to the dtype of x beforehand, times a factor with which little is lost (codebook.py). Otherwise a row may begin
+inside a block, and inside a byte. Each weight is looked up alone, scaled in fp32, and cut into two numbers of the dtype
+of x, its rounding and the rest, and x multiplies both.
+
+linear_finish_kernel: where K is in several parts, adds up their sums, always in the same order.
 
 Bytes: W and its scales, once for each tile of rows of x. Flops: 2 M N K, M filled up to tiles. What is read beyond the
 ends of x and W is read from their last rows instead, and never stored.
@@ -38,7 +40,7 @@ from halfbyte.kernels.linear.triton_plan import TilePlan
 from halfbyte.kernels.linear.triton_plan import plan as plan_tiles
 
 ROWS_AT_ONCE = 1024  # of x: the partial sums of more would need much memory
-FINISHED = 1024  # numbers of y that a program of finish_kernel adds up
+FINISHED = 1024  # numbers of y that a program of linear_finish_kernel adds up
 
 
 @triton.jit
@@ -79,7 +81,7 @@ def _store(
 
 
 @triton.jit
-def sum_kernel(
+def linear_sum_kernel(
     x, packed, scale, code, absmax, offset, table, bias, out, partial, m, n, row_bytes, row_blocks,
     COLUMNS: tl.constexpr, SPAN: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     NESTED: tl.constexpr, EXPONENTS: tl.constexpr, LOW_FIRST: tl.constexpr, BIAS: tl.constexpr,
@@ -114,7 +116,7 @@ def sum_kernel(
 
 
 @triton.jit
-def product_kernel(
+def linear_product_kernel(
     x, packed, scale, code, absmax, offset, table, bias, out, partial, m, n, k, row_bytes, row_blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK: tl.constexpr, NESTED: tl.constexpr, EXPONENTS: tl.constexpr, LOW_FIRST: tl.constexpr,
@@ -166,7 +168,7 @@ def product_kernel(
 
 
 @triton.jit
-def finish_kernel(
+def linear_finish_kernel(
     partial, bias, out, size, n, PARTS: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr
 ):
     """partial: fp32 [PARTS, M, N]. size: M N."""
@@ -233,14 +235,14 @@ def _launch(
         "num_warps": tile.warps, "enable_fp_fusion": False,
     }  # fmt: skip
     sizes: tuple[int, ...] = (k // 2, k // block_size)
-    kernel: Any = sum_kernel
+    kernel: Any = linear_sum_kernel
     if tile.way != "sum":
-        kernel, sizes = product_kernel, (k, *sizes)
+        kernel, sizes = linear_product_kernel, (k, *sizes)
         constants |= {"ROWS": tile.rows, "WHOLE": tile.way == "product", "UNIT": unit}
     grid = triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns) * tile.parts
 
     def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
-        if kernel is sum_kernel:
+        if kernel is linear_sum_kernel:
             return grid, constants
         # Triton's interpreter has no products of bf16.
         return grid, constants | {"OPERAND": _TYPES[torch.float32 if properties.kind == "host" else x.dtype]}
@@ -253,7 +255,7 @@ def _launch(
             "enable_fp_fusion": False,
         }  # fmt: skip
         last_grid = triton.cdiv(out.numel(), FINISHED)
-        launch(finish_kernel, index, (partial, added, out, out.numel(), n), key, lambda _: (last_grid, last))
+        launch(linear_finish_kernel, index, (partial, added, out, out.numel(), n), key, lambda _: (last_grid, last))
 
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
