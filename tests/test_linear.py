@@ -167,6 +167,12 @@ def test_plans() -> None:
         assert plan(1, 64, 33, bf16, "cpu", False, capability).kernel == "dense"
         assert plan(min(most, 16), 384, 384, bf16, "cpu", False, capability).kernel == "fused"
         assert plan(17, 384, 384, bf16, "cpu", False, capability).kernel == "dense"
+    for m, kernel in ((1, "fused"), (64, "fused"), (65, "dense")):
+        assert plan(m, 4096, 4096, bf16, "hip", False).kernel == kernel
+        assert plan(m, 4096, 4096, bf16, "hip", True).kernel == "fused"
+        assert plan(m, 4096, 4096, bf16, "cuda", False).kernel == "dense"  # where no CUDA kernel was chosen
+    assert plan(1, 2**31, 32, bf16, "hip", False).kernel == "dense"
+    assert plan(1, 2**31, 32, bf16, "hip", True).kernel == "tiles"
     assert plan(1, 4096, 4096, bf16, "meta", False).kernel == "dense"
     assert plan(1, 4096, 4096, bf16, "meta", True).kernel == "tiles"
 

@@ -133,5 +133,12 @@ def test_scales_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [words in str(one.message) for one in told] == [True] * (not batch_invariant)  # once a process
 
 
-def test_amd() -> None:
-    assert "AMD" in str(reach.without_kernels(MI300X))
+def test_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a kernel for few rows; for many, the dense weight is the faster way, and nothing has to be told."""
+    told = str(reach.without_kernels(MI300X))
+    assert "kernel for AMD GPUs takes no stacks of experts, and 64 rows of x at most" in told
+    monkeypatch.setattr(cuda, "properties_of", lambda index: MI300X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for m in (1, 64, 65):
+            assert cuda.linear(torch.randn(m, 64), hb.quantize(torch.randn(32, 64)), None, False) is None

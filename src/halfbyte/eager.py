@@ -20,7 +20,7 @@ from halfbyte.formats.nested import dynamic_code
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
-from halfbyte.kernels.common.device import cpu_capability
+from halfbyte.kernels.common.device import cpu_capability, properties_of
 from halfbyte.kernels.linear import reference as products
 from halfbyte.kernels.linear.plan import plan as plan_linear
 from halfbyte.kernels.linear.problem import ALIGNMENT
@@ -137,11 +137,13 @@ def _linear_elsewhere(
     rows = x.view(prod(x.shape[:-1]), k)
     device_type = x.device.type
     kind = device_type if slow.no_kernels(device_type) is None else "other"
+    if kind == "cuda":
+        kind = properties_of(x.get_device()).kind
     kernel = plan_linear(len(rows), n, k, x.dtype, kind, batch_invariant, cpu_capability()).kernel
     if kernel == "fused":
         out = rows.new_empty((len(rows), n))
         kernels = backend("linear", device_type)
-        kernels.linear(rows, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out)
+        kernels.linear(rows, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out, batch_invariant)
     else:
         weight = dequantize(q, rows.new_empty((n, k)))
         if kernel == "dense":  # of x as it is given: in which order torch adds up, and how well, depends on its strides

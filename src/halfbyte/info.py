@@ -124,6 +124,7 @@ def _accelerators(versions: dict[str, str | None]) -> list[Device]:
         from halfbyte.kernels.common import slow
         from halfbyte.kernels.common.device import properties_of
         from halfbyte.kernels.linear import reach
+        from halfbyte.kernels.linear.triton_plan import MOST_ROWS
 
         runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
         for index in range(torch.cuda.device_count()):
@@ -136,7 +137,10 @@ def _accelerators(versions: dict[str, str | None]) -> list[Device]:
             )
             description = f"{properties.name}, {arch}, {memory}, {properties.multi_processor_count} SMs, {runtime}"
             lack, no_triton = reach.without_kernels(properties_of(index)), slow.no_kernels("cuda")
-            linear = "torch (slow)" if lack else "CUDA C++"
+            if torch.version.hip:
+                lack, linear = None, "torch (slow)" if no_triton else f"Triton (up to {MOST_ROWS} rows of x)"
+            else:
+                linear = "torch (slow)" if lack else "CUDA C++"
             backend = f"linear: {linear}, all else: {'torch (slow)' if no_triton else 'Triton'}"
             notes = [f"{lack.what}; {lack.mend}"] if lack else []
             devices.append(

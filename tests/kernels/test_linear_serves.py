@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpus import MI300X
 
 import halfbyte as hb
-from halfbyte.kernels.common.device import DeviceProperties, properties_for
+from halfbyte.kernels.common.device import properties_for
 from halfbyte.kernels.linear import dispatch, reach
 from halfbyte.kernels.linear import serves as module
 from halfbyte.kernels.linear.problem import Problem
@@ -72,13 +73,21 @@ def test_no_kernel_takes_bytes_that_are_not_nested(target: str, dtype: torch.dty
     assert reach.without_scales(300, problem(HALF), properties) is None
 
 
+def test_on_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, told in ((True, "Triton"), (False, "torch: Triton is missing")):
+        monkeypatch.setattr(module, "has_triton", lambda there=there: there)
+        for dtype in (torch.float16, HALF, FULL):
+            assert module._on_amd(4096, 4096, dtype) == module._on_amd(33, 1001, dtype) == told
+    monkeypatch.setattr(module, "has_triton", lambda: True)
+    assert "torch.matmul: the weight has more rows or columns" in module._on_amd(2**31, 32, HALF)
+    assert "no stacks of experts" in str(reach.without_kernels(MI300X))
+
+
 def test_what_is_missing_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties, amd = properties_for("sm_90"), DeviceProperties("hip")
+    properties = properties_for("sm_90")
     lack = reach.Lack("the compiler is missing", "buy one")
     for there, name in ((True, "Triton"), (False, "torch")):
         monkeypatch.setattr(module, "has_triton", lambda there=there: there)
         told = module._on_cuda(problem(), properties, lack)
         assert told == f"{name} dequantize, then torch.matmul: the compiler is missing"
-    told = module._on_cuda(problem(), amd, reach.without_kernels(amd))
-    assert told == "torch dequantize, then torch.matmul: linear has no kernel for AMD GPUs yet"
     assert "no kernel is for such a weight" in module._on_cuda(problem(n=0), properties, None)

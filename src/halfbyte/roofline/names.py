@@ -36,7 +36,10 @@ ATTENTION, NORMS, ELEMENTWISE, DEQUANTIZE, SAMPLING, COPIES, OTHER, GAPS = map(L
 UNNAMED = Label("products", "unnamed")  # a product outside of every projection
 
 # What the kernels of kernels/linear and those of experts are called.
-OURS = ("decode", "exact", "multiply", "lay_out", "product", "combine", "sort_pairs", "combine_kernel")
+OURS = (
+    "decode", "exact", "multiply", "lay_out", "product", "combine", "sort_pairs", "combine_kernel", "linear_sum_kernel",
+    "linear_product_kernel", "linear_finish_kernel",
+)  # fmt: skip
 
 # What torch's compiler fuses; such a kernel's name lists what it computes, what it takes up, and no product of its own.
 FUSED = ("triton_poi", "triton_red", "triton_per")

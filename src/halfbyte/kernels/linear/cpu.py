@@ -31,8 +31,12 @@ def linear(
     block_size: int,
     bias: Tensor | None,
     out: Tensor,
+    batch_invariant: bool = True,
 ) -> None:
-    """Write x [M, K] @ W.T + bias into `out` [M, N]; blocks run over the flattened W, so rows may start anywhere."""
+    """Write x [M, K] @ W.T + bias into `out` [M, N]; blocks run over the flattened W, so rows may start anywhere.
+
+    Whatever batch_invariant says, the bits of a row depend on that row and on W alone.
+    """
     (m, k), n = x.shape, out.shape[1]
     if out.numel() == 0:
         return

@@ -26,7 +26,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
     """
     device, properties, (n, k) = x.device, properties_of(x.get_device()), q.shape
     m = x.numel() // max(k, 1)
-    if min(m, n, k) == 0:
+    if min(m, n, k) == 0 or properties.kind == "hip":  # AMD GPUs have a kernel of their own (plan.py, triton.py)
         return None
     if (lack := reach.without_kernels(properties)) is not None:
         slow.warn("CUDA kernels", str(lack))

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from halfbyte.kernels.common.fused_rows import most_fused_rows
+from halfbyte.kernels.linear import triton_plan
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,13 @@ class LinearPlan:
 def plan(
     m: int, n: int, k: int, dtype: torch.dtype, device_type: str, batch_invariant: bool, cpu_capability: str = ""
 ) -> LinearPlan:
-    """The plan for x [m, k] of `dtype` and W [n, k] on a kind of device.
+    """The plan for x [m, k] of `dtype` and W [n, k] on a kind of device: "cpu", "hip" for AMD GPUs, or another word for
+    all that have no fused kernel here.
 
     cpu_capability: as torch names what its CPU code uses.
     """
+    if device_type == "hip" and triton_plan.supports(n, k):
+        return LinearPlan("fused" if batch_invariant or m <= triton_plan.MOST_ROWS else "dense")
     if device_type != "cpu":
         return LinearPlan("tiles" if batch_invariant else "dense")
     return LinearPlan("fused" if batch_invariant or m <= most_fused_rows(n, k, dtype, cpu_capability) else "dense")

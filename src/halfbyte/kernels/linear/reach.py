@@ -15,6 +15,7 @@ from halfbyte.kernels.linear.sm75 import launch as sm75
 from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
 from halfbyte.kernels.linear.sm90_decode.plan import MOST_ROWS
 from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
+from halfbyte.kernels.linear.triton_plan import MOST_ROWS as MOST_ROWS_HIP
 
 
 class Lack(NamedTuple):
@@ -34,7 +35,10 @@ class Lack(NamedTuple):
 def without_kernels(properties: DeviceProperties) -> Lack | None:
     """Why no CUDA kernel of this folder can run on a GPU; None where they can."""
     if properties.kind != "cuda":
-        return Lack("linear has no kernel for AMD GPUs yet", "an NVIDIA GPU or a CPU has them")
+        return Lack(
+            f"linear's kernel for AMD GPUs takes no stacks of experts, and {MOST_ROWS_HIP} rows of x at most",
+            "NVIDIA GPUs have kernels for both",
+        )
     if driver() is None:
         return Lack("the CUDA driver's library cannot be loaded", "make sure that the system's loader finds it")
     if compiler.find() is None:

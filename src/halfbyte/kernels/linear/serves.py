@@ -16,8 +16,8 @@ from halfbyte.kernels.linear.problem import Problem, problem_of
 def serves(q: QuantizedWeight, dtype: torch.dtype) -> str:
     """What `halfbyte.linear` computes x [1, K] @ W.T with, x being of `dtype` and on the device of `q` [N, K].
 
-    "numba", or "CUDA C++ sm90_decode (sm_90)" by the kernel's folder; where the fast path is out of reach, what
-    computes instead and what is missing. No GPU is asked for more than its properties.
+    "numba", "Triton" (on AMD GPUs), or "CUDA C++ sm90_decode (sm_90)" by the kernel's folder; where the fast path is
+    out of reach, what computes instead and what is missing. No GPU is asked for more than its properties.
     """
     device, (n, k) = q.device, q.shape
     if device.type == "cpu":
@@ -25,6 +25,8 @@ def serves(q: QuantizedWeight, dtype: torch.dtype) -> str:
     if device.type != "cuda":
         return "torch reference"
     properties = properties_of(device.index)
+    if properties.kind == "hip":
+        return _on_amd(n, k, dtype)
     problem = problem_of(torch.empty(0, dtype=dtype, device=device), q, None)
     lack = reach.without_kernels(properties) or reach.without_scales(1, problem, properties)
     return _on_cuda(problem, properties, lack)
@@ -36,6 +38,14 @@ def _on_cpu(n: int, k: int, dtype: torch.dtype) -> str:
     if plan(1, n, k, dtype, "cpu", False, cpu_capability()).kernel == "fused":
         return "numba"
     return f"numba dequantize, then torch.matmul: K = {k} is no multiple of 32"
+
+
+def _on_amd(n: int, k: int, dtype: torch.dtype) -> str:
+    if not has_triton():
+        return "torch: Triton is missing"
+    if plan(1, n, k, dtype, "hip", False).kernel == "fused":
+        return "Triton"
+    return "Triton dequantize, then torch.matmul: the weight has more rows or columns than the kernel can count"
 
 
 def _on_cuda(problem: Problem, properties: DeviceProperties, lack: reach.Lack | None) -> str:
