@@ -147,9 +147,11 @@ inline uint16_t bits_of(float value, bool fp16) {
   std::memcpy(&bits, &half, 2);
   return bits;
 }
-// Of two 16-bit numbers each, minus another number.
-inline unsigned minus(unsigned pair, float other, bool fp16) {
-  const auto one = [&](unsigned bits) { return unsigned(bits_of(number_of(bits & 0xffff, fp16) - other, fp16)); };
+// Of two 16-bit numbers each, divided, minus another number.
+inline unsigned minus(unsigned pair, float other, bool fp16, float divisor) {
+  const auto one = [&](unsigned bits) {
+    return unsigned(bits_of(number_of(bits & 0xffff, fp16) / divisor - other, fp16));
+  };
   return one(pair) | one(pair >> 16) << 16;
 }
 // mma.m16n8k16, as device/mma.cuh draws it.

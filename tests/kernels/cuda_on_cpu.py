@@ -33,7 +33,9 @@ FUNCTIONS = {
     " copy_groups.back().push_back({to, from, exists}); }",
     "close_group": "void close_group() { copy_groups.emplace_back(); }",
     "wait_for_groups": "",
-    "minus_offset": "u32 minus_offset(u32 pair) { return minus(pair, FP16 ? 1032 : 136, FP16); }",
+    "insert": "u32 insert(u32 bits, u32 mask, u32 base) { return bits & mask | base; }",
+    "minus_offset": "u32 minus_offset(u32 pair) { return minus(pair, FP16 ? 1032 : 136, FP16, 1); }",
+    "sixteenth_minus_offset": "u32 sixteenth_minus_offset(u32 pair) { return minus(pair, 72, true, 16); }",
 }
 _NAME = r"(?:template <[^>]*>\s*)?__device__ __forceinline__ [\w ]+\b%s\((?:[^()]|\([^()]*\))*\)\s*\{"
 _ASSEMBLY = re.compile(r"\basm\s*(?:volatile)?\s*\((?:[^()\"]|\"[^\"]*\"|\((?:[^()\"]|\"[^\"]*\")*\))*\);")

@@ -3,7 +3,8 @@
 #include "work.cuh"
 
 // The stages of a run of units, one after the other, as this thread copies them: in all stages the pieces that lie in
-// one place of their row, of rows an equal step apart.
+// one place of their row, of rows an equal step apart. Rows that do not exist are copies of the last one: what they give
+// is not stored. Beyond K there are zeros.
 class Copies {
  public:
   // ring: the address of the first stage. Units `first` to `last`.
@@ -12,7 +13,7 @@ class Copies {
         x_to_(kept(ring + x_place(X_ROW(), X_PIECE()))),
         left_((last - first) * UNIT_STAGES),
         at_(a, first) {
-    begin_tile(a);
+    if (left_ > 0) begin_tile(a);
   }
 
   // Sends for the next stage, if there is one.
@@ -20,22 +21,18 @@ class Copies {
     if (left_ > 0) {
       const bool in_w = k_ + 32 * W_PIECE() < a.k, in_x = k_ + 8 * X_PIECE() < a.k;
 #pragma unroll
-      for (u32 i = 0; i * W_STEP < TILE_N; i++) {
+      for (u32 i = 0; i < W_COPIES; i++) {
         if (TILE_N % W_STEP && W_ROW() + i * W_STEP >= TILE_N) break;
-        const bool exists = in_w && i * W_STEP < w_rows_;
-        copy_async(w_to_ + slot_ * STAGE_BYTES + i * (W_STEP * W_PIECES * 16),
-                   exists ? w_ + u64(i) * (W_STEP / 2) * a.k : a.packed, exists);
+        copy_async(w_to_ + slot_ * STAGE_BYTES + i * (W_STEP * W_PIECES * 16), w_ + w_offset_[i], in_w);
       }
 #pragma unroll
-      for (u32 i = 0; i * X_STEP < TILE_M; i++) {
+      for (u32 i = 0; i < X_COPIES; i++) {
         if (TILE_M % X_STEP && X_ROW() + i * X_STEP >= TILE_M) break;
-        const bool exists = in_x && i * X_STEP < x_rows_;
-        copy_async(x_to_ + slot_ * STAGE_BYTES + i * (X_STEP * X_PIECES * 16),
-                   exists ? x_ + u64(i) * X_STEP * a.k : a.x, exists);
+        copy_async(x_to_ + slot_ * STAGE_BYTES + i * (X_STEP * X_PIECES * 16), x_ + x_offset_[i], in_x);
       }
       left_--;
-      k_ += TILE_K, w_ += TILE_K / 2, x_ += TILE_K;
-      if (k_ == a.depth_units * (UNIT_STAGES * TILE_K)) {
+      k_ += TILE_K, w_ += TILE_K / 2, x_ += 2 * TILE_K;
+      if (k_ == a.depth_units * (UNIT_STAGES * TILE_K) && left_ > 0) {
         at_.depth = a.depth_units - 1;
         at_.next(a);
         begin_tile(a);
@@ -46,7 +43,8 @@ class Copies {
   }
 
  private:
-  static constexpr u32 W_STEP = THREADS / W_PIECES, X_STEP = THREADS / X_PIECES;
+  static constexpr u32 W_STEP = THREADS / W_PIECES, W_COPIES = (TILE_N + W_STEP - 1) / W_STEP;
+  static constexpr u32 X_STEP = THREADS / X_PIECES, X_COPIES = (TILE_M + X_STEP - 1) / X_STEP;
   // So a piece and the one a step further down lie in one place of 16 rows of W, or of two of x.
   static_assert(W_STEP % 16 == 0 && X_STEP % 2 == 0);
   __device__ static __forceinline__ u32 W_ROW() { return threadIdx.x / W_PIECES; }
@@ -56,18 +54,22 @@ class Copies {
 
   __device__ __forceinline__ void begin_tile(const Arguments& a) {
     k_ = at_.depth * (UNIT_STAGES * TILE_K);
-    const u32 n = at_.row_tile * TILE_N + W_ROW(), m = at_.column_tile * TILE_M + X_ROW();
-    w_ = a.packed + (u64(n) * a.k + k_) / 2 + 16 * W_PIECE();
-    x_ = a.x + u64(m) * a.k + k_ + 8 * X_PIECE();
-    w_rows_ = n < a.n ? a.n - n : 0;
-    x_rows_ = m < a.m ? a.m - m : 0;
+    const u32 n = at_.row_tile * TILE_N, m = at_.column_tile * TILE_M;  // which exist
+    w_ = a.packed + (u64(n) * a.k + k_) / 2;
+    x_ = reinterpret_cast<const u8*>(a.x + u64(m) * a.k + k_);
+#pragma unroll
+    for (u32 i = 0; i < W_COPIES; i++)
+      w_offset_[i] = min(W_ROW() + i * W_STEP, a.n - 1 - n) * (a.k / 2) + 16 * W_PIECE();
+#pragma unroll
+    for (u32 i = 0; i < X_COPIES; i++)
+      x_offset_[i] = min(X_ROW() + i * X_STEP, a.m - 1 - m) * (a.k * 2) + 16 * X_PIECE();
   }
 
-  const u32 w_to_, x_to_;                      // where this thread's first pieces go in the first stage
-  u32 left_, k_, slot_ = 0, w_rows_, x_rows_;  // stages; where the next begins; where it goes; rows from the first on
-  const u8* w_;
-  const u16* x_;
-  WorkUnit at_;  // its depth is that of the run's first unit; k_ says more
+  const u32 w_to_, x_to_;                        // where this thread's first pieces go in the first stage
+  u32 left_, k_, slot_ = 0;                      // stages; where the next begins; where it goes
+  const u8 *w_, *x_;                             // the first row of the tile, at k_: the same for all threads
+  u32 w_offset_[W_COPIES], x_offset_[X_COPIES];  // bytes from there to this thread's pieces
+  WorkUnit at_;                                  // its depth is that of the run's first unit; k_ says more
 };
 
 // The scales of one span of a unit, for the rows of W that a lane multiplies. Each lane of a quad has those of another

@@ -2,6 +2,20 @@
 
 #include "work.cuh"
 
+// Two nibbles side by side become a register of A. Neighbouring k are in one byte, so with a table they are looked up
+// together. Arithmetic is shorter where the two are four nibbles apart (CROSSED), as a word has them in place; x is then
+// put into the same order, which takes an instruction for two of its numbers, so it pays for few columns.
+//
+//   nibble of a word    0 1 2 3 4 5 6 7
+//   register            0 0 1 1 2 2 3 3      and crossed   0 1 2 3 0 1 2 3
+constexpr bool CROSSED = Config::arithmetic && Config::columns <= (FP16 ? 2 : 1);
+
+// bits & mask | base as one instruction: of constants in their places the compiler makes two.
+__device__ __forceinline__ u32 insert(u32 bits, u32 mask, u32 base) {
+  u32 result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(bits), "r"(mask), "r"(base));
+  return result;
+}
 // Of two 16-bit numbers with the last bits of a nibble each (below), the integers from -8 to 7.
 __device__ __forceinline__ u32 minus_offset(u32 pair) {
   u32 integers;
@@ -12,17 +26,48 @@ __device__ __forceinline__ u32 minus_offset(u32 pair) {
   }
   return integers;
 }
-// Two 16-bit numbers of byte J of `word`. high: word >> 4. column: this lane's of the table, in bytes.
-template <int J> __device__ __forceinline__ u32 decode(u32 word, u32 high, u32 column) {
-  if constexpr (Config::arithmetic) {
-    // The first bits are those of 1024 in fp16 and of 128 in bf16, whose units in the last place are 1.
-    constexpr u32 BASE = FP16 ? 0x64006400 : 0x43004300;
-    const u32 first = Config::low_first ? word : high, second = Config::low_first ? high : word;
-    return minus_offset(__byte_perm(first, second, J | J + 4 << 8) & 0x000f000f | BASE);
+// The same of two fp16 numbers with 16 times a nibble each.
+__device__ __forceinline__ u32 sixteenth_minus_offset(u32 pair) {
+  u32 integers;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(integers) : "r"(pair), "r"(0x2c002c00), "r"(0xd480d480));
+  return integers;
+}
+// The integers of the nibbles at bits 0 and 16. The first bits of a number are those of 1024 in fp16 and of 128 in
+// bf16, whose units in the last place are 1.
+__device__ __forceinline__ u32 integers(u32 bits) {
+  return minus_offset(insert(bits, 0x000f000f, FP16 ? 0x64006400 : 0x43004300));
+}
+// Those at bits 4 and 20.
+__device__ __forceinline__ u32 upper_integers(u32 bits) {
+  if constexpr (FP16) return sixteenth_minus_offset(insert(bits, 0x00f000f0, 0x64006400));
+  else return integers(bits >> 4);
+}
+// The two numbers of byte J, from the table. column: this lane's, in bytes.
+template <int J> __device__ __forceinline__ u32 look_up(u32 word, u32 column) {
+  const u32 row = (J == 0 ? word << 7 : word >> (8 * J - 7)) & 0x7f80;  // rows of the table are 128 bytes apart
+  return *reinterpret_cast<const u32*>(memory + (row | column));
+}
+// The eight numbers of a word, in pairs as drawn above.
+__device__ __forceinline__ void decode(u32 (&pairs)[4], u32 word, u32 column) {
+  if constexpr (CROSSED) {
+    const u32 rest = word >> 8;
+    pairs[Config::low_first ? 0 : 1] = integers(word), pairs[Config::low_first ? 1 : 0] = upper_integers(word);
+    pairs[Config::low_first ? 2 : 3] = integers(rest), pairs[Config::low_first ? 3 : 2] = upper_integers(rest);
+  } else if constexpr (Config::arithmetic) {
+    const u32 high = word >> 4, first = Config::low_first ? word : high, second = Config::low_first ? high : word;
+    pairs[0] = integers(__byte_perm(first, second, 0x0400)), pairs[1] = integers(__byte_perm(first, second, 0x0501));
+    pairs[2] = integers(__byte_perm(first, second, 0x0602)), pairs[3] = integers(__byte_perm(first, second, 0x0703));
   } else {
-    const u32 row = (J == 0 ? word << 7 : word >> (8 * J - 7)) & 0x7f80;  // rows of the table are 128 bytes apart
-    return *reinterpret_cast<const u32*>(memory + (row | column));
+    pairs[0] = look_up<0>(word, column), pairs[1] = look_up<1>(word, column);
+    pairs[2] = look_up<2>(word, column), pairs[3] = look_up<3>(word, column);
   }
+}
+// Eight numbers of x in the order of a word's.
+__device__ __forceinline__ uint4 in_order(uint4 x) {
+  if constexpr (CROSSED)
+    return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
+                      __byte_perm(x.y, x.w, 0x7632));
+  return x;
 }
 
 template <int Words> struct Vector;
@@ -66,14 +111,16 @@ __device__ __forceinline__ void decode(u32 (&weights)[Config::row_groups][STEPS]
       loaded = *reinterpret_cast<const Vector<WORDS>::Type*>(stage + at + t * (16 * W_PIECES * 16));
 #pragma unroll
       for (u32 i = 0; i < WORDS; i++) {
-        const u32 high = words[i] >> 4;
-        weights[t][2 * i][half] = decode<0>(words[i], high, places.column);
-        weights[t][2 * i][2 + half] = decode<1>(words[i], high, places.column);
-        weights[t][2 * i + 1][half] = decode<2>(words[i], high, places.column);
-        weights[t][2 * i + 1][2 + half] = decode<3>(words[i], high, places.column);
+        u32 pairs[4];
+        decode(pairs, words[i], places.column);
+        weights[t][2 * i][half] = pairs[0], weights[t][2 * i][2 + half] = pairs[1];
+        weights[t][2 * i + 1][half] = pairs[2], weights[t][2 * i + 1][2 + half] = pairs[3];
       }
     }
 }
+
+// Columns whose sums grow side by side: an MMA waits for the one before it with the same sums.
+constexpr u32 AT_ONCE = Config::columns % 2 == 0 && Config::row_groups < 4 ? 2 : 1;
 
 // Adds a span's products, times the scales of the lane's rows of W, to the sums.
 __device__ __forceinline__ void multiply_span(float (&total)[SUMS], const float (&scale)[2 * Config::row_groups],
@@ -81,25 +128,32 @@ __device__ __forceinline__ void multiply_span(float (&total)[SUMS], const float 
   u32 weights[Config::row_groups][STEPS][4];
   decode(weights, stage, span, places);
 #pragma unroll
-  for (u32 c = 0; c < Config::columns; c++) {
-    uint4 x[WORDS];
+  for (u32 first = 0; first < Config::columns; first += AT_ONCE) {
+    uint4 x[AT_ONCE][WORDS];
 #pragma unroll
-    for (u32 i = 0; i < WORDS; i++) {
-      const u32 at = places.x ^ span * (SPAN * 2) ^ i * 16;
-      x[i] = *reinterpret_cast<const uint4*>(stage + at + c * (8 * X_PIECES * 16));
-    }
-    float sum[Config::row_groups][4] = {};
+    for (u32 c = 0; c < AT_ONCE; c++)
+#pragma unroll
+      for (u32 i = 0; i < WORDS; i++) {
+        const u32 at = places.x ^ span * (SPAN * 2) ^ i * 16;
+        x[c][i] = in_order(*reinterpret_cast<const uint4*>(stage + at + (first + c) * (8 * X_PIECES * 16)));
+      }
+    float sum[AT_ONCE][Config::row_groups][4] = {};
 #pragma unroll
     for (u32 step = 0; step < STEPS; step++)
 #pragma unroll
-      for (u32 t = 0; t < Config::row_groups; t++) {
-        const u32(&w)[4] = weights[t][step];
-        const uint4 four = x[step / 2];
-        mma(sum[t], w[0], w[1], w[2], w[3], step % 2 ? four.z : four.x, step % 2 ? four.w : four.y);
-      }
+      for (u32 c = 0; c < AT_ONCE; c++)
 #pragma unroll
-    for (u32 t = 0; t < Config::row_groups; t++)
+        for (u32 t = 0; t < Config::row_groups; t++) {
+          const u32(&w)[4] = weights[t][step];
+          const uint4 four = x[c][step / 2];
+          mma(sum[c][t], w[0], w[1], w[2], w[3], step % 2 ? four.z : four.x, step % 2 ? four.w : four.y);
+        }
 #pragma unroll
-      for (u32 i = 0; i < 4; i++) total[4 * (t * Config::columns + c) + i] += sum[t][i] * scale[2 * t + i / 2];
+    for (u32 c = 0; c < AT_ONCE; c++)
+#pragma unroll
+      for (u32 t = 0; t < Config::row_groups; t++)
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+          total[4 * (t * Config::columns + first + c) + i] += sum[c][t][i] * scale[2 * t + i / 2];
   }
 }
