@@ -72,7 +72,8 @@ def plans(m: int, q: hb.QuantizedWeight, dtype: torch.dtype) -> Iterator[Sm80Pla
     problem = problem_of(x, q, None)
     for columns, shapes in h200.SM80_SHAPES.items():
         for row_groups, n_warps, k_warps, tile_k, resident in shapes:
-            for span in {span_of(problem, tile_k // k_warps), span_of(problem, 64), 32}:
+            own = tile_k // k_warps
+            for span in {*(span_of(problem, row_groups, columns, most) for most in (own, 64)), 32}:
                 shape = Sm80Plan(row_groups, columns, n_warps, k_warps, tile_k, span, 3, resident, 1)
                 row_tiles, column_tiles, depth = shape.sizes(m, problem.n, problem.k)
                 tiles = row_tiles * column_tiles

@@ -154,6 +154,13 @@ inline unsigned minus(unsigned pair, float other, bool fp16, float divisor) {
   };
   return one(pair) | one(pair >> 16) << 16;
 }
+// The products of two pairs of 16-bit numbers.
+inline unsigned times(unsigned first, unsigned second, bool fp16) {
+  const auto one = [&](unsigned a, unsigned b) {
+    return unsigned(bits_of(number_of(a & 0xffff, fp16) * number_of(b & 0xffff, fp16), fp16));
+  };
+  return one(first, second) | one(first >> 16, second >> 16) << 16;
+}
 // mma.m16n8k16, as device/mma.cuh draws it.
 inline void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool fp16) {
   const unsigned lane = threadIdx.x % 32;

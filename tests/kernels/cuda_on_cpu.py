@@ -35,6 +35,7 @@ FUNCTIONS = {
     "wait_for_groups": "",
     "insert": "u32 insert(u32 bits, u32 mask, u32 base) { return bits & mask | base; }",
     "minus_offset": "u32 minus_offset(u32 pair) { return minus(pair, FP16 ? 1032 : 136, FP16, 1); }",
+    "fold": "u32 fold(u32 weights, u32 scale) { return times(weights, scale, FP16); }",
     "sixteenth_minus_offset": "u32 sixteenth_minus_offset(u32 pair) { return minus(pair, 72, true, 16); }",
 }
 _NAME = r"(?:template <[^>]*>\s*)?__device__ __forceinline__ [\w ]+\b%s\((?:[^()]|\([^()]*\))*\)\s*\{"

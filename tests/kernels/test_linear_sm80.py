@@ -82,7 +82,10 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert not valid(ctas=65)  # 4 tiles of 16 units
     assert not valid(nf4(n=60000), ctas=133)  # which cannot all run at once
     assert valid(int4(), span=128, tile_k=128, columns=4)
-    assert not valid(int4(), span=128, tile_k=128, stages=3)  # a span's weights and the sums of 64 rows
+    assert valid(int4(), span=128, tile_k=128, stages=3, ctas=32)
+    assert not valid(int4(block_size=64), span=128, tile_k=128, stages=3, ctas=32)
+    # A span's weights and the sums of 64 rows.
+    assert not valid(replace(int4(), scale=torch.float32), span=128, tile_k=128, stages=3, ctas=32)
     assert not valid(stages=2)
     assert not valid(stages=9)
     assert valid(stages=6, tile_k=128, ctas=32)
@@ -108,7 +111,12 @@ def test_what_the_kernel_supports() -> None:
         assert ring.plan(5, replace(nf4(), **changes), H200, False) is None
     assert has_integers(int4())
     assert not has_integers(nf4())
-    assert (span_of(int4(), 128), span_of(int4(), 64), span_of(nf4(), 128), span_of(nf4(k=96), 64)) == (128, 64, 64, 32)
+    assert [span_of(one, 1, 1, own) for one, own in ((int4(), 128), (int4(), 64), (nf4(), 128), (nf4(k=96), 64))] == [
+        128,
+        64,
+        64,
+        32,
+    ]
 
 
 @pytest.mark.slow
@@ -120,7 +128,7 @@ def test_compiles_into_registers(capability: int, offset: int, tmp_path: Path) -
     cases = [(columns, shape) for columns, shapes in h200.SM80_SHAPES.items() for shape in shapes]
     for (columns, shape), problem in zip(cases[offset::3], cycle(problems)):
         row_groups, n_warps, k_warps, tile_k, resident = shape
-        span = span_of(problem, min(tile_k // k_warps, 64 if row_groups * columns >= 16 else 128))
+        span = span_of(problem, row_groups, columns, tile_k // k_warps)
         plans = (
             Sm80Plan(row_groups, columns, n_warps, k_warps, tile_k, span, stages, resident, 1)
             for stages in range(h200.SM80_STAGES, 2, -1)
@@ -155,6 +163,7 @@ CASES = [
     (("int4", {"group_size": 128}, 70, 1152), F16, 9, (1, 2, 2, 1, 128, 3, 4)),
     (("int4", {"group_size": 128}, 71, 1152), BF16, 23, (1, 2, 4, 2, 128, 3, 4)),
     (("int4", {"group_size": 32}, 71, 1152), BF16, 33, (2, 4, 2, 1, 64, 5, 2)),
+    (("int4", {"group_size": 128}, 150, 1152), F16, 64, (2, 8, 2, 1, 128, 3, 4)),
     (("nf4", {"block_size": 32}, 71, 544), BF16, 40, (1, 6, 2, 4, 128, 3, 2)),
     (("nf4", {}, 300, 512), BF16, 70, (2, 8, 4, 1, 64, 4, 3)),
     (("fp4", {}, 150, 512), F16, 70, (4, 4, 2, 1, 64, 4, 5)),
@@ -175,7 +184,7 @@ def test_product(
     bias = torch.randn(n).to(dtype) if m % 2 else None
     problem = problem_of(x, q, bias)
     row_groups, columns, n_warps, k_warps, tile_k, stages, ctas = shape
-    span = span_of(problem, min(tile_k // k_warps, 64 if row_groups * columns >= 16 else 128))
+    span = span_of(problem, row_groups, columns, tile_k // k_warps)
     plan = Sm80Plan(row_groups, columns, n_warps, k_warps, tile_k, span, stages, 1, ctas)
     assert is_valid(plan, m, problem, H200)
     out = torch.full((m + 2, n), 777.0, dtype=dtype)

@@ -102,3 +102,16 @@ struct UnitScales {
     }
   }
 };
+
+// What a scale is where it is used: the number itself, or, to be folded into weights, a pair of it in the type of x.
+template <bool Folds> struct MultiplierOf {
+  typedef float Type;
+};
+template <> struct MultiplierOf<true> {
+  typedef u32 Type;
+};
+typedef MultiplierOf<Config::folds>::Type Multiplier;
+__device__ __forceinline__ Multiplier multiplier(float scale) {
+  if constexpr (Config::folds) return pack(scale, scale);
+  else return scale;
+}

@@ -13,7 +13,9 @@
 // bank conflicts. The host multiplies the codebook by a factor that makes its rounding to 16 bits harmless; one over
 // that factor (`unit`) goes into the scale. Where the codebook is the integers from -8 to 7 (`arithmetic`) there is no
 // table: a nibble becomes the last bits of a number whose unit in the last place is 1, from which that number is
-// subtracted. Scales multiply the sums of a span in fp32. A span always lies within one block.
+// subtracted. Scales multiply the sums of a span in fp32. Where such integers have scales of the type of x and meet many
+// columns, they are multiplied by them instead (`folds`): the MMA's operands are then the dequantized weights. A span
+// always lies within one block.
 //
 // Work. Tiles of TILE_N rows of W by TILE_M rows of x are cut along K into units, and every CTA takes an equal run of
 // units (device/scheduler.cuh). All warps copy: `stages` stages of W and x are on their way in a ring, past the ends of
@@ -30,6 +32,7 @@
 //   tile_k, span, stages    numbers of K of a stage; that are summed before they are scaled; stages on their way
 //   resident_ctas           CTAs that share a multiprocessor
 //   arithmetic, low_first   how W is decoded; whether the first weight of a byte is in its low half
+//   folds                   scales multiply weights, not sums
 //   x, scale, mma_k         types; 16
 //   direct                  the most parts of a tile that its first CTA adds up one by one
 //   shared_bytes            dynamic shared memory
@@ -86,9 +89,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   for (int i = 0; i < SUMS; i++) total[i] = 0;
   u32 slot = 0;
   for (u32 unit = first; unit < last; unit++) {
-    float scale[2 * Config::row_groups];
+    Multiplier scale[2 * Config::row_groups];
 #pragma unroll
-    for (int i = 0; i < 2 * Config::row_groups; i++) scale[i] = scales.decode(i, offset, a.unit);
+    for (int i = 0; i < 2 * Config::row_groups; i++) scale[i] = multiplier(scales.decode(i, offset, a.unit));
     WorkUnit next = at;
     next.next(a);
     if (unit + 1 < last) scales.load(a, next, row, scale_k);
@@ -101,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       if (++slot == Config::stages) slot = 0;
 #pragma unroll(SUMS < 48 ? OWN_SPANS : 1)  // registers are for the sums
       for (u32 own = 0; own < OWN_SPANS; own++) {
-        float of_span[2 * Config::row_groups];
+        Multiplier of_span[2 * Config::row_groups];
 #pragma unroll
         for (int i = 0; i < 2 * Config::row_groups; i++)
           of_span[i] = __shfl_sync(~0u, scale[i], lane & ~3u | stage * OWN_SPANS + own);

@@ -19,6 +19,7 @@ MEETING_BYTES = 2048  # of shared memory, where warps that share rows add up; fo
 RESERVED_BYTES = 1024  # of shared memory, which the system takes from each CTA
 SPANS = (128, 64, 32)  # weights that are summed before they are scaled
 UNIT_SPANS = 4  # of a warp
+FOLDED_COLUMNS = 4
 REGISTERS = 65536  # of a multiprocessor
 MMA_FLOPS = 2 * 16 * 8 * 16
 INTEGERS = tuple(float(value) for value in range(-8, 8))
@@ -93,8 +94,20 @@ def has_integers(problem: Problem) -> bool:
     return tuple(value * factor for value in FORMATS[problem.format].codebook) == INTEGERS
 
 
-def span_of(problem: Problem, most: int) -> int:
-    """The longest span, of at most so many weights, that always lies within one block."""
+def folds(problem: Problem, columns: int) -> bool:
+    """True if scales multiply the weights, not the sums of a span: integers whose scales are of the type of x become
+    what dequantize gives, and from so many columns on that takes fewer instructions."""
+    exact = has_integers(problem) and factor_of(problem.format, problem.dtype) == 1
+    return exact and problem.scale is problem.dtype and columns >= FOLDED_COLUMNS
+
+
+def span_of(problem: Problem, row_groups: int, columns: int, own: int) -> int:
+    """The longest span that always lies within one block, of at most the `own` numbers of a stage that a warp takes.
+
+    A span's weights are held at once, unless scales are folded into them.
+    """
+    most = SPANS[1] if row_groups * columns >= 16 and not folds(problem, columns) else SPANS[0]
+    most = min(most, own)
     return next(s for s in SPANS if s == SPANS[-1] or (s <= most and (problem.k | problem.block_size) % s == 0))
 
 
@@ -121,18 +134,23 @@ def is_valid(plan: Sm80Plan, m: int, problem: Problem, properties: DevicePropert
         and plan.row_groups in (1, 2, 4)
         and plan.columns in h200.SM80_COLUMNS
         and plan.n_warps in (2, 4, 8)
-        and (plan.span < 128 or plan.row_groups * plan.columns < 16)  # or registers do not hold a span's weights
+        and plan.span <= span_of(o, plan.row_groups, plan.columns, plan.span)  # or registers do not hold its weights
         and threads // (plan.tile_k // 32) % 16 == 0  # a thread's rows of W have one place among 16, work.cuh
         and 3 <= plan.stages <= 8
         and 1 <= plan.ctas <= min(units, properties.sms * resident)
         and units * plan.ctas < 1 << 32
-        and resident * threads * _registers(plan) <= REGISTERS
+        and plan.rows * o.k < 1 << 32
+        and plan.tile_m * o.k < 1 << 31
+        and resident * threads * _registers(plan, o) <= REGISTERS
         and resident * (plan.shared_bytes(o) + RESERVED_BYTES) <= properties.shared_memory + RESERVED_BYTES
     )
 
 
-def _registers(plan: Sm80Plan) -> int:
-    """Of a thread, at least: its sums, the decoded weights of a span, the numbers of x of a group, and all else."""
+def _registers(plan: Sm80Plan, problem: Problem) -> int:
+    """Of a thread, at least: its sums, the decoded weights of a span, or of two words of it, the numbers of x of a
+    group, and all else."""
+    if folds(problem, plan.columns):
+        return 4 * plan.row_groups * plan.columns + plan.row_groups * (8 + plan.span // 16) + 8 + 48
     return 4 * plan.row_groups * plan.columns + plan.row_groups * plan.span // 4 + plan.span // 8 + 56
 
 
@@ -143,7 +161,7 @@ def sm80_plan(m: int, problem: Problem, properties: DeviceProperties) -> Sm80Pla
     columns = next((columns for columns in h200.SM80_COLUMNS if 8 * columns >= m), max(h200.SM80_COLUMNS))
     found = []
     for row_groups, n_warps, k_warps, tile_k, resident in h200.SM80_SHAPES[columns]:
-        span = span_of(problem, min(tile_k // k_warps, 64 if row_groups * columns >= 16 else SPANS[0]))
+        span = span_of(problem, row_groups, columns, tile_k // k_warps)
         for stages in range(h200.SM80_STAGES, 2, -1):
             one = Sm80Plan(row_groups, columns, n_warps, k_warps, tile_k, span, stages, resident, 1)
             plan = replace(one, ctas=_ctas(one, m, problem, properties))

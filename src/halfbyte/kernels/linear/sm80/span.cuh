@@ -96,6 +96,22 @@ struct Places {
   }
 };
 
+// This lane's words of a span, of a row of W: of the upper eight or the lower eight of a group of 16.
+union Words {
+  Vector<WORDS>::Type loaded;
+  u32 each[WORDS];
+  __device__ __forceinline__ void load(const unsigned char* stage, u32 span, u32 row_group, u32 half,
+                                       const Places& places) {
+    const u32 at = (half ? places.lower : places.upper) ^ span * (SPAN / 2);
+    loaded = *reinterpret_cast<const Vector<WORDS>::Type*>(stage + at + row_group * (16 * W_PIECES * 16));
+  }
+};
+// This lane's numbers of x that meet its word number i of a span, of a column group.
+__device__ __forceinline__ uint4 load_x(const unsigned char* stage, u32 span, u32 column, u32 i, const Places& places) {
+  const u32 at = places.x ^ span * (SPAN * 2) ^ i * 16;
+  return in_order(*reinterpret_cast<const uint4*>(stage + at + column * (8 * X_PIECES * 16)));
+}
+
 // This lane's A operands of a span of the stage, in the order of device/mma.cuh, for each group of 16 rows.
 __device__ __forceinline__ void decode(u32 (&weights)[Config::row_groups][STEPS][4], const unsigned char* stage,
                                        u32 span, const Places& places) {
@@ -103,16 +119,12 @@ __device__ __forceinline__ void decode(u32 (&weights)[Config::row_groups][STEPS]
   for (u32 t = 0; t < Config::row_groups; t++)
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
-      union {
-        Vector<WORDS>::Type loaded;
-        u32 words[WORDS];
-      };
-      const u32 at = (half ? places.lower : places.upper) ^ span * (SPAN / 2);
-      loaded = *reinterpret_cast<const Vector<WORDS>::Type*>(stage + at + t * (16 * W_PIECES * 16));
+      Words words;
+      words.load(stage, span, t, half, places);
 #pragma unroll
       for (u32 i = 0; i < WORDS; i++) {
         u32 pairs[4];
-        decode(pairs, words[i], places.column);
+        decode(pairs, words.each[i], places.column);
         weights[t][2 * i][half] = pairs[0], weights[t][2 * i][2 + half] = pairs[1];
         weights[t][2 * i + 1][half] = pairs[2], weights[t][2 * i + 1][2 + half] = pairs[3];
       }
@@ -133,10 +145,7 @@ __device__ __forceinline__ void multiply_span(float (&total)[SUMS], const float 
 #pragma unroll
     for (u32 c = 0; c < AT_ONCE; c++)
 #pragma unroll
-      for (u32 i = 0; i < WORDS; i++) {
-        const u32 at = places.x ^ span * (SPAN * 2) ^ i * 16;
-        x[c][i] = in_order(*reinterpret_cast<const uint4*>(stage + at + (first + c) * (8 * X_PIECES * 16)));
-      }
+      for (u32 i = 0; i < WORDS; i++) x[c][i] = load_x(stage, span, first + c, i, places);
     float sum[AT_ONCE][Config::row_groups][4] = {};
 #pragma unroll
     for (u32 step = 0; step < STEPS; step++)
@@ -155,5 +164,44 @@ __device__ __forceinline__ void multiply_span(float (&total)[SUMS], const float 
 #pragma unroll
         for (u32 i = 0; i < 4; i++)
           total[4 * (t * Config::columns + first + c) + i] += sum[c][t][i] * scale[2 * t + i / 2];
+  }
+}
+// The same with scales folded into the weights, each as a pair of its own (device/scale.cuh). MMAs then add to the sums
+// themselves, so a word of each row is decoded at a time and few registers hold weights.
+__device__ __forceinline__ void multiply_span(float (&total)[SUMS], const u32 (&scale)[2 * Config::row_groups],
+                                              const unsigned char* stage, u32 span, const Places& places) {
+  Words words[Config::row_groups][2];
+#pragma unroll
+  for (u32 t = 0; t < Config::row_groups; t++)
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) words[t][half].load(stage, span, t, half, places);
+#pragma unroll
+  for (u32 i = 0; i < WORDS; i++) {
+    u32 weights[Config::row_groups][2][4];
+#pragma unroll
+    for (u32 t = 0; t < Config::row_groups; t++)
+#pragma unroll
+      for (u32 half = 0; half < 2; half++) {
+        u32 pairs[4];
+        decode(pairs, words[t][half].each[i], places.column);
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) weights[t][j / 2][j % 2 * 2 + half] = fold(pairs[j], scale[2 * t + half]);
+      }
+#pragma unroll
+    for (u32 first = 0; first < Config::columns; first += AT_ONCE) {
+      uint4 x[AT_ONCE];
+#pragma unroll
+      for (u32 c = 0; c < AT_ONCE; c++) x[c] = load_x(stage, span, first + c, i, places);
+#pragma unroll
+      for (u32 step = 0; step < 2; step++)
+#pragma unroll
+        for (u32 c = 0; c < AT_ONCE; c++)
+#pragma unroll
+          for (u32 t = 0; t < Config::row_groups; t++) {
+            const u32(&w)[4] = weights[t][step];
+            float (&sum)[4] = reinterpret_cast<float (&)[4]>(total[4 * (t * Config::columns + first + c)]);
+            mma(sum, w[0], w[1], w[2], w[3], step ? x[c].z : x[c].x, step ? x[c].w : x[c].y);
+          }
+    }
   }
 }
