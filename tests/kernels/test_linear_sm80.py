@@ -78,7 +78,7 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert not valid(nf4(block_size=32))
     assert not valid(span=32, k_warps=4, n_warps=2)  # half a span of a stage for each warp
     assert valid(span=32, tile_k=128, k_warps=4, n_warps=2)
-    assert not valid(tile_k=256)
+    assert not valid(tile_k=512)
     assert not valid(ctas=65)  # 4 tiles of 16 units
     assert not valid(nf4(n=60000), ctas=133)  # which cannot all run at once
     assert valid(int4(), span=128, tile_k=128, columns=4)
@@ -165,6 +165,9 @@ CASES = [
     (("int4", {"group_size": 32}, 71, 1152), BF16, 33, (2, 4, 2, 1, 64, 5, 2)),
     (("int4", {"group_size": 128}, 150, 1152), F16, 64, (2, 8, 2, 1, 128, 3, 4)),
     (("nf4", {"block_size": 32}, 71, 544), BF16, 40, (1, 6, 2, 4, 128, 3, 2)),
+    (("nf4", {}, 100, 1344), BF16, 8, (1, 1, 4, 1, 256, 3, 2)),
+    (("int4", {"group_size": 128}, 71, 1408), F16, 9, (1, 2, 4, 2, 256, 3, 3)),
+    (("int4", {"group_size": 128}, 140, 1408), F16, 64, (4, 8, 2, 2, 128, 3, 3)),
     (("nf4", {}, 300, 512), BF16, 70, (2, 8, 4, 1, 64, 4, 3)),
     (("fp4", {}, 150, 512), F16, 70, (4, 4, 2, 1, 64, 4, 5)),
     (("mxfp4", {}, 150, 544), BF16, 17, (2, 4, 4, 2, 64, 4, 5)),
@@ -210,10 +213,12 @@ def test_product(
 
 @pytest.mark.slow
 @cuda_on_cpu.needs_compiler
-@pytest.mark.parametrize(("tile_k", "span"), [(64, 32), (64, 64), (128, 32), (128, 64), (128, 128)])
+@pytest.mark.parametrize(
+    ("tile_k", "span"), [(64, 32), (64, 64), *((k, span) for k in (128, 256) for span in (32, 64, 128))]
+)
 def test_no_bank_is_asked_twice(tile_k: int, span: int, tmp_path: Path) -> None:
     """Of the lanes that shared memory serves at once: 8 with 16 bytes each, 16 with 8, 32 with 4."""
-    plan = Sm80Plan(1, 1, 4, 1, tile_k, span, 3, 1, 1)
+    plan = Sm80Plan(1, 1, 4, max(1, tile_k // span // 4), tile_k, span, 3, 1, 1)
     functions = """extern "C" unsigned w(unsigned row, unsigned piece) { return w_place(row, piece); }
 extern "C" unsigned x(unsigned row, unsigned piece) { return x_place(row, piece); }"""
     place = cuda_on_cpu.library(tmp_path, variant(int4(), plan, H200), functions)

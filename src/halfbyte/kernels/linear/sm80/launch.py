@@ -19,6 +19,7 @@ from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import Product
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm80.plan import DTYPES, Sm80Plan, folds, has_integers, sm80_plan
+from halfbyte.kernels.linear.tune import h200
 
 NAME = "sm80"
 LAYOUT = ("5Q", "5QII", "7If64s")  # Arguments in work.cuh: x, bias, y, workspace, stale, their count and m change
@@ -83,6 +84,7 @@ def constants(problem: Problem, plan: Sm80Plan) -> dict[str, Constant]:
         "k_warps": plan.k_warps,
         "tile_k": plan.tile_k, "span": plan.span, "stages": plan.stages, "resident_ctas": plan.resident_ctas,
         "direct": plan.direct, "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "grouped": False,
+        "l2_bytes": h200.SM80_L2_BYTES,
         "activation": "Activation::none",
     }  # fmt: skip
 

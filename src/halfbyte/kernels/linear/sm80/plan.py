@@ -122,7 +122,7 @@ def is_valid(plan: Sm80Plan, m: int, problem: Problem, properties: DevicePropert
         properties.ptx >= 80
         and o.dtype in DTYPES
         and plan.span in SPANS
-        and plan.tile_k in (64, 128)
+        and plan.tile_k in (64, 128, 256)
         and o.k % plan.span == 0
         and o.block_size % plan.span == 0
         and own in (1, 2, 4)

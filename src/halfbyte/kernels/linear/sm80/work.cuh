@@ -54,7 +54,11 @@ struct Arguments {
 // Where row `row` of the stage's W has its piece `piece`; counted from the stage.
 __device__ __forceinline__ u32 w_place(u32 row, u32 piece) {
   const u32 place = row % 2 * 8 + row % 16 / 2;
-  const u32 turn = W_PIECES == 4 ? (place >> 1 & 1) * 2 + (place >> 2 & 1) : place >> 2 & 1;
+  const u32 turn = W_PIECES == 8   ? (SPAN == 128  ? (place & 1) * 4
+                                      : SPAN == 64 ? (place & 3) * 2
+                                                   : place & 7)
+                   : W_PIECES == 4 ? (place >> 1 & 1) * 2 + (place >> 2 & 1)
+                                   : place >> 2 & 1;
   return ((row / 16 * 16 + place) * W_PIECES + (piece ^ turn)) * 16;
 }
 // The same of x, which lies behind W.
@@ -70,11 +74,15 @@ __device__ __forceinline__ u32 kept(u32 value) {
   return value;
 }
 
-// 16 bytes on their way to shared memory; zeros where they do not exist, and nothing is read. W is read once, so a load
-// brings its line to L2, where the row's next pieces are then found.
+// 16 bytes on their way to shared memory; zeros where they do not exist, and nothing is read. A load brings more of the
+// row to L2, where its next pieces are then found.
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
-               : "memory");
+  if constexpr (Config::l2_bytes == 256)
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
+                 : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
+                 : "memory");
 }
 __device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the last `Open` groups of this thread have arrived.

@@ -157,6 +157,7 @@ SM80_SHAPES = {
     8: ((2, 8, 1, 64, 1), (2, 4, 1, 64, 2), (2, 4, 2, 128, 1), (2, 8, 1, 128, 1)),
 }  # fmt: skip
 SM80_STAGES = 6  # more gain nothing
+SM80_L2_BYTES = 256  # that a copy brings to L2
 # Instructions for a byte, looked up or computed, and for a span besides. Cycles of an MMA on a multiprocessor, and of a
 # stage besides.
 SM80_LOOK_UP, SM80_ARITHMETIC, SM80_SPAN, SM80_MMA, SM80_STAGE = 3, 4, 24, 2, 120
