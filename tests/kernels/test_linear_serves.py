@@ -55,13 +55,13 @@ def test_the_kernels_by_name() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, HALF, FULL], ids=str)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_120"])
 def test_no_kernel_takes_bytes_that_are_not_nested(target: str, dtype: torch.dtype, batch_invariant: bool) -> None:
-    """Their scales are exponents of two, which one kernel decodes, on Hopper and later, for few rows of bf16."""
+    """Their scales are exponents of two, which sm80 decodes for x of 16 bits, and sm90_decode for few rows of bf16."""
     properties = properties_for(target)
-    served = dtype is torch.bfloat16 and target in ("sm_90", "sm_120")
+    served, invariant = dtype is not FULL and target != "sm_75", dtype is HALF and target in ("sm_90", "sm_120")
     for block_size in (32, 64):
         o = Problem(dtype, 4096, 4096, "mxfp4", block_size, torch.uint8)
         for m in (1, 8, 300, 4096):
-            known = served and block_size == 32 and (m <= 64 or batch_invariant)
+            known = invariant and block_size == 32 if batch_invariant else served
             plans = [kernel.plan(m, o, properties, batch_invariant) for kernel in (*dispatch.KERNELS, sm90_gemm)]
             assert any(plan is not None for plan in plans) == known
             assert batch_invariant or (reach.without_scales(m, o, properties) is None) == known
@@ -69,7 +69,8 @@ def test_no_kernel_takes_bytes_that_are_not_nested(target: str, dtype: torch.dty
                 assert (dispatch.choose(m, o, properties, batch_invariant) is not None) == known
     unknown = Problem(dtype, 64, 64, "mxfp4", 64, torch.uint8)
     told = module._on_cuda(unknown, properties, reach.without_scales(1, unknown, properties))
-    assert "torch.matmul: linear has a CUDA kernel for the scales of mxfp4 on Hopper alone" in told
+    lacks = "torch.matmul: linear has a CUDA kernel for the scales of mxfp4 from sm_80 (Ampere) on"
+    assert told == f"CUDA C++ sm80 ({target})" if served else lacks in told
     assert reach.without_scales(300, problem(HALF), properties) is None
 
 

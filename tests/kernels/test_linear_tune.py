@@ -67,13 +67,30 @@ def _chosen(m: int, problem: Problem, properties: DeviceProperties) -> object:
 
 
 def test_the_dense_way_is_for_many_rows() -> None:
-    """On Hopper from some number of rows on, which depends on the weight; elsewhere from a fixed one on."""
-    large = Problem(torch.bfloat16, 4096, 14336, "nf4", 64, torch.uint8, nested=256)
-    for target, rows in (("sm_90", 128), ("sm_80", h200.SM75_ROWS)):
+    """From some number of rows on, which depends on the weight; on Turing from a fixed one on."""
+    large = Problem(torch.float16, 4096, 14336, "nf4", 64, torch.uint8, nested=256)
+    for target, rows in (("sm_90", 128), ("sm_80", 64), ("sm_75", h200.SM75_ROWS)):
         assert dispatch.choose(rows, large, properties_for(target), False) is not None
         assert dispatch.choose(1 << 14, large, properties_for(target), False) is None
         assert dispatch.choose(256, large, properties_for(target), True) is not None
-    assert dispatch.choose(h200.SM75_ROWS + 1, large, properties_for("sm_80"), False) is None
+    assert dispatch.choose(h200.SM75_ROWS + 1, large, properties_for("sm_75"), False) is None
+
+
+def test_what_is_superseded_is_not_asked() -> None:
+    """sm80 takes sm75's place wherever it supports a problem, and Hopper's own kernels take sm80's."""
+    known = Problem(torch.bfloat16, 4096, 4096, "nf4", 64, torch.uint8, nested=256)
+    for problem, target, name in (
+        (known, "sm_80", "sm80"),
+        (replace(known, align_packed=8), "sm_80", "sm75"),
+        (known, "sm_90", "sm90_decode"),
+        (Problem(torch.float16, 4096, 4096, "mxfp4", 32, torch.uint8), "sm_90", "sm80"),
+    ):
+        choice = dispatch.choose(40, problem, properties_for(target), False)
+        assert choice is not None
+        assert choice.kernel.NAME == name
+    invariant = dispatch.choose(40, known, properties_for("sm_80"), True)
+    assert invariant is not None
+    assert invariant.kernel.NAME == "sm75"
 
 
 LARGE = Problem(torch.float16, 14336, 4096, "nf4", 64, torch.uint8, nested=256)

@@ -12,8 +12,8 @@ from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.driver import driver
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm75 import launch as sm75
+from halfbyte.kernels.linear.sm80 import launch as sm80
 from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
-from halfbyte.kernels.linear.sm90_decode.plan import MOST_ROWS
 from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
 from halfbyte.kernels.linear.triton_plan import MOST_ROWS as MOST_ROWS_HIP
 
@@ -48,11 +48,12 @@ def without_kernels(properties: DeviceProperties) -> Lack | None:
 
 def without_scales(m: int, problem: Problem, properties: DeviceProperties) -> Lack | None:
     """Why no CUDA kernel of this folder takes the scales of a weight for x [m, K]; None where one does."""
-    if problem.has_known_scales or sm90_decode.plan(m, problem, properties, False) is not None:
+    kernels = (sm90_decode, sm80)
+    if problem.has_known_scales or any(kernel.plan(m, problem, properties, False) is not None for kernel in kernels):
         return None
     return Lack(
-        f"linear has a CUDA kernel for the scales of {problem.format} on Hopper alone, for up to {MOST_ROWS} rows of x "
-        "in bf16",
+        f"linear has a CUDA kernel for the scales of {problem.format} from sm_80 (Ampere) on, for x of 16 bits and K a "
+        "multiple of 32",
         "quantize the weight to another format",
     )
 
@@ -62,7 +63,7 @@ def without_tensor_cores(problem: Problem, properties: DeviceProperties) -> str 
     """Why no kernel on tensor cores takes x of 16 bits with a weight; None where one does, and for x in fp32."""
     o = problem
     if o.dtype is torch.float32 or any(
-        kernel.plan(1, o, properties, False) is not None for kernel in (sm90_decode, sm90_streamk, sm75)
+        kernel.plan(1, o, properties, False) is not None for kernel in (sm90_decode, sm90_streamk, sm80, sm75)
     ):
         return None
     slow = f"so linear multiplies x [M, {o.k}] with a weight [{o.n}, {o.k}] without tensor cores, slowly"

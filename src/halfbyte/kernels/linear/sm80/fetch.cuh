@@ -3,8 +3,8 @@
 #include "work.cuh"
 
 // The stages of a run of units, one after the other, as this thread copies them: in all stages the pieces that lie in
-// one place of their row, of rows an equal step apart. Rows that do not exist are copies of the last one: what they give
-// is not stored. Beyond K there are zeros.
+// one place of their row, of rows an equal step apart. In the place of rows that do not exist comes the last one: what
+// it gives there is not stored. Beyond K there are zeros.
 class Copies {
  public:
   // ring: the address of the first stage. Units `first` to `last`.

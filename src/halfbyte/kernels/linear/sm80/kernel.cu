@@ -13,9 +13,9 @@
 // bank conflicts. The host multiplies the codebook by a factor that makes its rounding to 16 bits harmless; one over
 // that factor (`unit`) goes into the scale. Where the codebook is the integers from -8 to 7 (`arithmetic`) there is no
 // table: a nibble becomes the last bits of a number whose unit in the last place is 1, from which that number is
-// subtracted. Scales multiply the sums of a span in fp32. Where such integers have scales of the type of x and meet many
-// columns, they are multiplied by them instead (`folds`): the MMA's operands are then the dequantized weights. A span
-// always lies within one block.
+// subtracted. Scales multiply the sums of a span in fp32. Where such integers have scales of the type of x and meet
+// many columns, they are multiplied by them instead (`folds`): the MMA's operands are then the dequantized weights. A
+// span always lies within one block.
 //
 // Work. Tiles of TILE_N rows of W by TILE_M rows of x are cut along K into units, and every CTA takes an equal run of
 // units (device/scheduler.cuh). All warps copy: `stages` stages of W and x are on their way in a ring, past the ends of
@@ -32,7 +32,7 @@
 //   tile_k, span, stages    numbers of K of a stage; that are summed before they are scaled; stages on their way
 //   resident_ctas           CTAs that share a multiprocessor
 //   arithmetic, low_first   how W is decoded; whether the first weight of a byte is in its low half
-//   folds                   scales multiply weights, not sums
+//   folds, crossed          scales multiply weights, not sums; which nibbles a register of W takes, see span.cuh
 //   x, scale, mma_k         types; 16
 //   direct                  the most parts of a tile that its first CTA adds up one by one
 //   shared_bytes            dynamic shared memory

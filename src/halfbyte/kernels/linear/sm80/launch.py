@@ -18,8 +18,7 @@ from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import Product
 from halfbyte.kernels.linear.problem import Addresses, Problem
-from halfbyte.kernels.linear.sm80.plan import DTYPES, Sm80Plan, folds, has_integers, sm80_plan
-from halfbyte.kernels.linear.tune import h200
+from halfbyte.kernels.linear.sm80.plan import DTYPES, Sm80Plan, folds, has_integers, is_crossed, sm80_plan
 
 NAME = "sm80"
 LAYOUT = ("5Q", "5QII", "7If64s")  # Arguments in work.cuh: x, bias, y, workspace, stale, their count and m change
@@ -80,11 +79,11 @@ def constants(problem: Problem, plan: Sm80Plan) -> dict[str, Constant]:
     return {
         "x": TYPES[problem.dtype], "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
         "low_first": problem.low_first, "arithmetic": has_integers(problem), "folds": folds(problem, plan.columns),
+        "crossed": is_crossed(problem, plan.columns),
         "mma_k": 16, "row_groups": plan.row_groups, "columns": plan.columns, "n_warps": plan.n_warps,
         "k_warps": plan.k_warps,
         "tile_k": plan.tile_k, "span": plan.span, "stages": plan.stages, "resident_ctas": plan.resident_ctas,
         "direct": plan.direct, "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "grouped": False,
-        "l2_bytes": h200.SM80_L2_BYTES,
         "activation": "Activation::none",
     }  # fmt: skip
 

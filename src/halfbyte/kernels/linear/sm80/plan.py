@@ -101,6 +101,12 @@ def folds(problem: Problem, columns: int) -> bool:
     return exact and problem.scale is problem.dtype and columns >= FOLDED_COLUMNS
 
 
+def is_crossed(problem: Problem, columns: int) -> bool:
+    """True if a register of W takes nibbles that are four apart, span.cuh: x is then put into that order, which takes
+    an instruction for two of its numbers, and in bf16 as many of W take one more."""
+    return has_integers(problem) and columns <= (2 if problem.dtype is torch.float16 else 1)
+
+
 def span_of(problem: Problem, row_groups: int, columns: int, own: int) -> int:
     """The longest span that always lies within one block, of at most the `own` numbers of a stage that a warp takes.
 
@@ -177,27 +183,38 @@ def _ctas(plan: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties
 
 
 def _microseconds(plan: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties) -> float:
-    """The estimated time: of what must be read, and of the busiest multiprocessor's stages, whose warps wait for shared
-    memory, for tensor cores or for their turn, whichever takes longest. Tensor cores of GeForce cards take four times
-    as long as those of an A100."""
+    """The estimated time: of what must be read, and of the busiest multiprocessor's stages. Tensor cores of GeForce
+    cards take four times as long as those of an A100.
+
+    A multiprocessor takes as long for a stage as its busiest part, or as a CTA's warps wait for one another, which
+    other CTAs on it make use of.
+    """
     row_tiles, column_tiles, depth = plan.sizes(m, problem.n, problem.k)
-    groups, columns, span, warp_spans = plan.row_groups, plan.columns, plan.span, plan.tile_k // plan.span
-    looks_up = not has_integers(problem)
-    # Cycles of a warp's span. A load of shared memory takes one for every 128 bytes; a lane decodes span / 8 bytes of
-    # each of its rows.
-    loads = groups * span // 16 + columns * span // 8 + 2 * groups + (groups * span // 4 if looks_up else 0)
-    products = groups * columns * span // 16
-    decoding = groups * span // 4 * (h200.SM80_LOOK_UP if looks_up else h200.SM80_ARITHMETIC)
-    instructions = decoding + columns * (span // 32 + 4 * groups) + products + h200.SM80_SPAN
+    groups, columns, span, looks_up = plan.row_groups, plan.columns, plan.span, not has_integers(problem)
+    crossed = is_crossed(problem, columns)
+    # Of a warp's span: pairs of weights that a lane decodes, MMAs, instructions, and cycles of shared memory, which
+    # gives 128 bytes in each.
+    pairs, products = groups * span // 4, groups * columns * span // 16
+    pair = h200.SM80_LOOK_UP if looks_up else h200.SM80_CROSSED if crossed else h200.SM80_ARITHMETIC
+    scaling = pairs if folds(problem, columns) else 4 * groups * columns
+    instructions = pair * pairs + scaling + columns * span // 32 * (5 if crossed else 1) + 2 * groups + products
+    loads = columns * span // 8 + groups * span // 16 + (pairs if looks_up else 0)
+    # Of a CTA's stage.
+    spans = plan.tile_k // span // plan.k_warps
+    copies = plan.tile_k * (plan.rows // 32 + plan.tile_m // 8) / (32 * plan.warps)
+    of_warp = spans * instructions + 3 * copies + h200.SM80_STAGE
     in_a_cycle = properties.teraflops * 1e6 / (properties.sms * properties.clock)  # flops of a multiprocessor
-    busiest = max(loads, h200.SM80_MMA * products, MMA_FLOPS * products / in_a_cycle, instructions // 4)
-    of_stage = plan.n_warps * warp_spans * busiest + h200.SM80_STAGE // plan.resident_ctas
-    units = row_tiles * column_tiles * depth
-    stages = -(-units // plan.ctas) * plan.unit_k // plan.tile_k
-    ctas_of_sm = -(-plan.ctas // properties.sms)
-    busy = h200.SM80_CYCLE / properties.rates.clock * ctas_of_sm * stages * of_stage
+    tensor = max(h200.SM80_MMA, MMA_FLOPS / (h200.SM80_MMA_SHARE * in_a_cycle)) * products
+    busiest = plan.warps * max(h200.SM80_ISSUE * of_warp, spans * loads, spans * tensor)
+    together = -(-plan.ctas // properties.sms)
+    alone = h200.SM80_LATENCY + h200.SM80_SERIAL * of_warp
+    cycles = math.pow(busiest**h200.SM80_OVERLAP + (alone / together) ** h200.SM80_OVERLAP, 1 / h200.SM80_OVERLAP)
+    stages = -(-row_tiles * column_tiles * depth // plan.ctas) * plan.unit_k // plan.tile_k
+    busy = h200.SM80_CYCLE / properties.rates.clock * together * stages * cycles
     parts = plan.ctas / (row_tiles * column_tiles)
     fix_up = h200.SM80_FIX_UP + h200.SM80_PART * parts if row_tiles * column_tiles % plan.ctas else 0
     bandwidth = h200.SM80_BANDWIDTH * properties.rates.bandwidth
-    reading, result = problem.megabytes / bandwidth, problem.result_megabytes(m) / bandwidth
-    return h200.SM80_START + math.hypot(reading, busy) + fix_up + result
+    reading = problem.megabytes / bandwidth
+    least = problem.megabytes / (h200.MOST_BANDWIDTH * properties.rates.bandwidth)
+    result = problem.result_megabytes(m) / (h200.SM80_STORES * properties.rates.bandwidth)
+    return h200.SM80_START + max(math.hypot(reading, busy), least) + fix_up + result

@@ -3,12 +3,11 @@
 #include "work.cuh"
 
 // Two nibbles side by side become a register of A. Neighbouring k are in one byte, so with a table they are looked up
-// together. Arithmetic is shorter where the two are four nibbles apart (CROSSED), as a word has them in place; x is then
-// put into the same order, which takes an instruction for two of its numbers, so it pays for few columns.
+// together. Arithmetic is shorter where the two are four nibbles apart (Config::crossed), as a word has them in place;
+// x is then put into the same order, which takes an instruction for two of its numbers, so it pays for few columns.
 //
 //   nibble of a word    0 1 2 3 4 5 6 7
 //   register            0 0 1 1 2 2 3 3      and crossed   0 1 2 3 0 1 2 3
-constexpr bool CROSSED = Config::arithmetic && Config::columns <= (FP16 ? 2 : 1);
 
 // bits & mask | base as one instruction: of constants in their places the compiler makes two.
 __device__ __forceinline__ u32 insert(u32 bits, u32 mask, u32 base) {
@@ -49,7 +48,7 @@ template <int J> __device__ __forceinline__ u32 look_up(u32 word, u32 column) {
 }
 // The eight numbers of a word, in pairs as drawn above.
 __device__ __forceinline__ void decode(u32 (&pairs)[4], u32 word, u32 column) {
-  if constexpr (CROSSED) {
+  if constexpr (Config::crossed) {
     const u32 rest = word >> 8;
     pairs[Config::low_first ? 0 : 1] = integers(word), pairs[Config::low_first ? 1 : 0] = upper_integers(word);
     pairs[Config::low_first ? 2 : 3] = integers(rest), pairs[Config::low_first ? 3 : 2] = upper_integers(rest);
@@ -64,7 +63,7 @@ __device__ __forceinline__ void decode(u32 (&pairs)[4], u32 word, u32 column) {
 }
 // Eight numbers of x in the order of a word's.
 __device__ __forceinline__ uint4 in_order(uint4 x) {
-  if constexpr (CROSSED)
+  if constexpr (Config::crossed)
     return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
                       __byte_perm(x.y, x.w, 0x7632));
   return x;

@@ -77,12 +77,8 @@ __device__ __forceinline__ u32 kept(u32 value) {
 // 16 bytes on their way to shared memory; zeros where they do not exist, and nothing is read. A load brings more of the
 // row to L2, where its next pieces are then found.
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool exists) {
-  if constexpr (Config::l2_bytes == 256)
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
-                 : "memory");
-  else
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
-                 : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
+               : "memory");
 }
 __device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the last `Open` groups of this thread have arrived.

@@ -144,25 +144,46 @@ SM75_SPAN, SM75_SPAN_M_TILE, SM75_SPAN_X = 50, 16, 3
 # A lone warp's span; filling the pipeline and adding up, for each turn; a second launch.
 SM75_LONE_SPAN, SM75_TURN, SM75_LAUNCH = 400, 800, 6000
 
-# -- sm80: a model in cycles of which nothing has been measured yet ----------------------------------------------------
+# -- sm80: a model in cycles ------------------------------------------------------------------------------------------
 
 # Groups of eight rows of x that a warp multiplies; and for each of them shapes to choose from: row_groups, n_warps,
-# k_warps, tile_k and CTAs that share a multiprocessor.
+# k_warps, tile_k and CTAs that share a multiprocessor. The first ones are the fastest of 500 on an H200, the last ones
+# fit where shared memory is short.
 SM80_COLUMNS = (1, 2, 4, 6, 8)
 SM80_SHAPES = {
-    1: ((1, 8, 1, 128, 1), (1, 4, 1, 128, 2), (1, 4, 2, 128, 1), (2, 4, 2, 128, 1), (2, 4, 1, 128, 2)),
-    2: ((1, 8, 1, 128, 1), (1, 4, 1, 128, 2), (1, 4, 2, 128, 1), (2, 4, 2, 128, 1), (2, 4, 1, 128, 2)),
-    4: ((1, 8, 1, 128, 1), (1, 4, 1, 128, 2), (2, 4, 2, 128, 1), (2, 8, 1, 128, 1), (2, 4, 1, 64, 2), (2, 8, 1, 64, 1)),
-    6: ((2, 8, 1, 64, 1), (2, 4, 1, 64, 2), (2, 4, 2, 128, 1), (2, 8, 1, 128, 1)),
-    8: ((2, 8, 1, 64, 1), (2, 4, 1, 64, 2), (2, 4, 2, 128, 1), (2, 8, 1, 128, 1)),
+    1: (
+        (2, 2, 2, 256, 3), (2, 2, 2, 256, 2), (1, 4, 1, 128, 2),
+        (2, 4, 2, 128, 1), (1, 4, 2, 256, 1), (1, 8, 1, 128, 1),
+    ),
+    2: (
+        (2, 2, 2, 256, 3), (2, 2, 2, 256, 2), (2, 4, 1, 256, 3), (4, 2, 2, 256, 2), (1, 4, 1, 128, 2),
+        (2, 4, 2, 128, 1), (1, 4, 2, 256, 1),
+    ),
+    4: (
+        (1, 4, 1, 128, 3), (2, 4, 1, 128, 2), (1, 4, 1, 128, 2), (2, 4, 1, 128, 3),
+        (2, 4, 2, 128, 1), (2, 8, 1, 64, 1),
+    ),
+    6: (
+        (2, 4, 1, 128, 2), (1, 4, 1, 128, 2), (2, 4, 1, 128, 3),
+        (2, 4, 2, 128, 1), (2, 8, 1, 64, 1),
+    ),
+    8: (
+        (2, 4, 1, 128, 2), (1, 4, 1, 128, 2), (2, 4, 1, 128, 3),
+        (2, 8, 1, 128, 1), (2, 4, 2, 128, 1), (2, 8, 1, 64, 1),
+    ),
 }  # fmt: skip
 SM80_STAGES = 6  # more gain nothing
-SM80_L2_BYTES = 256  # that a copy brings to L2
-# Instructions for a byte, looked up or computed, and for a span besides. Cycles of an MMA on a multiprocessor, and of a
-# stage besides.
-SM80_LOOK_UP, SM80_ARITHMETIC, SM80_SPAN, SM80_MMA, SM80_STAGE = 3, 4, 24, 2, 120
-# µs: a launch, a cycle, a fix-up and each part of a tile. MB a µs that W comes with.
-SM80_START, SM80_CYCLE, SM80_FIX_UP, SM80_PART, SM80_BANDWIDTH = 4.0, 0.00063, 1.5, 0.2, 4.0
+# Instructions for a pair of weights: looked up, computed, computed where nibbles are four apart; and what a stage takes
+# besides.
+SM80_LOOK_UP, SM80_ARITHMETIC, SM80_CROSSED, SM80_STAGE = 4.93, 2.29, 1.29, 54.7
+# Cycles of a multiprocessor: an instruction of a warp, an MMA. Of a CTA by itself: a stage, and an instruction of each
+# of its warps. And how the two add up: the exponent of their norm.
+SM80_ISSUE, SM80_MMA, SM80_LATENCY, SM80_SERIAL, SM80_OVERLAP = 0.157, 3.17, 281.0, 1.8, 1.54
+# The share of a GPU's own rate that MMAs reach where that is what is waited for, as on GeForce cards: a guess.
+SM80_MMA_SHARE = 0.75
+# µs: a launch, a cycle, a fix-up and each part of a tile. MB a µs that W comes with, and that y goes with.
+SM80_START, SM80_CYCLE, SM80_FIX_UP, SM80_PART = 5.79, 0.00055, 0.63, 0.49
+SM80_BANDWIDTH, SM80_STORES = 5.2, 4.0
 
 # -- simt --------------------------------------------------------------------------------------------------------------
 
