@@ -87,7 +87,7 @@ def test_what_is_superseded_is_not_asked() -> None:
     ):
         choice = dispatch.choose(40, problem, properties_for(target), False)
         assert choice is not None
-        assert choice.kernel.NAME == name
+        assert name == choice.kernel.NAME
     invariant = dispatch.choose(40, known, properties_for("sm_80"), True)
     assert invariant is not None
     assert invariant.kernel.NAME == "sm75"
