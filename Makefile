@@ -9,6 +9,7 @@ WORKERS ?= logical
 SANITIZER ?= compute-sanitizer
 SECONDS ?= 60
 SEED ?= 0
+CALLS ?= 1000
 RESULTS ?= benchmarks/results
 
 CUDA := $(shell find src -name '*.cu' -o -name '*.cuh')
@@ -20,7 +21,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-dev.txt)
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick compile-all test-vllm lint format gpu fuzz sanitize bench bench-check figures wheel clean
+.PHONY: help demo test quick compile-all test-vllm lint format gpu fuzz soak sanitize bench bench-check figures wheel clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -58,6 +59,9 @@ gpu: $(READY)  ## the tests that need a GPU: in any order, four at a time, then 
 
 fuzz: $(READY)  ## random problems for SECONDS=60 from SEED=0, on the GPU where there is one
 	$(PY) tests/fuzz.py --seconds $(SECONDS) --seed $(SEED)
+
+soak: $(READY)  ## CALLS=1000 calls of generate from SEED=0, each beside transformers' own loop
+	$(PY) -W ignore -m tests.soak --calls $(CALLS) --seed $(SEED)
 
 sanitize: $(READY)  ## odd shapes under compute-sanitizer; needs a GPU and the CUDA toolkit
 	set -e; for tool in memcheck racecheck initcheck; do \
