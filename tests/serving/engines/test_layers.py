@@ -22,7 +22,7 @@ from halfbyte.serving.vllm import register
 from halfbyte.serving.vllm.linear import HalfbyteLinearMethod
 
 K = 512
-KINDS = [("nf4", {"nested": True}), ("fp4", {"nested": False}), ("int4", {"group_size": 64})]
+KINDS = [("nf4", {"nested": True}), ("fp4", {"nested": False}), ("int4", {"group_size": 64}), ("mxfp4", {})]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def config() -> Iterator[VllmConfig]:
 
 
 def method_of(format: str) -> Any:
-    kind = "halfbyte" if format == "int4" else "bitsandbytes"
+    kind = "halfbyte" if format in ("int4", "mxfp4") else "bitsandbytes"
     method = {"quant_method": kind, "load_in_4bit": True}
     return get_quantization_config("halfbyte").from_config(method)
 

@@ -1,0 +1,139 @@
+"""gpt-oss in vLLM: MXFP4 stacks of its checkpoints, multiplied with by `halfbyte.moe`, against the dense model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from served_models import dequantized, in_mxfp4, tokens_of
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization import get_quantization_config
+
+import halfbyte as hb
+from halfbyte.serving.vllm import register
+from halfbyte.serving.vllm.config import vllm_runs_mxfp4
+from halfbyte.serving.vllm.gpt_oss import GptOssExpertsMethod
+
+EXPERTS, HIDDEN, INNER = 4, 64, 96
+Models = Callable[..., Path]
+Engine = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session")
+def served(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], tuple[Path, Any]]:
+    """served(format of attention's projections): a checkpoint, and the tokens of the dense model it stands for."""
+    folder, made = tmp_path_factory.mktemp("gpt-oss"), {}
+
+    def get(attention: str | None) -> tuple[Path, Any]:
+        from transformers import AutoModelForCausalLM
+
+        if attention not in made:
+            path = in_mxfp4(folder / f"{attention}", models("gpt_oss"), attention)
+            dense = dequantized(folder / f"{attention}-dense", path)
+            model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+            made[attention] = path, tokens_of(model)
+        return made[attention]
+
+    return get
+
+
+def tokens(step: Any) -> list[list[int]]:
+    return [each["tokens"] for each in step]
+
+
+def test_as_openai_saves_it(served: Any, run_engine: Engine) -> None:
+    """No flag is needed where vLLM has no kernels of its own, such as on a CPU without AMX."""
+    path, right = served(None)
+    asked = {"quantization": "halfbyte"} if vllm_runs_mxfp4() else {}
+    found, _, again = run_engine(path, "tokens", "reload", "tokens", **asked)
+    assert tokens(found) == right
+    assert found == again
+
+
+def test_halfbytes_own_in_two_processes(served: Any, run_engine: Engine) -> None:
+    """Attention is in NF4, and the three blocks of each expert are shared out: two here and one there."""
+    path, right = served("nf4")
+    [found] = run_engine(path, tensor_parallel_size=2)
+    assert tokens(found) == right
+
+
+def layer_of(rank: int, processes: int, inner: int = INNER) -> Any:
+    parallel = SimpleNamespace(tp_rank=rank, tp_size=processes)
+    layer: Any = torch.nn.Module()
+    layer.moe_config = SimpleNamespace(has_bias=True, intermediate_size=inner, moe_parallel_config=parallel)
+    layer.activation, layer.apply_router_weight_on_input, layer.expert_map = "swigluoai", False, None
+    return layer
+
+
+def made(layer: Any) -> GptOssExpertsMethod:
+    scheme = get_quantization_config("halfbyte").from_config({"quant_method": "mxfp4"}).scheme
+    return GptOssExpertsMethod(scheme, layer, "model.layers.0.mlp.experts")
+
+
+@pytest.fixture
+def config() -> Iterator[VllmConfig]:
+    register()
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(hf_config=SimpleNamespace(quantization_config={"quant_method": "halfbyte"}))
+    with set_current_vllm_config(config):
+        yield config
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_the_parts_of_all_processes_add_up(config: VllmConfig, processes: int) -> None:
+    """Three blocks for so many processes, of which the last one may have none. Each part is loaded twice, the second
+    time over garbage, as a reload does."""
+    torch.manual_seed(0)
+    gate_up, down = (
+        hb.quantize(torch.randn(EXPERTS, *side), "mxfp4") for side in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
+    )
+    biases = torch.randn(EXPERTS, 2 * INNER), torch.randn(EXPERTS, HIDDEN)
+    x, ids, shares = torch.randn(5, HIDDEN), torch.randint(EXPERTS, (5, 2)), torch.rand(5, 2)
+    right = hb.moe(x, ids, shares, gate_up, down, "swiglu_oai", *biases)
+    found = torch.zeros_like(right)
+    for rank in range(processes):
+        layer = layer_of(rank, processes)
+        method = made(layer)
+        _, inner = method.maybe_roundup_sizes(HIDDEN, INNER // processes, x.dtype, layer.moe_config.moe_parallel_config)
+        assert inner == -(-3 // processes) * 32
+        method.create_weights(layer, EXPERTS, HIDDEN, inner, x.dtype)
+        expected = dict(layer.named_parameters())
+        first, last = min(rank * inner, INNER), min((rank + 1) * inner, INNER)
+        come = {
+            "w13_weight": gate_up.packed[:, 2 * first : 2 * last], "w13_bias": biases[0][:, 2 * first : 2 * last],
+            "w13_weight_scale": gate_up.scale[:, 2 * first : 2 * last], "w2_bias": biases[1] * (rank == 0),
+            "w2_weight": down.packed[..., first // 2 : last // 2],
+            "w2_weight_scale": down.scale[..., first // 32 : last // 32],
+        }  # fmt: skip
+        for name, tensor in [*come.items(), *come.items()]:
+            expected[name].data.fill_(77)
+            expected[name].weight_loader(expected[name], tensor, weight_name=name, shard_id=None, expert_id=None)
+        method.process_weights_after_loading(layer)
+        found += method.apply(layer, x, shares, ids)
+    assert (found - right).norm() / right.norm() < 1e-6
+    assert config.model_config.hf_config.quantization_config["quant_method"] == "gpt_oss_mxfp4"
+
+
+def test_dummies_are_not_zero(config: VllmConfig) -> None:
+    config.load_config.load_format = "dummy"
+    layer = layer_of(0, 1)
+    method = made(layer)
+    method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.float32)
+    method.process_weights_after_loading(layer)
+    y = method.apply(layer, torch.randn(3, HIDDEN), torch.rand(3, 2), torch.tensor([[0, 1], [2, 3], [3, 0]]))
+    assert y.isfinite().all()
+    assert (y != 0).any()
+
+
+def test_what_is_refused(config: VllmConfig) -> None:
+    layer = layer_of(0, 1, inner=80)
+    with pytest.raises(ValueError, match=r"experts asks for sides of 64 and 80, which are no multiples of 32"):
+        made(layer).maybe_roundup_sizes(HIDDEN, 80, torch.bfloat16, layer.moe_config.moe_parallel_config)
+    method = made(layer_of(0, 1))
+    method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"w13_weight comes expert by expert"):
+        layer.w13_weight.weight_loader(layer.w13_weight, torch.zeros(1), "w13_weight", "gpt_oss_w13", 0)
