@@ -14,6 +14,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization import get_quantization_config
 
 import halfbyte as hb
+from halfbyte.serving import invariant
 from halfbyte.serving.vllm import register
 from halfbyte.serving.vllm.config import vllm_runs_mxfp4
 from halfbyte.serving.vllm.gpt_oss import GptOssExpertsMethod
@@ -78,7 +79,8 @@ def made(layer: Any) -> GptOssExpertsMethod:
 def config() -> Iterator[VllmConfig]:
     register()
     config = VllmConfig()
-    config.model_config = SimpleNamespace(hf_config=SimpleNamespace(quantization_config={"quant_method": "halfbyte"}))
+    hf_config = SimpleNamespace(quantization_config={"quant_method": "halfbyte"})
+    config.model_config = SimpleNamespace(hf_config=hf_config, enforce_eager=True)
     with set_current_vllm_config(config):
         yield config
 
@@ -127,6 +129,31 @@ def test_dummies_are_not_zero(config: VllmConfig) -> None:
     y = method.apply(layer, torch.randn(3, HIDDEN), torch.rand(3, 2), torch.tensor([[0, 1], [2, 3], [3, 0]]))
     assert y.isfinite().all()
     assert (y != 0).any()
+
+
+def test_batch_invariance(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product is one of `linear` that says so; and a CUDA graph, which cannot hold them, is refused."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    layer, asked, linear = layer_of(0, 1), [], invariant.linear
+
+    def recorded(*arguments: Any, batch_invariant: bool = False) -> torch.Tensor:
+        asked.append(batch_invariant)
+        return linear(*arguments, batch_invariant=batch_invariant)
+
+    monkeypatch.setattr(invariant, "linear", recorded)
+    config.load_config.load_format = "dummy"
+    method = made(layer)
+    method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.float32)
+    method.process_weights_after_loading(layer)
+    x, ids, shares = torch.randn(64, HIDDEN), torch.randint(EXPERTS, (64, 2)), torch.rand(64, 2)
+    y = method.apply(layer, x, shares, ids)
+    assert asked == [True] * 2 * EXPERTS
+    for row in range(0, 64, 9):
+        one = slice(row, row + 1)
+        assert torch.equal(method.apply(layer, x[one], shares[one], ids[one]), y[one])
+    config.model_config.enforce_eager = False
+    with pytest.raises(ValueError, match=r"no CUDA graph can capture that: pass enforce_eager=True"):
+        made(layer)
 
 
 def test_what_is_refused(config: VllmConfig) -> None:

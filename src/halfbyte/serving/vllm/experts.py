@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -14,6 +15,7 @@ from halfbyte.experts import moe
 from halfbyte.formats.shards import concatenated, stacked
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.serving.arrivals import Arrivals, Span, Weight, cut, keys_of, parameter_of
+from halfbyte.serving.invariant import invariant_moe
 from halfbyte.serving.vllm.dummy import dummy_weight, wants_dummies
 from halfbyte.serving.vllm.parameters import Held, count, expect, forget
 from halfbyte.serving.vllm.scheme import Scheme
@@ -54,8 +56,11 @@ class StackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             raise self._refusal("router weights that are applied to the input")
         if any(getattr(layer, name, None) is not None for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")):
             raise self._refusal("a clamped activation")
-        if scheme.batch_invariant:
-            raise self._refusal("VLLM_BATCH_INVARIANT, which products with experts do not promise")
+        if scheme.batch_invariant and not get_current_vllm_config().model_config.enforce_eager:
+            raise ValueError(
+                f"{prefix} has experts, which halfbyte computes one after the other with VLLM_BATCH_INVARIANT, and no "
+                "CUDA graph can capture that: pass enforce_eager=True (--enforce-eager)"
+            )
         self.activation = self.activations[activation]
 
     def _refusal(self, what: str) -> ValueError:
@@ -85,7 +90,8 @@ class StackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         gate_up, down = (self.held[stem].get(layer) for stem in STEMS)
         assert isinstance(gate_up, QuantizedWeight)  # `put` got such
         assert isinstance(down, QuantizedWeight)
-        return moe(x, ids, topk_weights, gate_up, down, self.activation, *self.biases(layer))
+        multiply = invariant_moe if self.scheme.batch_invariant else moe
+        return multiply(x, ids, topk_weights, gate_up, down, self.activation, *self.biases(layer))
 
 
 class HalfbyteExpertsMethod(StackedExpertsMethod):
