@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 import torch
-from served_models import dequantized, in_mxfp4, tokens_of
+from processes import SECONDS, end, environment, free_port, wait_for
+from served_models import NEW_TOKENS, PROMPTS, dequantized, in_mxfp4, tokens_of
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization import get_quantization_config
 
@@ -55,11 +59,33 @@ def test_as_openai_saves_it(served: Any, run_engine: Engine) -> None:
     assert found == again
 
 
-def test_halfbytes_own_in_two_processes(served: Any, run_engine: Engine) -> None:
-    """Attention is in NF4, and the three blocks of each expert are shared out: two here and one there."""
+def test_halfbytes_own_on_two_hosts(served: Any, cache: Path, tmp_path: Path) -> None:
+    """Attention is in NF4, and the three blocks of each expert are shared out: two here and one there. Both hosts are
+    this machine, but each process belongs to a server of its own."""
     path, right = served("nf4")
-    [found] = run_engine(path, tensor_parallel_size=2)
-    assert tokens(found) == right
+    ports, meeting, hosts = [free_port(), free_port()], str(free_port()), []
+    variables = environment(cache, 2) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    engine = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4"]
+    engine += ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", meeting]
+    try:
+        for rank, port in enumerate(ports):
+            command = [sys.executable, "-m", "halfbyte", "serve", str(path), "--port", str(port), "--name", "m", "--"]
+            command += [*engine, "--node-rank", str(rank), *(["--headless"] if rank else [])]
+            with (tmp_path / f"log{rank}").open("w", encoding="utf-8") as log:
+                hosts.append(
+                    subprocess.Popen(command, env=variables, stdout=log, stderr=log, text=True, start_new_session=True)
+                )
+        wait_for(ports[0], hosts[0], tmp_path / "log0", SECONDS)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{ports[0]}/v1", api_key="none", timeout=60, max_retries=0)
+        answers = client.completions.create(
+            model="m", prompt=PROMPTS, max_tokens=NEW_TOKENS, temperature=0, extra_body={"ignore_eos": True}
+        )
+        assert [answer.text.split() for answer in answers.choices] == [
+            [f"t{token}" for token in made] for made in right
+        ]
+    finally:
+        for host in hosts:
+            end(host)
 
 
 def layer_of(rank: int, processes: int, inner: int = INNER) -> Any:
@@ -117,7 +143,7 @@ def test_the_parts_of_all_processes_add_up(config: VllmConfig, processes: int) -
         method.process_weights_after_loading(layer)
         found += method.apply(layer, x, shares, ids)
     assert (found - right).norm() / right.norm() < 1e-6
-    assert config.model_config.hf_config.quantization_config["quant_method"] == "gpt_oss_mxfp4"
+    assert config.model_config.hf_config.quantization_config["quant_method"] == "mxfp4"
 
 
 def test_dummies_are_not_zero(config: VllmConfig) -> None:

@@ -42,9 +42,10 @@ class GptOssExpertsMethod(StackedExpertsMethod):
 
     def __init__(self, scheme: Scheme, layer: Any, prefix: str) -> None:
         super().__init__(scheme, layer, prefix)
-        # vLLM's model looks here which layout its stacks come in, and halfbyte's own checkpoints have another name.
         config = get_current_vllm_config().model_config.hf_config
-        config.quantization_config = {**config.quantization_config, "quant_method": MXFP4_METHODS[-1]}
+        if config.quantization_config["quant_method"] not in MXFP4_METHODS:
+            # vLLM's model looks here which layout its stacks come in, and halfbyte's own checkpoints have another name.
+            config.quantization_config = {**config.quantization_config, "quant_method": MXFP4_METHODS[0]}
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
