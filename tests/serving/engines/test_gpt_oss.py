@@ -182,6 +182,14 @@ def test_batch_invariance(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -
         made(layer)
 
 
+def test_adapters_of_experts_are_refused(config: VllmConfig) -> None:
+    config.lora_config = SimpleNamespace(target_modules=["q_proj"])
+    made(layer_of(0, 1))
+    config.lora_config.target_modules = None
+    with pytest.raises(ValueError, match=r"take no LoRA adapters: name the layers .*--lora-target-modules"):
+        made(layer_of(0, 1))
+
+
 def test_what_is_refused(config: VllmConfig) -> None:
     layer = layer_of(0, 1, inner=80)
     with pytest.raises(ValueError, match=r"experts asks for sides of 64 and 80, which are no multiples of 32"):

@@ -56,6 +56,7 @@ class StackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             raise self._refusal("router weights that are applied to the input")
         if any(getattr(layer, name, None) is not None for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")):
             raise self._refusal("a clamped activation")
+        self._check_lora(get_current_vllm_config().lora_config)
         if scheme.batch_invariant and not get_current_vllm_config().model_config.enforce_eager:
             raise ValueError(
                 f"{prefix} has experts, which halfbyte computes one after the other with VLLM_BATCH_INVARIANT, and no "
@@ -68,6 +69,14 @@ class StackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             f"{self.prefix} asks for {what}; halfbyte's experts do not do that: leave it to vLLM's own kernels, with "
             "dense experts (modules_to_not_convert) or another checkpoint"
         )
+
+    def _check_lora(self, lora: Any) -> None:
+        """vLLM puts its layers for adapters around all that it may, and around these experts it fails to."""
+        if lora is not None and getattr(lora, "target_modules", None) is None:
+            raise ValueError(
+                f"{self.prefix} has experts in 4 bits, which take no LoRA adapters: name the layers that adapters are "
+                "for, such as lora_target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj'] (--lora-target-modules)"
+            )
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: no kernel of vLLM's multiplies."""
