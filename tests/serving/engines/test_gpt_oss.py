@@ -18,6 +18,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization import get_quantization_config
 
 import halfbyte as hb
+from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.serving import invariant
 from halfbyte.serving.vllm import register
 from halfbyte.serving.vllm.config import vllm_runs_mxfp4
@@ -101,6 +102,15 @@ def made(layer: Any) -> GptOssExpertsMethod:
     return GptOssExpertsMethod(scheme, layer, "model.layers.0.mlp.experts")
 
 
+def stacks() -> tuple[QuantizedWeight, QuantizedWeight, tuple[torch.Tensor, torch.Tensor]]:
+    """Of gate and up, of down, and the biases of both."""
+    torch.manual_seed(0)
+    gate_up, down = (
+        hb.quantize(torch.randn(EXPERTS, *side), "mxfp4") for side in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
+    )
+    return gate_up, down, (torch.randn(EXPERTS, 2 * INNER), torch.randn(EXPERTS, HIDDEN))
+
+
 @pytest.fixture
 def config() -> Iterator[VllmConfig]:
     register()
@@ -115,11 +125,7 @@ def config() -> Iterator[VllmConfig]:
 def test_the_parts_of_all_processes_add_up(config: VllmConfig, processes: int) -> None:
     """Three blocks for so many processes, of which the last one may have none. Each part is loaded twice, the second
     time over garbage, as a reload does."""
-    torch.manual_seed(0)
-    gate_up, down = (
-        hb.quantize(torch.randn(EXPERTS, *side), "mxfp4") for side in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
-    )
-    biases = torch.randn(EXPERTS, 2 * INNER), torch.randn(EXPERTS, HIDDEN)
+    gate_up, down, biases = stacks()
     x, ids, shares = torch.randn(5, HIDDEN), torch.randint(EXPERTS, (5, 2)), torch.rand(5, 2)
     right = hb.moe(x, ids, shares, gate_up, down, "swiglu_oai", *biases)
     found = torch.zeros_like(right)
@@ -144,6 +150,31 @@ def test_the_parts_of_all_processes_add_up(config: VllmConfig, processes: int) -
         found += method.apply(layer, x, shares, ids)
     assert (found - right).norm() / right.norm() < 1e-6
     assert config.model_config.hf_config.quantization_config["quant_method"] == "mxfp4"
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_experts_that_are_shared_out_add_up(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, invariant: bool
+) -> None:
+    """With expert parallel vLLM's model hands over whole experts, and its map says which are here."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    gate_up, down, biases = stacks()
+    x, ids, shares = torch.randn(5, HIDDEN), torch.randint(EXPERTS, (5, 2)), torch.rand(5, 2)
+    right = hb.moe(x, ids, shares, gate_up, down, "swiglu_oai", *biases)
+    found = torch.zeros_like(right)
+    for rank, here in enumerate((slice(0, 3), slice(3, EXPERTS))):
+        layer, count = layer_of(0, 1), (3, 1)[rank]
+        layer.expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+        layer.expert_map[here] = torch.arange(count, dtype=torch.int32)
+        method = made(layer)
+        method.create_weights(layer, count, HIDDEN, INNER, x.dtype)
+        for stem, stack, bias in (("w13", gate_up, biases[0]), ("w2", down, biases[1])):
+            for name, tensor in (("weight", stack.packed), ("weight_scale", stack.scale), ("bias", bias)):
+                param = getattr(layer, f"{stem}_{name}")
+                param.weight_loader(param, tensor[here], weight_name=name, shard_id=None, expert_id=None)
+        method.process_weights_after_loading(layer)
+        found += method.apply(layer, x, shares, ids.int())
+    assert (found - right).norm() / right.norm() < 1e-6
 
 
 def test_dummies_are_not_zero(config: VllmConfig) -> None:
