@@ -136,7 +136,7 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
 
 
 def vllm_runs_mxfp4() -> bool:
-    """Whether vLLM's own method for gpt-oss has kernels for this device."""
+    """Whether vLLM's own method for gpt-oss takes this device: GPUs from its minimum on, CPUs with AMX, and others."""
     if current_platform.is_cpu():
         return bool(torch.cpu._is_amx_tile_supported())
     if current_platform.is_cuda():
