@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,35 @@ def finish(command: list[str], variables: dict[str, str], log: Path, seconds: fl
             end(process)
     if code != 0:
         raise RuntimeError(f"{command[1]} gave {code}: {log.read_text(encoding='utf-8')[-8000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def wait_for(port: int, process: subprocess.Popen[str], log: Path, seconds: float) -> None:
+    """Until a server answers. Raises RuntimeError with its last words."""
+    started = time.monotonic()
+    while time.monotonic() - started < seconds and process.poll() is None:
+        if status(port, "/health") == 200:
+            return
+        time.sleep(0.5)
+    raise RuntimeError(f"no server: {log.read_text(encoding='utf-8')[-8000:]}")
+
+
+def status(port: int, path: str, body: Any = None) -> int:
+    """What a server on this machine says to a request; 0 where none is there."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
 
 
 def end(process: subprocess.Popen[Any]) -> None:

@@ -25,12 +25,23 @@ BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_
 
 
 def dense(path: Path, kind: str = "llama") -> Path:
-    """A model with random bf16 weights and a tokenizer of words "t0" to "t511". kind: "llama" or "qwen3_moe"."""
+    """A model with random bf16 weights and a tokenizer of words "t0" to "t511".
+
+    kind: "llama", "qwen3_moe" or "gpt_oss".
+    """
     import transformers
 
     torch.manual_seed(0)
     if kind == "llama":
         model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    elif kind == "gpt_oss":
+        # Three blocks of 32 weights: two processes get two and one. vLLM's gpt-oss does not keep a head twice.
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "sliding_window": 16}
+        config = transformers.GptOssConfig(**SHAPE | experts | {"num_key_value_heads": 2})
+        model = transformers.GptOssForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            if "experts" in name or name.endswith("bias"):  # so large that gates are clamped
+                torch.nn.init.normal_(parameter, std=2.0 if name.endswith("gate_up_proj_bias") else 0.2)
     else:
         experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHAPE, **experts))
@@ -68,6 +79,30 @@ def quantized(path: Path, source: Path, format: str, **settings: Any) -> Path:
     return path
 
 
+def in_mxfp4(path: Path, source: Path, attention: str | None = None) -> Path:
+    """A gpt-oss model as openai saves it, its experts in MXFP4 stacks; attention: a format for its projections, with
+    which it is a checkpoint of halfbyte's own."""
+    shutil.copytree(source, path)
+    tensors, packed = load_file(source / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # dense, they are [E, K, N]
+            q = hb.quantize(tensor.transpose(1, 2).contiguous(), "mxfp4")
+            packed |= layout_of("mxfp4").to_tensors(name, q)
+        elif attention is not None and name.endswith("_proj.weight"):
+            packed |= layout_of(attention).to_tensors(name, hb.quantize(tensor, attention))
+        else:
+            packed[name] = tensor
+    save_file(packed, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    dense = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    theirs = {"quant_method": "mxfp4", "modules_to_not_convert": dense}
+    config["quantization_config"] = theirs if attention is None else {
+        "quant_method": "halfbyte", "format": attention, "nested": True, "experts": "mxfp4",
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
 def _config_of(format: str, settings: dict[str, Any]) -> dict[str, Any]:
     if format != "int4":
         nested = settings.get("nested", True)
@@ -88,12 +123,18 @@ def dequantized(path: Path, source: Path) -> Path:
     shutil.copytree(source, path)
     tensors = load_file(source / "model.safetensors")
     found = {}
+    formats = {"_packed": "int4", ".absmax": "nf4", "_blocks": "mxfp4"}
     for name in tensors:
-        stem = name.removesuffix("_packed").removesuffix(".absmax")
-        if name != stem:
-            layout = layout_of("int4" if name.endswith("_packed") else "nf4")
-            found[stem] = hb.dequantize(layout.from_tensors(stem, tensors), torch.float32)
-        elif ".weight." not in name and not name.endswith(("_scale", "_shape")) and f"{name}.absmax" not in tensors:
+        last = next((suffix for suffix in formats if name.endswith(suffix)), None)
+        if last is not None and ".nested_" not in name:
+            stem = name.removesuffix(last)
+            weight = hb.dequantize(layout_of(formats[last]).from_tensors(stem, tensors), torch.float32)
+            found[stem] = weight if weight.dim() == 2 else weight.transpose(1, 2).contiguous()  # as gpt-oss has them
+        elif (
+            ".weight." not in name
+            and not name.endswith(("_scale", "_scales", "_shape"))
+            and f"{name}.absmax" not in tensors
+        ):
             found[name] = tensors[name].float()
     save_file(found, path / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))

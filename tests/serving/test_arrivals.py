@@ -15,7 +15,7 @@ from halfbyte.serving.arrivals import LAYOUTS, Arrivals, Span, Weight, cut, keys
 from halfbyte.serving.products import merged, product
 
 N, K = 96, 256
-KINDS = [("nf4", {"nested": True}), ("fp4", {"nested": False}), ("int4", {"group_size": 64})]
+KINDS = [("nf4", {"nested": True}), ("fp4", {"nested": False}), ("int4", {"group_size": 64}), ("mxfp4", {})]
 CPU = torch.device("cpu")
 
 

@@ -36,7 +36,20 @@ def test_claims() -> None:
 def test_layouts() -> None:
     assert layouts_of(BITSANDBYTES) == ("bitsandbytes",)
     assert layouts_of(packed()) == ("compressed-tensors",)
-    assert layouts_of({"quant_method": "halfbyte"}) == ("bitsandbytes", "compressed-tensors")
+    assert layouts_of({"quant_method": "mxfp4"}) == layouts_of({"quant_method": "gpt_oss_mxfp4"}) == ("gpt-oss",)
+    assert layouts_of({"quant_method": "halfbyte"}) == ("bitsandbytes", "compressed-tensors", "gpt-oss")
+
+
+def test_gpt_oss_is_asked_for_or_has_no_kernels_elsewhere() -> None:
+    config = {"quant_method": "mxfp4"}
+    for asked, others_can, taken in (
+        ("halfbyte", True, True), (None, True, False), ("mxfp4", True, False),
+        ("halfbyte", False, True), (None, False, True), ("marlin", False, False),
+    ):  # fmt: skip
+        assert claims(config, asked, "gpt_oss", others_can) == taken
+    assert not claims(config, None, "deepseek_v4", False)
+    with pytest.raises(ValueError, match="mxfp4 of 'deepseek_v4'; of such, halfbyte serves gpt-oss alone"):
+        claims(config, "halfbyte", "deepseek_v4")
 
 
 @pytest.mark.parametrize(
@@ -92,6 +105,11 @@ def test_experts_are_found_in_the_files(tmp_path: Path) -> None:
     assert not holds_experts(tmp_path)
     save_file({f"{expert}.absmax": torch.zeros(2)}, tmp_path / "model.safetensors")
     assert holds_experts(tmp_path)
+    save_file({"model.layers.0.mlp.experts.down_proj_blocks": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert holds_experts(tmp_path)
+    save_file({"model.layers.0.mlp.experts.down_proj_scale": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"in stacks of halfbyte's own \(.*down_proj_scale\)"):
+        holds_experts(tmp_path)
     index = {"weight_map": {f"{expert}_packed": "model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     assert holds_experts(tmp_path)

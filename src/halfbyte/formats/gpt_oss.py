@@ -9,6 +9,8 @@ gate_up_proj. Source: the checkpoints of openai/gpt-oss.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from halfbyte.formats.lookup import Tensors, find
@@ -56,6 +58,11 @@ def to_tensors(name: str, q: QuantizedWeight) -> dict[str, torch.Tensor]:
     if q.format != MXFP4.name:
         raise ValueError(f"format is {q.format!r}; blocks and scales are 'mxfp4': dequantize, then quantize to it")
     return {f"{name}_blocks": q.packed.view(*q.scale.shape, MXFP4.block_size // 2), f"{name}_scales": q.scale}
+
+
+def is_complete(name: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether all keys of the weight `name` are there, for those who get them one by one and in any order."""
+    return all(name + suffix in tensors for suffix in SUFFIXES)
 
 
 def from_tensors(name: str, tensors: Tensors) -> QuantizedWeight:

@@ -11,6 +11,7 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from halfbyte.formats.constants import kept
 from halfbyte.formats.spec import fp32
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def dynamic_values() -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
-@cache
+@kept
 def dynamic_code(device: torch.device) -> torch.Tensor:
     """`dynamic_values` as a tensor, fp32 [256], on `device`; one tensor per device, never to be written to."""
     import torch

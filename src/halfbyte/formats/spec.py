@@ -16,10 +16,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from math import frexp, nan, prod
 from typing import TYPE_CHECKING
+
+from halfbyte.formats.constants import kept
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +181,7 @@ def fp32(number: float) -> float:
     return float(struct.unpack("<f", struct.pack("<f", number))[0])
 
 
-@cache
+@kept
 def codebook_tensor(format: Format, device: torch.device) -> torch.Tensor:
     """The sixteen values of a format, fp32 [16], on `device`; one tensor per device, never to be written to."""
     import torch  # not above: the numbers are read without it (halfbyte explain)
@@ -188,7 +190,7 @@ def codebook_tensor(format: Format, device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-@cache
+@kept
 def exponents_tensor(device: torch.device) -> torch.Tensor:
     """What the 256 bytes of an e8m0 scale stand for, fp32 [256], on `device`; never to be written to."""
     import torch
@@ -196,7 +198,7 @@ def exponents_tensor(device: torch.device) -> torch.Tensor:
     return torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), nan], dtype=torch.float32, device=device)
 
 
-@cache
+@kept
 def midpoints_tensor(format: Format, device: torch.device) -> torch.Tensor:
     """The fifteen fp32 midpoints between ascending values, with which a CPU compares, as bitsandbytes' code does."""
     import torch

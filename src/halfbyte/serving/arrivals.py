@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.formats import bitsandbytes, compressed_tensors
+from halfbyte.formats import bitsandbytes, compressed_tensors, gpt_oss
 from halfbyte.formats.shards import columns, rows
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.ops import quantize
 
 WEIGHT = "weight"
-LAYOUTS: dict[str, ModuleType] = {"bitsandbytes": bitsandbytes, "compressed-tensors": compressed_tensors}
+LAYOUTS: dict[str, ModuleType] = {
+    "bitsandbytes": bitsandbytes, "compressed-tensors": compressed_tensors, "gpt-oss": gpt_oss,
+}  # fmt: skip
 REFUSED = ("_zero_point", "_g_idx")  # compressed-tensors' other kinds: they land, so that an error names them
 
 Weight = QuantizedWeight | Tensor
@@ -49,7 +51,8 @@ def dtype_of(key: str, layouts: Sequence[str], nested: bool, dtype: torch.dtype)
         f"{WEIGHT}_scale": dtype,
         f"{WEIGHT}_shape": torch.int64,
     }
-    return usual.get(key, torch.uint8 if bitsandbytes.STATE_KEY in key else torch.float32)
+    is_bytes = bitsandbytes.STATE_KEY in key or key.removeprefix(WEIGHT) in gpt_oss.SUFFIXES
+    return usual.get(key, torch.uint8 if is_bytes else torch.float32)
 
 
 @dataclass(frozen=True)

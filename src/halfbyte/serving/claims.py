@@ -8,11 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from halfbyte.formats import gpt_oss
 from halfbyte.formats.compressed_tensors import GROUP_SIZES
 from halfbyte.formats.settings import DEFAULT, check_settings
 from halfbyte.serving.arrivals import LAYOUTS
 
 METHOD = "halfbyte"
+MXFP4_METHODS = (*gpt_oss.FORMATS, "gpt_oss_mxfp4")  # gpt-oss' quant_method, and what vLLM makes of it on its way
+STACKS = (".experts.gate_up_proj_scale", ".experts.down_proj_scale")  # of models that transformers saved with halfbyte
+GPT_OSS = "gpt-oss"  # its layout, by its name in LAYOUTS
 
 
 def layouts_of(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -30,18 +34,29 @@ def layouts_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     if method == "compressed-tensors":
         _check_compressed_tensors(config)
         return (method,)
-    raise ValueError(f"the checkpoint's quant_method is {method!r}; halfbyte serves {', '.join((*LAYOUTS, METHOD))}")
+    if method in MXFP4_METHODS:
+        return (GPT_OSS,)
+    known = (*(layout for layout in LAYOUTS if layout != GPT_OSS), MXFP4_METHODS[0], METHOD)
+    raise ValueError(f"the checkpoint's quant_method is {method!r}; halfbyte serves {', '.join(known)}")
 
 
-def claims(config: Mapping[str, Any], asked: str | None) -> bool:
+def claims(
+    config: Mapping[str, Any], asked: str | None, model_type: str | None = None, others_can: bool = True
+) -> bool:
     """Whether halfbyte takes a checkpoint. asked: the quantization method that the user named, if any.
 
     bitsandbytes' and halfbyte's own need no flag. compressed-tensors has kernels in vLLM itself, so it must be asked
-    for. Raises ValueError where halfbyte was asked for and cannot.
+    for; so must gpt-oss, where `others_can` run it on this device. model_type: of the model's configuration. Raises
+    ValueError where halfbyte was asked for and cannot.
     """
+    is_mxfp4 = config.get("quant_method") in MXFP4_METHODS
     if asked == METHOD:
         layouts_of(config)
+        if is_mxfp4 and model_type != "gpt_oss":
+            raise ValueError(f"the checkpoint is mxfp4 of {model_type!r}; of such, halfbyte serves gpt-oss alone")
         return True
+    if is_mxfp4:
+        return model_type == "gpt_oss" and not others_can and asked in (None, *MXFP4_METHODS[:1])
     if asked is not None or config.get("quant_method") not in ("bitsandbytes", METHOD):
         return False
     return config.get("quant_method") == METHOD or bool(config.get("load_in_4bit"))
@@ -91,13 +106,23 @@ def stays_dense(name: str, names: Iterable[str]) -> bool:
 
 
 def holds_experts(path: Path) -> bool:
-    """Whether a checkpoint's experts are in 4 bits, one by one. path: its folder.
+    """Whether a checkpoint's experts are in 4 bits, one by one or, as gpt-oss', in stacks. path: its folder.
 
-    bitsandbytes leaves the stacked experts of transformers dense, and its configuration does not say so.
+    bitsandbytes leaves the stacked experts of transformers dense, and its configuration does not say so. Raises
+    ValueError where they are in stacks as halfbyte saves them.
     """
-    return any(
-        ".experts." in name and name.endswith((".absmax", "_packed")) for file in _files(path) for name in _names(file)
-    )
+    names = names_of(path)
+    if own := next((name for name in names if name.endswith(STACKS)), None):
+        raise ValueError(
+            f"the checkpoint keeps experts in stacks of halfbyte's own ({own}), which vLLM's models do not read: serve "
+            "it with --engine transformers, or what it was made of with quantization='halfbyte'"
+        )
+    return any(".experts." in name and name.endswith((".absmax", "_packed", "_blocks")) for name in names)
+
+
+def names_of(path: Path) -> list[str]:
+    """The names of all tensors of a checkpoint. path: its folder."""
+    return [name for file in _files(path) for name in _names(file)]
 
 
 def _files(path: Path) -> list[Path]:

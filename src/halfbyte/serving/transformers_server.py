@@ -14,6 +14,7 @@ import torch
 
 from halfbyte.models.accelerate import accelerate
 from halfbyte.serving.choice import PATIENCE, Model
+from halfbyte.serving.claims import MXFP4_METHODS
 from halfbyte.serving.requests import PATHS, problem
 
 # Of a CPU's memory, which other programs need too, transformers would take nine tenths for its cache.
@@ -91,7 +92,7 @@ def _build_server(theirs: Callable[..., Any], *arguments: Any, generation_state:
 def _manager(theirs: type[Any], served: Model, name: str, format: str | None) -> type[Any]:
     """transformers' ModelManager with a single model, halfbyte's, whatever a request's `model` looks like on disk."""
     place = f"{served.path}@main"
-    is_bitsandbytes = (served.quantization or {}).get("quant_method") == "bitsandbytes"
+    method = (served.quantization or {}).get("quant_method")
 
     class AcceleratedModel(theirs):  # type: ignore[misc]
         @staticmethod
@@ -102,7 +103,7 @@ def _manager(theirs: type[Any], served: Model, name: str, format: str | None) ->
             return super()._load_processor(place, *arguments, **options)
 
         def _load_model(self, model_id_and_revision: str, *arguments: Any, **options: Any) -> Any:
-            if format is not None or is_bitsandbytes:
+            if format is not None or method in ("bitsandbytes", *MXFP4_METHODS):
                 model = self._load_in_4bit()
             else:
                 model = super()._load_model(place, *arguments, **options)
@@ -110,16 +111,17 @@ def _manager(theirs: type[Any], served: Model, name: str, format: str | None) ->
             return model
 
         def _load_in_4bit(self) -> Any:
-            """With halfbyte's layers: bitsandbytes' weights, without bitsandbytes, or dense ones, which are rounded."""
+            """With halfbyte's layers: bitsandbytes' or gpt-oss' weights, or dense ones, which are rounded."""
             from transformers import AutoModelForCausalLM
 
-            from halfbyte.models.quantizer import HalfbyteConfig, config_from_bitsandbytes
+            from halfbyte.models.quantizer import HalfbyteConfig, config_from_bitsandbytes, config_from_gpt_oss
 
             options: dict[str, Any] = {"dtype": self.dtype, "device_map": self.device}
             if self.attn_implementation is not None:
                 options["attn_implementation"] = self.attn_implementation
             if format is None:
-                options["config"] = config_from_bitsandbytes(served.path)
+                read = config_from_gpt_oss if method in MXFP4_METHODS else config_from_bitsandbytes
+                options["config"] = read(served.path)
             else:
                 options["quantization_config"] = HalfbyteConfig(format)
             return AutoModelForCausalLM.from_pretrained(served.path, **options)

@@ -7,9 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +15,7 @@ from typing import Any
 
 import openai
 import pytest
-from processes import end, environment
+from processes import end, environment, free_port, status, wait_for
 from served_models import NEW_TOKENS, PROMPTS, dequantized, tokens_of
 
 SECONDS = 400  # until a server answers; two free cores need 40
@@ -60,9 +57,7 @@ def server(
     folder, path = tmp_path_factory.mktemp("server"), models("llama", "nf4", nested=True)
     dense = AutoModelForCausalLM.from_pretrained(dequantized(folder / "dense", path))
     right = [" ".join(f"t{token}" for token in made) for made in tokens_of(dense)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     engine = request.param
     command = [sys.executable, "-m", "halfbyte", "serve", str(path), "--port", str(port), "--engine", engine]
     command += ["--dtype", "float32", *ENGINES[engine]]
@@ -72,31 +67,10 @@ def server(
             text=True, start_new_session=True,
         )  # fmt: skip
         try:
-            wait_for(port, process, folder / "log")
+            wait_for(port, process, folder / "log", SECONDS)
             yield Server(engine, port, process, folder / "log", right)
         finally:
             end(process)
-
-
-def wait_for(port: int, process: subprocess.Popen[str], log: Path) -> None:
-    started = time.monotonic()
-    while time.monotonic() - started < SECONDS and process.poll() is None:
-        if status(port, "/health") == 200:
-            return
-        time.sleep(0.5)
-    raise RuntimeError(f"no server: {log.read_text(encoding='utf-8')[-8000:]}")
-
-
-def status(port: int, path: str, body: Any = None) -> int:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return 0
 
 
 def test_completions(server: Server) -> None:

@@ -17,12 +17,13 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 import halfbyte as hb
 from halfbyte.formats.layouts import layout_of
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.serving import products
 from halfbyte.serving.arrivals import parameter_of
 from halfbyte.serving.vllm import register
 from halfbyte.serving.vllm.linear import HalfbyteLinearMethod
 
 K = 512
-KINDS = [("nf4", {"nested": True}), ("fp4", {"nested": False}), ("int4", {"group_size": 64})]
+KINDS = [("nf4", {"nested": True}), ("fp4", {"nested": False}), ("int4", {"group_size": 64}), ("mxfp4", {})]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def config() -> Iterator[VllmConfig]:
 
 
 def method_of(format: str) -> Any:
-    kind = "halfbyte" if format == "int4" else "bitsandbytes"
+    kind = "halfbyte" if format in ("int4", "mxfp4") else "bitsandbytes"
     method = {"quant_method": kind, "load_in_4bit": True}
     return get_quantization_config("halfbyte").from_config(method)
 
@@ -125,7 +126,15 @@ def test_batch_invariance_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         quantization = method_of("nf4")
         assert quantization.scheme.batch_invariant == (asked == "1")
     method, layer = loaded(quantization, weights, [64, 64, 64], K, 0, 1)
+    asked, linear = [], products.linear
+
+    def recorded(x: torch.Tensor, q: QuantizedWeight, bias: Any, batch_invariant: bool = False) -> torch.Tensor:
+        asked.append(batch_invariant)
+        return linear(x, q, bias, batch_invariant)
+
+    monkeypatch.setattr(products, "linear", recorded)
     assert torch.equal(method.apply(layer, x)[:1], method.apply(layer, x[:1]))
+    assert asked == [True] * 6  # q, k and v, each alone
 
 
 def test_what_is_traced_is_part_of_vllms_key(config: VllmConfig) -> None:

@@ -22,7 +22,6 @@ ends of x and W is read from their last rows instead, and never stored.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfbyte.formats.constants import kept
 from halfbyte.formats.spec import Format, codebook_tensor
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common.arithmetic import power_of_two
@@ -261,7 +261,7 @@ def _launch(
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-@cache
+@kept
 def _rounded(format: Format, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
     """The codebook times its factor, rounded to fp16 or bf16, and what a product with it must be multiplied by."""
     factor = factor_of(format.name, dtype)

@@ -11,13 +11,13 @@ formats/ and the behaviour of bitsandbytes 0.50.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from halfbyte.formats.constants import kept
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE, dynamic_code
 from halfbyte.formats.spec import Format, exponents_tensor, midpoints_tensor
 
@@ -150,7 +150,7 @@ def quantize_scales(absmax: Tensor, offset: Tensor, *, like: Like | None = None)
     return codes.view(-1)[: absmax.numel()].to(torch.uint8), absmax2
 
 
-@cache
+@kept
 def dynamic_table(device: torch.device) -> Tensor:
     """The dynamic code nearest to each of 65536 equal steps from -1 to 1, uint8, as in bitsandbytes' CPU code."""
     code = dynamic_code(device)

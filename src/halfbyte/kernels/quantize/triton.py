@@ -16,13 +16,13 @@ so on NVIDIA the reciprocal is `rcp.approx.ftz` and products are `mul.ftz` here 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from halfbyte.formats.constants import kept
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE, dynamic_code
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.common.arithmetic import multiply, power_of_two
@@ -189,7 +189,7 @@ def integers_kernel(weight, packed, scale, n_blocks, BLOCK: tl.constexpr, BLOCKS
     tl.store(packed + first * (BLOCK // 8) + word, words, mask=in_range[:, None])
 
 
-@cache
+@kept
 def cells(format: Format, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """For each cell of a format: the threshold in it (+inf if none), and how many thresholds lie below it; and True.
     Where two thresholds share a cell, or one lies beyond them: all thresholds, the counts, and False."""

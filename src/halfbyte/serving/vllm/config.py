@@ -1,6 +1,7 @@
 """vLLM's quantization method "halfbyte": what it takes, and which layer gets which method.
 
     LLM("org/model-bnb-4bit")                      a bitsandbytes checkpoint is taken without a flag
+    LLM("openai/gpt-oss-20b")                      MXFP4: without a flag where vLLM has no kernels for the device
     LLM("org/model", quantization="halfbyte")      dense weights are rounded to NF4 while they load, or as options say:
         hf_overrides={"quantization_config_dict_json": '{"format": "int4", "group_size": 64}'}
 
@@ -21,11 +22,21 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.platforms import current_platform
 
 from halfbyte.checkpoints.select import is_linear
 from halfbyte.serving.arrivals import LAYOUTS, WEIGHT, keys_of, parameter_of
-from halfbyte.serving.claims import METHOD, claims, holds_experts, layouts_of, settings_of, stays_dense
+from halfbyte.serving.claims import (
+    GPT_OSS,
+    METHOD,
+    claims,
+    holds_experts,
+    layouts_of,
+    settings_of,
+    stays_dense,
+)
 from halfbyte.serving.vllm.experts import HalfbyteExpertsMethod, is_experts
+from halfbyte.serving.vllm.gpt_oss import GptOssExpertsMethod, is_gpt_oss
 from halfbyte.serving.vllm.linear import HalfbyteLinearMethod
 from halfbyte.serving.vllm.scheme import Scheme
 
@@ -75,7 +86,8 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        return METHOD if claims(hf_quant_cfg, user_quant) else None
+        model_type = getattr(hf_config, "model_type", None)
+        return METHOD if claims(hf_quant_cfg, user_quant, model_type, vllm_runs_mxfp4()) else None
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Find out whether the experts of a quantized checkpoint are in 4 bits, or dense."""
@@ -96,9 +108,12 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         self.scheme.traced = get_current_vllm_config().additional_config
         if isinstance(layer, LinearBase):
+            if self.scheme.layouts == (GPT_OSS,):
+                return UnquantizedLinearMethod()  # all that is no expert is dense
             return UnquantizedLinearMethod() if self._stays_dense(prefix) else HalfbyteLinearMethod(self.scheme, prefix)
         if is_experts(layer) and self.experts and not stays_dense(prefix, self.scheme.dense_names):
-            return HalfbyteExpertsMethod(self.scheme, layer, prefix)
+            stacks = GPT_OSS in self.scheme.layouts and is_gpt_oss(layer)
+            return (GptOssExpertsMethod if stacks else HalfbyteExpertsMethod)(self.scheme, layer, prefix)
         return None  # embeddings, lm_head, attention, dense experts: vLLM's own
 
     def _stays_dense(self, prefix: str) -> bool:
@@ -118,6 +133,15 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
                 "all of them or none"
             )
         return False
+
+
+def vllm_runs_mxfp4() -> bool:
+    """Whether vLLM's own method for gpt-oss takes this device: GPUs from its minimum on, CPUs with AMX, and others."""
+    if current_platform.is_cpu():
+        return bool(torch.cpu._is_amx_tile_supported())
+    if current_platform.is_cuda():
+        return bool(current_platform.has_device_capability(80))
+    return True
 
 
 def _names_of(model_name: str, revision: str | None) -> Path:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -14,6 +15,7 @@ from halfbyte.experts import moe
 from halfbyte.formats.shards import concatenated, stacked
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.serving.arrivals import Arrivals, Span, Weight, cut, keys_of, parameter_of
+from halfbyte.serving.invariant import invariant_moe
 from halfbyte.serving.vllm.dummy import dummy_weight, wants_dummies
 from halfbyte.serving.vllm.parameters import Held, count, expect, forget
 from halfbyte.serving.vllm.scheme import Scheme
@@ -27,30 +29,84 @@ def is_experts(layer: nn.Module) -> bool:
     return isinstance(layer, RoutedExperts)
 
 
-class HalfbyteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """The experts of one block. prefix: its name in the model, for errors."""
+def activation_of(layer: Any) -> str:
+    """vLLM's name of it; an enum in some releases."""
+    return str(getattr(layer.activation, "value", layer.activation))
+
+
+class StackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """What all methods for experts have in common: what is refused, and how two stacks are multiplied with.
+
+    prefix: the block's name in the model, for errors. activations: vLLM's names that are served, and those of `moe`.
+    """
+
+    activations: ClassVar[Mapping[str, str]]
+    takes_biases: ClassVar[bool] = False
 
     def __init__(self, scheme: Scheme, layer: Any, prefix: str) -> None:
         super().__init__(layer.moe_config)
         self.scheme, self.prefix = scheme, prefix
-        activation = str(getattr(layer.activation, "value", layer.activation))
-        if activation not in ACTIVATIONS:
-            raise self._refusal(f"activation {activation!r}; {', '.join(ACTIVATIONS)} are served")
-        if self.moe.has_bias:
+        self.held: dict[str, Held] = {}
+        activation = activation_of(layer)
+        if activation not in self.activations:
+            raise self._refusal(f"activation {activation!r}; {', '.join(self.activations)} are served")
+        if self.moe.has_bias and not self.takes_biases:
             raise self._refusal("experts with biases")
         if layer.apply_router_weight_on_input:
             raise self._refusal("router weights that are applied to the input")
         if any(getattr(layer, name, None) is not None for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")):
             raise self._refusal("a clamped activation")
-        if scheme.batch_invariant:
-            raise self._refusal("VLLM_BATCH_INVARIANT, which products with experts do not promise")
-        self.activation = ACTIVATIONS[activation]
+        self._check_lora(get_current_vllm_config().lora_config)
+        if scheme.batch_invariant and not get_current_vllm_config().model_config.enforce_eager:
+            raise ValueError(
+                f"{prefix} has experts, which halfbyte computes one after the other with VLLM_BATCH_INVARIANT, and no "
+                "CUDA graph can capture that: pass enforce_eager=True (--enforce-eager)"
+            )
+        self.activation = self.activations[activation]
 
     def _refusal(self, what: str) -> ValueError:
         return ValueError(
             f"{self.prefix} asks for {what}; halfbyte's experts do not do that: leave it to vLLM's own kernels, with "
             "dense experts (modules_to_not_convert) or another checkpoint"
         )
+
+    def _check_lora(self, lora: Any) -> None:
+        """vLLM puts its layers for adapters around all that it may, and around these experts it fails to."""
+        if lora is not None and getattr(lora, "target_modules", None) is None:
+            raise ValueError(
+                f"{self.prefix} has experts in 4 bits, which take no LoRA adapters: name the layers that adapters are "
+                "for, such as lora_target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj'] (--lora-target-modules)"
+            )
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """None: no kernel of vLLM's multiplies."""
+
+    def biases(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Of gate and up [E, 2I], and of down [E, H]."""
+        return None, None
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """Experts of other processes get no local number, and `moe` skips them."""
+        ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
+        gate_up, down = (self.held[stem].get(layer) for stem in STEMS)
+        assert isinstance(gate_up, QuantizedWeight)  # `put` got such
+        assert isinstance(down, QuantizedWeight)
+        multiply = invariant_moe if self.scheme.batch_invariant else moe
+        return multiply(x, ids, topk_weights, gate_up, down, self.activation, *self.biases(layer))
+
+
+class HalfbyteExpertsMethod(StackedExpertsMethod):
+    """The experts of one block, which come one by one: dense or in 4 bits."""
+
+    activations = ACTIVATIONS
 
     def create_weights(
         self,
@@ -66,7 +122,6 @@ class HalfbyteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         parallel = self.moe.moe_parallel_config
         self.rank, self.processes = int(parallel.tp_rank), int(parallel.tp_size)
         self.local = layer.expert_map_manager.map_global_to_local
-        self.held: dict[str, Held] = {}
         self.dummies = wants_dummies()
         settings = self.scheme.settings
         if settings is not None:  # nested, each projection would have an offset of its own, and a stack has one
@@ -129,22 +184,3 @@ class HalfbyteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 f"{self.prefix}: expert {expert} is dense and others are in 4 bits; a stack has one format"
             )
         return quantized
-
-    def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """None: no kernel of vLLM's multiplies."""
-
-    def apply(
-        self,
-        layer: Any,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        shared_experts: Any = None,
-        shared_experts_input: Tensor | None = None,
-    ) -> Tensor:
-        """Experts of other processes get no local number, and `moe` skips them."""
-        ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
-        gate_up, down = (self.held[stem].get(layer) for stem in STEMS)
-        assert isinstance(gate_up, QuantizedWeight)  # `stacked` made them
-        assert isinstance(down, QuantizedWeight)
-        return moe(x, ids, topk_weights, gate_up, down, self.activation)
