@@ -29,7 +29,6 @@ import halfbyte as hb
 from halfbyte.bench.dequantize import input_sets
 from halfbyte.bench.predictions import (
     DENSE,
-    ESTIMATED,
     FIELDS,
     Cell,
     errors,
@@ -91,7 +90,7 @@ def _plans(
 ) -> Iterator[tuple[Kernel[Any], int, Plan]]:
     """Kernels with their plans, and the multiprocessors that these are for."""
     limited = [(sm80, properties.limited(some)) for some in sms if some < properties.sms]
-    for kernel, facts in [*((kernel, properties) for kernel in ESTIMATED), *limited]:
+    for kernel, facts in [*((kernel, properties) for kernel in KERNELS), *limited]:
         if m <= MOST_ROWS.get(kernel.NAME, m) and (plan := kernel.plan(m, o, facts, False)) is not None:
             yield kernel, facts.sms, plan
 

@@ -21,6 +21,7 @@ from synthetic import record as profile_record
 from typer.testing import CliRunner, Result
 
 from halfbyte import terminal
+from halfbyte.bench import predictions
 from halfbyte.bench.check import Cell
 from halfbyte.cli import app
 from halfbyte.info import Device, Info, Package
@@ -249,6 +250,14 @@ def _puzzle(patch: Patch) -> Case:
     patch.setattr("halfbyte.bench.puzzle.run_puzzle", lambda *_: result)
     patch.setattr("torch.cuda.current_device", lambda: 0)
     return Case(("--out", OUT), (f"{{'{LABEL}': 3}}", f"kept in {OUT}/{LABEL}/puzzle.json"))
+
+
+@case("bench predict")
+def _bench_predict(patch: Patch) -> Case:
+    first = next(predictions.rows())
+    patch.setattr(predictions, "rows", lambda: [first | {"gpu": f"A {LABEL} GPU", "case": f"9×9 {LABEL}"}])
+    patch.setattr(predictions, "errors_of", lambda results: [])
+    return Case(("--out", OUT), (f"kept in {OUT}/predictions.json", f"9×9 {LABEL}"))
 
 
 @case("bench report")

@@ -88,7 +88,7 @@ def quantize_grouped(dtype: torch.dtype, group_size: int) -> None:
     quantize.quantize(empty(512, 1024, dtype=dtype), INT4, group_size, packed, scale)
 
 
-LARGE, ODD, BEYOND = 2**24, 2**16 + 1, 2**32
+LARGE, ODD, BEYOND = 2**26, 2**16 + 1, 2**32
 LAUNCHES: dict[str, Callable[[], None]] = {
     "dequantize nf4 nested bf16": lambda: dequantize_blockwise("nf4", True, BF16),
     "dequantize nf4 nested fp16": lambda: dequantize_blockwise("nf4", True, F16),

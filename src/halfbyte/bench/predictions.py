@@ -30,7 +30,6 @@ SHAPES = ((4096, 4096), (14336, 4096), (28672, 8192))
 ROWS = (1, 8, 16, 64, 256)
 WEIGHTS = {"nf4": ("nf4", 64, True), "int4": ("int4", 128, False)}  # format, block size, nested
 DENSE = "dense"
-ESTIMATED = (*KERNELS, *(() if sm80 in KERNELS else (sm80,)))
 FOLDER_FILE = "estimates.csv"
 
 
@@ -129,7 +128,7 @@ def estimates(cell: Cell, names: Sequence[str]) -> dict[str, float]:
     whole, o = properties_named(cell.device), cell.problem
     properties = whole if cell.sms == whole.sms else whole.limited(cell.sms)
     found = {DENSE: dense_microseconds(cell.m, o, whole)} if DENSE in names else {}
-    for kernel in ESTIMATED:
+    for kernel in KERNELS:
         if kernel.NAME in names and (plan := kernel.plan(cell.m, o, properties, False)) is not None:
             found[kernel.NAME] = plan.microseconds
     return found

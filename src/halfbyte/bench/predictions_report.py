@@ -60,7 +60,7 @@ def _of_dense(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _errors(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    header = ["measured on", "multiprocessors", "kernel", "products", "predicted / measured, median", "error, median"]
+    header = ["measured on", "SMs", "kernel", "products", "predicted / measured, median", "error, median"]
     lines = [
         [
             short_name(row["device"]), str(row["sms"]), row["kernel"], f"{row['products']:,}",
