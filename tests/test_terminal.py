@@ -256,7 +256,15 @@ def _puzzle(patch: Patch) -> Case:
 def _bench_predict(patch: Patch) -> Case:
     first = next(predictions.rows())
     patch.setattr(predictions, "rows", lambda: [first | {"gpu": f"A {LABEL} GPU", "case": f"9×9 {LABEL}"}])
-    patch.setattr(predictions, "errors_of", lambda results: [])
+    row = {
+        "device": f"A {LABEL} GPU",
+        "sms": 40,
+        "kernel": "sm80",
+        "products": 9,
+        "median_ratio": 1,
+        "median_error": 0.1,
+    }
+    patch.setattr(predictions, "errors_of", lambda results: [row])
     return Case(("--out", OUT), (f"kept in {OUT}/predictions.json", f"9×9 {LABEL}"))
 
 

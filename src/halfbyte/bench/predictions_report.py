@@ -28,6 +28,8 @@ def terminal_tables(record: Mapping[str, Any]) -> list[Table]:
     named |= {"the dense way": _of_dense(record), "predicted over measured": _errors(record)}
     tables = []
     for title, (header, lines) in named.items():
+        if not lines:
+            continue
         table = Table(title=f"predicted: {title}")
         for i, heading in enumerate(header):
             table.add_column(heading, justify="right" if i >= 2 else "left")
