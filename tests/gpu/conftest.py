@@ -3,7 +3,8 @@ skipped as a whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +14,17 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.formats.weight import FLOAT_DTYPES
+from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.capture import capture
+from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.linear.kernel import Kernel
+from halfbyte.kernels.linear.problem import Problem
 from halfbyte.measure.error import relative_error as error
 
 DEVICE = torch.device("cuda", 0)
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 POISON = 777.0  # a number that no result has
+NOISE = 1.003  # times F.linear's error, of products whose operands are the same: only the order of sums differs
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 sixteen_bits = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
@@ -81,6 +87,13 @@ def check_product(
         assert ((ours.double() - right).abs() <= 1.01 * torch.finfo(x.dtype).eps * sizes).all(), plan
         if m * n >= 1000:  # few outputs make a noisy norm
             assert error(ours, right) <= most * (noise if m * n >= 1 << 14 else 1.5), plan
+
+
+def compile_ahead(kernel: Kernel[Any], problem: Problem, plans: Iterable[Any]) -> None:
+    """The variants of many plans, side by side: one after the other they would take longer than all that they do."""
+    variants = {kernel.variant(problem, plan, properties_of(0)) for plan in plans}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(nvrtc.cubin, variants))
 
 
 def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

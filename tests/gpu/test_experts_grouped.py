@@ -19,7 +19,7 @@ from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_TILES_M
 from halfbyte.kernels.linear.tune import h200
 
-from .conftest import BF16, DEVICE, F16, F32, captured, error, on_another_stream, poisoned, sixteen_bits
+from .conftest import BF16, DEVICE, F16, F32, NOISE, captured, error, on_another_stream, poisoned, sixteen_bits
 from .test_experts import random, routing, stack
 
 pytestmark = pytest.mark.skipif(
@@ -35,7 +35,6 @@ KINDS = (
     ("mxfp4", {}),
 )
 EVERY_WIDTH = {name: getattr(h200, name) for name in ("GROUPED_TIMES", "GROUPED_BACK_TIMES")}
-NOISE = 1.003  # of the error of products with the same operands
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_TILES_M, GemmPlan, is_valid, x_stages
 from halfbyte.measure.error import relative_error as error
 
-from .conftest import BF16, DEVICE, F16, F32, captured, poisoned, sixteen_bits, weight
-from .test_linear_gemm import KINDS, NOISE
+from .conftest import BF16, DEVICE, F16, F32, NOISE, captured, poisoned, sixteen_bits, weight
+from .test_linear_gemm import KINDS
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"

@@ -16,12 +16,11 @@ from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, is_valid, x_stages
 
-from .conftest import BF16, DEVICE, F16, captured, check_product, poisoned, sixteen_bits, weight
+from .conftest import BF16, DEVICE, F16, NOISE, captured, check_product, poisoned, sixteen_bits, weight
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
 )
-NOISE = 1.003  # of F.linear's error, which has the same operands
 KINDS = (
     ("nf4", {}),
     ("nf4", {"nested": False}),
