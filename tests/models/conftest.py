@@ -10,6 +10,7 @@ import torch
 import halfbyte as hb
 from halfbyte.kernels.common import slow
 from halfbyte.models import attention, caches, captured, regions
+from halfbyte.models import transformers as host
 from halfbyte.models.accelerate import _accelerated as accelerated_models
 
 pytest.importorskip("transformers")
@@ -21,10 +22,12 @@ LENGTH = 48
 
 @pytest.fixture
 def no_other_model() -> Iterator[None]:
-    """No model that another test has accelerated, and that still lives, keeps libraries patched meanwhile."""
+    """No model that another test has accelerated, and that still lives, keeps libraries patched meanwhile; nor does a
+    test that took one into captured steps by itself."""
     others = list(accelerated_models)
     for model in others:
         hb.restore(model)
+    host.undo_in_library()
     yield
     for model in others:
         hb.accelerate(model)
