@@ -14,6 +14,7 @@ from halfbyte.kernels.attention.paged import attend_pages, supports
 from halfbyte.kernels.attention.pages import Pages, PagesPlan, plan_pages
 from halfbyte.kernels.attention.plan import MOST_PARTS
 from halfbyte.kernels.common.device import properties_for
+from halfbyte.models import paged as continuous
 
 PAGE = 8
 NOWHERE = float("nan")
@@ -21,8 +22,8 @@ CUTS = PagesPlan(16, 16, 3, 16, 2), PagesPlan(16, 16, 9, 32, 3, least=2), PagesP
 #         new and cached tokens of each request
 BATCHES = [
     [(1, 0)],
-    [(1, 37), (1, 1), (1, 0), (1, 70)],
-    [(5, 20), (1, 9), (17, 0), (1, 34), (3, 3)],
+    [(1, 37), (1, 1), (1, 0), (1, 50)],
+    [(5, 20), (1, 9), (17, 0), (3, 3)],
     [(0, 0), (2, 30), (0, 12), (4, 11), (0, 0)],
 ]
 
@@ -96,7 +97,7 @@ def test_places(sizes: list[tuple[int, int]], plan: PagesPlan | None, options: s
 @pytest.mark.parametrize(("plan", "sinks"), [(None, False), (PagesPlan(16, 16, 3, 32, least=2), True)], ids=str)
 def test_a_token_of_each(heads: int, shared: int, plan: PagesPlan | None, sinks: bool) -> None:
     """Its key and value are put into the page that is its turn. Requests of no token are padding."""
-    batch = Batch([(1, 37), (1, 0), (1, 8), (1, 70), (0, 0), (0, 0)], heads, shared, 40, torch.float16)
+    batch = Batch([(1, 37), (1, 0), (1, 8), (0, 0), (0, 0)], heads, shared, 40, torch.float16)
     check(batch, True, plan, 2e-3, sinks=random(heads) if sinks else None)
 
 
@@ -145,3 +146,27 @@ def test_plans(target: str, group: int, tokens: int, most_new: int) -> None:
             needed = [-(-(end - begin) // plan.new) for begin, end in pairwise(ends)]
             assert all(b - a >= n for (a, b), n in zip(pairwise(begins), needed, strict=True))
             assert begins[-1] <= plan.tiles(tokens, len(ends) - 1, False)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_continuous_batching(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through transformers' pages, tables and places: a prompt in chunks, and tokens of several requests."""
+    transformers = pytest.importorskip("transformers")
+    sides = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    sides |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = transformers.MistralConfig(**sides, sliding_window=window)
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(config).eval()
+    settings = transformers.ContinuousBatchingConfig(page_size=4, num_blocks=32, max_batch_tokens=8)
+    greedy = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts = [[5, 6, 7], list(range(20, 31))]
+    found: tuple[list[Any], list[Any]] = [], []
+    monkeypatch.setattr(continuous, "DEVICES", ("cpu",))
+    for attend, tokens in zip((reference.attend_pages, attend_pages), found, strict=True):
+        monkeypatch.setattr(reference, "attend_pages", attend)
+        continuous.apply(model)
+        made = model.generate_batch(prompts, greedy, settings, warmup=False)
+        tokens += [result.generated_tokens for result in made.values()]
+    continuous.undo_in_library()
+    assert found[0] == found[1]
+    assert list(map(len, found[0])) == [3, 3]

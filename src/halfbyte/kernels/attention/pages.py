@@ -16,6 +16,7 @@ from halfbyte.kernels.common.device import DeviceProperties
 
 FEW_TOKENS = 256  # of a batch: up to here most requests have one new token, and larger tiles would be mostly empty
 LARGE_TILE = 64  # rows of a program where there are more
+PADDED = 16  # tokens of such a batch for each tile that is taken to be at work
 LEAST_FRESH = 16  # new tokens at once: the least side of a product on tensor cores
 
 
@@ -60,8 +61,12 @@ def plan_pages(
     rows = group
     if most_new > 1:  # or the number was padded, and every request has one
         rows = max(group, LEAST_ROWS if tokens <= FEW_TOKENS else LARGE_TILE)
+    most_cached = max(1, most_cached)
     of_one = plan_for(properties, heads, most_cached, width, rows)  # rows: what this GPU computes at once
     new = 1 if most_new == 1 else max(1, of_one.rows // group)
-    plan = plan_for(properties, heads * max(1, tokens // new), max(1, most_cached), width, group * new)
+    tiles = tokens // new
+    if most_new > 1 and tokens <= FEW_TOKENS:
+        tiles = tokens // PADDED  # in a captured step most of them may be padding
+    plan = plan_for(properties, heads * max(1, tiles), most_cached, width, group * new)
     fresh = min(plan.block, max(LEAST_FRESH, 1 << (most_new - 1).bit_length()))
     return PagesPlan(plan.block, fresh, plan.parts, plan.rows, new, plan.warps, plan.stages, plan.least)
