@@ -11,6 +11,7 @@ flash-attn alone.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from types import MethodType
 from typing import Any
@@ -23,6 +24,7 @@ from halfbyte.kernels.attention import reference
 from halfbyte.kernels.attention.pages import Pages
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import properties_of
+from halfbyte.models.captured import current
 from halfbyte.models.patch import is_method_of
 from halfbyte.models.steps import pool_of
 from halfbyte.nn.experts import Experts4bit
@@ -132,27 +134,31 @@ def attention(
     allocator = cache.layer_to_allocator[module.layer_idx]
     keys, values = (pages.flatten(0, 1) for pages in _views(allocator, module.layer_idx))
     states = [states[0].transpose(0, 1).to(keys.dtype) for states in (query, key, value)]
-    query_ends, key_ends = others["cu_seq_lens_q"], others["cu_seq_lens_k"][allocator.layer_type]
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if block_table is not None:
         table = block_table[allocator.index]
         pages = Pages(keys, values, table, allocator.tokens_per_page)
-        most = {"most_new": 1, "most_tokens": table.shape[1] * allocator.tokens_per_page}
+        most_new, most_tokens = 1, table.shape[1] * allocator.tokens_per_page
     else:
         pages = Pages(keys, values, others["read_index"][allocator.index])
         longest = others["max_length_k"][allocator.layer_type]
         # Few launches are kept where every number of tokens would have one of its own.
-        most = {"most_new": others["max_length_q"], "most_tokens": 1 << max(0, longest - 1).bit_length()}
-    given = (*states, pages, query_ends, key_ends, scale)
-    options = {"softcap": None if softcap is None else float(softcap), "sinks": s_aux}
-    window = getattr(allocator, "sliding_window", None) or 0
+        most_new, most_tokens = others["max_length_q"], 1 << max(0, longest - 1).bit_length()
+    attend: Callable[..., Tensor] = reference.attend_pages
     if query.is_cuda:
-        from halfbyte.kernels.attention.paged import attend_pages
-
-        with torch.cuda.device(query.device):
-            out = attend_pages(*given, **most, **options, window=window)  # type: ignore[arg-type]
-    else:
-        out = reference.attend_pages(*given, **most, **options, window=window)  # type: ignore[arg-type]
+        from halfbyte.kernels.attention.paged import attend_pages as attend
+    with current(query.device):
+        out = attend(
+            *states,
+            pages,
+            others["cu_seq_lens_q"],
+            others["cu_seq_lens_k"][allocator.layer_type],
+            query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            most_new=most_new,
+            most_tokens=most_tokens,
+            softcap=None if softcap is None else float(softcap),
+            sinks=s_aux,
+            window=getattr(allocator, "sliding_window", None) or 0,
+        )
     if block_table is None:  # after all have read: a window's new tokens take the place of old ones
         written = others["write_index"][allocator.index]
         keys.index_copy_(0, written, states[1])

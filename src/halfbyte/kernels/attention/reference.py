@@ -98,6 +98,6 @@ def attend_pages(
         keys, values = torch.cat((pages.keys[row], key[begin:end])), torch.cat((pages.values[row], value[begin:end]))
         at = token[cached:, None]
         mask = (token <= at) & ((token > at - window) | (window == 0))
-        given = (x.transpose(0, 1)[None] for x in (query[begin:end], keys, values))
-        out[begin:end] = attend(*given, mask[None, None], scale, softcap, sinks)[0]
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[begin:end], keys, values))
+        out[begin:end] = attend(q, k, v, mask[None, None], scale, softcap, sinks)[0]
     return out
