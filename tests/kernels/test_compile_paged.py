@@ -21,9 +21,8 @@ pytestmark = pytest.mark.slow
 @on_targets(
     "requests, heads, shared, tokens, size, dtype, kind",
     [
-        (4, 32, 8, 4, 128, torch.float16, "table"),
-        (64, 32, 8, 64, 80, torch.bfloat16, "table, cap"),
-        (3, 16, 8, 700, 256, torch.float16, "window, sinks"),
+        (64, 32, 8, 64, 128, torch.float16, "table, cap"),
+        (3, 16, 8, 700, 256, torch.bfloat16, "window, sinks"),
         (9, 6, 2, 9, 96, torch.float32, "window"),
     ],
 )

@@ -19,8 +19,8 @@ transformers = pytest.importorskip("transformers")
 batching = pytest.importorskip("transformers.generation.continuous_batching")
 
 FUNCTIONS = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
-PROMPTS = [[5, 6, 7], [9, 3, 4] * 9, [1, 2, 3, 4, 5, 6, 7, 8], [9, 3, 4] * 9]
-NEW_TOKENS = 10
+PROMPTS = [[5, 6, 7], [9, 3, 4] * 9, [9, 3, 4] * 8]  # the last two share pages
+NEW_TOKENS = 7
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def one_by_one(model: Any) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_tokens_are_those_of_generate(family: str, calls: list[Any]) -> None:
     """Prompts come in chunks, beside requests that decode; windows are full before the end."""
     model = make(family)
@@ -89,11 +89,29 @@ def test_tokens_are_those_of_generate(family: str, calls: list[Any]) -> None:
         assert tables == ({0, 4} if family == "llama" else {0})  # transformers has none for windows
         assert max(tokens for _, tokens in calls) == 16
     paged.undo(model)
-    calls.clear()
-    assert batched(model) == right
-    assert not calls
     paged.undo_in_library()
-    assert paged.NAME not in FUNCTIONS
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_padded_batches(family: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of captured steps are: with requests of no tokens, and new tokens of no request."""
+    runner = batching.model_runner.ModelRunner
+    begin = runner.__init__
+
+    def padded(self: Any, *given: Any, **named: Any) -> None:
+        begin(self, *given, **named)
+        self.pad_inputs = True
+
+    model = make(family)
+    right = one_by_one(model)
+    monkeypatch.setattr(runner, "__init__", padded)
+    paged.apply(model)
+    assert batched(model, q_padding_interval_size=8, kv_padding_interval_size=32) == right
+    if DEVICE.type == "cpu":
+        assert {tokens for pages, tokens in calls if not pages.page} == {8, 16}
+        assert all(tokens in (1, 2, 3) for pages, tokens in calls if pages.page)
+    paged.undo(model)
+    paged.undo_in_library()
 
 
 def test_tables_can_be_turned_off_and_run_out(model: Any, calls: list[Any]) -> None:
@@ -118,6 +136,10 @@ def test_accelerate_and_restore(calls: list[Any]) -> None:
     finally:
         hb.restore(model)
     assert paged.HOOK not in vars(model)
+    assert paged.NAME not in FUNCTIONS
+    calls.clear()
+    assert batched(model) == right
+    assert not calls
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -144,6 +166,20 @@ def test_a_model_without_a_kernel(model: Any, calls: list[Any], monkeypatch: pyt
     with pytest.warns(UserWarning, match="slower: its heads are too large"):
         assert batched(model) == right
     assert not calls
+
+
+def test_a_kept_manager_ends_with_ours(model: Any, calls: list[Any]) -> None:
+    """Without a mask another attention would see the future."""
+    right = one_by_one(model)
+    options = {"generation_config": greedy(), "continuous_batching_config": settings(), "persistent_manager": True}
+    for ours in (True, True, False):
+        if not ours:
+            paged.undo(model)
+        calls.clear()
+        found = model.generate_batch(PROMPTS, warmup=False, **options)
+        assert [result.generated_tokens for result in found.values()] == right
+        assert DEVICE.type == "cuda" or bool(calls) == ours
+    model.destroy_cached_continuous_batching_manager()
 
 
 def test_another_attention_is_left_alone(model: Any, calls: list[Any]) -> None:

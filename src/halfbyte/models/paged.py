@@ -32,6 +32,7 @@ from halfbyte.nn.experts import Experts4bit
 # transformers asks by the name: only one with "flash" in it is taken to need no mask.
 NAME = "halfbyte_flash"
 HOOK = "init_continuous_batching"
+KEPT = "_cached_continuous_batching_manager"  # attribute of a model: `persistent_manager=True`
 REPLACED = ("sdpa", "eager")  # a user who chose another attention has it
 DEVICES = ("cuda",)
 
@@ -46,10 +47,14 @@ def apply(model: nn.Module) -> None:
 
 
 def undo(model: nn.Module) -> None:
-    """For managers to come; one that is there keeps its attention until it is stopped."""
+    """For managers to come. One that is kept between calls is ended, as it makes no masks for another attention; one
+    that runs keeps ours until it is stopped."""
     for module in model.modules():
         if is_method_of(init_continuous_batching, vars(module).get(HOOK)):
             delattr(module, HOOK)
+            kept = vars(module).get(KEPT)
+            if kept is not None and kept in _managers and not kept.is_running():
+                type(module).destroy_cached_continuous_batching_manager(module)  # type: ignore[attr-defined]
 
 
 def undo_in_library() -> None:

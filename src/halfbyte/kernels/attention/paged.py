@@ -268,7 +268,8 @@ def attend_pages(
     most = FEW_PARTS if parts <= FEW_PARTS else MOST_PARTS
     common = {
         "WINDOW": window, "GROUP": group, "NEW": plan.new, "ROWS": plan.rows, "HELD": held, "SIZE": size, "D": d,
-        "BLOCK": plan.block, "LEAST": plan.least, "REQUESTS": triton.next_power_of_2(requests), "PAGE": pages.page,
+        "BLOCK": plan.block, "LEAST": plan.least, "PAGE": pages.page,
+        "REQUESTS": 1 if alone else triton.next_power_of_2(requests),
     }  # fmt: skip
 
     def configure(properties: Any) -> tuple[int, dict[str, Any]]:
