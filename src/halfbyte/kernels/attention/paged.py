@@ -95,7 +95,6 @@ def attend_pages_kernel(
     SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, NEW: tl.constexpr,
     ROWS: tl.constexpr, HELD: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     FRESH: tl.constexpr, LEAST: tl.constexpr, REQUESTS: tl.constexpr, PAGE: tl.constexpr, SINKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program i: the i % parts-th part of the cached tokens of a tile, for ROWS of its GROUP * NEW rows (heads first)
     of a head of keys; the first part also has the new tokens. sums: [programs, HELD, D], statistics: [programs, 2,
@@ -106,9 +105,6 @@ def attend_pages_kernel(
     which = tl.program_id(0) // parts
     shared = which // TILES % heads
     tile = which // TILES // heads
-    if OVERLAPS:
-        wait_for_the_one_ahead()
-        let_the_next_begin()
     request, begin, place, fresh, cached, first, block, blocks, used = _found(
         tile, query_ends, key_ends, requests, parts, NEW, WINDOW, BLOCK, LEAST, REQUESTS, PAGE > 0
     )
@@ -249,7 +245,7 @@ def attend_pages(
     """
     tokens, heads, size = query.shape
     shared, requests = key.shape[1], len(query_ends) - 1
-    out = query.new_zeros((tokens, heads, size))
+    out = query.new_zeros((tokens, heads, size))  # no kernel, so the one that follows has none to overlap with
     if not tokens or requests < 1:
         return out
     if requests > MOST_REQUESTS:
@@ -272,10 +268,10 @@ def attend_pages(
         "REQUESTS": 1 if alone else triton.next_power_of_2(requests),
     }  # fmt: skip
 
-    def configure(properties: Any) -> tuple[int, dict[str, Any]]:
+    def configure(_: Any) -> tuple[int, dict[str, Any]]:
         return tiles * parts, common | {
             "SCALE": scale, "CAP": softcap or 0, "FRESH": plan.fresh, "SINKS": sinks is not None,
-            "OVERLAPS": properties.ptx >= SINCE, "num_warps": plan.warps, "num_stages": plan.stages,
+            "num_warps": plan.warps, "num_stages": plan.stages,
         }  # fmt: skip
 
     def configure_sum(properties: Any) -> tuple[int, dict[str, Any]]:
