@@ -152,7 +152,6 @@ def test_steps_are_captured_where_those_of_generate_are(
         assert found.use_cuda_graph == (expected, expected)
         assert found.use_async_batching == expected
         assert found.max_blocks_per_request == 32
-        model.set_attn_implementation("sdpa")
 
 
 def test_a_model_without_a_kernel(model: Any, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,3 +198,6 @@ def test_what_is_no_continuous_batching(model: Any) -> None:
     states = torch.zeros(1, 4, 1, 16)
     with pytest.raises(ValueError, match="dropout"):
         paged.attention(model, states, states, states, None, dropout=0.1, cache=object())
+    paged.undo(model)  # though nobody has stopped the manager
+    assert model.config._attn_implementation == "sdpa"
+    model(torch.tensor([PROMPTS[0]], device=DEVICE))

@@ -33,6 +33,7 @@ from halfbyte.nn.experts import Experts4bit
 NAME = "halfbyte_flash"
 HOOK = "init_continuous_batching"
 KEPT = "_cached_continuous_batching_manager"  # attribute of a model: `persistent_manager=True`
+BEFORE = "_halfbyte_attention"  # attribute of a model: the attention that it had before its first manager of ours
 REPLACED = ("sdpa", "eager")  # a user who chose another attention has it
 DEVICES = ("cuda",)
 
@@ -55,6 +56,9 @@ def undo(model: nn.Module) -> None:
             kept = vars(module).get(KEPT)
             if kept is not None and kept in _managers and not kept.is_running():
                 type(module).destroy_cached_continuous_batching_manager(module)  # type: ignore[attr-defined]
+            before = vars(module).pop(BEFORE, None)
+            if before and not any(manager.is_running() for manager in _managers if manager.model is module):
+                module.config._attn_implementation = before  # type: ignore[union-attr]
 
 
 def undo_in_library() -> None:
@@ -76,6 +80,8 @@ def init_continuous_batching(
     """transformers' own, whose manager gets our attention where that is for the model."""
     original = type(self).init_continuous_batching
     before = self.config._attn_implementation
+    if before == NAME:  # an earlier manager was not stopped
+        before = vars(self).get(BEFORE, "sdpa")
     if reason := _reason(self):
         if before in REPLACED and self.device.type in DEVICES:
             slow.warn("paged", f"continuous batching has transformers' own attention, which is slower: {reason}")
@@ -95,6 +101,7 @@ def init_continuous_batching(
     if settings.use_cuda_graph is None and not _can_be_captured(self):
         settings.use_cuda_graph = False
     functions[NAME] = torch.compiler.disable(attention)
+    setattr(self, BEFORE, before)
     self.config._attn_implementation = NAME
     try:
         manager = original(self, generation_config, settings, workload_hints)
@@ -102,8 +109,7 @@ def init_continuous_batching(
         self.config._attn_implementation = before
         raise
     _managers.add(manager)
-    if before != NAME:
-        manager._original_attn_impl = before  # which it gives back to the model when it stops
+    manager._original_attn_impl = before  # which it gives back to the model when it stops
     if manager.batch_processor is None and _has_tables(self.config):
         manager.continuous_batching_config.max_blocks_per_request = resolved.max_blocks_per_request
     return manager
