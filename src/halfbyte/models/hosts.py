@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import nn
 
-from halfbyte.models import compressed_tensors, norms, peft, peft_experts, transformers, unsloth
+from halfbyte.models import compressed_tensors, norms, paged, peft, peft_experts, transformers, unsloth
 from halfbyte.models.linears import LAYERS
 
 
@@ -33,7 +33,7 @@ class Library(Protocol):
 
 
 OTHERS: tuple[Others, ...] = (peft, peft_experts, norms)
-LIBRARIES: tuple[Library, ...] = (peft, unsloth, transformers)
+LIBRARIES: tuple[Library, ...] = (peft, unsloth, transformers, paged)
 
 
 def apply_around(model: nn.Module) -> str:
@@ -45,12 +45,14 @@ def apply_around(model: nn.Module) -> str:
     compressed_tensors.keep_packed(model)
     for functions in LIBRARIES:
         functions.apply_to_library()
+    paged.apply(model)
     return transformers.apply(model)
 
 
 def undo_everything(model: nn.Module) -> None:
     """Undo `apply_around`, and `apply` of LAYERS; functions of libraries stay."""
     transformers.undo(model)
+    paged.undo(model)
     for module in model.modules():
         for layers in LAYERS:
             layers.undo(module)

@@ -1,4 +1,7 @@
-"""`halfbyte serve` over transformers: its own server with continuous batching, over an accelerated model."""
+"""`halfbyte serve` over transformers: its own server with continuous batching, over an accelerated model.
+
+On a GPU the model brings attention over pages to the server's manager, and with it captured steps (models/paged.py).
+"""
 
 from __future__ import annotations
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from halfbyte.kernels.attention.fresh import Fresh
+from halfbyte.kernels.attention.pages import Pages
 from halfbyte.kernels.common.norm import Norm
 
 
@@ -61,3 +64,40 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turning.chunk(2, -1)
     turned = turning * cos[:, None].to(x.dtype) + torch.cat((-second, first), -1) * sin[:, None].to(x.dtype)
     return torch.cat((turned, rest), -1)
+
+
+def attend_pages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pages: Pages,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window: int = 0,
+    **_: int,
+) -> Tensor:
+    """As `attend_pages` in paged.py, request by request, computed in the dtype of its arguments."""
+    out = torch.zeros_like(query)
+    ends, seen = query_ends.tolist(), key_ends.tolist()
+    for request, (begin, end) in enumerate(pairwise(ends)):
+        new = end - begin
+        cached = seen[request + 1] - seen[request] - new
+        if not new:
+            continue
+        token = torch.arange(cached + new, device=query.device)
+        if pages.page:
+            row = pages.places[request, token // pages.page].long() * pages.page + token % pages.page
+            pages.keys[row[cached:]], pages.values[row[cached:]] = key[begin:end], value[begin:end]
+            row = row[:cached]
+        else:
+            row = pages.places[seen[request] :][:cached]
+        keys, values = torch.cat((pages.keys[row], key[begin:end])), torch.cat((pages.values[row], value[begin:end]))
+        at = token[cached:, None]
+        mask = (token <= at) & ((token > at - window) | (window == 0))
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[begin:end], keys, values))
+        out[begin:end] = attend(q, k, v, mask[None, None], scale, softcap, sinks)[0]
+    return out

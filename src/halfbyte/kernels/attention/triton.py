@@ -45,7 +45,7 @@ def _mask_of(mask, token, known, NEW: tl.constexpr, LOWEST: tl.constexpr):
 
 
 @triton.jit
-def _score(product, SCALE: tl.constexpr, CAP: tl.constexpr):
+def scored(product, SCALE: tl.constexpr, CAP: tl.constexpr):
     """Such that exp2 makes weights of it; CAP * tanh(score / CAP) where there is a cap."""
     LOG2E: tl.constexpr = 1.4426950408889634
     if CAP == 0:
@@ -137,7 +137,7 @@ def attend_kernel(
             known = known & (token != own)
         k = tl.load(keys + token[None, :] * KEY + d[:, None], known[None, :] & (d < KEY)[:, None], 0)
         v = tl.load(values + token[:, None] * VALUE + e[None, :], known[:, None] & (e < VALUE)[None, :], 0)
-        score = _score(tl.dot(q, k), SCALE, CAP)
+        score = scored(tl.dot(q, k), SCALE, CAP)
         seen = known[None, :]
         token += BLOCK
         if MASK:
@@ -161,7 +161,7 @@ def attend_kernel(
             if which % TILES == 0:
                 tl.store(keys + own * KEY + d[None, :], key, (d < KEY)[None, :])
                 tl.store(values + own * VALUE + e, new_value, e < VALUE)
-            score = _score(tl.sum(q.to(tl.float32) * key.to(tl.float32), axis=1), SCALE, CAP)
+            score = scored(tl.sum(q.to(tl.float32) * key.to(tl.float32), axis=1), SCALE, CAP)
             if MASK:
                 numbers = tl.load(mask + own)
                 if MASK == 2:
