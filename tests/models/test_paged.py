@@ -33,8 +33,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append((pages, len(query)))
         return attend(query, key, value, pages, *others, **options)
 
+    monkeypatch.setattr(paged, "DEVICES", (DEVICE.type,))
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(paged, "DEVICES", ("cpu",))
         monkeypatch.setattr(reference, "attend_pages", counted)
     return found
 

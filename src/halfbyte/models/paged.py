@@ -2,10 +2,10 @@
 
 Without flash-attn, `generate_batch` and transformers' server copy every request's keys and values out of the cache in
 every layer and step, and compute with a mask over all pairs of tokens of a batch. Here a manager that is made while a
-model is accelerated and on a GPU has an attention of ours, for prompts and for decoding (kernels/attention/paged.py).
-It needs no mask and waits for nothing. So transformers captures its steps as CUDA graphs, prepares the next batch while
-one is computed, and says by tables of pages where the tokens of decoding requests lie, which it otherwise does for
-flash-attn alone.
+model is accelerated and on one of DEVICES has an attention of ours, for prompts and for decoding
+(kernels/attention/paged.py). It needs no mask and waits for nothing. So transformers captures its steps as CUDA graphs,
+prepares the next batch while one is computed, and says by tables of pages where the tokens of decoding requests lie,
+which it otherwise does for flash-attn alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HOOK = "init_continuous_batching"
 KEPT = "_cached_continuous_batching_manager"  # attribute of a model: `persistent_manager=True`
 BEFORE = "_halfbyte_attention"  # attribute of a model: the attention that it had before its first manager of ours
 REPLACED = ("sdpa", "eager")  # a user who chose another attention has it
-DEVICES = ("cuda",)
+DEVICES: tuple[str, ...] = ()  # "cuda", once a GPU has run it: tests/gpu/test_paged.py
 
 _managers: WeakSet[Any] = WeakSet()
 
