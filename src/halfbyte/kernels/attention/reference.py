@@ -88,7 +88,7 @@ def attend_pages(
         cached = seen[request + 1] - seen[request] - new
         if not new:
             continue
-        token = torch.arange(cached + new, device=query.device)
+        token = torch.arange(cached + new, dtype=torch.int64, device=query.device)
         if pages.page:
             row = pages.places[request, token // pages.page].long() * pages.page + token % pages.page
             pages.keys[row[cached:]], pages.values[row[cached:]] = key[begin:end], value[begin:end]
