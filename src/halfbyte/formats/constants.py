@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +30,8 @@ def kept(make: Callable[..., T]) -> _lru_cache_wrapper[T]:
 
             with torch.cuda.device(stream.device), torch.cuda.stream(stream):
                 return make(*key)
+
+        from concurrent.futures import ThreadPoolExecutor  # which `halfbyte explain` can do without
 
         stream = _stream(key[-1])
         with ThreadPoolExecutor(1) as another:
