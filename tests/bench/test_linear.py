@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 import halfbyte as hb
 from halfbyte.bench import baselines, sweep
+from halfbyte.bench import linear as bench
 from halfbyte.bench.case import Case, run
 from halfbyte.bench.linear import BOUND, linear_cases
 from halfbyte.cli import app
+from halfbyte.kernels.common.device import properties_for
 from halfbyte.measure.error import relative_error
 
 CPU = torch.device("cpu")
@@ -124,6 +126,26 @@ def test_humming(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     [case] = cases("nf4", dtype, rows=(3,))
     assert "humming" not in case.providers
     assert case.left_out["humming"] == "it cannot take [64, 128]: RuntimeError: no compiler"
+
+
+def test_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that can run its kernels, with no more multiprocessors than there are."""
+    result = runner.invoke(app, ["bench", "linear", "--sms", "40"])
+    assert result.exit_code == 2
+    assert "say which with --target" in result.stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="there is none"):
+        bench.another_gpu("sm_80", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(bench, "properties_of", lambda index: properties_for("sm_90"))
+    whole, few = (bench.another_gpu("sm_80", sms) for sms in (None, 40))
+    assert [(gpu.capability, gpu.sms) for gpu in (whole, few)] == [(80, 132), (80, 40)]
+    for target, sms in (("sm_100", None), ("sm_80", 133)):
+        with pytest.raises(ValueError, match="this GPU, sm_90 with 132 multiprocessors, cannot be a"):
+            bench.another_gpu(target, sms)
+    with pytest.raises(ValueError, match="known targets are"):
+        bench.another_gpu("sm_81", None)
 
 
 @pytest.mark.usefixtures("_quick")

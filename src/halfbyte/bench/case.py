@@ -66,6 +66,11 @@ def same_bits(result: torch.Tensor, right: torch.Tensor) -> str | None:
     return f"{wrong} of {right.numel()} values differ" if wrong else None
 
 
+def first_line(error: Exception) -> str:
+    """Of what a peer failed with."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def run(case: Case, rounds: int) -> list[Row]:
     """Check every provider on every input, then time those that are right, in rotated order."""
     checked = {name: _checked(case, name) for name in case.providers}

@@ -73,17 +73,19 @@ def linear(
     out: Out = None,
 ) -> None:
     """x @ W.T from 4-bit weights, beside dense weights, bitsandbytes, dequantize + linear, tinygemm and humming."""
-    from halfbyte.bench.linear import CPU_SHAPES, GPU_SHAPES, linear_cases
+    from halfbyte.bench.linear import CPU_SHAPES, GPU_SHAPES, another_gpu, linear_cases
 
     if target is None and sms is not None:
         raise typer.BadParameter("--sms limits another GPU's grids; say which with --target")
-    of_another = None if target is None else _another_gpu(target, sms)
+    name, of_another = "linear", None
+    if target is not None:
+        # A record of its own: what this GPU is as another one is no record of this GPU.
+        name = "-".join([name, target, *([] if sms is None else [f"{sms}-sms"]), dtype])
+        with usage():
+            of_another = another_gpu(target, sms)
     cases = partial(linear_cases, rows=counts_of(rows), properties=of_another)
     sizes = {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES}
     nested = nested and format != "int4"
-    # A record of its own: what this GPU is as another one is no record of this GPU.
-    parts = ["linear", *([] if target is None else [target, "" if sms is None else f"{sms}-sms", dtype])]
-    name = "-".join(filter(None, parts))
     _run("linear", cases, device, shapes, dtype, format, nested, rounds, out, sizes, ("nf4", "fp4", "int4"), name)
 
 
@@ -361,24 +363,6 @@ def _run(
     sizes = _shapes(shapes) or (defaults or {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES})[device.type]
     cases = make_cases(device, sizes, getattr(torch, dtype), format, nested)
     runs.run_cases(bench, cases, device, rounds, out, name)
-
-
-def _another_gpu(target: str, sms: int | None) -> Any:
-    """The properties of a GPU that is not here, with as many multiprocessors as the one that is."""
-    import torch
-
-    from halfbyte.kernels.common.device import properties_for, properties_of
-
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("--target runs another GPU's kernels on an NVIDIA GPU, and there is none")
-    here = properties_of(torch.cuda.current_device())
-    with usage():
-        found = properties_for(target, sms or here.sms)
-    if found.capability > here.capability or (sms or 0) > here.sms:
-        raise typer.BadParameter(
-            f"this GPU, sm_{here.capability} with {here.sms} multiprocessors, cannot be a {target}"
-        )
-    return found
 
 
 def _check_dtype(dtype: str) -> None:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from halfbyte import eager_experts
 from halfbyte import experts as operations
 from halfbyte.bench import baselines
-from halfbyte.bench.case import Case
+from halfbyte.bench.case import Case, first_line
 from halfbyte.bench.humming import Humming
 from halfbyte.bench.mixtures import DTYPE, Choice, Mixture, Stack, choices, facts_of, wanted_by
 from halfbyte.kernels.experts import router_reference
@@ -69,7 +69,7 @@ def _humming(stack: Stack, device: torch.device, left_out: dict[str, str]) -> Hu
     try:
         return Humming(stack.dense[0], stack.copies)
     except Exception as error:  # it compiles on this machine, which may fail in many ways; the others are timed anyway
-        left_out[HUMMING] = f"it cannot take {list(stack.shape)}: {_first_line(error)}"
+        left_out[HUMMING] = f"it cannot take {list(stack.shape)}: {first_line(error)}"
         return None
 
 
@@ -109,7 +109,7 @@ def _product(
             ]
             humming(rows[0], 0)  # which compiles
         except Exception as error:  # as above
-            left_out = {**left_out, HUMMING: f"it cannot multiply {pairs} pairs: {_first_line(error)}"}
+            left_out = {**left_out, HUMMING: f"it cannot multiply {pairs} pairs: {first_line(error)}"}
         else:
             providers[HUMMING] = lambda i: humming(rows[i], i % stack.copies)
             right[HUMMING] = cache(partial(_exact_products, x, chosen, humming.exact))
@@ -221,13 +221,9 @@ def _in_graphs(name: str, provider: Provider, sets: int, device: torch.device, l
                 provider(index)  # what is compiled once, is compiled now
                 graphs.append(Captured(partial(provider, index), device))
     except RuntimeError as error:
-        left_out[f"a CUDA graph of {name}"] = _first_line(error)
+        left_out[f"a CUDA graph of {name}"] = first_line(error)
         return provider
     return lambda index: graphs[index].replay()
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _check(result: Tensor, right: Tensor, bound: float) -> str | None:

@@ -82,7 +82,7 @@ class _Packed:
 
 
 class HummingLinear(_Packed):
-    """A weight [N, K]."""
+    """A weight [N, K], K a multiple of the group."""
 
     def __init__(self, dense: Tensor, copies: int) -> None:
         super().__init__(dense, copies, DENSE)
@@ -90,10 +90,10 @@ class HummingLinear(_Packed):
     def exact(self) -> Tensor:
         """The dense weight [N, K], fp32."""
         dense: Tensor = self.schema.dequant_tensors(self.packed)
-        return dense[:, : self.k]
+        return dense
 
     def __call__(self, x: Tensor, copy: int) -> Tensor:
-        """x [M, K] with K a multiple of the group -> [M, N]."""
+        """x [M, K] -> [M, N]."""
         result: Tensor = self.forward(
             self.config, x, **self.copies[copy], locks=self.locks, compute_config=self.compute
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.bench import baselines
-from halfbyte.bench.case import Case
+from halfbyte.bench.case import Case, first_line
 from halfbyte.bench.dequantize import input_sets
 from halfbyte.bench.humming import HummingLinear
 from halfbyte.formats import bitsandbytes as layout
@@ -22,7 +22,7 @@ from halfbyte.formats.bitsandbytes import to_bitsandbytes
 from halfbyte.formats.int4 import INT4
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.common.device import DeviceProperties, properties_for, properties_of
 from halfbyte.kernels.linear import dispatch
 from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.problem import problem_of
@@ -94,6 +94,20 @@ def linear_cases(
                 lambda result, right: {"relative_error": float(f"{relative_error(result, right):.4g}")},
                 left_out,
             )  # fmt: skip
+
+
+def another_gpu(target: str, sms: int | None) -> DeviceProperties:
+    """The properties of a GPU that is not here, with as many multiprocessors as the one that is, or `sms`.
+
+    Raises ValueError where the GPU at hand cannot run its kernels, or has fewer.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("--target runs another GPU's kernels on an NVIDIA GPU, and there is none")
+    here = properties_of(torch.cuda.current_device())
+    found = properties_for(target, sms or here.sms)
+    if found.capability > here.capability or found.sms > here.sms:
+        raise ValueError(f"this GPU, sm_{here.capability} with {here.sms} multiprocessors, cannot be a {target}")
+    return found
 
 
 def linear_of_another(x: Tensor, q: QuantizedWeight, properties: DeviceProperties) -> Tensor:
@@ -169,9 +183,7 @@ def _products(
             humming = HummingLinear(dense[0], len(dense))
             humming(dense[0][:1], 0)  # which compiles
         except Exception as error:  # it compiles on this machine, which may fail in many ways; the others are timed
-            left_out[HUMMING] = f"it cannot take {list(dense[0].shape)}: {type(error).__name__}: {error}".splitlines()[
-                0
-            ]
+            left_out[HUMMING] = f"it cannot take {list(dense[0].shape)}: {first_line(error)}"
         else:
             products[HUMMING] = humming
             exact[HUMMING] = lambda i: humming.exact()
