@@ -18,19 +18,16 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-from halfbyte.kernels.common import slow
-from halfbyte.models import attention, caches, captured, regions, steps
+from halfbyte.models import steps
 from halfbyte.models import transformers as host
 
-from .models.families import DEVICE, WINDOW, generate, hooked, make, plainly, prompt
+from .models.families import DEVICE, WINDOW, captures, generate, hooked, make, plainly, prompt
 
 FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3")
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -137,28 +134,14 @@ def run(seed: int, numbers: list[int], tell: Callable[[str], None], longest: int
     return failures
 
 
-@contextmanager
-def captures() -> Iterator[None]:
-    """Steps can be captured within: without a GPU they run as they are, and nothing is compiled for them."""
-    if DEVICE.type == "cuda":
-        yield
-        return
-    torch.set_num_threads(1)  # small operators on several threads wait for each other longer than they work
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(captured, "ON_CPU", True))
-        as_it_is = lambda function: lambda *given, **named: function(*given, **named)  # noqa: E731
-        patches.enter_context(mock.patch.object(regions, "_compiled", as_it_is))
-        for module in (attention, caches, slow):
-            patches.enter_context(mock.patch.object(module, "has_triton", return_value=False))
-        yield
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, action="append", help="the number of a call; can be given again")
     given = parser.parse_args()
+    if DEVICE.type == "cpu":
+        torch.set_num_threads(1)  # small operators on several threads wait for each other longer than they work
     with captures():
         sys.exit(bool(run(given.seed, given.only or list(range(given.calls)), lambda text: print(text, flush=True))))
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import gpu_of, on_targets
+from gpus import compile_launch, gpu_of, on_targets
 
 from halfbyte.kernels.common.norm import Norm
-from halfbyte.kernels.common.targets import compile_for, pointer
 
 pytest.importorskip("triton")
 
@@ -78,16 +77,10 @@ def test_compiles(
     merges = [merge.attend_merge_kernel] * (plan.parts > 1 and kind in ("two launches", "no mask"))
     first = [spans.attend_spans_kernel] * (seen is not None)
     assert [launch[0] for launch in kept] == [*first, attention.attend_kernel, *merges]
-    for kernel, _, arguments, _, configure in kept:
-        values = dict(zip(kernel.arg_names, arguments, strict=False))
-        signature = {n: pointer(v.dtype) if isinstance(v, torch.Tensor) else "i32" for n, v in values.items()}
-        unaligned = [name for name, value in values.items() if isinstance(value, int) and value % 16]
-        grid, options = configure(properties)
+    for launch in kept:
+        kernel, (grid, compiled) = launch[0], compile_launch(launch, target)
         if kernel is attention.attend_kernel:
             assert grid == texts * shared * plan.tiles(rows) * plan.parts
-        constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
-        compiled = compile_for(kernel, target, signature, constants, unaligned, **options)
-        assert compiled.asm["ptx" if isinstance(target, int) else "hsaco"]
         if isinstance(target, int):
             assert compiled.metadata.shared <= properties.shared_memory
         if kernel is attention.attend_kernel and isinstance(target, int) and target >= 80:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import gpu_of
+from gpus import compile_launch
 
-from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS, compile_for, pointer
+from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS
 
 pytest.importorskip("triton")
 
@@ -22,21 +22,14 @@ from halfbyte.kernels.cache import triton as cache
 def test_compiles(
     target: int | str, texts: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    properties = gpu_of(target)
     kept: list[tuple[Any, ...]] = []
     monkeypatch.setattr(cache, "launch", lambda *launch: kept.append(launch))
     keys, new = (torch.empty(texts, 8, tokens, 128, dtype=dtype, device="meta") for tokens in (320, count))
     length = torch.empty((), dtype=torch.int64, device="meta")
     assert cache.supports(keys, keys, new, new, length, count)
     cache.append(keys, keys, new, new, length)
-    ((kernel, _, arguments, _, configure),) = kept
-    values = dict(zip(kernel.arg_names, arguments, strict=False))
-    signature = {n: pointer(v.dtype) if isinstance(v, torch.Tensor) else "i32" for n, v in values.items()}
-    unaligned = [name for name, value in values.items() if isinstance(value, int) and value % 16]
-    grid, options = configure(properties)
+    (launch,) = kept
+    grid, compiled = compile_launch(launch, target)
     assert grid == 1
-    constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
-    compiled = compile_for(kernel, target, signature, constants, unaligned, **options)
-    assert compiled.asm["ptx" if isinstance(target, int) else "hsaco"]
     if isinstance(target, int):  # the length is read by all before one writes it
         assert "bar.sync" in compiled.asm["ptx"]

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import gpu_of, on_targets
-
-from halfbyte.kernels.common.targets import compile_for, pointer
+from gpus import compile_launch, gpu_of, on_targets
 
 pytest.importorskip("triton")
 
@@ -61,14 +59,8 @@ def test_compiles(
     several = PagesPlan(plan.block, plan.fresh, 8, plan.rows, plan.new, plan.warps, plan.stages)
     paged.attend_pages(*given, size**-0.5, **most, **options, sinks=sinks, plan=several)
     assert [launch[0] for launch in kept] == [paged.attend_pages_kernel, paged.add_pages_kernel]
-    for kernel, _, arguments, _, configure in kept:
-        values = dict(zip(kernel.arg_names, arguments, strict=False))
-        signature = {n: pointer(v.dtype) if isinstance(v, torch.Tensor) else "i32" for n, v in values.items()}
-        unaligned = [name for name, value in values.items() if isinstance(value, int) and value % 16]
-        _, made = configure(properties)
-        constants = {name: made.pop(name) for name in kernel.arg_names if name in made}
-        compiled = compile_for(kernel, target, signature, constants, unaligned, **made)
-        assert compiled.asm["ptx" if isinstance(target, int) else "hsaco"]
+    for launch in kept:
+        kernel, (_, compiled) = launch[0], compile_launch(launch, target)
         if isinstance(target, int):
             assert compiled.metadata.shared <= properties.shared_memory
         if kernel is paged.attend_pages_kernel and isinstance(target, int) and target >= 80:

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import gpu_of, on_targets
-
-from halfbyte.kernels.common.targets import compile_for, pointer
+from gpus import compile_launch, on_targets
 
 pytest.importorskip("triton")
 
@@ -37,15 +35,9 @@ def test_compiles(
     assert len(kept) == 6
     grids = {pointwise.gated_kernel: -(-rows * columns // pointwise.BLOCK)}
     grids[combine.combine_kernel] = rows * -(-columns // combine.BLOCK)
-    for kernel, _, arguments, _, configure in kept:
-        values = dict(zip(kernel.arg_names, arguments, strict=False))
-        signature = {n: pointer(v.dtype) if isinstance(v, torch.Tensor) else "i32" for n, v in values.items()}
-        unaligned = [name for name, value in values.items() if isinstance(value, int) and value % 16]
-        grid, options = configure(gpu_of(target))
-        assert grid == grids.get(kernel, rows)
-        constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
-        compiled = compile_for(kernel, target, signature, constants, unaligned, **options)
-        assert compiled.asm["ptx" if isinstance(target, int) else "hsaco"]
+    for launch in kept:
+        grid, compiled = compile_launch(launch, target)
+        assert grid == grids.get(launch[0], rows)
         if isinstance(target, int):
             overlaps = "griddepcontrol.wait" in compiled.asm["ptx"]
             assert overlaps == (target >= 90)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.kernels.common import slow
-from halfbyte.models import attention, caches, captured, regions
 from halfbyte.models import transformers as host
 from halfbyte.models.accelerate import _accelerated as accelerated_models
+
+from . import families
 
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -43,14 +43,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps can be captured: without a GPU they run as they are, and nothing is compiled for them."""
-    if torch.cuda.is_available():
-        return
-    monkeypatch.setattr(captured, "ON_CPU", True)
-    for module in (attention, caches, slow):
-        monkeypatch.setattr(module, "has_triton", lambda: False)
-    monkeypatch.setattr(regions, "_compiled", lambda function: lambda *given, **named: function(*given, **named))
+def captures() -> Iterator[None]:
+    with families.captures():
+        yield
 
 
 @pytest.fixture(scope="session")

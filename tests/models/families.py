@@ -1,11 +1,15 @@
 """Small random models of transformers' families, and what they generate with and without captured steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.common import slow
+from halfbyte.models import attention, caches, captured, regions
 from halfbyte.models import transformers as host
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,6 +86,21 @@ def counted(monkeypatch: Any, owner: Any, name: str) -> list[int]:
 
     monkeypatch.setattr(owner, name, call)
     return calls
+
+
+@contextmanager
+def captures() -> Iterator[None]:
+    """Steps can be captured within: without a GPU they run as they are, and nothing is compiled for them."""
+    if DEVICE.type == "cuda":
+        yield
+        return
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(captured, "ON_CPU", True))
+        as_it_is = lambda function: lambda *given, **named: function(*given, **named)  # noqa: E731
+        patches.enter_context(mock.patch.object(regions, "_compiled", as_it_is))
+        for module in (attention, caches, slow):
+            patches.enter_context(mock.patch.object(module, "has_triton", return_value=False))
+        yield
 
 
 def hooked(model: Any) -> Any:
