@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from halfbyte.bench import runs
 from halfbyte.bench.case import Case, run, same_bits
 from halfbyte.bench.ceiling import copy_bandwidth
-from halfbyte.measure import timing
+from halfbyte.measure import records, timing
 
 CPU = torch.device("cpu")
 
@@ -85,3 +88,25 @@ def test_the_copy_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     speed, result = copy_bandwidth(CPU, rounds=3)
     assert result is seconds
     assert speed == 2 * 4 * 2**10 / 1000 / 1e3
+
+
+def test_what_was_measured_before_ctrl_c_is_kept(
+    case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the bench's own file, whatever peers are left out."""
+    monkeypatch.setattr(runs.ceiling, "copy_bandwidth", lambda device: (10.0, None))
+
+    def cases(before: int) -> Iterator[Case]:
+        for number in range(before):
+            made = case(f"{number + 2}×3", halfbyte=lambda index: torch.full((6,), float(index)))
+            yield replace(made, left_out={"peft": "it is not here"})
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.run_cases("dequantize", cases(0), CPU, 1, tmp_path)
+    assert not list(tmp_path.rglob("*"))
+    with pytest.raises(KeyboardInterrupt):
+        runs.run_cases("dequantize", cases(2), CPU, 1, tmp_path)
+    (kept,) = tmp_path.rglob("*.json")
+    assert kept.name == "dequantize.json"
+    assert [row["case"] for row in records.read(kept)["rows"]] == ["2×3", "2×3", "3×3", "3×3"]

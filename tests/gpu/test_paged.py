@@ -139,13 +139,14 @@ def test_a_captured_launch_serves_other_batches() -> None:
 def test_generate_batch_on_graphs(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of `generate`, in fp32, where no rounding decides; captured once for each size, not for each step."""
     transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")  # whose pages these are
     sides = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
     config = transformers.MistralConfig(**sides, num_attention_heads=4, num_key_value_heads=2, sliding_window=window)
     model = transformers.MistralForCausalLM(config).to(DEVICE).eval()
     model.requires_grad_(False)
     model.lm_head.weight.mul_(20)
     greedy = transformers.GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    settings = transformers.ContinuousBatchingConfig(page_size=16, num_blocks=256, max_batch_tokens=128)
+    settings = transformers.ContinuousBatchingConfig(block_size=16, num_blocks=256, max_batch_tokens=128)
     prompts = [[5, 6, 7], [9, 3, 4] * 60, list(range(20, 90))]
     right = []
     for prompt in prompts:

@@ -165,7 +165,7 @@ def test_continuous_batching(window: int | None, monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     model = transformers.MistralForCausalLM(config).eval()
     settings = transformers.ContinuousBatchingConfig(
-        page_size=4, num_blocks=32, max_batch_tokens=8, q_padding_interval_size=4
+        block_size=4, num_blocks=32, max_batch_tokens=8, q_padding_interval_size=4
     )
     greedy = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
     prompts = [[5, 6, 7], list(range(20, 30))]

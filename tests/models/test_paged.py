@@ -49,7 +49,7 @@ def model(calls: list[Any]) -> Iterator[Any]:
 
 
 def settings(**options: Any) -> Any:
-    small = {"page_size": 4, "num_blocks": 96, "max_batch_tokens": 16}
+    small = {"block_size": 4, "num_blocks": 96, "max_batch_tokens": 16}
     return transformers.ContinuousBatchingConfig(**small | options)
 
 
@@ -186,8 +186,8 @@ def test_another_attention_is_left_alone(model: Any) -> None:
 
 
 def test_an_error_leaves_the_model_as_it_was(model: Any) -> None:
-    with pytest.raises(ValueError, match="page_size"):
-        model.init_continuous_batching(greedy(), settings(page_size=1))
+    with pytest.raises(ValueError, match="_size"):
+        model.init_continuous_batching(greedy(), settings(block_size=1))
     assert model.config._attn_implementation == "sdpa"
 
 

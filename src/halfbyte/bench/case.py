@@ -73,7 +73,7 @@ def first_line(error: Exception) -> str:
 
 def run(case: Case, rounds: int) -> list[Row]:
     """Check every provider on every input, then time those that are right, in rotated order."""
-    checked = {name: _checked(case, name) for name in case.providers}
+    checked = _checked(case)
     right = {name: provider for name, provider in case.providers.items() if checked[name][0] is None}
     timings = time_all(right, case.sets, case.device, rounds) if right else {}
     return [
@@ -82,15 +82,22 @@ def run(case: Case, rounds: int) -> list[Row]:
     ]
 
 
-def _checked(case: Case, name: str) -> tuple[str | None, Mapping[str, Any]]:
-    """The first error of a provider, and what is measured of its first result."""
-    measured: Mapping[str, Any] = {}
+def _checked(case: Case) -> dict[str, tuple[str | None, Mapping[str, Any]]]:
+    """The first error of each provider, and what is measured of its first result.
+
+    All of them take one input after the other, so that a right result that several have need not be kept for long.
+    """
+    errors: dict[str, str | None] = dict.fromkeys(case.providers)
+    measured: dict[str, Mapping[str, Any]] = {name: {} for name in case.providers}
     for index in range(case.sets):
-        result, right = case.providers[name](index), case.right(name, index)
-        if error := case.check(result, right):
-            return error, measured
-        measured = measured or case.measure(result, right)
-    return None, measured
+        for name, provider in case.providers.items():
+            if errors[name] is not None:
+                continue
+            result, right = provider(index), case.right(name, index)
+            errors[name] = case.check(result, right)
+            if errors[name] is None and index == 0:
+                measured[name] = case.measure(result, right)
+    return {name: (errors[name], measured[name]) for name in case.providers}
 
 
 def make_record(bench: str, device: torch.device, rows: Sequence[Row], copy: float) -> dict[str, Any]:

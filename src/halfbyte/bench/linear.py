@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from functools import cache, partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -29,16 +29,17 @@ from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.measure.error import relative_error
 
-# A small one; Llama-3 8B, which is Mistral 7B too; Qwen3 32B; Gemma-3 27B; Llama-3 70B.
+# A small one; Llama-3 8B, which is Mistral 7B too; Qwen3 32B; Gemma-3 27B; Llama-3 70B; an odd number of rows.
 GPU_SHAPES = (
     (2048, 2048),
     *((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336)),
     *((8192, 5120), (5120, 8192), (25600, 5120), (5120, 25600)),
     *((4096, 5376), (5376, 4096), (21504, 5376), (5376, 21504)),
     *((1024, 8192), (8192, 8192), (28672, 8192), (8192, 28672)),
+    (14337, 4096),
 )
 CPU_SHAPES = ((4096, 4096), (14336, 4096))
-GPU_ROWS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 CPU_ROWS = (1, 4, 16, 64)
 
 HUMMING = "humming"
@@ -164,15 +165,16 @@ def _products(
     if dense[0].shape[1] % 128:
         return products, exact, left_out
     integers = weights if weights[0].spec is INT4 else [ops.quantize(w, INT4.name) for w in dense]
+    decoded_integers = decoded if integers is weights else _decoded(integers)
     if integers is not weights:
         products["halfbyte int4"] = lambda x, i: ours(x, integers[i])
-        exact["halfbyte int4"] = _decoded(integers)
+        exact["halfbyte int4"] = decoded_integers
     if alone:
         return products, exact, left_out
     if dtype == torch.bfloat16 and baselines.Tinygemm.fits(dense[0].shape):
         tinygemm = [baselines.Tinygemm(q) for q in integers]
         products["tinygemm"] = lambda x, i: tinygemm[i](x)
-        exact["tinygemm"] = _decoded(integers)
+        exact["tinygemm"] = decoded_integers
     if integers[0].block_size == baselines.Marlin.GROUP_SIZE and baselines.Marlin.fits(dense[0].shape, device):
         packed = baselines.Marlin(integers[0])  # which takes seconds on the host
         marlin = [packed, *(deepcopy(packed) for _ in integers[1:])]
@@ -185,8 +187,9 @@ def _products(
         except Exception as error:  # it compiles on this machine, which may fail in many ways; the others are timed
             left_out[HUMMING] = f"it cannot take {list(dense[0].shape)}: {first_line(error)}"
         else:
+            the_one = humming.exact()
             products[HUMMING] = humming
-            exact[HUMMING] = lambda i: humming.exact()
+            exact[HUMMING] = lambda i: the_one
     return products, exact, left_out
 
 
@@ -200,7 +203,8 @@ def _decoded(weights: list[QuantizedWeight]) -> Callable[[int], Tensor]:
 
 
 def _exact_products(x: list[Tensor], weight: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    return cache(lambda i: linear_exact(x[i], weight(i)))
+    """Of input number i. Only the last is kept: those of a large product are gigabytes."""
+    return lru_cache(maxsize=1)(lambda i: linear_exact(x[i], weight(i)))
 
 
 def _quantized(weight: Tensor, format: str, nested: bool) -> QuantizedWeight:

@@ -11,7 +11,7 @@ import torch
 
 from halfbyte.bench import ceiling
 from halfbyte.bench import report as reports
-from halfbyte.bench.case import make_record, run
+from halfbyte.bench.case import Row, make_record, run
 from halfbyte.measure import records
 from halfbyte.terminal import Table, say
 from halfbyte.terminal import console as terminal
@@ -22,23 +22,32 @@ def run_cases(
 ) -> None:
     """Cases, beside the copy ceiling. Raises ValueError for wrong results, once everything is printed and kept.
 
-    name: of the record's file, if it is not that of the bench.
+    Ctrl-C ends it early: what has been measured by then is printed and kept. name: of the record's file, if it is not
+    that of the bench.
     """
-    rows = []
+    rows: list[Row] = []
+    stopped = None
     told: set[tuple[str, str]] = set()
     torch.manual_seed(0)
     say("measuring the copy ceiling")
     copy, _ = ceiling.copy_bandwidth(device)
-    for case in cases:
-        for name, reason in case.left_out.items() - told:
-            say(f"without {name}: {reason}")
-        told |= case.left_out.items()
-        say(f"{bench} {case.name}")
-        rows += run(case, rounds)
-        del case  # its inputs make room for those of the next
+    try:
+        for case in cases:
+            for peer, reason in case.left_out.items() - told:
+                say(f"without {peer}: {reason}")
+            told |= case.left_out.items()
+            say(f"{bench} {case.name}")
+            rows += run(case, rounds)
+            del case  # its inputs make room for those of the next
+    except KeyboardInterrupt as interrupt:
+        if not rows:
+            raise
+        stopped = interrupt
     record = make_record(bench, device, rows, copy)
     terminal().print(reports.terminal_table(record))
     _keep(record, out, device, name)
+    if stopped is not None:
+        raise stopped
     _check_right(record)
 
 
