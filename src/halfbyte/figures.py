@@ -78,6 +78,8 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
             blocks[f"{name}-summary"] = short(record)
         if plot and figures is not None and (plot is not whole_models.plot or not whole_models.is_of_cpu(record)):
             plot(record, figures / f"{path.parent.name}-{path.stem}.png")
+        if record["bench"] == "linear" and figures is not None:
+            sweep.plot_against_dense(record, figures / f"{path.parent.name}-{path.stem}-against-dense.png")
     return blocks
 
 

@@ -228,3 +228,54 @@ def test_wrong_usage_is_2() -> None:
         result = runner.invoke(app, ["bench", "linear", "--device", "cpu", *arguments])
         assert result.exit_code == 2
         assert words in result.stderr
+
+
+def measured(times: dict[tuple[str, int, int, int], float], commit: str, dtype: str = "bfloat16") -> dict[str, Any]:
+    """A record of ours and bf16, by weight's N, K and rows of x."""
+    return {
+        "bench": "linear",
+        "environment": {"commit": commit, "torch": "2"},
+        "rows": [
+            {
+                "case": f"{n}×{k}, M = {m}", "provider": provider, "n": n, "k": k, "m": m, "dtype": dtype,
+                "format": "nf4", "nested": True, "median_us": time,
+            }
+            for (provider, n, k, m), time in times.items()
+        ],
+    }  # fmt: skip
+
+
+def test_weights_that_were_measured_before() -> None:
+    """Those that were not measured again stay, in their place and with their commit, if all else is the same."""
+    old = measured({("halfbyte", 64, 128, 3): 9.0, ("halfbyte", 32, 32, 3): 8.0}, "old")
+    new = measured({("halfbyte", 64, 128, 4): 7.0, ("halfbyte", 96, 32, 4): 6.0}, "new")
+    found = sweep.beside_other_weights(old, new)
+    assert [(row["n"], row["m"], row["median_us"], row.get("commit")) for row in found["rows"]] == [
+        (64, 4, 7.0, None), (32, 3, 8.0, "old"), (96, 4, 6.0, None)
+    ]  # fmt: skip
+    assert sweep.beside_other_weights(None, new) == new
+    of_another_dtype = measured({("halfbyte", 32, 32, 3): 8.0}, "old", "float16")
+    of_other_versions = old | {"environment": {"commit": "old", "torch": "1"}}
+    for other in (of_another_dtype, of_other_versions):
+        assert sweep.beside_other_weights(other, new) == new
+
+
+def test_ratios_to_the_dense_weight() -> None:
+    times = {
+        ("bf16", 64, 128, 8): 6.0, ("halfbyte", 64, 128, 8): 2.0, ("halfbyte", 64, 128, 1): 1.0,
+        ("bf16", 64, 128, 1): 4.0, ("bf16", 32, 32, 8): 1.0, ("halfbyte", 32, 32, 8): 2.0,
+    }  # fmt: skip
+    record = measured(times, "new")
+    del record["rows"][4]["median_us"]  # a wrong one
+    assert sweep.against_dense(record) == {"halfbyte": {1: [4.0], 8: [3.0]}}
+
+
+def test_an_odd_number_of_rows_of_w(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU bitsandbytes' product would end the process; on a CPU it takes part."""
+    pytest.importorskip("bitsandbytes")
+    q = hb.quantize(torch.randn(63, 128), "nf4")
+    peer = baselines.Bitsandbytes()
+    assert peer.why_no_linear(q) is None
+    monkeypatch.setattr(hb.QuantizedWeight, "device", property(lambda q: torch.device("cuda")))
+    assert "N is odd" in (peer.why_no_linear(q) or "")
+    assert peer.why_no_linear(hb.quantize(torch.randn(64, 128), "nf4")) is None

@@ -50,6 +50,12 @@ class Bitsandbytes:
         product: torch.Tensor = require("bitsandbytes").matmul_4bit(x, weight, state)
         return product
 
+    def why_no_linear(self, q: QuantizedWeight) -> str | None:
+        """Why its product with `q` on a GPU cannot be asked for; None where it can."""
+        if q.shape[0] % 2 and q.device.type == "cuda":
+            return "its product with 4 rows of x ends in a misaligned address where N is odd"  # 0.50.2, N = 14337
+        return None
+
     def module(self, q: QuantizedWeight) -> torch.nn.Module:
         """A bitsandbytes Linear4bit around the bytes of `q`."""
         bitsandbytes = require("bitsandbytes")

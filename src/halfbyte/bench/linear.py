@@ -28,6 +28,7 @@ from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.measure.error import relative_error
+from halfbyte.measure.report import BASELINE
 
 # A small one; Llama-3 8B, which is Mistral 7B too; Qwen3 32B; Gemma-3 27B; Llama-3 70B; an odd number of rows.
 GPU_SHAPES = (
@@ -153,8 +154,11 @@ def _products(
     if weights[0].format in layout.FORMATS and not alone:
         bitsandbytes = baselines.Bitsandbytes()
         states = [to_bitsandbytes(q) for q in weights]
-        products["bitsandbytes"] = lambda x, i: bitsandbytes.linear(x, *states[i])
-        exact["bitsandbytes"] = decoded
+        if reason := bitsandbytes.why_no_linear(weights[0]):
+            left_out[BASELINE] = reason
+        else:
+            products[BASELINE] = lambda x, i: bitsandbytes.linear(x, *states[i])
+            exact[BASELINE] = decoded
         if device.type == "cpu":
             if reason := bitsandbytes.why_not_repacked(weights[0], dtype):
                 left_out[REPACKED] = reason

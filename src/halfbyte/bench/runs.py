@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from halfbyte.bench import ceiling
+from halfbyte.bench import ceiling, sweep
 from halfbyte.bench import report as reports
 from halfbyte.bench.case import Row, make_record, run
 from halfbyte.measure import records
@@ -22,11 +23,11 @@ def run_cases(
 ) -> None:
     """Cases, beside the copy ceiling. Raises ValueError for wrong results, once everything is printed and kept.
 
-    Ctrl-C ends it early: what has been measured by then is printed and kept. name: of the record's file, if it is not
-    that of the bench.
+    Ctrl-C ends it early, and so does a peer that ruins the process: what has been measured by then is printed and kept.
+    name: of the record's file, if it is not that of the bench.
     """
     rows: list[Row] = []
-    stopped = None
+    stopped: BaseException | None = None
     told: set[tuple[str, str]] = set()
     torch.manual_seed(0)
     say("measuring the copy ceiling")
@@ -39,13 +40,14 @@ def run_cases(
             say(f"{bench} {case.name}")
             rows += run(case, rounds)
             del case  # its inputs make room for those of the next
-    except KeyboardInterrupt as interrupt:
+    except (KeyboardInterrupt, RuntimeError) as reason:
         if not rows:
             raise
-        stopped = interrupt
+        stopped = reason
     record = make_record(bench, device, rows, copy)
     terminal().print(reports.terminal_table(record))
-    _keep(record, out, device, name)
+    whole = sweep.beside_other_weights(_kept(name or bench, out, device), record) if bench == "linear" else record
+    _keep(whole, out, device, name)
     if stopped is not None:
         raise stopped
     _check_right(record)
@@ -110,7 +112,7 @@ def _run_each(
     """Fill the record with the rows of each, and keep it after each. All together take long: what ran before, on this
     machine as it is, stays in the record."""
     commit = {"commit": record["environment"]["commit"]}
-    found = records.beside_earlier(_kept(record["bench"], out, device), record, key, list(work))
+    found = records.beside_earlier(_kept(record["bench"], out, device), record, itemgetter(key), list(work))
     for name, rows_of in work.items():
         found[name] = [row | commit for row in rows_of()]
         record["rows"] = [row for rows in found.values() for row in rows]

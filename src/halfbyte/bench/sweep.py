@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
+from halfbyte.measure import records
 from halfbyte.measure.report import BASELINE, COLORS, OURS, line, provenance, pyplot, title
 
 DENSE = ("bf16", "fp16", "fp32")
@@ -20,6 +23,23 @@ STYLES = {
 }
 
 Curves = dict[str, dict[int, dict[str, Any]]]
+
+
+def beside_other_weights(kept: Mapping[str, Any] | None, record: dict[str, Any]) -> dict[str, Any]:
+    """The record with those weights of an earlier one, if any, that were not measured again. All 18 take minutes, and
+    an interrupted run has a part of them. Nothing is taken from another dtype or format."""
+    settings = operator.itemgetter("dtype", "format", "nested")
+    measured = {_weight(row) for row in record["rows"]}
+    if kept is not None and settings(kept["rows"][0]) != settings(record["rows"][0]):
+        kept = None
+    found = records.beside_earlier(kept, record, _weight, measured)
+    for row in record["rows"]:
+        found.setdefault(_weight(row), []).append(row)
+    return record | {"rows": [row for rows in found.values() for row in rows]}
+
+
+def _weight(row: Mapping[str, Any]) -> str:
+    return f"{row['n']}×{row['k']}"
 
 
 def by_shape(record: Mapping[str, Any]) -> dict[tuple[int, int], Curves]:
@@ -108,6 +128,51 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, metadata={"Software": None})
     plt.close(figure)
+
+
+def plot_against_dense(record: Mapping[str, Any], path: Path) -> None:
+    """How many times as fast as the dense weight in 16 or 32 bits: each provider's geometric mean over the weights that
+    it has a time for, by rows of x, and each weight of ours as a point. Needs matplotlib."""
+    plt = pyplot()
+    figure, panel = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
+    for name, ratios in against_dense(record).items():
+        color, width = {**STYLES, **COLORS}.get(name), 2.0 if name == OURS else 1.2
+        if name == OURS:
+            points = [(m, ratio) for m, each in ratios.items() for ratio in each]
+            panel.scatter(*zip(*points, strict=True), s=9, color=color, alpha=0.35, linewidths=0, zorder=2)
+        means = [geometric_mean(each) for each in ratios.values()]
+        panel.plot(ratios.keys(), means, "o-", markersize=2.5, linewidth=width, color=color, label=name, zorder=3)
+    dense = next(row["provider"] for row in record["rows"] if row["provider"] in DENSE)
+    panel.axhline(1, color=STYLES[dense], linewidth=1, zorder=1)
+    numbers = [m for m in sorted({row["m"] for row in record["rows"]}) if m.bit_count() == 1]
+    panel.annotate(dense, (numbers[0], 1.03), fontsize=8, color=STYLES[dense])
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    panel.set_ylim(0.25, 4.5)  # what is slower by more, with no product for many rows, is of no interest here
+    panel.set_xticks(numbers, [str(m) for m in numbers], fontsize=7)
+    panel.set_yticks([0.25, 0.5, 1, 2, 4], ["¼", "½", "1", "2", "4"], fontsize=8)
+    panel.minorticks_off()
+    panel.set_xlabel("rows of x", fontsize=8)
+    panel.set_ylabel(f"times as fast as {dense}", fontsize=8)
+    panel.set_title(title(record), fontsize=10, loc="left")
+    panel.grid(color="#e6e8eb", zorder=0)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+    plt.close(figure)
+
+
+def against_dense(record: Mapping[str, Any]) -> dict[str, dict[int, list[float]]]:
+    """Provider to M to the dense weight's time over its own, a number for each weight; M ascends."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for curves in by_shape(record).values():
+        dense = next(_times(curve) for name, curve in curves.items() if name in DENSE)
+        for name, curve in curves.items():
+            for m, time in _times(curve).items():
+                if name not in DENSE and m in dense:
+                    found.setdefault(name, {}).setdefault(m, []).append(dense[m] / time)
+    return {name: dict(sorted(ratios.items())) for name, ratios in found.items()}
 
 
 def _times(curve: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -65,16 +65,19 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def beside_earlier(
-    kept: Mapping[str, Any] | None, record: Mapping[str, Any], key: str, measured: Sequence[str]
-) -> dict[str, list[dict[str, Any]]]:
+    kept: Mapping[str, Any] | None,
+    record: Mapping[str, Any],
+    key: Callable[[Mapping[str, Any]], Hashable],
+    measured: Collection[Hashable],
+) -> dict[Hashable, list[dict[str, Any]]]:
     """Rows by their `key`, such as the model, of the record that an earlier run left, each with its commit, in its
     order; those of `measured` have none. Nothing is taken from another machine or from other versions of libraries."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[Hashable, list[dict[str, Any]]] = {}
     environment = record["environment"]
     if kept and all(kept["environment"].get(fact) == environment.get(fact) for fact in SAME):
         for row in kept["rows"]:
-            rows = found.setdefault(row[key], [])
-            if row[key] not in measured:
+            rows = found.setdefault(key(row), [])
+            if key(row) not in measured:
                 rows.append({"commit": kept["environment"]["commit"]} | row)
     return found
 

@@ -44,7 +44,8 @@ def _commits(record: Mapping[str, Any]) -> str:
     earlier: dict[str, dict[str, None]] = {}
     for row in record.get("rows", ()):
         if (commit := row.get("commit", own)) != own:
-            earlier.setdefault(commit, {})[row.get("case") or row["model"]] = None
+            name = (row.get("case") or row["model"]).partition(", M = ")[0]  # a weight, however many rows x has
+            earlier.setdefault(commit, {})[name] = None
     return "; ".join(
         [f"commit {own}", *(f"{' and '.join(names)}: commit {commit}" for commit, names in earlier.items())]
     )
