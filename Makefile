@@ -10,7 +10,10 @@ SANITIZER ?= compute-sanitizer
 SECONDS ?= 60
 SEED ?= 0
 CALLS ?= 1000
+REQUESTS ?= 2000
+ENGINE ?= transformers
 RESULTS ?= benchmarks/results
+TOOLS := memcheck racecheck initcheck
 
 CUDA := $(shell find src -name '*.cu' -o -name '*.cuh')
 # Few tests at a time for each worker, so that the slow ones, which come first, are shared out.
@@ -21,10 +24,10 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-dev.txt)
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick compile-all test-vllm lint format gpu fuzz soak sanitize bench bench-check figures wheel clean
+.PHONY: help demo test quick compile-all test-vllm lint format gpu fuzz soak soak-serving sanitize bench bench-check figures wheel clean
 
 help:  ## say what there is
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
 demo: $(READY)  ## a trained model into 4 bits and back, compared with bitsandbytes bit by bit, and timed
 	$(PY) examples/demo.py
@@ -63,12 +66,16 @@ fuzz: $(READY)  ## random problems for SECONDS=60 from SEED=0, on the GPU where 
 soak: $(READY)  ## CALLS=1000 calls of generate from SEED=0, each beside transformers' own loop
 	$(PY) -W ignore -m tests.soak --calls $(CALLS) --seed $(SEED)
 
+soak-serving: $(VLLM_VENV)/.ready  ## REQUESTS=2000 from SEED=0 to `halfbyte serve` over an ENGINE, each answer checked
+	$(VLLM_VENV)/bin/python -W ignore tests/serving/soak.py --engine $(ENGINE) --requests $(REQUESTS) --seed $(SEED)
+
+# Most of the time goes into a host's one thread for each: side by side they take as long as the slowest.
 sanitize: $(READY)  ## odd shapes under compute-sanitizer; needs a GPU and the CUDA toolkit
-	set -e; for tool in memcheck racecheck initcheck; do \
-		echo "== $$tool"; \
-		PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
-			$(PY) -m pytest -p no:cacheprovider tests/gpu/test_odd_shapes.py; \
-	done
+	$(MAKE) --jobs 3 --output-sync $(TOOLS:%=sanitize-%)
+
+$(TOOLS:%=sanitize-%): sanitize-%:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $* --error-exitcode 1 \
+		$(PY) -m pytest -p no:cacheprovider tests/gpu/test_odd_shapes.py
 
 bench: $(READY)  ## measure this machine; records go to benchmarks/results
 	$(PY) -m halfbyte bench dequantize --out $(RESULTS)
