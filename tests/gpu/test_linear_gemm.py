@@ -99,6 +99,30 @@ def test_linear_of_many_rows() -> None:
             right = -right
 
 
+def test_more_than_two_to_the_31_weights() -> None:
+    """The last rows are those of a weight of their own."""
+    k, tail = 8192, 130
+    n = (1 << 31) // k + 128  # whole tiles ahead of the last ones, of which one is not full
+    packed = torch.randint(0, 256, ((n + tail) * k // 2,), dtype=torch.uint8, device=DEVICE)
+    scale = torch.rand((n + tail) * k // 64, device=DEVICE)
+    q = hb.QuantizedWeight("fp4", packed, scale, (n + tail, k), BF16, 64)
+    last = hb.QuantizedWeight("fp4", packed[n * k // 2 :].clone(), scale[n * k // 64 :].clone(), (tail, k), BF16, 64)
+    x = torch.randn((97, k), device=DEVICE).to(BF16)
+    tiles = -(-(n + tail) // 128)  # a CTA each, so that sums are in one order
+    whole, small = (plan(97, rows, k, 128, workers) for rows, workers in ((n + tail, tiles), (tail, 2)))
+    assert torch.equal(multiplied(x, q, whole)[:, n:], multiplied(x, last, small))
+
+
+def test_more_than_two_to_the_31_numbers_of_x() -> None:
+    q, k = weight(130, 8192), 8192
+    m = (1 << 31) // k + 300
+    x = torch.randn((m, k), dtype=BF16, device=DEVICE)
+    whole = plan_for(gemm, x, q)
+    assert whole is not None
+    tail = replace(plan(40, 130, k, whole.tile_m), chunk=whole.chunk)
+    torch.testing.assert_close(multiplied(x, q, whole)[-40:], multiplied(x[-40:].clone(), q, tail))
+
+
 def test_more_than_two_to_the_31_results() -> None:
     q = weight(66000, 256)
     x = torch.randn((33000, 256), device=DEVICE).to(BF16)

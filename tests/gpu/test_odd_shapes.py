@@ -17,6 +17,7 @@ import halfbyte as hb
 from halfbyte import eager_fused
 from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.attention import reference
+from halfbyte.kernels.attention.pages import Pages
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.distance import shards
@@ -38,6 +39,8 @@ from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
 from halfbyte.kernels.linear.sm90_streamk.plan import is_valid as plan_fits
 from halfbyte.kernels.pointwise import reference as pointwise
 from halfbyte.measure.error import relative_error
+
+from .test_paged import BOUND, PAGE, Cache, ends, states
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -406,3 +409,27 @@ def test_attention(texts: int, heads: int, shared: int, new: int, tokens: int, s
             given = (tensor.double().cpu() for tensor in (query, keys, values))
             right = reference.attend(*given, None if seen is None else seen.cpu(), 0.25)
             assert relative_error(found.cpu(), right) < (8e-4 if dtype is torch.float16 else 6e-3)
+
+
+@pytest.mark.parametrize(("heads", "shared", "size"), [(3, 3, 16), (24, 1, 80), (6, 2, 128)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_attention_over_pages(dtype: torch.dtype, heads: int, shared: int, size: int) -> None:
+    """Requests without a cached token, that fill a page and not; a token of each, prompts in chunks, rows of nobody."""
+    kernels = pytest.importorskip("halfbyte.kernels.attention.paged")
+    lengths, nowhere = [70, 0, 63, 64, 1, 300], torch.full((40,), 1 << 40, device="cuda")
+    for new, window in (([1] * 6, 0), ([1] * 6, 20), ([5, 1, 0, 40, 2, 1], 0), ([33, 7, 1, 0, 1, 2], 50)):
+        cache = Cache(lengths, shared, size, dtype)
+        given = states(sum(new) + 3, heads, shared, size, dtype)
+        where = ends(new), ends(map(sum, zip(lengths, new, strict=True)))
+        places = torch.cat([torch.cat((rows, nowhere[:one])) for rows, one in zip(cache.rows, new, strict=True)])
+        in_pages = max(new) == 1
+        pages = Pages(cache.keys, cache.values, *((cache.table, PAGE) if in_pages else (places,)))
+        right = pages._replace(
+            keys=pages.keys.double().cpu(), values=pages.values.double().cpu(), places=pages.places.cpu()
+        )
+        most = {"most_new": max(new), "most_tokens": 341}
+        found = kernels.attend_pages(*given, pages, *where, 0.09, **most, window=window)
+        on_cpu = (tensor.double().cpu() for tensor in given)
+        exactly = reference.attend_pages(*on_cpu, right, *(tensor.cpu() for tensor in where), 0.09, window=window)
+        assert relative_error(found.cpu(), exactly) < BOUND[dtype]
+        assert not found[-3:].any()
