@@ -111,14 +111,21 @@ def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
         (H200, {"k": 4090, "dtype": torch.float32}, None),
         (H200, {"nested": 128}, "128 nested scales share an absmax"),
         (H200, {"align_packed": 4}, "packed.clone()"),
-        (properties_for("sm_75"), {}, "load the model in float16"),
+        (properties_for("sm_75"), {}, None),  # as fp16
+        (properties_for("sm_75"), {"k": 4090}, "K = 4090 is no multiple of 32"),
         (properties_for("sm_75"), {"dtype": torch.float16}, None),
         (DeviceProperties("cuda", 70, 80, 98304), {"dtype": torch.float16}, "sm_75"),
     ],
 )
 def test_shapes_and_gpus(facts: DeviceProperties, changes: dict[str, object], words: str | None) -> None:
-    reason = reach.without_tensor_cores(replace(WEIGHT, **changes), facts)
+    reason = reach.without_tensor_cores(replace(WEIGHT, **changes), facts, False)
     assert (reason is None) if words is None else (reason is not None and words in reason)
+
+
+def test_bf16_that_no_row_of_x_may_change() -> None:
+    for target, words in (("sm_75", "load the model in float16"), ("sm_80", None)):
+        reason = reach.without_tensor_cores(WEIGHT, properties_for(target), True)
+        assert (reason is None) if words is None else (reason is not None and words in reason)
 
 
 def test_scales_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability, properties_of
+from halfbyte.kernels.linear import halves
 from halfbyte.kernels.linear import reference as products
 from halfbyte.kernels.linear.plan import plan as plan_linear
 from halfbyte.kernels.linear.problem import ALIGNMENT
@@ -116,6 +117,8 @@ def linear_anew(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invari
     given, given_bias = x.detach(), None if bias is None else bias.detach()
     elsewhere = is_elsewhere(x.device)
     with on(x.device):
+        if x.is_cuda and cuda_products().takes_halves(x, q, batch_invariant):
+            return halves.multiply(given, given_bias, lambda x: linear_anew(x, q, None, False))
         x, bias = plain(given), None if given_bias is None else plain(given_bias)
         if x.is_cuda:
             x, bias = aligned(x), None if bias is None else aligned(bias)
@@ -156,6 +159,8 @@ def linear_backward(grad: Tensor, q: QuantizedWeight) -> Tensor:
     """grad [..., N] @ W -> [..., K], of grad with any strides."""
     with on(grad.device):
         grad = grad.detach()
+        if grad.is_cuda and cuda_products().takes_halves_back(grad, q):
+            return halves.multiply(grad, None, lambda grad: linear_backward(grad, q))
         multiply = cuda_products().backward(grad, q) if grad.is_cuda else None
         if multiply is not None:
             return cast(Tensor, multiply(aligned(plain(grad))))

@@ -6,14 +6,17 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte import eager
 from halfbyte.formats.nf4 import NF4
 from halfbyte.formats.spec import codebook_tensor
 from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.linear import cuda
 from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.sm75 import launch as tensor
 from halfbyte.kernels.linear.sm75.plan import Sm75Plan, is_valid
 from halfbyte.kernels.linear.tune.h200 import SM75_SPLITS, SM75_WARPS
+from halfbyte.measure.error import relative_error
 
 from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, sixteen_bits, weight
 
@@ -163,3 +166,22 @@ def test_cuda_graph_and_streams() -> None:
         assert torch.equal(y, right)
     with torch.cuda.stream(torch.cuda.Stream()):
         assert torch.equal(fused(x, q, plan=plan), right)
+
+
+def test_bf16_where_only_fp16_has_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before Ampere; in a graph, too, and the way back."""
+    halved = lambda x, *_: x.dtype is BF16  # noqa: E731
+    monkeypatch.setattr(cuda, "takes_halves", halved)
+    monkeypatch.setattr(cuda, "takes_halves_back", halved)
+    q, bias = weight(1000, 2048), torch.randn(1000, device=DEVICE).to(BF16)
+    dense, exact = hb.dequantize(q, BF16), hb.dequantize(q, F32).double()
+    for m in (1, 9, 40, 300):
+        x = torch.randn((m, 2048), device=DEVICE).to(BF16) * 1e6
+        right = x.double() @ exact.t() + bias.double()
+        graph, found = captured(lambda x=x: hb.linear(x, q, bias))
+        graph.replay()
+        assert torch.equal(found, hb.linear(x, q, bias))
+        assert relative_error(found, right) <= relative_error(torch.nn.functional.linear(x, dense, bias), right)
+        grad = torch.randn((m, 1000), device=DEVICE).to(BF16) * 1e-9
+        right = grad.double() @ exact
+        assert relative_error(eager.linear_backward(grad, q), right) <= relative_error(grad @ dense, right)

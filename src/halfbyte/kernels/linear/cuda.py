@@ -11,11 +11,18 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.norm import Norm
-from halfbyte.kernels.linear import cache, reach
+from halfbyte.kernels.linear import cache, dispatch, reach
 from halfbyte.kernels.linear.dispatch import choose, choose_back, choose_fused, choose_group
 from halfbyte.kernels.linear.fusion import Fusion, Residual
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
-from halfbyte.kernels.linear.problem import ALIGNMENT, INVARIANT_ROWS, Problem, addresses, problem_of
+from halfbyte.kernels.linear.problem import (
+    ALIGNMENT,
+    FIRST_WITH_BF16,
+    INVARIANT_ROWS,
+    Problem,
+    addresses,
+    problem_of,
+)
 
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
@@ -35,7 +42,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
     if (lack := reach.without_scales(m, problem, properties)) is not None:
         slow.warn("CUDA kernels for scales", str(lack))
         return None
-    if (reason := reach.without_tensor_cores(problem, properties)) is not None:
+    if (reason := reach.without_tensor_cores(problem, properties, batch_invariant)) is not None:
         slow.warn("tensor cores", reason)
     most = INVARIANT_ROWS if batch_invariant else m
     choices = {}
@@ -54,6 +61,17 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
     if m <= most:
         cache.products.get(cache.key(x, q, bias, batch_invariant), dict)[m] = product
     return out
+
+
+def takes_halves(x: Tensor, q: QuantizedWeight, batch_invariant: bool) -> bool:
+    """Whether x [..., K] is in bf16 and better multiplied as fp16: halves.py."""
+    properties = properties_of(x.get_device())
+    m = x.numel() // max(q.shape[1], 1)
+    if properties.kind != "cuda" or properties.ptx >= FIRST_WITH_BF16 or min(m, *q.shape) == 0:
+        return False
+    if reach.without_kernels(properties) is not None:  # torch is left, which has no tensor cores for bf16 either
+        return x.dtype is torch.bfloat16
+    return dispatch.takes_halves(m, problem_of(x, q, None), properties, batch_invariant)
 
 
 def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
@@ -166,6 +184,13 @@ def fused(
     residual_at = 0 if residual is None else residual.value.data_ptr()
     product(torch._C._cuda_getCurrentRawStream(index), x.data_ptr(), norm_at, residual_at, results)
     return out
+
+
+def takes_halves_back(grad: Tensor, q: QuantizedWeight) -> bool:
+    """Whether a gradient [..., N] in bf16 is better multiplied with W as fp16: the dense weight is all there is."""
+    properties = properties_of(grad.get_device())
+    older = properties.kind == "cuda" and properties.ptx < FIRST_WITH_BF16
+    return older and grad.dtype is torch.bfloat16 and grad.numel() > 0
 
 
 def bind_back(m: int, grad: Tensor, q: QuantizedWeight) -> Product | None:

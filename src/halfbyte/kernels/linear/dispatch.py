@@ -26,7 +26,7 @@ from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import FusedKernel, GroupKernel, Kernel, Plan
-from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.problem import FIRST_WITH_BF16, Problem
 from halfbyte.kernels.linear.simt import launch as simt
 from halfbyte.kernels.linear.sm75 import launch as sm75
 from halfbyte.kernels.linear.sm80 import launch as sm80
@@ -110,6 +110,21 @@ def dense_microseconds(m: int, problem: Problem, properties: DeviceProperties) -
     if problem.n % 8 and problem.dtype is not torch.float32:  # cuBLAS has slower kernels for such rows of y
         product *= h200.DENSE_ODD if problem.n % 2 else h200.DENSE_EVEN
     return h200.DENSE_START + millions * h200.DENSE_WRITE / rates.bandwidth + product
+
+
+@lru_cache(1 << 14)
+def takes_halves(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> bool:
+    """Whether x [m, K] in bf16 is better multiplied as fp16 (halves.py), whose tensor cores alone a GPU has: always
+    where torch multiplies otherwise, which has none for bf16 either. Not where rows of x may decide nothing."""
+    if properties.ptx >= FIRST_WITH_BF16 or problem.dtype is not torch.bfloat16 or batch_invariant:
+        return False
+    as_it_is = choose(m, problem, properties, False)
+    if as_it_is is None:
+        return True
+    halves = replace(problem, dtype=torch.float16, bias=False)
+    choice = choose(m, halves, properties, False)
+    time = dense_microseconds(m, halves, properties.as_fitted) if choice is None else choice.plan.microseconds
+    return time + h200.HALVES < float(as_it_is.plan.microseconds)
 
 
 @lru_cache(1 << 14)

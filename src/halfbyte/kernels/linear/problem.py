@@ -13,6 +13,7 @@ from halfbyte.formats.weight import QuantizedWeight
 
 Addresses = tuple[int, int, int, int, int]
 ALIGNMENT = 16  # bytes: x, bias and the result always have it (eager.py), and of W no kernel asks for more
+FIRST_WITH_BF16 = 80  # of the GPUs, by what they are compiled for, to have tensor cores for bf16
 # With batch_invariant so many rows go at a time: no kernel refuses as few, so that all of them take the same one.
 INVARIANT_ROWS = 256
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from halfbyte.kernels.common import compiler
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.driver import driver
-from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.problem import FIRST_WITH_BF16, Problem
 from halfbyte.kernels.linear.sm75 import launch as sm75
 from halfbyte.kernels.linear.sm80 import launch as sm80
 from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
@@ -59,15 +60,17 @@ def without_scales(m: int, problem: Problem, properties: DeviceProperties) -> La
 
 
 @cache
-def without_tensor_cores(problem: Problem, properties: DeviceProperties) -> str | None:
+def without_tensor_cores(problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> str | None:
     """Why no kernel on tensor cores takes x of 16 bits with a weight; None where one does, and for x in fp32."""
     o = problem
+    if o.dtype is torch.bfloat16 and properties.ptx < FIRST_WITH_BF16 and not batch_invariant:
+        o = replace(o, dtype=torch.float16)  # as which more than a few rows are multiplied
     if o.dtype is torch.float32 or any(
         kernel.plan(1, o, properties, False) is not None for kernel in (sm90_decode, sm90_streamk, sm80, sm75)
     ):
         return None
     slow = f"so linear multiplies x [M, {o.k}] with a weight [{o.n}, {o.k}] without tensor cores, slowly"
-    if o.dtype is torch.bfloat16 and properties.ptx < 80:
+    if o.dtype is torch.bfloat16 and properties.ptx < FIRST_WITH_BF16:
         return f"this GPU (sm_{properties.capability}) has no bfloat16 tensor cores, {slow}; load the model in float16"
     if properties.ptx < 75:
         return f"halfbyte's tensor-core kernels need sm_75 (Turing), this GPU is sm_{properties.capability}, {slow}"

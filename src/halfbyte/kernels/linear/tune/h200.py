@@ -143,6 +143,8 @@ SM75_SPLITS = 8
 SM75_SPAN, SM75_SPAN_M_TILE, SM75_SPAN_X = 50, 16, 3
 # A lone warp's span; filling the pipeline and adding up, for each turn; a second launch.
 SM75_LONE_SPAN, SM75_TURN, SM75_LAUNCH = 400, 800, 6000
+# What bf16 x as fp16 takes beside the product (halves.py): nine small launches, which were not measured.
+HALVES = 30.0
 
 # -- sm80: a model in cycles ------------------------------------------------------------------------------------------
 
