@@ -52,6 +52,20 @@ def most_error(dense: Tensor, right: Tensor, q: hb.QuantizedWeight) -> float:
     return relative_error(dense, right) * (1 + slack)
 
 
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int4"])
+def test_sums_that_fp16_cannot_hold(format: str) -> None:
+    """They cancel in the end, as those of a Gemma in fp16 do: the result is finite where F.linear's is."""
+    signs = torch.ones(128, 2048)
+    signs[:, 1024:] = -1
+    q = hb.quantize(signs.half(), format)
+    for m in (1, 4, 20, 100):
+        x = torch.full((m, 2048), 60000.0).half()
+        x[:, 1024:] = 59968  # the next number below
+        right = exact(x, q)
+        assert 10000 < right.abs().max() < 65504
+        assert relative_error(hb.linear(x, q), right) < 1e-3
+
+
 @dtypes
 @kinds
 def test_no_less_exact_than_dequantizing(format: str, size: int, nested: bool, dtype: torch.dtype) -> None:

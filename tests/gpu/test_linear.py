@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte import eager
 from halfbyte.formats.nf4 import NF4
 from halfbyte.formats.spec import codebook_tensor
 from halfbyte.kernels.common.device import properties_of
@@ -329,3 +330,26 @@ def test_a_device_that_is_not_current(shape: tuple[int, int]) -> None:
         y = hb.linear(x.to("cuda:1"), there)
         assert y.device == torch.device("cuda", 1)
         assert torch.equal(y.to(DEVICE), hb.linear(x, q))
+
+
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int4"])
+def test_sums_that_fp16_cannot_hold(format: str) -> None:
+    """They cancel in the end, as those of a Gemma in fp16 do: y and the gradient are finite where F.linear's are."""
+    n, k = 1024, 2048
+    signs = torch.ones(n, k, device=DEVICE)
+    signs[:, k // 2 :] = -1
+    signs[n // 2 :] *= -1
+    q = hb.quantize(signs.half(), format)
+    dense, exact = hb.dequantize(q, torch.float16), hb.dequantize(q, torch.float32).double()
+    for m in (1, 4, 16, 33, 70, 130, 300, 1000):
+        for invariant in (False, True):
+            x = torch.full((m, k), 60000.0, device=DEVICE).half()
+            x[:, k // 2 :] = 59968  # the next number below
+            y = hb.linear(x, q, batch_invariant=invariant)
+            right = x.double() @ exact.t()
+            assert 10000 < right.abs().max() < 65504
+            assert error(y, right) <= 1e-3 + 2 * error(x @ dense.t(), right)
+        grad = torch.full((m, n), 60000.0, device=DEVICE).half()
+        grad[:, n // 2 :] = 59968
+        right = grad.double() @ exact
+        assert error(eager.linear_backward(grad, q), right) <= 1e-3 + 2 * error(grad @ dense, right)
