@@ -46,8 +46,9 @@ CPU_ROWS = (1, 4, 16, 64)
 HUMMING = "humming"
 REPACKED = "bitsandbytes repacked"  # its module in eval mode on a CPU with AVX512-BF16
 
-# The largest ‖y - y64‖ / ‖y64‖ that passes: twice the rounding of weights and results, a little more in fp32 for sums.
-BOUND = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-19}
+# The largest ‖y - y64‖ / ‖y64‖ that passes: twice the rounding of weights and results, a little more in fp32 for sums,
+# and in bf16 three times, because humming rounds some of its sums twice.
+BOUND = {torch.bfloat16: 1.5 * 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-19}
 
 
 def linear_cases(
