@@ -224,6 +224,9 @@ def test_linear_of_other_gpus(dtype: torch.dtype, shape: tuple[int, int]) -> Non
                 if kernel is sm80:
                     tiles = math.prod(plan.sizes(m, n, k)[:2])
                     plans += [replace(plan, ctas=ctas, stages=3) for ctas in (1, tiles + 1)]
+                    plans.append(plan_for(kernel, x, q, bias, True))
+                    one = plans[-1]
+                    plans.append(replace(one, ctas=3 * one.tiles(m, problem_of(x, q, bias))))
                     plans = [plan for plan in plans if ring_fits(plan, m, problem_of(x, q, bias), properties_of(0))]
                 for plan in plans:
                     y = torch.full((m, n), 777.0, device="cuda").to(dtype)

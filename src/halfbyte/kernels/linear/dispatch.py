@@ -40,6 +40,8 @@ GROUP_KERNELS: tuple[GroupKernel[Any], ...] = (sm90_decode, sm90_streamk)
 FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode, sm90_streamk)
 # Kernel to one that was faster in all that was measured: where that supports a problem, too, this one is not asked.
 SUPERSEDED: dict[str, Kernel[Any]] = {sm75.NAME: sm80, sm80.NAME: sm90_streamk}
+# The same with batch_invariant, for which sm75 and sm80 have not been measured side by side.
+INVARIANT_SUPERSEDED: dict[str, Kernel[Any]] = {sm80.NAME: sm90_streamk}
 # The most rows of x of kernels whose estimates are not good enough to be held against the dense weight's.
 MOST_ROWS = {sm75.NAME: h200.SM75_ROWS, simt.NAME: h200.SIMT_ROWS}
 # With batch_invariant no choice may depend on the rows of x: it is the best one for so many.
@@ -98,7 +100,8 @@ def _fastest(
     """Of those that support the problem."""
     plans = ((kernel, kernel.plan(m, problem, properties, batch_invariant)) for kernel in kernels)
     found = {kernel.NAME: Choice(kernel, plan) for kernel, plan in plans if plan is not None}
-    left = [one for name, one in found.items() if name not in SUPERSEDED or SUPERSEDED[name].NAME not in found]
+    superseded = INVARIANT_SUPERSEDED if batch_invariant else SUPERSEDED
+    left = [one for name, one in found.items() if name not in superseded or superseded[name].NAME not in found]
     return min(left, key=lambda choice: choice.plan.microseconds, default=None)
 
 
