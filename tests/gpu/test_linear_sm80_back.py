@@ -172,6 +172,6 @@ def test_more_than_two_to_the_31_gradients() -> None:
     whole = back.plan_back(33000, problem_of(dy, q, None), properties_of(0))
     assert whole is not None
     out = torch.empty((33000, 65536), dtype=BF16, device=DEVICE)
-    run(back, dy, q, None, out, replace(whole, ctas=1 if properties_of(0).sms < 64 else 64))
+    run(back, dy, q, None, out, whole)
     tail = multiplied(dy[-40:].clone(), q, replace(whole, ctas=1))
-    torch.testing.assert_close(out[-40:], tail, rtol=2e-2, atol=2e-2)  # tiles may be shared elsewhere
+    torch.testing.assert_close(out[-40:], tail, rtol=2e-2, atol=2e-2)  # other CTAs share other tiles
