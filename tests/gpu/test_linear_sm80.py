@@ -10,8 +10,9 @@ import torch
 import halfbyte as hb
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.linear.kernel import plan_for, run
-from halfbyte.kernels.linear.problem import problem_of
+from halfbyte.kernels.linear.problem import INVARIANT_ROWS, problem_of
 from halfbyte.kernels.linear.sm80 import launch as ring
+from halfbyte.kernels.linear.sm80.invariant import Order, invariant_plan, shapes_of
 from halfbyte.kernels.linear.sm80.plan import Sm80Plan, folds, is_valid, sm80_plan, span_of
 from halfbyte.kernels.linear.tune import h200
 
@@ -41,10 +42,14 @@ formats = pytest.mark.parametrize(("format", "options"), FORMATS, ids=lambda val
 
 
 def fused(
-    x: torch.Tensor, q: hb.QuantizedWeight, bias: torch.Tensor | None = None, plan: Sm80Plan | None = None
+    x: torch.Tensor,
+    q: hb.QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    plan: Sm80Plan | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """The kernel's result, with poison around it; fails where the kernel says it is not for this."""
-    plan = plan or plan_for(ring, x, q, bias, False)
+    plan = plan or plan_for(ring, x, q, bias, invariant)
     assert plan is not None
     assert is_valid(plan, len(x), problem_of(x, q, bias), properties_of(0))
     with poisoned((len(x), q.shape[0]), x.dtype) as out:
@@ -124,6 +129,78 @@ def test_on_fewer_multiprocessors(sms: int) -> None:
         assert plan is not None
         assert plan.ctas <= sms * plan.resident_ctas
         check(x, q, plan)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (77, 64), (1029, 320), (4096, 5376), (1023, 14336), (5000, 1024)])
+@sixteen_bits
+@formats
+def test_a_row_among_others(
+    format: str, options: dict[str, object], dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """With batch_invariant: alone, first of some, elsewhere among them; tiles of every width, one and several."""
+    n, k = shape
+    q, x = weight(n, k, format, dtype, **options), random(INVARIANT_ROWS, k, dtype)
+    for m in (1, 40, INVARIANT_ROWS):
+        check(x[:m].clone(), q, plan_for(ring, x[:m], q, None, True))
+    whole = fused(x, q, invariant=True)
+    for m in (1, 7, 8, 9, 17, 33, 40, 49, 64, 65, 129, 255):
+        assert torch.equal(fused(x[:m].clone(), q, invariant=True), whole[:m]), m
+    for row in (3, 100, 255):
+        assert torch.equal(fused(x[row : row + 1].clone(), q, invariant=True)[0], whole[row])
+    order = torch.randperm(INVARIANT_ROWS, device=DEVICE)
+    assert torch.equal(fused(x[order], q, invariant=True), whole[order])
+
+
+ORDERS = (
+    ("nf4", {}, 1344, (Order(64, 1, 0, 1), Order(64, 1, 0, 5), Order(64, 2, 64, 3), Order(64, 2, 128, 2))),
+    ("int4", {"group_size": 128}, 1408, (Order(128, 1, 0, 2), Order(128, 2, 128, 1), Order(64, 2, 64, 1))),
+    ("nf4", {"block_size": 32}, 1312, (Order(32, 1, 0, 8), Order(32, 2, 64, 1))),
+    ("mxfp4", {}, 1312, (Order(32, 1, 0, 3),)),
+)
+
+
+@pytest.mark.parametrize("case", ORDERS, ids=str)
+@sixteen_bits
+def test_every_plan_of_an_order(case: tuple[str, dict[str, Any], int, tuple[Order, ...]], dtype: torch.dtype) -> None:
+    """Of all widths, numbers of rows of W and depths of the ring: the same bits."""
+    format, options, k, orders = case
+    q, x = weight(777, k, format, dtype, **options), random(71, k, dtype)
+    for order in orders:
+        whole, widths = None, set()
+        for m in (71, 9):
+            problem = problem_of(x[:m], q, None)
+            shapes = (replace(shape, stages=stages) for shape in shapes_of(order, m, problem) for stages in (3, 4))
+            found = [plan for plan in shapes if is_valid(plan, m, problem, properties_of(0))]
+            compile_ahead(ring, problem, found)
+            for plan in found:
+                y = fused(x[:m].clone(), q, plan=plan)
+                whole = y if whole is None else whole
+                widths.add(plan.columns)
+                assert torch.equal(y, whole[:m]), plan
+        assert len(widths) >= 2
+
+
+@pytest.mark.parametrize("sms", [1, 36, 58, 108])
+def test_more_parts_of_tiles_than_run_at_once(sms: int) -> None:
+    """What is chosen with batch_invariant for GPUs with fewer multiprocessors."""
+    for q in (weight(4096, 4096), weight(4096, 4096, "int4", F16, group_size=128)):
+        x = random(200, 4096, q.scale.dtype if q.format == "int4" else BF16)
+        properties = replace(properties_of(0), sms=sms)
+        plans = {m: invariant_plan(m, problem_of(x[:m], q, None), properties) for m in (1, 16, 64, 200)}
+        whole = fused(x, q, plan=plans[200])
+        for m, plan in plans.items():
+            assert plan is not None
+            assert torch.equal(fused(x[:m].clone(), q, plan=plan), whole[:m])
+
+
+@sixteen_bits
+def test_a_row_among_others_through_the_front_door(dtype: torch.dtype) -> None:
+    """MXFP4, which on Hopper no other kernel takes for any number of rows; more rows than go at a time."""
+    q, x = weight(520, 1056, "mxfp4", dtype), random(INVARIANT_ROWS + 70, 1056, dtype)
+    whole = hb.linear(x, q, batch_invariant=True)
+    for m in (1, 9, 40, INVARIANT_ROWS, INVARIANT_ROWS + 1):
+        assert torch.equal(hb.linear(x[:m], q, batch_invariant=True), whole[:m])
+        assert torch.equal(hb.linear(x[-m:], q, batch_invariant=True), whole[-m:])
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])

@@ -30,6 +30,9 @@ from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm75 import launch as sm75
 from halfbyte.kernels.linear.sm80 import launch as sm80
 from halfbyte.kernels.linear.sm80.plan import is_valid as ring_fits
+from halfbyte.kernels.linear.sm80_back import launch as sm80_back
+from halfbyte.kernels.linear.sm80_back.plan import BackPlan
+from halfbyte.kernels.linear.sm80_back.plan import is_valid as back_fits
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import DecodePlan, Scales, is_valid
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
@@ -37,6 +40,7 @@ from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan, x_stages
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
 from halfbyte.kernels.linear.sm90_streamk.plan import is_valid as plan_fits
+from halfbyte.kernels.linear.tune import h200
 from halfbyte.kernels.pointwise import reference as pointwise
 from halfbyte.measure.error import relative_error
 
@@ -227,6 +231,9 @@ def test_linear_of_other_gpus(dtype: torch.dtype, shape: tuple[int, int]) -> Non
                 if kernel is sm80:
                     tiles = math.prod(plan.sizes(m, n, k)[:2])
                     plans += [replace(plan, ctas=ctas, stages=3) for ctas in (1, tiles + 1)]
+                    plans.append(plan_for(kernel, x, q, bias, True))
+                    one = plans[-1]
+                    plans.append(replace(one, ctas=3 * one.tiles(m, problem_of(x, q, bias))))
                     plans = [plan for plan in plans if ring_fits(plan, m, problem_of(x, q, bias), properties_of(0))]
                 for plan in plans:
                     y = torch.full((m, n), 777.0, device="cuda").to(dtype)
@@ -338,6 +345,27 @@ def test_many_rows_back(n: int, k: int) -> None:
         run(gemm, dy, q, None, out, GemmPlan(*shape, back=True))
         right = dy.cpu().double() @ hb.dequantize(on_cpu, torch.float32).double()
         assert relative_error(out.cpu(), right) < 4e-3
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (8, 64), (17, 192), (304, 160), (1030, 320)])
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int4", "mxfp4"])
+def test_rows_back_on_other_gpus(format: str, shape: tuple[int, int]) -> None:
+    """Rows of dy that are aligned and not, N and K that end within a tile, CTAs that share tiles."""
+    (n, k), options = shape, {} if format == "mxfp4" else {"group_size" if format == "int4" else "block_size": 32}
+    q, on_cpu = weight(shape, format, **options)
+    for m in (1, 17, 100):
+        dy = numbers(m, n)
+        right = dy.cpu().double() @ hb.dequantize(on_cpu, torch.float32).double()
+        problem = problem_of(dy, q, None)
+        for columns in h200.SM80_BACK_SHAPES:
+            tiles = math.prod(BackPlan(columns, 3, 1, 1).sizes(m, problem)[:2])
+            for ctas in (1, tiles + 1):
+                plan = BackPlan(columns, 3, 1, ctas)
+                if not back_fits(plan, m, problem, properties_of(0)):
+                    continue
+                dx = torch.full((m, k), 777.0, device="cuda").bfloat16()
+                run(sm80_back, dy, q, None, dx, plan)
+                assert relative_error(dx.cpu(), right) < 5e-3
 
 
 @pytest.mark.parametrize(("p", "k", "counts"), [(1, 5, (7, 3)), (3, 33, (40, 0, 9)), (2, 128, (130, 1, 64, 200))])

@@ -66,10 +66,32 @@ template <class T> T __shfl_sync(unsigned, T value, unsigned from) {
   own_warp->barrier.arrive_and_wait();
   return found;
 }
+// The same among `width` neighbours.
+template <class T> T __shfl_sync(unsigned mask, T value, unsigned from, unsigned width) {
+  return __shfl_sync(mask, value, threadIdx.x % 32 / width * width + from % width);
+}
 inline bool __any_sync(unsigned, bool value) {
   bool any = false;
   for (unsigned lane = 0; lane < 32; lane++) any |= __shfl_sync(~0u, unsigned(value), lane) != 0;
   return any;
+}
+// ldmatrix, with .trans or without: of matrix i lane 8 i + j has the place of row j.
+inline void matrices(unsigned (&to)[4], unsigned at, bool transposed) {
+  const unsigned lane = threadIdx.x % 32;
+  for (unsigned i = 0; i < 4; i++) {
+    to[i] = 0;
+    for (unsigned half = 0; half < 2; half++) {
+      const unsigned row = transposed ? lane % 4 * 2 + half : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + half;
+      unsigned from = 0;
+      for (unsigned j = 0; j < 8; j++) {
+        const unsigned place = __shfl_sync(~0u, at, 8 * i + j);
+        if (j == row) from = place;
+      }
+      uint16_t bits;
+      std::memcpy(&bits, memory + from + column * 2, 2);
+      to[i] |= unsigned(bits) << 16 * half;
+    }
+  }
 }
 
 // -- Memory ------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ FUNCTIONS = {
     " multiply_add(sum, {a0, a1, a2, a3}, b0, b1, FP16); }",
     "load_partial": "float4 load_partial(const float4* from) { return *from; }",
     "store_partial": "void store_partial(float4* to, float4 value) { *to = value; }",
+    "scaled": "float scaled(float number, float scale) { return __fmul_rn(number, scale); }",
+    "load_matrices": "void load_matrices(u32 (&to)[4], u32 at) { matrices(to, at, false); }",
+    "load_transposed": "void load_transposed(u32 (&to)[4], u32 at) { matrices(to, at, true); }",
     "kept": "u32 kept(u32 value) { return value; }",
     "copy_async": "void copy_async(u32 to, const void* from, bool exists) {"
     " copy_groups.back().push_back({to, from, exists}); }",

@@ -10,7 +10,7 @@ import halfbyte as hb
 from halfbyte.kernels.common.device import properties_for
 from halfbyte.kernels.linear import dispatch, reach
 from halfbyte.kernels.linear import serves as module
-from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem
 from halfbyte.kernels.linear.serves import serves
 from halfbyte.kernels.linear.sm90_gemm import launch as sm90_gemm
 
@@ -57,16 +57,15 @@ def test_the_kernels_by_name() -> None:
 def test_no_kernel_takes_bytes_that_are_not_nested(target: str, dtype: torch.dtype, batch_invariant: bool) -> None:
     """Their scales are exponents of two, which sm80 decodes for x of 16 bits, and sm90_decode for few rows of bf16."""
     properties = properties_for(target)
-    served, invariant = dtype is not FULL and target != "sm_75", dtype is HALF and target in ("sm_90", "sm_120")
+    served = dtype is not FULL and target != "sm_75"
     for block_size in (32, 64):
         o = Problem(dtype, 4096, 4096, "mxfp4", block_size, torch.uint8)
-        for m in (1, 8, 300, 4096):
-            known = invariant and block_size == 32 if batch_invariant else served
+        for m in (1, 8, INVARIANT_ROWS) if batch_invariant else (1, 8, 300, 4096):
             plans = [kernel.plan(m, o, properties, batch_invariant) for kernel in (*dispatch.KERNELS, sm90_gemm)]
-            assert any(plan is not None for plan in plans) == known
-            assert batch_invariant or (reach.without_scales(m, o, properties) is None) == known
+            assert any(plan is not None for plan in plans) == served
+            assert (reach.without_scales(m, o, properties) is None) == served
             if m <= 256:
-                assert (dispatch.choose(m, o, properties, batch_invariant) is not None) == known
+                assert (dispatch.choose(m, o, properties, batch_invariant) is not None) == served
     unknown = Problem(dtype, 64, 64, "mxfp4", 64, torch.uint8)
     told = module._on_cuda(unknown, properties, reach.without_scales(1, unknown, properties))
     lacks = "torch.matmul: linear has a CUDA kernel for the scales of mxfp4 from sm_80 (Ampere) on"

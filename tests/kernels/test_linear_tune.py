@@ -18,7 +18,7 @@ from halfbyte.kernels.linear.sm90_decode.plan import decode_plan
 from halfbyte.kernels.linear.tune import h200
 
 ROOT = Path(dispatch.__file__).parent
-PLANNERS = [ROOT / "dispatch.py", *sorted(ROOT.glob("*/plan.py"))]
+PLANNERS = [ROOT / "dispatch.py", *sorted(ROOT.glob("*/plan.py")), ROOT / "sm80/invariant.py"]
 
 
 @pytest.mark.parametrize("path", PLANNERS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -90,7 +90,7 @@ def test_what_is_superseded_is_not_asked() -> None:
         assert name == choice.kernel.NAME
     invariant = dispatch.choose(40, known, properties_for("sm_80"), True)
     assert invariant is not None
-    assert invariant.kernel.NAME == "sm75"
+    assert invariant.kernel.NAME == "sm80"
 
 
 LARGE = Problem(torch.float16, 14336, 4096, "nf4", 64, torch.uint8, nested=256)

@@ -19,6 +19,12 @@ def unit_and_codebook(format: str, dtype: torch.dtype) -> tuple[float, bytes]:
     return 1.0 / scaled, struct.pack("16f", *(value * scaled for value in FORMATS[format].codebook))
 
 
+def exact_codebook(format: str) -> bytes:
+    """The codebook that a GPU dequantizes with, fp32."""
+    spec = FORMATS[format]
+    return struct.pack("16f", *(spec.cuda_codebook or spec.codebook))
+
+
 @cache
 def factor_of(format: str, dtype: torch.dtype) -> float:
     """What a codebook is multiplied by before it is rounded to `dtype`, fp16 or bf16."""

@@ -9,7 +9,8 @@ simt          CUDA cores: whatever is left, fp32 x above all
 
 The other way is to make the dense weight and to leave the product to torch. It is in the competition, too, but for two
 kernels, which are for few rows of x. Times are those of the GPU at hand, but of all Hopper GPUs an H200's. The product
-with W itself, which gradients are, has the two ways of sm90_gemm and of the dense weight.
+with W itself, which gradients are, has the ways of sm90_gemm, of sm80_back (sm_80 and later) once a GPU has said how
+fast that is, and of the dense weight.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ import torch
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear.fusion import Fusion
-from halfbyte.kernels.linear.kernel import FusedKernel, GroupKernel, Kernel, Plan
+from halfbyte.kernels.linear.kernel import BackKernel, FusedKernel, GroupKernel, Kernel, Plan
 from halfbyte.kernels.linear.problem import FIRST_WITH_BF16, Problem
 from halfbyte.kernels.linear.simt import launch as simt
 from halfbyte.kernels.linear.sm75 import launch as sm75
 from halfbyte.kernels.linear.sm80 import launch as sm80
+from halfbyte.kernels.linear.sm80_back import launch as sm80_back
 from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
 from halfbyte.kernels.linear.sm90_gemm import launch as sm90_gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
@@ -38,8 +40,11 @@ from halfbyte.kernels.linear.tune import h200
 KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm, sm80, sm75, simt)
 GROUP_KERNELS: tuple[GroupKernel[Any], ...] = (sm90_decode, sm90_streamk)
 FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode, sm90_streamk)
+BACK_KERNELS: tuple[BackKernel[Any], ...] = (sm90_gemm, sm80_back)
 # Kernel to one that was faster in all that was measured: where that supports a problem, too, this one is not asked.
 SUPERSEDED: dict[str, Kernel[Any]] = {sm75.NAME: sm80, sm80.NAME: sm90_streamk}
+# The same with batch_invariant, for which sm75 and sm80 have not been measured side by side.
+INVARIANT_SUPERSEDED: dict[str, Kernel[Any]] = {sm80.NAME: sm90_streamk}
 # The most rows of x of kernels whose estimates are not good enough to be held against the dense weight's.
 MOST_ROWS = {sm75.NAME: h200.SM75_ROWS, simt.NAME: h200.SIMT_ROWS}
 # With batch_invariant no choice may depend on the rows of x: it is the best one for so many.
@@ -98,7 +103,8 @@ def _fastest(
     """Of those that support the problem."""
     plans = ((kernel, kernel.plan(m, problem, properties, batch_invariant)) for kernel in kernels)
     found = {kernel.NAME: Choice(kernel, plan) for kernel, plan in plans if plan is not None}
-    left = [one for name, one in found.items() if name not in SUPERSEDED or SUPERSEDED[name].NAME not in found]
+    superseded = INVARIANT_SUPERSEDED if batch_invariant else SUPERSEDED
+    left = [one for name, one in found.items() if name not in superseded or superseded[name].NAME not in found]
     return min(left, key=lambda choice: choice.plan.microseconds, default=None)
 
 
@@ -132,10 +138,10 @@ def choose_back(m: int, problem: Problem, properties: DeviceProperties) -> Choic
     """How a gradient [m, N] is multiplied with W itself, m and no side of W being 0, or None where the dense weight is
     the faster way."""
     properties = properties.as_fitted
-    plan = sm90_gemm.plan_back(m, problem, properties)
-    if plan is None or plan.microseconds > dense_microseconds(m, problem, properties):
-        return None
-    return Choice(sm90_gemm, plan)
+    plans = ((kernel, kernel.plan_back(m, problem, properties)) for kernel in BACK_KERNELS)
+    found = [Choice(kernel, plan) for kernel, plan in plans if plan is not None]
+    best = min(found, key=lambda choice: choice.plan.microseconds, default=None)
+    return best if best and best.plan.microseconds <= dense_microseconds(m, problem, properties) else None
 
 
 @lru_cache(1 << 14)

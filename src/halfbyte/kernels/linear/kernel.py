@@ -66,6 +66,14 @@ class Kernel(Protocol[P]):
         """The product with a weight on the current device."""
 
 
+class BackKernel(Kernel[P], Protocol[P]):
+    """A kernel of the product with W itself, which gradients are."""
+
+    def plan_back(self, m: int, problem: Problem, properties: DeviceProperties) -> P | None:
+        """The plan for dy [m, N] @ W, m and no side of W being 0, or None where this kernel does not support it;
+        `bind` then gives that product."""
+
+
 class GroupKernel(Kernel[P], Protocol[P]):
     """A kernel that has something to gain from several weights that are given the same x."""
 

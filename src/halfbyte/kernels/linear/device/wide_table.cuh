@@ -6,6 +6,7 @@
 // Dynamic shared memory begins with it.
 
 #include "decode.cuh"
+#include "scaled.cuh"
 
 // Row b has the two numbers of byte b. By BY warps; in a cluster `table` has the CTA's rank on top.
 template <u32 BY>
@@ -21,13 +22,6 @@ __device__ __forceinline__ void make_wide_table(u32 table, const float (&codeboo
 // A lane's column of the table: its place in a row, and what is on top of `table`.
 __device__ __forceinline__ u32 wide_column_of(u32 table, u32 lane) { return lane * 8 | table & ~0u << 24; }
 
-// A number of the codebook times a scale, as dequantize multiplies them.
-__device__ __forceinline__ float scaled(float number, float scale) {
-  float product;
-  if constexpr (Config::flushes) asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(number), "f"(scale));
-  else asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(number), "f"(scale));
-  return product;
-}
 // The two numbers of a byte of `bytes`, number J with the selector 0x7604 | J << 4.
 __device__ __forceinline__ float2 numbers_of(u32 bytes, u32 column, u32 selector) {
   float2 numbers;

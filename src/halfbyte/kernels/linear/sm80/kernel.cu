@@ -21,10 +21,11 @@
 // units (device/scheduler.cuh). All warps copy: `stages` stages of W and x are on their way in a ring, past the ends of
 // tiles too. A warp multiplies 16 * row_groups rows of W with all rows of x; the k_warps that share rows share the
 // spans of each stage, and add up at a tile's end. CTAs that share a tile add up by the split-K fix-up
-// (device/split_k.cuh). Sums are always added in the same order, so the same input gives the same bits.
+// (device/split_k.cuh). Sums are always added in the same order, so the same input gives the same bits. invariant.py
+// says which plans make a row's bits independent of the other rows of x.
 //
-// Needs sm_80, K % span == 0, block_size % span == 0, packed and x aligned to 16 bytes, N * K / span below 2^32, units
-// times CTAs below 2^32, and all CTAs on the GPU at once; any M and N.
+// Needs sm_80, K % span == 0, block_size % span == 0, packed and x aligned to 16 bytes, N * K / span below 2^32, and
+// units times CTAs below 2^32; any M and N.
 //
 // Config:
 //   row_groups, columns     groups of 16 rows of W, and of 8 rows of x, that a warp multiplies

@@ -18,6 +18,7 @@ from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import Product
 from halfbyte.kernels.linear.problem import Addresses, Problem
+from halfbyte.kernels.linear.sm80.invariant import invariant_plan
 from halfbyte.kernels.linear.sm80.plan import DTYPES, Sm80Plan, folds, has_integers, is_crossed, sm80_plan
 
 NAME = "sm80"
@@ -32,9 +33,9 @@ def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant
     """
     o = problem
     known = o.has_exponents or (o.has_known_scales and o.has_usual_nesting)
-    if batch_invariant or o.dtype not in DTYPES or not known or o.align_packed < 16:
+    if o.dtype not in DTYPES or not known or o.align_packed < 16:
         return None
-    return sm80_plan(m, o, properties)
+    return (invariant_plan if batch_invariant else sm80_plan)(m, o, properties)
 
 
 def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan: Sm80Plan) -> Product:
@@ -78,8 +79,8 @@ def constants(problem: Problem, plan: Sm80Plan) -> dict[str, Constant]:
     """kernel.cu's Config."""
     return {
         "x": TYPES[problem.dtype], "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
-        "low_first": problem.low_first, "arithmetic": has_integers(problem), "folds": folds(problem, plan.columns),
-        "crossed": is_crossed(problem, plan.columns),
+        "low_first": problem.low_first, "arithmetic": has_integers(problem),
+        "folds": folds(problem, plan.decoding_columns), "crossed": is_crossed(problem, plan.decoding_columns),
         "mma_k": 16, "row_groups": plan.row_groups, "columns": plan.columns, "n_warps": plan.n_warps,
         "k_warps": plan.k_warps,
         "tile_k": plan.tile_k, "span": plan.span, "stages": plan.stages, "resident_ctas": plan.resident_ctas,

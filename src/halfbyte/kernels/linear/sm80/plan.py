@@ -38,6 +38,7 @@ class Sm80Plan:
     stages: int  # on their way
     resident_ctas: int  # that share a multiprocessor
     ctas: int  # that share the work
+    invariant: bool = False  # the sums of a row of x are made in one order whatever its tile's width is: invariant.py
     microseconds: float = field(default=math.inf, compare=False)
 
     @property
@@ -54,6 +55,11 @@ class Sm80Plan:
     def tile_m(self) -> int:
         """Rows of x in a tile."""
         return 8 * self.columns
+
+    @property
+    def decoding_columns(self) -> int:
+        """By which it is chosen how W is decoded; with `invariant` in one way for all widths, the widest tile's."""
+        return max(h200.SM80_COLUMNS) if self.invariant else self.columns
 
     @property
     def warps(self) -> int:
@@ -76,10 +82,12 @@ class Sm80Plan:
         """Tiles along W's rows and along x's, and units of a tile."""
         return -(-n // self.rows), self.x_tiles(m), -(-k // self.unit_k)
 
+    def tiles(self, m: int, problem: Problem) -> int:
+        return math.prod(self.sizes(m, problem.n, problem.k)[:2])
+
     def partial_sums(self, m: int, problem: Problem) -> int:
         """That CTAs leave for others; 0 where no two share a tile."""
-        row_tiles, column_tiles, _ = self.sizes(m, problem.n, problem.k)
-        return self.ctas * self.rows * self.tile_m if row_tiles * column_tiles % self.ctas else 0
+        return self.ctas * self.rows * self.tile_m if self.tiles(m, problem) % self.ctas else 0
 
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory. work.cuh lays it out, and does not compile where this sum is another than its own."""
@@ -143,7 +151,9 @@ def is_valid(plan: Sm80Plan, m: int, problem: Problem, properties: DevicePropert
         and plan.span <= span_of(o, plan.row_groups, plan.columns, plan.span)  # or registers do not hold its weights
         and threads // (plan.tile_k // 32) % 16 == 0  # a thread's rows of W have one place among 16, work.cuh
         and 3 <= plan.stages <= 8
-        and 1 <= plan.ctas <= min(units, properties.sms * resident)
+        and 1 <= plan.ctas <= units
+        # Equal parts of each tile, or as many as run at once.
+        and (plan.ctas % (row_tiles * column_tiles) == 0 if plan.invariant else plan.ctas <= properties.sms * resident)
         and units * plan.ctas < 1 << 32
         and plan.rows * o.k < 1 << 32
         and plan.tile_m * o.k < 1 << 31
@@ -155,7 +165,7 @@ def is_valid(plan: Sm80Plan, m: int, problem: Problem, properties: DevicePropert
 def _registers(plan: Sm80Plan, problem: Problem) -> int:
     """Of a thread, at least: its sums, the decoded weights of a span, or of two words of it, the numbers of x of a
     group, and all else."""
-    if folds(problem, plan.columns):
+    if folds(problem, plan.decoding_columns):
         return 4 * plan.row_groups * plan.columns + plan.row_groups * (8 + plan.span // 16) + 8 + 48
     return 4 * plan.row_groups * plan.columns + plan.row_groups * plan.span // 4 + plan.span // 8 + 56
 
@@ -168,18 +178,21 @@ def sm80_plan(m: int, problem: Problem, properties: DeviceProperties) -> Sm80Pla
     found = []
     for row_groups, n_warps, k_warps, tile_k, resident in h200.SM80_SHAPES[columns]:
         span = span_of(problem, row_groups, columns, tile_k // k_warps)
-        for stages in range(h200.SM80_STAGES, 2, -1):
-            one = Sm80Plan(row_groups, columns, n_warps, k_warps, tile_k, span, stages, resident, 1)
-            plan = replace(one, ctas=_ctas(one, m, problem, properties))
-            if is_valid(plan, m, problem, properties):
-                found.append(replace(plan, microseconds=_microseconds(plan, m, problem, properties)))
-                break
+        shape = Sm80Plan(row_groups, columns, n_warps, k_warps, tile_k, span, 0, resident, 1)
+        # All CTAs that there is room for, but none that takes no part.
+        ctas = min(math.prod(shape.sizes(m, problem.n, problem.k)), properties.sms * resident)
+        if (plan := with_stages(replace(shape, ctas=ctas), m, problem, properties)) is not None:
+            found.append(plan)
     return min(found, key=lambda plan: plan.microseconds, default=None)
 
 
-def _ctas(plan: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties) -> int:
-    """All that there is room for, but none that takes no part."""
-    return min(math.prod(plan.sizes(m, problem.n, problem.k)), properties.sms * plan.resident_ctas)
+def with_stages(shape: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties) -> Sm80Plan | None:
+    """The shape with as many stages as there is room for, and the estimate; None where it is not for this product."""
+    for stages in range(h200.SM80_STAGES, 2, -1):
+        plan = replace(shape, stages=stages)
+        if is_valid(plan, m, problem, properties):
+            return replace(plan, microseconds=_microseconds(plan, m, problem, properties))
+    return None
 
 
 def _microseconds(plan: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties) -> float:
@@ -187,16 +200,16 @@ def _microseconds(plan: Sm80Plan, m: int, problem: Problem, properties: DevicePr
     cards take four times as long as those of an A100.
 
     A multiprocessor takes as long for a stage as its busiest part, or as a CTA's warps wait for one another, which
-    other CTAs on it make use of.
+    other CTAs on it make use of. Where more CTAs come to it than it has room for, the others begin later.
     """
     row_tiles, column_tiles, depth = plan.sizes(m, problem.n, problem.k)
     groups, columns, span, looks_up = plan.row_groups, plan.columns, plan.span, not has_integers(problem)
-    crossed = is_crossed(problem, columns)
+    folded, crossed = folds(problem, plan.decoding_columns), is_crossed(problem, plan.decoding_columns)
     # Of a warp's span: pairs of weights that a lane decodes, MMAs, instructions, and cycles of shared memory, which
     # gives 128 bytes in each.
     pairs, products = groups * span // 4, groups * columns * span // 16
     pair = h200.SM80_LOOK_UP if looks_up else h200.SM80_CROSSED if crossed else h200.SM80_ARITHMETIC
-    scaling = pairs if folds(problem, columns) else 4 * groups * columns
+    scaling = pairs if folded else 4 * groups * columns
     instructions = pair * pairs + scaling + columns * span // 32 * (5 if crossed else 1) + 2 * groups + products
     loads = columns * span // 8 + groups * span // 16 + (pairs if looks_up else 0)
     # Of a CTA's stage.
@@ -206,15 +219,20 @@ def _microseconds(plan: Sm80Plan, m: int, problem: Problem, properties: DevicePr
     in_a_cycle = properties.teraflops * 1e6 / (properties.sms * properties.clock)  # flops of a multiprocessor
     tensor = max(h200.SM80_MMA, MMA_FLOPS / (h200.SM80_MMA_SHARE * in_a_cycle)) * products
     busiest = plan.warps * max(h200.SM80_ISSUE * of_warp, spans * loads, spans * tensor)
-    together = -(-plan.ctas // properties.sms)
+    in_turn = -(-plan.ctas // properties.sms)
+    together = min(in_turn, plan.resident_ctas)
     alone = h200.SM80_LATENCY + h200.SM80_SERIAL * of_warp
     cycles = math.pow(busiest**h200.SM80_OVERLAP + (alone / together) ** h200.SM80_OVERLAP, 1 / h200.SM80_OVERLAP)
     stages = -(-row_tiles * column_tiles * depth // plan.ctas) * plan.unit_k // plan.tile_k
-    busy = h200.SM80_CYCLE / properties.rates.clock * together * stages * cycles
+    later = h200.SM80_LATER * (in_turn - together) / together
+    busy = h200.SM80_CYCLE / properties.rates.clock * (in_turn * stages * cycles + later)
     parts = plan.ctas / (row_tiles * column_tiles)
     fix_up = h200.SM80_FIX_UP + h200.SM80_PART * parts if row_tiles * column_tiles % plan.ctas else 0
     bandwidth = h200.SM80_BANDWIDTH * properties.rates.bandwidth
     reading = problem.megabytes / bandwidth
     least = problem.megabytes / (h200.MOST_BANDWIDTH * properties.rates.bandwidth)
-    result = problem.result_megabytes(m) / (h200.SM80_STORES * properties.rates.bandwidth)
-    return h200.SM80_START + max(math.hypot(reading, busy), least) + fix_up + result
+    stores = h200.SM80_STORES * properties.rates.bandwidth
+    # With `invariant` partial sums may be many: they are written, read and cleared, four bytes each.
+    sums = 3 * 4 * plan.partial_sums(m, problem) / 1e6 / stores if plan.invariant else 0
+    result = problem.result_megabytes(m) / stores
+    return h200.SM80_START + max(math.hypot(reading, busy), least) + fix_up + sums + result

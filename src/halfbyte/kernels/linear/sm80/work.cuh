@@ -13,6 +13,7 @@
 
 #include "device/epilogue.cuh"
 #include "device/mma.cuh"
+#include "device/ring.cuh"
 #include "device/scale.cuh"
 #include "device/split_k.cuh"
 
@@ -67,25 +68,3 @@ __device__ __forceinline__ u32 x_place(u32 row, u32 piece) {
   const u32 turn = SPAN == 32 ? odd * 4 : SPAN == 64 ? odd : (piece >> 3 & 1) ^ odd * 2;
   return W_BYTES + (row * X_PIECES + (piece ^ turn)) * 16;
 }
-
-// Keeps a number in a register that the compiler would rather compute anew in every turn of a loop.
-__device__ __forceinline__ u32 kept(u32 value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
-// 16 bytes on their way to shared memory; zeros where they do not exist, and nothing is read. A load brings more of the
-// row to L2, where its next pieces are then found.
-__device__ __forceinline__ void copy_async(u32 to, const void* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last `Open` groups of this thread have arrived.
-template <int Open> __device__ __forceinline__ void wait_for_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Open) : "memory");
-}
-
-// The hardware starts CTAs in the order of blockIdx, and a CTA waits for CTAs of higher numbers only; so numbers go the
-// other way, and whoever is waited for has started.
-__device__ __forceinline__ u32 own_number() { return gridDim.x - 1 - blockIdx.x; }

@@ -10,6 +10,7 @@
 // A unit is UNIT_K rows of W by the CTA's TILE_N columns, 64 bytes a row, in 16-byte pieces that are swizzled by the
 // row.
 
+#include "device/ldmatrix.cuh"
 #include "work.cuh"
 
 constexpr u32 ROW_BYTES = TILE_N / 2;                // of W, in a unit
@@ -27,14 +28,6 @@ struct ColumnPlace {
     upper = 0x7604 | warp % 2 << 4, lower = upper + 0x20;
   }
 };
-
-// Four times 8 rows by 16 bytes, transposed: of matrix i, a lane gets two neighbouring bytes of rows 2 (lane % 4) and
-// the next.
-__device__ __forceinline__ void load_transposed(u32 (&to)[4], u32 at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(at));
-}
 
 // This thread's operands of a step of a unit, as in kernel.cu.
 template <int Operands>

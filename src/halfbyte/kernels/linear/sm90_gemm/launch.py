@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import sys
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.linear import laid_out
+from halfbyte.kernels.linear.codebook import exact_codebook
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import Product
 from halfbyte.kernels.linear.laid_out import copies_x, loads_scales_at_once, span_of, supports
@@ -40,8 +40,7 @@ def plan_back(m: int, problem: Problem, properties: DeviceProperties) -> GemmPla
 
 def codebook(problem: Problem) -> tuple[float, bytes]:
     """The codebook that a GPU dequantizes with."""
-    format = FORMATS[problem.format]
-    return 1.0, struct.pack("16f", *(format.cuda_codebook or format.codebook))
+    return 1.0, exact_codebook(problem.format)
 
 
 def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan: GemmPlan) -> Product:

@@ -9,6 +9,7 @@ that of an H200 (`rates` in common/device.py). None of that has been measured; d
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 # -- The dense weight --------------------------------------------------------------------------------------------------
@@ -186,6 +187,18 @@ SM80_MMA_SHARE = 0.75
 # µs: a launch, a cycle, a fix-up and each part of a tile. MB a µs that W comes with, and that y goes with.
 SM80_START, SM80_CYCLE, SM80_FIX_UP, SM80_PART = 5.79, 0.00055, 0.63, 0.49
 SM80_BANDWIDTH, SM80_STORES = 5.2, 4.0
+# With batch_invariant: cycles until a CTA that begins when another has ended multiplies, a guess; the rows of x whose
+# times count alike; the most CTAs that share a tile, and partial sums that they leave.
+SM80_LATER, SM80_INVARIANT_ROWS = 2500.0, (8, 32, 256)
+SM80_SHARES, SM80_INVARIANT_SUMS = 8, 1 << 23
+
+# -- sm80_back ---------------------------------------------------------------------------------------------------------
+
+# Groups of eight rows of a gradient that a warp multiplies, to the CTAs that share a multiprocessor; and stages.
+SM80_BACK_SHAPES, SM80_BACK_STAGES = {2: 4, 4: 4, 8: 3, 12: 2}, 4
+# Cycles for each part of a tile and row of a gradient, a guess. µs of a cycle: infinite, so that the kernel is chosen
+# nowhere, until a GPU has run it and said how many.
+SM80_BACK_PART, SM80_BACK_CYCLE = 20.0, math.inf
 
 # -- simt --------------------------------------------------------------------------------------------------------------
 

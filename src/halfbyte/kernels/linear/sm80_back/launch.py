@@ -1,0 +1,108 @@
+"""The product of a gradient with W itself on tensor cores from sm_80 on: how a shape of kernel.cu is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.formats.spec import FORMATS
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
+from halfbyte.kernels.common.driver import Arguments, Launch, kernels
+from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
+from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.linear import workspace
+from halfbyte.kernels.linear.codebook import exact_codebook
+from halfbyte.kernels.linear.constants import TYPES
+from halfbyte.kernels.linear.kernel import Product
+from halfbyte.kernels.linear.problem import Addresses, Problem
+from halfbyte.kernels.linear.sm80_back.plan import DTYPES, BackPlan, back_plan
+
+NAME = "sm80_back"
+# Arguments in kernel.cu: dy, the same with aligned rows, dx, workspace, stale, their count and m change.
+LAYOUT = ("5Q", "5QII", "8I64s")
+launches: ThreadCache[Hashable, tuple[Launch, Launch]] = ThreadCache()
+
+
+def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> BackPlan | None:
+    """None: this kernel is for the way back alone."""
+    return None
+
+
+def plan_back(m: int, problem: Problem, properties: DeviceProperties) -> BackPlan | None:
+    """The plan for the product of dy [m, N] with W itself, or None where this kernel does not support the problem.
+
+    It supports every format, dy of 16 bits, K % 32 == 0, any N and any rows of dy.
+    """
+    o = problem
+    known = o.has_exponents or (o.has_known_scales and o.has_usual_nesting)
+    if o.dtype not in DTYPES or not known or o.align_packed < 16:
+        return None
+    return back_plan(m, o, properties)
+
+
+def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan: BackPlan) -> Product:
+    """The product with a weight on the current device, of as many rows as there are tiles of dy for m."""
+    index = device.index
+    compiled = variant(problem, plan, properties_of(index))
+    multiplies, aligns = launches.get((index, plan, compiled), lambda: _launches(index, plan, compiled))
+    told, partial = Arguments(LAYOUT, *arguments(m, problem, weight, plan)), plan.partial_sums(m, problem)
+    pitch = pitch_of(problem)
+
+    def multiply(stream: int, dy: int, bias: int, dx: int, m: int) -> None:
+        (sums, stale, count), held, copy = (0, 0, 0), None, None
+        if partial:
+            (sums, stale, count), held = workspace.take(device, stream, partial)
+        if pitch != problem.n:
+            copy = torch.empty(m * pitch, dtype=problem.dtype, device=device)
+        told.set(dy, dy if copy is None else copy.data_ptr(), dx, sums, stale, count // 4, m)
+        if copy is not None:
+            aligns(stream, told.parameters)
+        multiplies(stream, told.parameters)
+        del held, copy  # the launches are in the stream
+
+    return multiply
+
+
+def pitch_of(problem: Problem) -> int:
+    """Numbers from a row of dy to the next where rows are aligned."""
+    return -(-problem.n // 8) * 8
+
+
+def arguments(m: int, problem: Problem, weight: Addresses, plan: BackPlan) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What kernel.cu's Arguments hold before what changes, and after it."""
+    o = problem
+    shift = (o.block_size // 32).bit_length() - 1
+    return weight, (o.n, o.k, pitch_of(o), shift, *plan.sizes(m, o), plan.ctas, exact_codebook(o.format))
+
+
+def _launches(index: int, plan: BackPlan, compiled: Variant) -> tuple[Launch, Launch]:
+    """The product, and what aligns the rows of dy."""
+    shared = int(dict(compiled.constants)["shared_bytes"])
+    multiply, align = kernels(index, compiled, (("multiply", shared), ("align", 0)), carveout=100)
+    everywhere = 4 * properties_of(index).sms
+    return Launch(multiply, (plan.ctas, 1), plan.threads, shared), Launch(align, (everywhere, 1), plan.threads)
+
+
+def variant(problem: Problem, plan: BackPlan, properties: DeviceProperties) -> Variant:
+    """What is compiled."""
+    return Variant.of(source(), properties.capability, constants(problem, plan))
+
+
+def constants(problem: Problem, plan: BackPlan) -> dict[str, Constant]:
+    """kernel.cu's Config."""
+    return {
+        "x": TYPES[problem.dtype], "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
+        "low_first": problem.low_first, "flushes": FORMATS[problem.format].flushes, "mma_k": 16,
+        "columns": plan.columns, "stages": plan.stages, "resident_ctas": plan.resident_ctas, "direct": plan.direct,
+        "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "grouped": False, "activation": "Activation::none",
+    }  # fmt: skip
+
+
+@cache
+def source() -> str:
+    path = Path(__file__).with_name("kernel.cu")
+    return read_source(path, root=path.parents[1])
