@@ -14,6 +14,7 @@ def dispatched(model: Any, devices: Sequence[torch.device | int | str]) -> Any:
     """With accelerate's hooks; the embedding on the first device, norm and head on the last, layers in their order."""
     import accelerate
 
+    devices = [0 if str(device) == "cuda" else device for device in devices]
     layers = model.model.layers
     of_layers = {f"model.layers.{i}": devices[i * len(devices) // len(layers)] for i in range(len(layers))}
     ends = {"model.embed_tokens": devices[0], "model.rotary_emb": devices[0], "model.norm": devices[-1]}

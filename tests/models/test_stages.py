@@ -21,11 +21,12 @@ from halfbyte.models.driven import DrivenStep
 from halfbyte.models.loop import Kind, TokenBuffers, TokenStep
 from halfbyte.models.rotation import Rotation, mask_names
 from halfbyte.models.store import CacheStore
+from halfbyte.nn import Linear4bit
 
 from .dispatched import cut, dispatched
-from .families import DEVICE, OF_EXPERTS, WINDOW, counted, generate, hooked, make, plainly, prompt
+from .families import DEVICE, OF_EXPERTS, WINDOW, captures, counted, generate, hooked, make, plainly, prompt
 from .recorded import Recording, recordings
-from .test_fused import quantized
+from .test_fused import accelerated, in_4_bits, quantized
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -45,6 +46,13 @@ def _library() -> Iterator[None]:
 def recorded() -> Iterator[list[Recording]]:
     with recordings() as made:
         yield made
+
+
+@pytest.fixture
+def on_cpu(recorded: list[Recording]) -> Iterator[list[Recording]]:
+    """Recordings of steps on the CPU, whatever GPU there is."""
+    with captures(torch.device("cpu")):
+        yield recorded
 
 
 @pytest.fixture
@@ -129,8 +137,9 @@ def test_fused_layers_under_hooks_of_accelerate(family: str, cuts: bool, monkeyp
     assert len(layers) == 7 * 3 or DEVICE.type == "cuda"
     hb.restore(plain)
     layers.clear()
-    model = dispatched(make(family), [DEVICE])
-    model = quantized(cut(model) if cuts else model)
+    model = dispatched(in_4_bits(make(family)), [DEVICE])
+    model = accelerated(cut(model) if cuts else model)
+    assert any(isinstance(module, Linear4bit) and "_hf_hook" in vars(module) for module in model.modules())
     before = [dict(vars(module)) for module in model.modules()]
     assert torch.equal(generate(model, inputs, max_new_tokens=8), right)
     assert len(layers) == 7 * 3 or DEVICE.type == "cuda"
@@ -191,7 +200,7 @@ def store_of(model: Any, rows: int, tokens: int) -> CacheStore:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_every_operation_is_on_its_stages_device(family: str, attention: str, recorded: list[Recording]) -> None:
+def test_every_operation_is_on_its_stages_device(family: str, attention: str, on_cpu: list[Recording]) -> None:
     """A recording refuses all others. Slots, masks, positions and angles are there; logits come back."""
     model = spread(family, attn_implementation=attention)
     if family in OF_EXPERTS:
@@ -219,17 +228,17 @@ def test_every_operation_is_on_its_stages_device(family: str, attention: str, re
     assert [(x.device.type, y.device.type) for x, y in step.captured.stages[-1][0]] == [("meta", "cpu")]
 
 
-def test_every_operation_of_a_driven_step_too(recorded: list[Recording]) -> None:
+def test_every_operation_of_a_driven_step_too(on_cpu: list[Recording]) -> None:
     model = spread()
     step = DrivenStep(model, store_of(model, 2, 32), 8, lambda function: function())
     with torch.no_grad():
         step._capture()
     assert step.captured is not None
     assert [graph.device.type for _, graph in step.captured.stages] == ["cpu", "meta", "cpu"]
-    assert len(recorded) == 3
+    assert len(on_cpu) == 3
 
 
-def test_every_operation_of_a_step_that_transformers_drives(recorded: list[Recording]) -> None:
+def test_every_operation_of_a_step_that_transformers_drives(on_cpu: list[Recording]) -> None:
     """Each layer counts its tokens on its own device."""
     for family in ("llama", "mistral", "gemma3"):
         model = spread(family)
@@ -243,17 +252,17 @@ def test_every_operation_of_a_step_that_transformers_drives(recorded: list[Recor
             masks = sliding if family == "mistral" else {"full_attention": masks, "sliding_attention": sliding}
         inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": masks, "output_hidden_states": True}
         leaves, structure = torch.utils._pytree.tree_flatten(inputs)
-        recorded.clear()
+        on_cpu.clear()
         with torch.no_grad(), stages.staged(model):
             step = graphs.Step(model, cache, leaves, structure, ours=True)
         late = ["meta"] if family == "gemma3" else []
-        assert [graph.device.type for graph in recorded] == ["cpu", "meta", *late, "cpu"]
+        assert [graph.device.type for graph in on_cpu] == ["cpu", "meta", *late, "cpu"]
         outputs = step.captured.outputs
         assert outputs.past_key_values is cache
         assert {x.device.type for x in (outputs.logits, *outputs.hidden_states)} == {"cpu"}
 
 
-def test_an_operation_between_the_parts_is_refused_with_a_warning(recorded: list[Recording]) -> None:
+def test_an_operation_between_the_parts_is_refused_with_a_warning(on_cpu: list[Recording]) -> None:
     """Something of the model's own, which neither lies in a part nor belongs to its device."""
     model = spread()
     model.model.layers[2].register_forward_pre_hook(lambda *_: torch.zeros(1) + 1)
@@ -271,6 +280,9 @@ def test_the_share_is_of_every_device() -> None:
     sizes["meta"] = 400
     assert least_bytes(model, lambda device: sizes[device.type]) == 600
     assert least_bytes(make("llama"), lambda device: 5) == 5
+    packed = in_4_bits(make("llama").cpu())  # whose attention has no parameter, but buffers
+    packed.model.layers[2].to(ELSEWHERE)
+    assert least_bytes(packed, lambda device: 100) == 150
 
 
 def offload(model: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ def least_bytes(model: Any, of: Callable[[torch.device], float]) -> int:
     places: dict[int, torch.device] = {}
     for module in model.modules():
         index = vars(module).get("layer_idx")  # of attention
-        if isinstance(index, int) and (first := next(module.parameters(), None)) is not None:
+        first = next(chain(module.parameters(), module.buffers()), None) if isinstance(index, int) else None
+        if first is not None:
             places.setdefault(index, first.device)
     layers = Counter(places.values()) or Counter([model.device])
     return min(int(of(device) * layers.total() / count) for device, count in layers.items())
