@@ -6,6 +6,7 @@ One device stands for several where a test cuts there. Without a GPU graphs are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import MethodType
 from typing import Any
 
@@ -17,6 +18,7 @@ from halfbyte.kernels.common import slow
 from halfbyte.models import captured, fused, graphs, stages, steps
 from halfbyte.models import transformers as host
 from halfbyte.models.buckets import least_bytes
+from halfbyte.models.carrying import carrier
 from halfbyte.models.driven import DrivenStep
 from halfbyte.models.loop import Kind, TokenBuffers, TokenStep
 from halfbyte.models.rotation import Rotation, mask_names
@@ -163,6 +165,17 @@ def test_hooks_are_back_after_a_step_that_fails() -> None:
         fails()
     assert [vars(module).get("forward") for module in model.modules()] == forwards
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_another_thread_meets_a_step_that_is_being_built() -> None:
+    """Its call of the model finds our hooks in the place of accelerate's, and copies for itself."""
+    model = cut(dispatched(make("llama"), [DEVICE]))
+    inputs = prompt(2, 9, 3)
+    right = plainly(model, inputs)
+    with stages.staged(model), ThreadPoolExecutor(1) as another:
+        mine = carrier()
+        assert torch.equal(another.submit(plainly, model, inputs).result(), right)
+        assert not mine.carried
 
 
 def spread(family: str = "llama", **options: Any) -> Any:

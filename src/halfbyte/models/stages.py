@@ -22,7 +22,7 @@ from halfbyte.models.carrying import carried_at_once, carrier
 from halfbyte.models.patch import OurHook, is_method_of
 
 CUTS = "_halfbyte_cuts"  # attribute of a model: modules ahead of which a graph ends on one device too; tests set it
-STAYS = "past_key_values"  # argument, and result, whose tensors lie where their layers do
+STAYS = ("past_key_values",)  # arguments and results whose tensors lie where their layers do
 
 
 class Stop(NamedTuple):
@@ -68,14 +68,15 @@ def staged(model: Any) -> Iterator[None]:
     if not (wrapped or stops) or not all(map(_moves_only, wrapped)):
         yield
         return
+    stays = frozenset((*STAYS, *(getattr(model, "_skip_keys_device_placement", None) or ())))
     with carried_at_once(), ExitStack() as stack:
         if stops:
             begins = model.register_forward_pre_hook(_Begins(stops))
             stack.callback(begins.remove)
-            ends = model.register_forward_hook(partial(_end, model.device))
+            ends = model.register_forward_hook(partial(_end, model.device, stays))
             stack.callback(ends.remove)
         for stop in stops:  # before the wrappers go: another thread may be computing a prompt
-            arrives = stop.module.register_forward_pre_hook(_Arrives(stop.device, stop.cuts), with_kwargs=True)
+            arrives = stop.module.register_forward_pre_hook(_Arrives(stop, stays), with_kwargs=True)
             stack.callback(arrives.remove)
         for module in wrapped:
             stack.callback(setattr, module, "forward", vars(module)["forward"])
@@ -100,20 +101,20 @@ class _Begins(OurHook):
 class _Arrives(OurHook):
     """Ahead of a module that may lie on another device than what was computed before."""
 
-    def __init__(self, device: torch.device, cuts: bool) -> None:
-        self.device, self.cuts = device, cuts
+    def __init__(self, stop: Stop, stays: frozenset[str]) -> None:
+        self.stop, self.stays = stop, stays
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        given = {name: value for name, value in kwargs.items() if name != STAYS}
-        args, given = carrier().carry((args, given), self.device, self.cuts)
+        given = {name: value for name, value in kwargs.items() if name not in self.stays}
+        args, given = carrier().carry((args, given), self.stop.device, self.stop.cuts)
         return args, kwargs | given
 
 
-def _end(device: torch.device, module: nn.Module, args: Any, outputs: Any) -> Any:
+def _end(device: torch.device, stays: frozenset[str], module: nn.Module, args: Any, outputs: Any) -> Any:
     """Behind a model: its results to the device of its inputs."""
     if not isinstance(outputs, dict):
         return carrier().carry(outputs, device)
-    fields = {name: value for name, value in outputs.items() if name != STAYS}
+    fields = {name: value for name, value in outputs.items() if name not in stays}
     return type(outputs)(**(dict(outputs) | carrier().carry(fields, device)))
 
 
