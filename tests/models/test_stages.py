@@ -302,6 +302,13 @@ def offload(model: Any) -> None:
     model.model.layers[1]._hf_hook.offload = True
 
 
+def offload_again(model: Any) -> None:
+    layer, mover = model.model.layers[0], accelerate.hooks.AlignDevicesHook("cpu")
+    accelerate.hooks.add_hook_to_module(layer, mover, append=True)
+    assert stages.why_not(model) is None
+    mover.offload = True
+
+
 def hook(model: Any) -> None:
     class Mine(accelerate.hooks.ModelHook):  # type: ignore[misc]
         pass
@@ -325,6 +332,7 @@ def unhook(model: Any) -> None:
 
 REASONS: dict[str, Callable[[Any], None]] = {
     "part of it is offloaded, so weights move in every step; give it a device_map of GPUs alone": offload,
+    "part of it is offloaded, so weights move": offload_again,
     "model.layers.1 has a hook that is not accelerate's own for device_map; remove that hook": hook,
     "model.layers.1 has a hook that is not accelerate's own": wrap,
     "the parts of model.layers.1 are on several devices; name whole layers in device_map": split,

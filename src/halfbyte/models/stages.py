@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from halfbyte.models.carrying import carried_at_once, carrier
 from halfbyte.models.patch import OurHook, is_method_of
 
+HOME = "accelerate.hooks"
 CUTS = "_halfbyte_cuts"  # attribute of a model: modules ahead of which a graph ends on one device too; tests set it
 STAYS = ("past_key_values",)  # arguments and results whose tensors lie where their layers do
 
@@ -39,7 +40,7 @@ def devices_of(model: nn.Module) -> set[torch.device]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    return any(getattr(vars(module).get("_hf_hook"), "offload", False) for module in model.modules())
+    return any(getattr(hook, "offload", False) for module in model.modules() for hook in _hooks(module))
 
 
 def why_not(model: nn.Module) -> str | None:
@@ -158,7 +159,15 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 def _moves_only(module: nn.Module) -> bool:
     """True where the wrapper does no more than moving what the module is given, and nobody has wrapped it again."""
-    hook, forward = vars(module)["_hf_hook"], vars(module)["forward"]
-    known = type(hook).__name__ == "AlignDevicesHook" and type(hook).__module__ == "accelerate.hooks"
-    wrapper = getattr(forward, "func", None) if isinstance(forward, partial) else None
-    return known and not hook.offload and not hook.no_grad and getattr(wrapper, "__module__", "") == "accelerate.hooks"
+    forward = vars(module)["forward"]
+    wrapper = forward.func if isinstance(forward, partial) else None
+    return getattr(wrapper, "__module__", "") == HOME and all(
+        (type(hook).__module__, type(hook).__name__) == (HOME, "AlignDevicesHook") and not hook.offload
+        for hook in _hooks(module)
+    )
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    """Of accelerate's kind: the one of a module, or those of which it consists."""
+    hook = vars(module).get("_hf_hook")
+    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))

@@ -163,7 +163,8 @@ def _reason(model: Any) -> str | None:
     devices = devices_of(model)
     reason = why_not(model)
     if reason is not None and (len(devices) > 1 or is_offloaded(model)):
-        slow.warn("stages", f"{type(model).__name__} decodes without CUDA graphs: {reason}")
+        if any(map(can_replay, devices)):
+            slow.warn("stages", f"{type(model).__name__} decodes without CUDA graphs: {reason}")
         return reason
     if not all(map(can_replay, devices)):
         return f"CUDA graphs need a GPU, and the model is on {', '.join(sorted(map(str, devices)))}"
