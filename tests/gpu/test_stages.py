@@ -157,6 +157,7 @@ def test_four_bits_in_fused_layers(
     hb.accelerate(alone)
     cases = [prompt(1, 9), prompt(3, 14, 3)]
     right = [generate(alone, inputs, **options) for inputs in cases]
+    hb.restore(alone)
     layers = counted(monkeypatch, fused._Layer, "_compute")
     captures.clear()
     model = in_4_bits(devices)
@@ -307,7 +308,7 @@ def test_loaded_with_device_map(
     assert stages.devices_of(model) == {torch.device("cuda", 0), torch.device("cuda", 1)}
     inputs = {name: tensor.to(model.device) for name, tensor in prompt(2, 9).items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*without CUDA graphs")
         assert hb.accelerate(model).generation == host.ON_GRAPHS
     kept = counted(monkeypatch, loop.TokenStep, "advance")
     found = generate(model, inputs)

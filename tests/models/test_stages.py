@@ -178,6 +178,16 @@ def test_another_thread_meets_a_step_that_is_being_built() -> None:
         assert not mine.carried
 
 
+def test_a_model_that_changes_afterwards() -> None:
+    """Its steps are built as before; that it cannot be captured any more is said where it is tried."""
+    model = spread()
+    split(model)
+    assert stages.why_not(model)
+    with stages.staged(model):
+        assert "forward" in vars(model.model.layers[0])
+        assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def spread(family: str = "llama", **options: Any) -> Any:
     """The first layer and the embedding here, the rest elsewhere; not to be run, but to be captured."""
     model = make(family, **options).cpu()

@@ -40,6 +40,7 @@ def devices_of(model: nn.Module) -> set[torch.device]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
+    """True for a model some of whose weights accelerate fetches when they are needed."""
     return any(getattr(hook, "offload", False) for module in model.modules() for hook in _hooks(module))
 
 
@@ -63,10 +64,11 @@ def why_not(model: nn.Module) -> str | None:
 @contextmanager
 def staged(model: Any) -> Iterator[None]:
     """Within, a model's parts have what they are given carried to their devices, by our hooks and not by
-    accelerate's. A model on one device is as it was, but for accelerate's hooks."""
+    accelerate's. A model on one device is as it was, but for accelerate's hooks. One that cannot be cut, since it has
+    changed, is as it was altogether."""
     wrapped = [module for module in model.modules() if _is_wrapped(module)]
-    stops = list(_stops(model)) if wrapped or CUTS in vars(model) else []
-    if not (wrapped or stops) or not all(map(_moves_only, wrapped)):
+    stops = _stops_if_any(model) if wrapped or CUTS in vars(model) else None
+    if stops is None or not all(map(_moves_only, wrapped)):
         yield
         return
     stays = frozenset((*STAYS, *(getattr(model, "_skip_keys_device_placement", None) or ())))
@@ -121,6 +123,13 @@ def _end(device: torch.device, stays: frozenset[str], module: nn.Module, args: A
 
 class _CannotCut(Exception):
     """Says which part of a model is no part of a stage."""
+
+
+def _stops_if_any(model: Any) -> list[Stop] | None:
+    try:
+        return list(_stops(model))
+    except _CannotCut:
+        return None
 
 
 def _stops(model: Any) -> Iterator[Stop]:
