@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.kernels.common import slow
@@ -150,6 +151,29 @@ def test_fused_layers_under_hooks_of_accelerate(family: str, cuts: bool, monkeyp
         assert vars(module).get("forward") is own.get("forward")
         assert not module._forward_pre_hooks
     hb.restore(model)
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_layers_of_bitsandbytes_under_hooks_of_accelerate(
+    cuts: bool, load: Any, prompts: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = counted(monkeypatch, fused._Layer, "_attend")
+    ids = prompts[:3].to(DEVICE)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    plain = load()
+    hb.accelerate(plain)
+    right = generate(plain, inputs)
+    hb.restore(plain)
+    layers.clear()
+    model = dispatched(load(), [DEVICE])
+    if cuts:
+        setattr(model, stages.CUTS, (model.model.layers[1], model.lm_head))
+    hb.accelerate(model)
+    for _ in range(2):
+        assert torch.equal(generate(model, inputs), right)
+    assert layers
+    hb.restore(model)
+    assert isinstance(model.model.layers[0].mlp.up_proj._hf_hook, accelerate.hooks.AlignDevicesHook)
 
 
 def test_hooks_are_back_after_a_step_that_fails() -> None:

@@ -100,8 +100,9 @@ class Captured(Carrier):
         if self.function is not None:
             self.outputs = self.function()
         for copies, graph in self.stages:
-            for there, here in copies:
-                here.copy_(there, non_blocking=True)
+            with torch.no_grad():
+                for there, here in copies:
+                    here.copy_(there, non_blocking=True)
             graph.replay()
         return self.outputs
 
