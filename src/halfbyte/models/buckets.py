@@ -54,7 +54,8 @@ def cache_bytes(model: Any, texts: int, tokens: int) -> int:
 def least_bytes(model: Any, of: Callable[[torch.device], float]) -> int:
     """Bytes of a cache of which no device of the model's layers holds more than `of` says of it."""
     places: dict[int, torch.device] = {}
-    for module in model.modules():
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    for module in (decoder or model).modules():
         index = vars(module).get("layer_idx")  # of attention
         first = next(chain(module.parameters(), module.buffers()), None) if isinstance(index, int) else None
         if first is not None:
