@@ -89,9 +89,9 @@ def counted(monkeypatch: Any, owner: Any, name: str) -> list[int]:
 
 
 @contextmanager
-def captures() -> Iterator[None]:
-    """Steps can be captured within: without a GPU they run as they are, and nothing is compiled for them."""
-    if DEVICE.type == "cuda":
+def captures(device: torch.device = DEVICE) -> Iterator[None]:
+    """Steps can be captured within: on a CPU they run as they are, and nothing is compiled for them."""
+    if device.type == "cuda":
         yield
         return
     with ExitStack() as patches:

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("captures")
 NEW = 8  # tokens; windows of 20 fill on the way
 
 
-def quantized(model: Any) -> Any:
-    """Its projections in 4 bits, as halfbyte's own layers; accelerated."""
+def in_4_bits(model: Any) -> Any:
+    """Its projections in halfbyte's own layers."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and name != "lm_head":
@@ -36,9 +36,17 @@ def quantized(model: Any) -> Any:
         for name, parameter in model.named_parameters():
             if "norm" in name:  # so that it matters
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
-    model.requires_grad_(False)
+    return model.requires_grad_(False)
+
+
+def accelerated(model: Any) -> Any:
+    """Its experts are in 4 bits too."""
     hb.accelerate(model, experts="nf4" if any(name.endswith(".experts") for name, _ in model.named_modules()) else None)
     return model
+
+
+def quantized(model: Any) -> Any:
+    return accelerated(in_4_bits(model))
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ class KeptSteps:
             names = mask_names(config)
             assert names is not None
             floats = model.dtype if config._attn_implementation == "eager" else None
-            self.rotation = Rotation(self.store, names, floats)
+            self.rotation = Rotation(self.store, names, floats, ids.device)
             self.rotation.begin(ids.shape[1])
         self.visible = torch.ones((len(ids), tokens), dtype=torch.bool, device=ids.device)
         self.place = torch.full((), ids.shape[1], dtype=torch.int64, device=ids.device)

@@ -7,6 +7,9 @@ the tokens of the call that uses it.
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,6 +49,19 @@ def cache_bytes(model: Any, texts: int, tokens: int) -> int:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * head * tokens * texts * model.dtype.itemsize)
+
+
+def least_bytes(model: Any, of: Callable[[torch.device], float]) -> int:
+    """Bytes of a cache of which no device of the model's layers holds more than `of` says of it."""
+    places: dict[int, torch.device] = {}
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    for module in (decoder or model).modules():
+        index = vars(module).get("layer_idx")  # of attention
+        first = next(chain(module.parameters(), module.buffers()), None) if isinstance(index, int) else None
+        if first is not None:
+            places.setdefault(index, first.device)
+    layers = Counter(places.values()) or Counter([model.device])
+    return min(int(of(device) * layers.total() / count) for device, count in layers.items())
 
 
 def total_bytes(device: torch.device) -> int:

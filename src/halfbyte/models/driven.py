@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.models.carrying import Mirrored
 from halfbyte.models.rotation import FULL, mask_names
 from halfbyte.models.stepping import Stepper
 from halfbyte.models.steps import Bucket, StepPool
@@ -45,8 +46,7 @@ class DrivenStep(Stepper):
 
     def __init__(self, model: Any, store: CacheStore, width: int, retried: Any) -> None:
         super().__init__(model, model.device, retried)
-        assert store.counters is not None
-        device = store.counters.device
+        device = model.device
         self.names, self.width = mask_names(store.config), width
         self.floats = model.dtype if store.config._attn_implementation == "eager" else None
         with torch.inference_mode(False), torch.no_grad():
@@ -55,20 +55,18 @@ class DrivenStep(Stepper):
                 torch.zeros_like(self.ids),
                 torch.arange(store.tokens, dtype=torch.int64, device=device),
             )
-            self.slots, self.steps = (
-                torch.zeros_like(self.ids[0]),
-                torch.arange(width, dtype=torch.int64, device=device),
-            )
-            self.place = torch.zeros((), dtype=torch.int64, device=device)
+            self.steps = torch.arange(width, dtype=torch.int64, device=device)
+            self.slots = Mirrored(torch.zeros_like(self.ids[0]), store.devices)
+            self.place = Mirrored(torch.zeros((), dtype=torch.int64, device=device), store.devices)
             self.visible = torch.ones((store.rows, store.tokens), dtype=torch.bool, device=device)
         self.cache = store.make()
         for layer, kept in zip(self.cache.layers, store.layers, strict=True):
             assert kept is not None
             layer.keys, layer.values = kept
-            layer.dtype, layer.device, layer.is_initialized = layer.keys.dtype, device, True
-            layer.cumulative_length = self.place
+            layer.dtype, layer.device, layer.is_initialized = layer.keys.dtype, layer.keys.device, True
+            layer.cumulative_length = self.place.on(layer.device)
             layer.update = MethodType(_write, layer)
-            layer.slots = self.slots
+            layer.slots = self.slots.on(layer.device)
 
     def close(self) -> None:
         super().close()
@@ -86,14 +84,16 @@ class DrivenStep(Stepper):
         self.visible.fill_(True)
         if mask is not None:
             self.visible[:texts, : mask.shape[1]].copy_(mask)
-        self.place.fill_(place)
+        self.place.tensor.fill_(place)
         self.advance()
         logits: Tensor = self.outputs[:texts, :count].clone()
         return logits
 
     def step(self) -> Tensor:
-        self.slots.copy_(self.place + self.steps)
-        mask = ((self.places <= self.slots[:, None]) & self.visible[:, None])[:, None]
+        slots = self.slots.tensor.copy_(self.place.tensor + self.steps)
+        self.slots.send()
+        self.place.send()
+        mask = ((self.places <= slots[:, None]) & self.visible[:, None])[:, None]
         if self.floats is not None:
             zero = torch.zeros((), dtype=self.floats, device=mask.device)
             mask = torch.where(mask, zero, torch.finfo(self.floats).min)

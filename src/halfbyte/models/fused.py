@@ -27,8 +27,9 @@ from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.models.attention import StepAttention
-from halfbyte.models.layers import Block, DecoderLayer, is_hooked, layer_of, norm_of
+from halfbyte.models.layers import Block, DecoderLayer, layer_of, norm_of
 from halfbyte.models.linears import layers_of
+from halfbyte.models.patch import is_hooked
 from halfbyte.models.regions import put_back, uncompiled
 from halfbyte.models.rotation import slot_of
 from halfbyte.nn.experts import Experts4bit

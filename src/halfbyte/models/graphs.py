@@ -22,6 +22,7 @@ from halfbyte.models.attention import attention_of_steps
 from halfbyte.models.caches import COUNTER, STORE, grow, is_full, updated
 from halfbyte.models.captured import Captured, current
 from halfbyte.models.regions import compiled_regions
+from halfbyte.models.stages import staged
 
 MOST_GRAPHS = 8  # kept with one cache; the least recently used goes
 LAYERS = ("StaticLayer", "StaticSlidingWindowLayer")  # of a cache, whose state is tensors of a fixed address
@@ -69,7 +70,7 @@ class DecodeGraphs:
             self.steps[key] = None
             while len(self.steps) > MOST_GRAPHS:
                 self.steps.popitem(last=False)
-            with building, compiled_regions(self.model), capturable(cache, ours=True):
+            with building, staged(self.model), compiled_regions(self.model), capturable(cache, ours=True):
                 return self.model(past_key_values=cache, **inputs)
         self.steps.move_to_end(key)
         step = self.steps[key]
@@ -78,7 +79,7 @@ class DecodeGraphs:
             return step.replay(counts=True)
         counts = [getattr(layer, COUNTER, None) for layer in cache.layers]
         try:
-            with building, compiled_regions(self.model):
+            with building, staged(self.model), compiled_regions(self.model):
                 self.steps[key] = step = Step(self.model, cache, leaves, structure, ours=True)
         except RuntimeError as error:
             self.works = False
@@ -129,7 +130,7 @@ class Step:
 
         counts: let the cache's layers count the tokens, which the first replay after a capture has done already.
         """
-        if counts and self.captured.graph is not None:
+        if counts and self.captured.is_graph:
             _count(self.cache, self.tokens)
         outputs = self.captured.replay()
         fields = {name: value for name, value in outputs.items() if name != "past_key_values"}

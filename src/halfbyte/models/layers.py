@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.models import norms
-from halfbyte.models.patch import is_method_of
+from halfbyte.models.patch import is_hooked, is_method_of
 
 DENSE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Granite")
 OF_EXPERTS = ("Qwen3Moe", "Mixtral", "GptOss")  # whose MLP is a block of experts, or in some layers of Qwen3Moe
@@ -177,10 +177,6 @@ def norm_of(module: Any) -> Norm | None:
         return None
     epsilon = module.eps if family in ONE_MORE else module.variance_epsilon
     return Norm(module.weight, float(epsilon), 1.0 if family in ONE_MORE else 0.0)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _is_plain(module: nn.Module) -> bool:

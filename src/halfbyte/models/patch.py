@@ -47,6 +47,15 @@ def is_method_of(function: Callable[..., Any], method: object) -> bool:
     return isinstance(method, MethodType) and method.__func__ is function
 
 
+class OurHook:
+    """A pre-hook of ours, which changes nothing of what a module computes."""
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """True for a module with hooks of others."""
+    return bool(module._forward_hooks) or not all(isinstance(x, OurHook) for x in module._forward_pre_hooks.values())
+
+
 def replace_everywhere(old: Callable[..., Any], new: Callable[..., Any]) -> int:
     """Make every imported module that holds the function `old` hold `new`; returns how many names were changed."""
     count = 0

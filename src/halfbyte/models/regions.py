@@ -20,7 +20,7 @@ from torch import nn
 
 from halfbyte.kernels.common.patience import compiling
 from halfbyte.models import norms
-from halfbyte.models.patch import is_method_of
+from halfbyte.models.patch import is_hooked, is_method_of
 
 ROTARY = "apply_rotary_pos_emb"  # the name that transformers' modeling files share
 _as_they_are: ContextVar[bool] = ContextVar("_as_they_are", default=False)
@@ -78,8 +78,7 @@ def is_region(module: nn.Module) -> bool:
         kind.__module__.startswith("transformers.models.")
         and kind.__name__.endswith(("Norm", "MLP"))
         and ("forward" not in vars(module) or is_method_of(norms.forward, vars(module)["forward"]))
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
+        and not is_hooked(module)
     )
 
 

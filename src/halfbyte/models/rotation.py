@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.common import slow
+from halfbyte.models.carrying import Mirrored
 from halfbyte.models.patch import is_method_of
 from halfbyte.models.store import CacheStore
 
@@ -35,18 +36,21 @@ def mask_names(config: Any) -> tuple[str, ...] | str | None:
 class Rotation:
     """All rows of a store that has its memory, for steps of one token each.
 
+    device: of the tokens, and so of masks; layers may lie on others.
+
     floats: of this dtype masks are numbers to add, as transformers' attention in plain torch wants them; None for
     booleans.
     """
 
-    def __init__(self, store: CacheStore, names: tuple[str, ...] | str, floats: torch.dtype | None) -> None:
+    def __init__(
+        self, store: CacheStore, names: tuple[str, ...] | str, floats: torch.dtype | None, device: torch.device
+    ) -> None:
         self.names, self.floats, self.tokens = names, floats, store.tokens
         self.cache = store.make()
         windows = {n for layer, n in zip(self.cache.layers, store.lengths, strict=True) if layer.is_sliding}
         self.slides_any = bool(windows)
         self.window = windows.pop() if windows else store.tokens
         assert not windows, "transformers has one window a model"
-        device = store.layers[0][0].device  # type: ignore[index]
         with torch.inference_mode(False), torch.no_grad():
             self.lengths = torch.tensor(store.lengths, dtype=torch.int64, device=device)
             self.slides = torch.tensor(
@@ -54,13 +58,14 @@ class Rotation:
             )
             self.shift = torch.zeros((), dtype=torch.int64, device=device)
             # [layers]: where the step's token goes. Each is aligned to 16 bytes, so that Triton compiles one kernel.
-            self.slots = torch.zeros((len(store.lengths), 2), dtype=torch.int64, device=device)[:, 0]
+            slots = torch.zeros((len(store.lengths), 2), dtype=torch.int64, device=device)[:, 0]
+            self.slots = Mirrored(slots, store.devices)
             self.places = torch.arange(max(self.tokens, self.window), dtype=torch.int64, device=device)
         for index, (layer, kept) in enumerate(zip(self.cache.layers, store.layers, strict=True)):
             assert kept is not None
             layer.keys, layer.values = kept
             layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
-            layer.cumulative_length = self.slots[index]
+            layer.cumulative_length = self.slots.on(layer.device)[index]
             layer.is_initialized = True
             layer.update = MethodType(_write, layer)
 
@@ -81,7 +86,8 @@ class Rotation:
 
         visible: bool [rows, tokens], false for padding.
         """
-        self.slots.copy_(torch.remainder(place - self.slides * self.shift, self.lengths))
+        self.slots.tensor.copy_(torch.remainder(place - self.slides * self.shift, self.lengths))
+        self.slots.send()
         if isinstance(self.names, str):
             return self._mask(self.names, place, visible)
         return {name: self._mask(name, place, visible) for name in self.names}

@@ -265,7 +265,7 @@ class _Call:
             names = mask_names(store.config)
             assert names is not None
             floats = self.model.dtype if store.config._attn_implementation == "eager" else None
-            bucket.rotation = Rotation(store, names, floats)
+            bucket.rotation = Rotation(store, names, floats, self.ids.device)
         rotation, buffers = bucket.rotation, bucket.buffers
         key = (self.kind, vocabulary, self.rule_keys)
         return bucket.loop(

@@ -13,6 +13,7 @@ from halfbyte.models.captured import Captured, current
 from halfbyte.models.fused import fused_layers
 from halfbyte.models.graphs import building, warn_of_no_graph
 from halfbyte.models.regions import compiled_regions
+from halfbyte.models.stages import staged
 
 
 class Stepper:
@@ -68,5 +69,11 @@ class Stepper:
 @contextmanager
 def built(model: Any) -> Iterator[None]:
     """Within, a step computes what is captured of it."""
-    with building, attention_of_steps() as attention, fused_layers(model, attention), compiled_regions(model):
+    with (
+        building,
+        staged(model),
+        attention_of_steps() as attention,
+        fused_layers(model, attention),
+        compiled_regions(model),
+    ):
         yield

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from halfbyte.models.buckets import cache_bytes, longest_text, texts_bucket, tokens_bucket, total_bytes
+from halfbyte.models.buckets import cache_bytes, least_bytes, longest_text, texts_bucket, tokens_bucket, total_bytes
 from halfbyte.models.fingerprint import fingerprint
 from halfbyte.models.graphs import building
 from halfbyte.models.loop import TokenBuffers
@@ -27,7 +27,7 @@ from halfbyte.models.store import CacheStore
 T = TypeVar("T")
 S = TypeVar("S", bound=Stepper)
 POOL = "_halfbyte_steps"  # attribute of a model that generates
-SHARE = 0.1  # of the device's memory, for what is kept between calls
+SHARE = 0.1  # of each device's memory, for what is kept between calls
 MOST_KINDS = 8  # of steps captured for one bucket, besides those that transformers drives
 
 
@@ -40,7 +40,7 @@ class Bucket:
         self.rotation: Rotation | None = None
         self.loops: OrderedDict[Hashable, Stepper] = OrderedDict()
         self.is_busy, self.is_stale = False, False
-        self.done: torch.cuda.Event | None = None  # recorded behind the last call's work
+        self.done: dict[torch.device, torch.cuda.Event] = {}  # recorded behind the last call's work
 
     @property
     def nbytes(self) -> int:
@@ -60,22 +60,23 @@ class Bucket:
         self.loops.move_to_end(key)
         return step  # type: ignore[no-any-return]
 
-    def record(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                self.done = torch.cuda.Event()
-                self.done.record()
+    def record(self, devices: Iterable[torch.device]) -> None:
+        for device in devices:
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    self.done[device] = torch.cuda.Event()
+                    self.done[device].record()
 
-    def wait(self, device: torch.device) -> None:
-        """Let what follows on this stream begin after the last call, which may have used another one."""
-        if self.done is not None:
-            torch.cuda.current_stream(device).wait_event(self.done)
+    def wait(self) -> None:
+        """Let what follows on these streams begin after the last call, which may have used others."""
+        for device, event in self.done.items():
+            torch.cuda.current_stream(device).wait_event(event)
 
     def close(self) -> None:
         """Give all memory back at once, not when Python looks for circles. The last call's work may have been on
         another stream, so it must be over."""
-        if self.done is not None:
-            self.done.synchronize()
+        for event in self.done.values():
+            event.synchronize()
         for step in self.loops.values():
             step.close()
         self.loops.clear()
@@ -116,13 +117,13 @@ class StepPool:
             bucket = self._take(model, kind, texts, tokens)
         try:
             if bucket is not None:
-                bucket.wait(model.device)
+                bucket.wait()
             yield bucket
         finally:
             if bucket is not None:
-                bucket.record(model.device)
+                bucket.record({model.device, *bucket.store.devices})
                 with self.lock:
-                    self._give_back(bucket, model.device)
+                    self._give_back(bucket, model)
 
     def retried(self, function: Callable[[], T]) -> T:
         """What `function` returns; where memory is short, everything that is kept and not in use is freed first."""
@@ -140,7 +141,7 @@ class StepPool:
             self._forget()
 
     def _take(self, model: Any, kind: type, texts: int, tokens: int) -> Bucket | None:
-        limit = int(SHARE * total_bytes(model.device))
+        limit = _limit(model)
         rows, length = texts_bucket(texts), tokens_bucket(tokens, longest_text(model))
         if cache_bytes(model, rows, length) > limit:  # too large to be kept, so no larger than it must be
             rows, length = texts, tokens
@@ -161,11 +162,11 @@ class StepPool:
         bucket.is_busy = True
         return bucket
 
-    def _give_back(self, bucket: Bucket, device: torch.device) -> None:
+    def _give_back(self, bucket: Bucket, model: Any) -> None:
         bucket.is_busy = False
         if bucket.is_stale:
             self._drop(bucket)
-        self._trim(int(SHARE * total_bytes(device)))
+        self._trim(_limit(model))
 
     def _nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
@@ -187,6 +188,11 @@ class StepPool:
     def _drop(self, bucket: Bucket) -> None:
         self.buckets.remove(bucket)
         bucket.close()
+
+
+def _limit(model: Any) -> int:
+    """Bytes that may be kept, most of them where the layers are."""
+    return least_bytes(model, lambda device: SHARE * total_bytes(device))
 
 
 def _settings(device: torch.device) -> Hashable:

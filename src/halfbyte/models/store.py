@@ -26,7 +26,7 @@ class CacheStore:
         self.kind, self.config, self.rows, self.tokens = kind, config, rows, tokens
         self.lengths: list[int] = [layer.max_cache_len for layer in self.make().layers]
         self.layers: list[tuple[Tensor, Tensor] | None] = [None] * len(self.lengths)
-        self.counters: Tensor | None = None  # [layers] int64: what transformers' layers count on the device
+        self.counters: dict[torch.device, Tensor] = {}  # [layers] int64: what transformers' layers count on each device
         self.caches: dict[int, Any] = {}
         self.steps: OrderedDict[Any, Any] = OrderedDict()  # graphs.Step by its inputs, for steps driven by transformers
 
@@ -42,10 +42,15 @@ class CacheStore:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for kept in self.layers if kept is not None for tensor in kept)
 
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where layers have their memory."""
+        return tuple(dict.fromkeys(kept[0].device for kept in self.layers if kept is not None))
+
     def close(self) -> None:
         """Let go of all memory."""
         self.steps.clear()
-        self.layers, self.counters = [None] * len(self.layers), None
+        self.layers, self.counters = [None] * len(self.layers), {}
         for cache in self.caches.values():
             for layer in cache.layers:
                 layer.keys = layer.values = None
@@ -78,20 +83,20 @@ class CacheStore:
         with torch.inference_mode(False), torch.no_grad():
             if kept := [tensor for pair in self.layers if pair is not None for tensor in pair]:
                 torch._foreach_zero_(kept)
-            if self.counters is not None:
-                self.counters.zero_()
+            for counters in self.counters.values():
+                counters.zero_()
 
     def _initialize(self, layer: Any, index: int, keys: Tensor, values: Tensor) -> None:
         """In the place of a layer's `lazy_initialization`, which would allocate."""
         kept = self.layers[index]
-        if kept is None or self.counters is None:
+        if kept is None:
             type(layer).lazy_initialization(layer, keys, values)
             return
         layer.dtype, layer.device = keys.dtype, keys.device
         layer.batch_size, layer.num_heads = keys.shape[:2]
         layer.k_head_dim, layer.v_head_dim = keys.shape[-1], values.shape[-1]
         layer.keys, layer.values = (tensor[: len(keys), :, : layer.max_cache_len] for tensor in kept)
-        layer.cumulative_length = self.counters[index]
+        layer.cumulative_length = self.counters[keys.device][index]
         layer.is_initialized = True
 
     def settle(self, layer: Any, index: int) -> None:
@@ -101,21 +106,21 @@ class CacheStore:
         if kept is None:
             counted = layer.cumulative_length
             kept = self.allocate(index, layer.keys, layer.values)
-            assert self.counters is not None
+            counter = self.counters[kept[0].device][index]
             with torch.inference_mode(False), torch.no_grad():
-                self.counters[index].copy_(counted)
+                counter.copy_(counted)
                 for room, prompt in zip(kept, (layer.keys, layer.values), strict=True):
                     room[:texts, :, : prompt.shape[2]].copy_(prompt)
-            layer.cumulative_length = self.counters[index]
+            layer.cumulative_length = counter
         layer.keys, layer.values = (tensor[:texts] for tensor in kept)
 
     def allocate(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The memory of a layer, which has none, for keys and values [texts, heads, tokens, head size] like these."""
         with torch.inference_mode(False), torch.no_grad():
-            if self.counters is None:
+            if keys.device not in self.counters:
                 # Each is aligned to 16 bytes, so that Triton compiles one kernel.
                 pairs = torch.zeros((len(self.layers), 2), dtype=torch.int64, device=keys.device)
-                self.counters = pairs[:, 0]
+                self.counters[keys.device] = pairs[:, 0]
             length = self.lengths[index]
             made = (
                 torch.zeros((self.rows, like.shape[1], length, like.shape[3]), dtype=like.dtype, device=like.device)

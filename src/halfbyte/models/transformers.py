@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfbyte.kernels.common import slow
 from halfbyte.models import sampling
-from halfbyte.models.buckets import cache_bytes, free_bytes
+from halfbyte.models.buckets import cache_bytes, free_bytes, least_bytes
 from halfbyte.models.caches import STORE, begin_short
 from halfbyte.models.captured import can_replay
 from halfbyte.models.fused import AGREES
 from halfbyte.models.graphs import DecodeGraphs, can_capture
 from halfbyte.models.patch import is_method_of
+from halfbyte.models.stages import devices_of, is_offloaded, why_not
 from halfbyte.models.steps import POOL, StepPool, pool_of
 
 HOOKS = ("_prepare_cache_for_generation", "_prefill", "_valid_auto_compile_criteria", "get_compiled_call")
@@ -158,11 +160,14 @@ def _reason(model: Any) -> str | None:
         return f"this version of transformers has no {missing[0]}; 5.17 has"
     if replaced := [name for name in HOOKS if name in vars(model)]:
         return f"its {replaced[0]} is not that of its class: other code has replaced it"
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = devices_of(model)
+    reason = why_not(model)
+    if reason is not None and (len(devices) > 1 or is_offloaded(model)):
+        if any(map(can_replay, devices)):
+            slow.warn("stages", f"{type(model).__name__} decodes without CUDA graphs: {reason}")
+        return reason
     if not all(map(can_replay, devices)):
         return f"CUDA graphs need a GPU, and the model is on {', '.join(sorted(map(str, devices)))}"
-    if len(devices) > 1 or any(getattr(getattr(x, "_hf_hook", None), "offload", False) for x in model.modules()):
-        return "its parts are on several devices or offloaded"
     if model.config.is_encoder_decoder or not getattr(model, "_can_compile_fullgraph", False):
         return f"{type(model).__name__} does not decode with a static cache"
     return None
@@ -202,6 +207,6 @@ def _needs(model: Any, generation_config: Any, given: Any) -> int:
 
 
 def _free_bytes(model: Any) -> int:
-    """What the device has left, what we keep included."""
+    """What a cache can have of what the devices have left, what we keep included."""
     pool = pool_of(model)
-    return free_bytes(model.device) + (pool.nbytes if pool is not None else 0)
+    return least_bytes(model, free_bytes) + (pool.nbytes if pool is not None else 0)

@@ -42,6 +42,7 @@ class _GarbageCollectorRests:
 
 
 _resting = _GarbageCollectorRests()
+_streams: dict[int, torch.cuda.Stream] = {}  # that capture, by device; torch's own is on the device that captured first
 
 
 @contextmanager
@@ -51,8 +52,9 @@ def capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     Raises what the inside raises, or the RuntimeError with which CUDA refused to capture it.
     """
     stream, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+    captures = _streams.get(stream.device_index) or _streams.setdefault(stream.device_index, torch.cuda.Stream())
     try:
-        with _resting, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with _resting, torch.cuda.graph(graph, pool=pool, stream=captures, capture_error_mode="thread_local"):
             yield
     except BaseException:
         if torch.cuda.current_stream() != stream:
