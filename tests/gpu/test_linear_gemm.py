@@ -10,11 +10,14 @@ import torch
 
 import halfbyte as hb
 from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.linear import cuda
+from halfbyte.kernels.linear.dispatch import GroupChoice
 from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, is_valid, x_stages
+from halfbyte.kernels.linear.tune import h200
 
 from .conftest import BF16, DEVICE, F16, NOISE, captured, check_product, poisoned, sixteen_bits, weight
 
@@ -133,3 +136,27 @@ def test_more_than_two_to_the_31_results() -> None:
     tail = torch.empty((40, 66000), dtype=BF16, device=DEVICE)
     run(gemm, x[-40:].clone(), q, None, tail, replace(plan(40, 66000, 256, whole.tile_m), chunk=whole.chunk))
     assert torch.equal(out[-40:], tail)
+
+
+@pytest.mark.parametrize("m", [97, 700, 3000])
+def test_a_group_whose_x_is_laid_out_once(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets the bits that it gets alone, in a graph too, whose x then changes."""
+    monkeypatch.setattr(h200, "GEMM_X_BYTES", 1 << 23)
+    group = [weight(n, 4096) for n in (3000, 3000, 3000)]
+    biases = [torch.randn(3000, device=DEVICE).to(BF16), None, None]
+    x = torch.randn((m, 4096), device=DEVICE).to(BF16)
+    chosen = lambda *given: GroupChoice(gemm, gemm.plan_group(*given))  # noqa: E731
+    monkeypatch.setattr(cuda, "choose_group", chosen)
+    alone = []
+    for q, bias in zip(group, biases, strict=True):
+        with poisoned((m, 3000), BF16) as out:
+            run(gemm, x, q, bias, out, gemm.plan(m, problem_of(x, q, bias), properties_of(0), False))
+        alone.append(out)
+    graph, found = captured(lambda: cuda.linear_group(x, group, biases))
+    for _ in range(2):
+        graph.replay()
+        assert all(map(torch.equal, found, alone))
+        assert all(map(torch.equal, cuda.linear_group(x, group, biases), alone))
+    x.zero_()
+    graph.replay()
+    assert not found[1].any()

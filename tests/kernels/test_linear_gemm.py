@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.linear import laid_out
+from halfbyte.kernels.linear.dispatch import choose_group
 from halfbyte.kernels.linear.laid_out import span_of, supports
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
@@ -50,6 +51,31 @@ def test_every_plan_is_valid(m: int, n: int, k: int, block_size: int, sms: int, 
     assert plan.x_tiles(last) * -(-n // plan.rows) * -(-k // 256) >= plan.workers  # nobody without work
     most = h200.BACK_X_BYTES if back else h200.GEMM_X_BYTES
     assert plan.chunk * k * 2 <= max(most, 2 * k * plan.tile_m) + 2 * k * plan.tile_m
+
+
+def test_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights for which x is laid out in one way, in as many chunks; chosen where that is said to save something."""
+    pair = (nf4(28672, 8192),) * 2
+    for m, chunks in ((256, 1), (1500, 2)):
+        monkeypatch.setattr(h200, "GEMM_LAYING_OUT", 0.0)
+        choose_group.cache_clear()
+        alone, together = gemm.plan(m, pair[0], H200, False), gemm.plan_group(m, pair, H200)
+        assert together is not None
+        assert together.plans == (alone, alone)
+        assert together.x_tiles(m) == -(-m // alone.tile_m)
+        assert together.microseconds == 2 * alone.microseconds
+        assert choose_group(m, pair, H200) is None
+        monkeypatch.setattr(h200, "GEMM_LAYING_OUT", 1.5)
+        choose_group.cache_clear()
+        choice = choose_group(m, pair, H200)
+        assert choice is not None
+        assert choice.kernel is gemm
+        assert choice.plan.microseconds == 2 * alone.microseconds - 1.5 * chunks
+        assert gemm.group_variant(pair, choice.plan, H200) is None
+    choose_group.cache_clear()
+    for other in (nf4(28672, 4096), nf4(28672, 8192, 32), nf4(200, 8192), Problem(F16, 28672, 8192, "nf4", 64, F16)):
+        assert gemm.plan_group(256, (pair[0], other), H200) is None
+    assert gemm.plan_group(256, pair[:1], H200) is None
 
 
 def test_plans_that_would_be_wrong_are_not_valid() -> None:

@@ -17,11 +17,15 @@ from gpus import A100, H200
 
 from halfbyte.kernels.common import driver, nvrtc
 from halfbyte.kernels.linear import cuda, workspace
+from halfbyte.kernels.linear.dispatch import GroupChoice
 from halfbyte.kernels.linear.kernel import plan_for, run
+from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.simt import launch as exact
 from halfbyte.kernels.linear.sm75 import launch as tensor
 from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
+from halfbyte.kernels.linear.tune import h200
 
 
 @pytest.fixture
@@ -110,6 +114,26 @@ def test_a_group_whose_x_is_laid_out_once(gpu: Driver, format: str, monkeypatch:
                 assert torch.equal(y, right(x, q, bias))
             assert gpu.seen == [(hopper, m)] * 3
             assert gpu.others == [b"lay_out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("x_bytes", [1 << 24, 1024 * 2 * 300])
+def test_a_group_of_many_rows(gpu: Driver, x_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk of x is laid out once, for all weights."""
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
+    monkeypatch.setattr(h200, "GEMM_X_BYTES", x_bytes)
+    monkeypatch.setattr(cuda, "choose_group", lambda *given: GroupChoice(gemm, gemm.plan_group(*given)))
+    gpu.group = [make(600, 1024, format="int4") for _ in range(2)]
+    x, biases = torch.randn(700, 1024).bfloat16(), [torch.randn(600).bfloat16(), None]
+    found = cuda.linear_group(x, gpu.group, biases)
+    assert found is not None
+    for y, q, bias in zip(found, gpu.group, biases, strict=True):
+        assert torch.equal(y, right(x, q, bias))
+    plan = gemm.plan(700, problem_of(x, gpu.group[0], None), H200, False)
+    rows = [min(plan.chunk, 700 - first) for first in range(0, 700, plan.chunk)]
+    assert len(rows) == (1 if x_bytes == 1 << 24 else 3)
+    assert [m for _, m in gpu.seen] == [m for m in rows for _ in gpu.group]
+    assert gpu.others == [b"lay_out"] * len(rows)
 
 
 def test_x_is_not_laid_out_ahead_where_ctas_hold_it(gpu: Driver) -> None:

@@ -38,7 +38,7 @@ from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
 from halfbyte.kernels.linear.tune import h200
 
 KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm, sm80, sm75, simt)
-GROUP_KERNELS: tuple[GroupKernel[Any], ...] = (sm90_decode, sm90_streamk)
+GROUP_KERNELS: tuple[GroupKernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm)
 FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode, sm90_streamk)
 BACK_KERNELS: tuple[BackKernel[Any], ...] = (sm90_gemm, sm80_back)
 # Kernel to one that was faster in all that was measured: where that supports a problem, too, this one is not asked.

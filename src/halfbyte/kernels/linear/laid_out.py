@@ -4,7 +4,8 @@ weights."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -84,6 +85,20 @@ class LaidOutPlan(Protocol):
     @property
     def back(self) -> bool: ...
     def x_tiles(self, m: int) -> int: ...
+
+
+P = TypeVar("P", bound=LaidOutPlan)
+
+
+@dataclass(frozen=True)
+class GroupPlan(Generic[P]):
+    """The plans of several weights, for which x is laid out once, and the estimate."""
+
+    plans: tuple[P, ...]
+    microseconds: float
+
+    def x_tiles(self, m: int) -> int:
+        return self.plans[0].x_tiles(m)
 
 
 class LaidOutKernel(Protocol):

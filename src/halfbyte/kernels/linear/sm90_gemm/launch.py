@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -14,15 +16,17 @@ from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.linear import laid_out
 from halfbyte.kernels.linear.codebook import exact_codebook
 from halfbyte.kernels.linear.constants import TYPES
-from halfbyte.kernels.linear.kernel import Product
+from halfbyte.kernels.linear.kernel import GroupProduct, Product
 from halfbyte.kernels.linear.laid_out import copies_x, loads_scales_at_once, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm.plan import (
     DIRECT,
     REGISTERS,
     SCATTERED_REGISTERS,
+    GemmGroup,
     GemmPlan,
     gemm_plan,
+    group_plan,
 )
 
 NAME = "sm90_gemm"
@@ -58,6 +62,37 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
             rows = min(chunk, m - first)
             product = of_chunk if rows == chunk else of_rest
             product(stream, x + first * row, bias, out + first * out_row, rows)
+
+    return multiply
+
+
+def plan_group(m: int, group: Sequence[Problem], properties: DeviceProperties) -> GemmGroup | None:
+    """The plans for x [m, K] and several weights, or None where x is not laid out in one way for all."""
+    return group_plan(m, group, properties) if len(group) > 1 and all(map(supports, group)) else None
+
+
+def group_variant(group: Sequence[Problem], plan: GemmGroup, properties: DeviceProperties) -> Variant | None:
+    """None: each takes what it takes alone."""
+    return None
+
+
+def bind_group(
+    device: torch.device, m: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: GemmGroup
+) -> GroupProduct:
+    """The products of m rows of x with several weights, one after the other; each chunk of x is laid out once."""
+    kernel, chunk = sys.modules[__name__], plan.plans[0].chunk
+    of_chunk = laid_out.bind_group(kernel, device, min(m, chunk), group, weights, plan.plans)
+    if m <= chunk:
+        return of_chunk
+    of_rest = laid_out.bind_group(kernel, device, (m - 1) % chunk + 1, group, weights, plan.plans)
+    row, out_rows = group[0].k * group[0].dtype.itemsize, [o.n * o.dtype.itemsize for o in group]
+
+    def multiply(stream: int, x: int, results: Iterable[int]) -> None:
+        addresses = list(results)
+        for first in range(0, m, chunk):
+            outs = (out + first * side for out, side in zip(addresses[1::2], out_rows, strict=True))
+            product = of_chunk if m - first >= chunk else of_rest
+            product(stream, x + first * row, chain.from_iterable(zip(addresses[::2], outs, strict=True)))
 
     return multiply
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from halfbyte.kernels.common.device import DeviceProperties
-from halfbyte.kernels.linear.laid_out import UNIT_K, copies_x, span_of
+from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, copies_x, span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.spread import usual_tiles
 from halfbyte.kernels.linear.tune import h200
@@ -78,6 +78,9 @@ class GemmPlan:
         return 128 * (self.warpgroups + 1)
 
 
+GemmGroup = GroupPlan[GemmPlan]
+
+
 def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
     """True if kernel.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
     if plan.chunk < 1 or plan.chunk % plan.tile_m:
@@ -128,6 +131,16 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
                 if is_valid(plan, m, n, k, span, properties):
                     found.append(plan)
     return min(found, key=lambda plan: plan.microseconds, default=None)
+
+
+def group_plan(m: int, group: Sequence[Problem], properties: DeviceProperties) -> GemmGroup | None:
+    """The plans for x [m, K] and several weights, each its own, or None where x is not laid out in one way for all."""
+    plans = tuple(found for problem in group if (found := gemm_plan(m, problem, properties)) is not None)
+    ways = {(o.k, o.dtype, span_of(o), p.tile_m, p.chunk) for o, p in zip(group, plans, strict=False)}
+    if len(plans) < len(group) or len(ways) > 1:
+        return None
+    saved = (len(plans) - 1) * len(range(0, m, plans[0].chunk)) * h200.GEMM_LAYING_OUT
+    return GemmGroup(plans, sum(found.microseconds for found in plans) - saved)
 
 
 def x_stages(tile_m: int) -> int:

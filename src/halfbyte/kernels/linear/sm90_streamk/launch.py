@@ -20,7 +20,7 @@ from halfbyte.kernels.linear.laid_out import loads_scales_at_once, span_of, supp
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_streamk.plan import (
     REGISTERS,
-    GroupPlan,
+    StreamKGroup,
     StreamKPlan,
     fused_plan,
     group_plan,
@@ -35,17 +35,17 @@ def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant
     return streamk_plan(m, problem, properties, batch_invariant) if supports(problem) else None
 
 
-def plan_group(m: int, group: Sequence[Problem], properties: DeviceProperties) -> GroupPlan | None:
+def plan_group(m: int, group: Sequence[Problem], properties: DeviceProperties) -> StreamKGroup | None:
     """The plans for x [m, K] and several weights, or None where x is not laid out in one way for all."""
     return group_plan(m, group, properties) if len(group) > 1 and all(map(supports, group)) else None
 
 
-def plan_fused(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> GroupPlan | None:
+def plan_fused(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> StreamKGroup | None:
     """The plans for x [m, K], one weight or two, and what their launches do besides; None where they cannot."""
     return fused_plan(m, group, fusion, properties) if all(map(supports, group)) else None
 
 
-def group_variant(group: Sequence[Problem], plan: GroupPlan, properties: DeviceProperties) -> Variant | None:
+def group_variant(group: Sequence[Problem], plan: StreamKGroup, properties: DeviceProperties) -> Variant | None:
     """That of the last, where it combines with what others have left; else each takes what it takes alone."""
     last = plan.plans[-1]
     return variant(group[-1], last, properties) if last.activation or last.residual else None
@@ -61,7 +61,7 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
 
 
 def bind_group(
-    device: torch.device, m: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: GroupPlan
+    device: torch.device, m: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: StreamKGroup
 ) -> GroupProduct:
     """The products of m rows of x with several weights, one after the other; x is laid out once."""
     return laid_out.bind_group(sys.modules[__name__], device, m, group, weights, plan.plans)
@@ -73,7 +73,7 @@ def bind_fused(
     group: Sequence[Problem],
     weights: Sequence[Addresses],
     fusion: Fusion,
-    plan: GroupPlan,
+    plan: StreamKGroup,
 ) -> FusedProduct:
     """The product of m rows of x with a weight or a gated pair, and what is fused."""
     return laid_out.bind_fused(sys.modules[__name__], device, m, group, weights, fusion, plan.plans)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear.fusion import Fusion
-from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
+from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem
 from halfbyte.kernels.linear.tune import h200
 
@@ -70,14 +69,7 @@ class StreamKPlan:
         return 128 * (self.warpgroups + 1)
 
 
-class GroupPlan(NamedTuple):
-    """The plans of several weights, for which x is laid out once."""
-
-    plans: tuple[StreamKPlan, ...]
-    microseconds: float
-
-    def x_tiles(self, m: int) -> int:
-        return self.plans[0].x_tiles(m)
+StreamKGroup = GroupPlan[StreamKPlan]
 
 
 def is_valid(plan: StreamKPlan, m: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
@@ -130,17 +122,17 @@ def streamk_plan(m: int, problem: Problem, properties: DeviceProperties, batch_i
     return replace(plan, microseconds=_microseconds(busy, plan, m, problem, properties))
 
 
-def group_plan(m: int, group: Sequence[Problem], properties: DeviceProperties) -> GroupPlan | None:
+def group_plan(m: int, group: Sequence[Problem], properties: DeviceProperties) -> StreamKGroup | None:
     """The plans for x [m, K] and several weights, or None where x is not laid out in one way for all."""
     plans = tuple(found for problem in group if (found := streamk_plan(m, problem, properties, False)) is not None)
     if len(plans) < len(group) or any(found.resident for found in plans):
         return None
     ways = {(o.k, o.dtype, span_of(o), found.tile_m) for o, found in zip(group, plans, strict=True)}
     saved = (len(plans) - 1) * h200.STREAMK_LAYING_OUT
-    return GroupPlan(plans, sum(found.microseconds for found in plans) - saved) if len(ways) == 1 else None
+    return StreamKGroup(plans, sum(found.microseconds for found in plans) - saved) if len(ways) == 1 else None
 
 
-def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> GroupPlan | None:
+def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> StreamKGroup | None:
     """The plans for one weight whose product is added to something, or for a gated pair, or None where this kernel does
     not support them. The second of a pair combines with what the first has left."""
     plans = [found for problem in group if (found := streamk_plan(m, problem, properties, False)) is not None]
@@ -150,7 +142,7 @@ def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
         return None
     last = replace(plans[-1], activation=fusion.activation, residual=fusion.residual is not None)
     saved = 0.0 if last.resident else (len(plans) - 1) * h200.STREAMK_LAYING_OUT
-    return GroupPlan((*plans[:-1], last), sum(found.microseconds for found in plans) - saved)
+    return StreamKGroup((*plans[:-1], last), sum(found.microseconds for found in plans) - saved)
 
 
 def _microseconds(busy: float, plan: StreamKPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:

@@ -214,6 +214,8 @@ GEMM_UNIT = {96: 1.676, 128: 1.897, 160: 2.002, 192: 2.385, 224: 2.572, 256: 2.8
 GEMM_CLUSTER = {1: 1.0}
 # µs: two launches; a part of a tile of 256 rows, and a tile. MB a µs that W comes with.
 GEMM_START, GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.71, 3.254, 4.053, 4.667
+# µs that one launch of `lay_out` for several weights saves with each. With 0 none is chosen: no GPU has run them yet.
+GEMM_LAYING_OUT = 0.0
 # Rows of x a tile from which on shared memory is what W waits for.
 GEMM_PERMUTES_M = 160
 # Bytes of x a launch, all of which stays in L2.
