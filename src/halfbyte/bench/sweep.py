@@ -29,9 +29,9 @@ def beside_other_weights(kept: Mapping[str, Any] | None, record: dict[str, Any])
     """The record with those weights of an earlier one, if any, that were not measured again. All 18 take minutes, and
     an interrupted run has a part of them. Nothing is taken from another dtype or format."""
     settings = operator.itemgetter("dtype", "format", "nested")
+    if kept is None or settings(kept["rows"][0]) != settings(record["rows"][0]):
+        return record
     measured = {_weight(row) for row in record["rows"]}
-    if kept is not None and settings(kept["rows"][0]) != settings(record["rows"][0]):
-        kept = None
     found = records.beside_earlier(kept, record, _weight, measured)
     for row in record["rows"]:
         found.setdefault(_weight(row), []).append(row)
