@@ -118,7 +118,7 @@ def linear_anew(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invari
     elsewhere = is_elsewhere(x.device)
     with on(x.device):
         if x.is_cuda and cuda_products().takes_halves(x, q, batch_invariant):
-            return halves.multiply(given, given_bias, lambda x: linear_anew(x, q, None, False))
+            return halves.multiply(given, given_bias, lambda x: linear(x, q, None, False))
         x, bias = plain(given), None if given_bias is None else plain(given_bias)
         if x.is_cuda:
             x, bias = aligned(x), None if bias is None else aligned(bias)

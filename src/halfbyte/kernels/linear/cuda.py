@@ -66,8 +66,10 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
 def takes_halves(x: Tensor, q: QuantizedWeight, batch_invariant: bool) -> bool:
     """Whether x [..., K] is in bf16 and better multiplied as fp16: halves.py."""
     properties = properties_of(x.get_device())
+    if properties.ptx >= FIRST_WITH_BF16 or properties.kind != "cuda":
+        return False
     m = x.numel() // max(q.shape[1], 1)
-    if properties.kind != "cuda" or properties.ptx >= FIRST_WITH_BF16 or min(m, *q.shape) == 0:
+    if min(m, *q.shape) == 0:
         return False
     if reach.without_kernels(properties) is not None:  # torch is left, which has no tensor cores for bf16 either
         return x.dtype is torch.bfloat16
