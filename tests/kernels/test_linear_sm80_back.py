@@ -90,12 +90,13 @@ def test_compiles_into_registers(capability: int, tmp_path: Path) -> None:
 
 
 # Of the weight: format, options, rows, columns. Of the plan: columns, stages, CTAs. Rows of dy.
+LONG = pytest.mark.compile_all  # what takes ten seconds and more is left to `make compile-all`
 CASES = [
     (("nf4", {}, 130, 192), BF16, (2, 3, 1), 5),
-    pytest.param(("nf4", {}, 203, 160), F16, (4, 4, 5), 33, marks=pytest.mark.compile_all),
-    (("nf4", {"nested": False, "block_size": 32}, 71, 288), F16, (2, 3, 4), 40),
-    (("nf4", {"block_size": 256}, 64, 512), BF16, (8, 3, 3), 70),
-    pytest.param(("fp4", {"block_size": 64}, 333, 64), BF16, (12, 4, 4), 97, marks=pytest.mark.compile_all),
+    pytest.param(("nf4", {}, 203, 160), F16, (4, 4, 5), 33, marks=LONG),
+    pytest.param(("nf4", {"nested": False, "block_size": 32}, 71, 288), F16, (2, 3, 4), 40, marks=LONG),
+    pytest.param(("nf4", {"block_size": 256}, 64, 512), BF16, (8, 3, 3), 70, marks=LONG),
+    pytest.param(("fp4", {"block_size": 64}, 333, 64), BF16, (12, 4, 4), 97, marks=LONG),
     (("int4", {"group_size": 128}, 200, 128), F16, (4, 3, 2), 20),
     (("int4", {"group_size": 32}, 71, 96), BF16, (2, 3, 2), 3),
     (("mxfp4", {}, 150, 96), BF16, (2, 5, 3), 17),

@@ -85,7 +85,9 @@ def test_on_hopper_its_own_kernel_stays() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
+@pytest.mark.parametrize(
+    "capability", [80, 120, *(pytest.param(one, marks=pytest.mark.compile_all) for one in (86, 89, 90))]
+)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_compiles_into_registers(problem: Problem, capability: int, tmp_path: Path) -> None:
     """What is chosen for few rows and many. Where scales multiply sums, the compiler makes one instruction of both at
@@ -105,14 +107,14 @@ def test_compiles_into_registers(problem: Problem, capability: int, tmp_path: Pa
 
 
 # Of the weight: format, options, rows, columns. And the order. Ends of K within a unit, rows of W within a tile.
-# The two that take longest are left to `make compile-all`.
+LONG = pytest.mark.compile_all  # what takes ten seconds and more is left to `make compile-all`
 CASES = [
-    pytest.param(("nf4", {}, 71, 1088), BF16, Order(64, 1, 0, 3), marks=pytest.mark.compile_all),
+    pytest.param(("nf4", {}, 71, 1088), BF16, Order(64, 1, 0, 3), marks=LONG),
     (("nf4", {}, 71, 576), F16, Order(64, 2, 64, 2)),
-    pytest.param(("nf4", {"block_size": 32}, 70, 1056), BF16, Order(32, 1, 0, 8), marks=pytest.mark.compile_all),
+    pytest.param(("nf4", {"block_size": 32}, 70, 1056), BF16, Order(32, 1, 0, 8), marks=LONG),
     (("int4", {"group_size": 128}, 71, 1152), F16, Order(128, 2, 128, 1)),
-    (("int4", {"group_size": 128}, 70, 640), BF16, Order(64, 1, 0, 2)),
-    (("mxfp4", {}, 70, 544), BF16, Order(32, 1, 0, 1)),
+    pytest.param(("int4", {"group_size": 128}, 70, 640), BF16, Order(64, 1, 0, 2), marks=LONG),
+    pytest.param(("mxfp4", {}, 70, 544), BF16, Order(32, 1, 0, 1), marks=LONG),
 ]
 
 
