@@ -270,6 +270,16 @@ def test_ratios_to_the_dense_weight() -> None:
     assert sweep.against_dense(record) == {"halfbyte": {1: [4.0], 8: [3.0]}}
 
 
+def test_the_plot_of_ratios(tmp_path: Path) -> None:
+    """Of numbers of rows that are powers of two, and that are not."""
+    pytest.importorskip("matplotlib")
+    for m in (3, 8):
+        record = measured({("bf16", 64, 128, m): 6.0, ("halfbyte", 64, 128, m): 2.0}, "new")
+        record["environment"]["device"] = "A GPU"
+        sweep.plot_against_dense(record, tmp_path / f"{m}.png")
+        assert (tmp_path / f"{m}.png").stat().st_size > 5_000
+
+
 def test_an_odd_number_of_rows_of_w(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU bitsandbytes' product would end the process; on a CPU it takes part."""
     pytest.importorskip("bitsandbytes")

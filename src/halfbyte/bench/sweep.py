@@ -144,7 +144,8 @@ def plot_against_dense(record: Mapping[str, Any], path: Path) -> None:
         panel.plot(ratios.keys(), means, "o-", markersize=2.5, linewidth=width, color=color, label=name, zorder=3)
     dense = next(row["provider"] for row in record["rows"] if row["provider"] in DENSE)
     panel.axhline(1, color=STYLES[dense], linewidth=1, zorder=1)
-    numbers = [m for m in sorted({row["m"] for row in record["rows"]}) if m.bit_count() == 1]
+    every = sorted({row["m"] for row in record["rows"]})
+    numbers = [m for m in every if m.bit_count() == 1] or every  # there is no room for all
     panel.annotate(dense, (numbers[0], 1.03), fontsize=8, color=STYLES[dense])
     panel.set_xscale("log", base=2)
     panel.set_yscale("log", base=2)
