@@ -96,6 +96,7 @@ def test_who_is_asked(properties: DeviceProperties, asked: bool, monkeypatch: py
         monkeypatch.setattr(reach, "without_kernels", lambda properties, lack=lack: lack)
         assert cuda.takes_halves(torch.randn(100, 128).bfloat16(), q, False) == asked
         assert cuda.takes_halves_back(torch.randn(100, 64).bfloat16(), q) == asked
+        assert not cuda.takes_halves(torch.randn(100, 128).bfloat16(), q, True)
         assert not cuda.takes_halves(torch.randn(100, 128).half(), q, False)
         assert not cuda.takes_halves_back(torch.randn(100, 64).half(), q)
         assert not cuda.takes_halves(torch.randn(0, 128).bfloat16(), q, False)

@@ -72,7 +72,7 @@ def takes_halves(x: Tensor, q: QuantizedWeight, batch_invariant: bool) -> bool:
     if min(m, *q.shape) == 0:
         return False
     if reach.without_kernels(properties) is not None:  # torch is left, which has no tensor cores for bf16 either
-        return x.dtype is torch.bfloat16
+        return x.dtype is torch.bfloat16 and not batch_invariant
     return dispatch.takes_halves(m, problem_of(x, q, None), properties, batch_invariant)
 
 
