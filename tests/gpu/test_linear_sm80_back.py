@@ -84,7 +84,8 @@ def test_error(format: str, options: dict[str, Any], dtype: torch.dtype) -> None
             dy = torch.randn((m, n), device=DEVICE).to(dtype)
             right, chosen = dy.double() @ exact, back.plan_back(m, problem_of(dy, q, None), properties_of(0))
             assert chosen is not None
-            noise = NOISE if m * k >= 1 << 14 else 1.5  # few results make a noisy norm
+            # Few results make a noisy norm. One CTA adds 14,336 products up in a row, of which cuBLAS makes parts.
+            noise = (1.01 if n > 1 << 13 else NOISE) if m * k >= 1 << 14 else 1.5
             for plan in (chosen, replace(chosen, ctas=1)):
                 found = multiplied(dy, q, plan)
                 assert torch.equal(found, multiplied(dy, q, plan))

@@ -20,11 +20,6 @@ from .conftest import BF16, DEVICE, F16, F32, captured, error, every_dtype
 kernels = pytest.importorskip("halfbyte.kernels.attention.paged")
 
 
-@pytest.fixture(autouse=True)
-def _on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continuous, "DEVICES", ("cuda",))
-
-
 BOUND = {F16: 8e-4, BF16: 6e-3, F32: 2e-5}
 PAGE = 64
 

@@ -60,17 +60,12 @@ def test_what_it_is_for() -> None:
     assert few.columns < many.columns
 
 
-def test_it_is_not_chosen_before_a_gpu_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatch.choose_back.cache_clear()
-    assert dispatch.choose_back(512, nf4(4096), A100) is None
-    monkeypatch.setattr(h200, "SM80_BACK_CYCLE", h200.SM80_CYCLE)
-    dispatch.choose_back.cache_clear()
+def test_where_it_is_chosen() -> None:
     choice = dispatch.choose_back(64, nf4(14336), A100)
     assert choice is not None
     assert choice.kernel is back
     assert choice.variant(nf4(14336), A100).capability == 80
     assert dispatch.choose_back(1 << 15, nf4(14336), A100) is None
-    dispatch.choose_back.cache_clear()
 
 
 @pytest.mark.slow

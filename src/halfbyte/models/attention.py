@@ -108,9 +108,10 @@ class StepAttention:
         softcap: float | None,
         sinks: Tensor | None,
         fresh: Fresh,
+        settled: bool,
     ) -> Tensor | None:
         """The attention of one new token of each text, whose key and value are put into the cache on the way; None on a
-        GPU whose kernel does not support it. Shapes: as for `attend`."""
+        GPU whose kernel does not support it. Shapes, and settled but for spans: as for `attend`."""
         if not has_triton():
             return None if query.is_cuda else reference.attend(
                 reference.put(query, keys, values, fresh), keys, values, mask, scale, softcap, sinks
@@ -119,15 +120,21 @@ class StepAttention:
 
         if not kernels.supports(query, keys, values, mask, sinks) or not supports_fresh(fresh, query, keys, values):
             return None
+        settled = settled and (mask is None or self._known(mask, len(query)) is not None)
         spans = None if mask is None else self.spans_of(mask, len(query))
-        return kernels.attend(query, keys, values, mask, scale, softcap=softcap, sinks=sinks, spans=spans, fresh=fresh)
+        return kernels.attend(
+            query, keys, values, mask, scale, softcap=softcap, sinks=sinks, spans=spans, fresh=fresh, settled=settled
+        )
+
+    def _known(self, mask: Tensor, texts: int) -> Tensor | None:
+        return next((spans for known, rows, spans in self.spans if known is mask and rows == texts), None)
 
     def spans_of(self, mask: Tensor, texts: int) -> Tensor:
         from halfbyte.kernels.attention.spans import spans_of
 
-        for known, rows, spans in self.spans:
-            if known is mask and rows == texts:
-                return spans
+        known = self._known(mask, texts)
+        if known is not None:
+            return known
         spans = spans_of(mask, texts)
         self.spans = [*self.spans[-3:], (mask, texts, spans)]  # masks are kept, so that no other has their identity
         return spans

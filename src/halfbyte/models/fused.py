@@ -48,9 +48,9 @@ def fused_layers(model: nn.Module, attention: StepAttention) -> Iterator[None]:
     with ExitStack() as stack:
         inside: set[nn.Module] = set()
         found = {module: layer for module in model.modules() if (layer := _fusible(module)) is not None}
-        for module, layer in found.items():
+        for number, (module, layer) in enumerate(found.items()):
             inside.update(module.modules())
-            _replace(stack, module, _Layer(module, layer, attention))
+            _replace(stack, module, _Layer(module, layer, attention, is_first=number == 0))
         if found:
             for module in model.modules():
                 if module not in inside and (norm := norm_of(module)) is not None:
@@ -90,10 +90,10 @@ class _NormOutside:
 
 
 class _Layer:
-    """In the place of the forward of a decoder layer."""
+    """In the place of the forward of a decoder layer. is_first: of those of a step."""
 
-    def __init__(self, module: nn.Module, layer: DecoderLayer, attention: StepAttention) -> None:
-        self.module, self.layer, self.attention = module, layer, attention
+    def __init__(self, module: nn.Module, layer: DecoderLayer, attention: StepAttention, is_first: bool) -> None:
+        self.module, self.layer, self.attention, self.is_first = module, layer, attention, is_first
         self.theirs = module.forward
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -163,8 +163,10 @@ class _Layer:
         cos, sin = position_embeddings
         norms = layer.head_norms or (None, None)
         fresh = Fresh(key, value, cos, sin, slot, norms[0], norms[1], layer.halves)
+        # Behind another layer's attention, which waited for all that came before it, only the projections are new.
+        settled = not self.is_first
         seen = self.attention.of_new_token(
-            query, kept.keys, kept.values, mask, float(attention.scaling), layer.softcap, layer.sinks, fresh
+            query, kept.keys, kept.values, mask, float(attention.scaling), layer.softcap, layer.sinks, fresh, settled
         )
         if seen is None:
             return None

@@ -45,6 +45,15 @@ def _mask_of(mask, token, known, NEW: tl.constexpr, LOWEST: tl.constexpr):
 
 
 @triton.jit
+def _fetch_lines(rows, token, end, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Brings rows [token, SIZE] of 16 bits that are ahead of `end` to L2. WIDTH: SIZE, rounded up to a power of two."""
+    line = tl.arange(0, WIDTH // 64 if WIDTH > 64 else 1)
+    row = tl.maximum(tl.minimum(token, end - 1), 0)
+    at = rows + (row * SIZE)[:, None] + tl.minimum(64 * line, SIZE - 1)[None, :]
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def scored(product, SCALE: tl.constexpr, CAP: tl.constexpr):
     """Such that exp2 makes weights of it; CAP * tanh(score / CAP) where there is a cap."""
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -66,7 +75,7 @@ def attend_kernel(
     SPANS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, MERGES: tl.constexpr,
     FRESH: tl.constexpr, ROTARY: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
     QUERY_EPSILON: tl.constexpr, KEY_EPSILON: tl.constexpr, OFFSET: tl.constexpr, HALVES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    OVERLAPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program i: the i % parts-th part of the tokens of a text, for ROWS of the GROUP * NEW rows (heads first) of a
     head of keys, of which there are `heads` a text.
@@ -74,7 +83,8 @@ def attend_kernel(
     MASK: 0 none, 1 bytes, 2 numbers to be added. Without SPANS a text sees all tokens. sums: [programs, HELD, E],
     statistics: [programs, 2, HELD], the highest scores and the weights. SPLIT: there are several parts. MERGES: they
     are added up here, counted by what lies behind the spans. FRESH: NEW is 1, and the new token's query, key and value
-    are as in fresh.py (rotate.py says how); else what concerns them is not read.
+    are as in fresh.py (rotate.py says how); else what concerns them is not read. EARLY: only query and what is new are
+    written by the kernel ahead.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     TILES: tl.constexpr = (GROUP * NEW + ROWS - 1) // ROWS
@@ -91,25 +101,42 @@ def attend_kernel(
     head = shared * GROUP + row // NEW
     d = tl.arange(0, D)
     e = tl.arange(0, E)
-    if OVERLAPS:
+    if OVERLAPS and not EARLY:
         wait_for_the_one_ahead()
         let_the_next_begin()
     first, end, begin, blocks, used = cut(spans, text, tokens, parts, WIDTH, BLOCK, LEAST, SPANS)
     if not SPLIT:
         used = 1
-    elif part >= used:
-        return
-    at = query + text * query_text + head * query_head + row % NEW * query_new
+    keys += text * key_text + shared * key_head
+    values += text * value_text + shared * value_head
+    start = begin + part * blocks // used
+    stop = begin + (part + 1) * blocks // used
+    token = start * BLOCK + tl.arange(0, BLOCK)
     own = -1  # the new token's slot, which is not read
     if FRESH:
         own = tl.load(slot)
+        c, s = angles(cos + text * cos_text, sin + text * cos_text, D, ROTARY, HALVES)
+    if MASK:
+        mask += text * mask_text
+        if NEW > 1:
+            mask += (row % NEW * mask_new)[:, None]
+        ahead = _mask_of(mask, token, (token >= first) & (token < end) & (part < used), NEW, LOWEST)
+    if EARLY:
+        _fetch_lines(keys, token, end, KEY, D)
+        _fetch_lines(values, token, end, VALUE, E)
+        wait_for_the_one_ahead()
+        let_the_next_begin()
+    if SPLIT:  # noqa: SIM102 - a constant, and what is not
+        if part >= used:
+            return
+    at = query + text * query_text + head * query_head + row % NEW * query_new
+    if FRESH:
         one = tl.arange(0, 1)
         ours = (one == 0) & (part == 0)
         new_at = new_keys + text * new_key_text + shared * new_key_head + one
         new_key, new_other = loaded(new_at, ours, KEY, D, ROTARY)
         new_at = new_values + text * new_value_text + shared * new_value_head
         new_value = tl.load(new_at + e, (e < VALUE) & (part == 0), 0)
-        c, s = angles(cos + text * cos_text, sin + text * cos_text, D, ROTARY, HALVES)
         x, y = loaded(at, inside, KEY, D, ROTARY)
         turned = rotated(x, y, c, s, query_norm, KEY, D, ROTARY, QUERY_NORM, QUERY_EPSILON, OFFSET)
         q = turned.to(keys.dtype.element_ty)
@@ -121,16 +148,6 @@ def attend_kernel(
         highest = tl.load(sinks + head, inside & (part == 0), float("-inf")).to(tl.float32) * LOG2E
         weights += tl.where((part == 0) & (tl.arange(0, PLACES) == 0), 1.0, 0.0)[None, :]
     total = tl.zeros((ROWS, E), tl.float32)
-    keys += text * key_text + shared * key_head
-    values += text * value_text + shared * value_head
-    start = begin + part * blocks // used
-    stop = begin + (part + 1) * blocks // used
-    token = start * BLOCK + tl.arange(0, BLOCK)
-    if MASK:
-        mask += text * mask_text
-        if NEW > 1:
-            mask += (row % NEW * mask_new)[:, None]
-        ahead = _mask_of(mask, token, (token >= first) & (token < end), NEW, LOWEST)
     for _ in range(start, stop):
         known = (token >= first) & (token < end)
         if FRESH:
@@ -260,6 +277,7 @@ def attend(
     sinks: Tensor | None = None,
     spans: Tensor | None = None,
     fresh: Fresh | None = None,
+    settled: bool = False,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
     """softmax(query keysᵀ · scale) values, where the mask is true, in fp32 but for products of 16-bit numbers.
@@ -275,6 +293,9 @@ def attend(
 
     fresh: the one new token's key and value, which with its query are normed and rotated here, and which are put into
     the cache; such that `fresh.supports` says yes. Without it the cache holds them.
+
+    settled: no kernel just ahead in the stream writes the cache, the mask, spans, cos, sin or slot, so that they may be
+    read before that one ends.
 
     Returns [texts, new tokens, heads, size of values]; zeros for a new token that sees none.
     """
@@ -309,7 +330,7 @@ def attend(
             "SCALE": scale, "CAP": softcap or 0, "KEY": size, "D": max(16, triton.next_power_of_2(size)),
             "MASK": 0 if mask is None else 1 if mask.dtype is torch.bool else 2,
             "LOWEST": 0 if mask is None else lowest(mask), "SINKS": sinks is not None, "SPLIT": split,
-            "MERGES": merges, "num_stages": plan.stages, **of_fresh,
+            "MERGES": merges, "num_stages": plan.stages, "EARLY": settled and properties.ptx >= SINCE, **of_fresh,
         }  # fmt: skip
         return texts * shared * tiles * parts, constants
 
@@ -327,7 +348,7 @@ def attend(
         *keys.stride()[:2], *values.stride()[:2], mask_text, mask_new, *new_strides,
     )  # fmt: skip
     kinds = query.dtype, None if mask is None else mask.dtype, None if sinks is None else sinks.dtype, spans is None
-    key = (kinds, scale, softcap, texts, group, new, size, value, plan, merges, *of_fresh.values())
+    key = (kinds, scale, softcap, texts, group, new, size, value, plan, merges, settled, *of_fresh.values())
     launch(attend_kernel, index, arguments, key, configure)
     if split and not merges:
         arguments = (ahead, out, sums, statistics, tokens, shared, parts)

@@ -100,21 +100,17 @@ def back_plan(m: int, problem: Problem, properties: DeviceProperties) -> BackPla
         return None
     cycles, plan = min(found, key=lambda pair: pair[0])
     reading = problem.megabytes / (h200.SM80_BANDWIDTH * properties.rates.bandwidth)
-    busy = h200.SM80_BACK_CYCLE / properties.rates.clock * cycles
-    return replace(plan, microseconds=h200.SM80_START + math.hypot(reading, busy))
+    busy = h200.SM80_CYCLE / properties.rates.clock * cycles
+    return replace(plan, microseconds=h200.SM80_BACK_START + math.hypot(reading, busy))
 
 
 def _cycles(plan: BackPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
-    """Of the busiest multiprocessor: for each warp and 32 rows of W, what tensor cores take, and beside them shared
-    memory, which shuffles wait for too, or instructions; and for each part of a tile and row of dy, adding up. A model,
-    which no GPU has been asked about."""
+    """Of the busiest multiprocessor: for each warp and 32 rows of W its look-ups, then its MMAs, at no more than the
+    rate of the GPU's tensor cores; and for each part of a tile and row of dy, adding up."""
     row_tiles, column_tiles, depth = plan.sizes(m, problem)
-    looked_up, matrices, products = 8 + 32, 4 + 4 * plan.columns, 4 * plan.columns
     in_a_cycle = properties.teraflops * 1e6 / (properties.sms * properties.clock)  # flops of a multiprocessor
-    tensor = max(h200.SM80_MMA, MMA_FLOPS / (h200.SM80_MMA_SHARE * in_a_cycle)) * products
-    instructions = 8 + 32 * 7 // 2 + plan.columns + products
-    rest = max(looked_up + matrices, h200.SM80_ISSUE * instructions)
-    step = math.pow(tensor**h200.SM80_OVERLAP + rest**h200.SM80_OVERLAP, 1 / h200.SM80_OVERLAP)
+    column = max(h200.SM80_BACK_COLUMN, 4 * MMA_FLOPS / (h200.SM80_MMA_SHARE * in_a_cycle))
+    step = h200.SM80_BACK_LOOK_UPS + column * plan.columns
     units = -(-row_tiles * column_tiles * depth // plan.ctas) * -(-plan.ctas // properties.sms)
     parts = plan.ctas / (row_tiles * column_tiles) if row_tiles * column_tiles % plan.ctas else 0
     return units * (UNIT_N // 32) * WARPS * step + h200.SM80_BACK_PART * parts * plan.tile_m

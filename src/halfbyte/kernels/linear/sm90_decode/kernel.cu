@@ -36,8 +36,8 @@
 // Launch. The kernel may start while the one before it still runs (programmatic dependent launch): it builds its table
 // and prefetches its first tiles to L2. Then it waits, since x and W may have been written just now, and only then lets
 // the next kernel start: so whatever follows finds all that was written before this kernel. With `static_weights` the
-// caller promises that no kernel just ahead writes W: tiles are copied at once, and only x and the residual are waited
-// for; the next kernel, which may start at once too, waits for this one.
+// caller promises that no kernel just ahead writes W or the norm: tiles are copied at once, and only x and the residual
+// are waited for; the next kernel, which may start at once too, waits for this one.
 //
 // Scales come by tensor copy where those of a row fill a multiple of 16 bytes. Where they do not and a CTA has all of
 // K, one bulk copy brings those of a whole tile (bulk_scales): 16 rows always fill a multiple of 16 bytes, and so do
@@ -78,7 +78,7 @@ __device__ __forceinline__ void copy_fragments(XFragments& to, const XFragments&
 // A multiplying warp. ready: called when the first loads are in flight; returns when shared memory is ready.
 template <class Ready>
 __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 warp, u32 lane,
-                                         const Ready& ready) {
+                                         const float (&offsets)[Config::parts], const Ready& ready) {
   const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64;
   const u32 column = column_of(shared, lane);
   // Where in a tile this lane's bytes of row 2 * group of W are; it has row 2 * group + 1 too.
@@ -105,9 +105,6 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
   };
   if constexpr (!ROUTED) load_x(x, 0);
   if constexpr (Config::norm) normalize(a, shared, x, first_block, warp, lane);
-  float offsets[Config::parts];
-#pragma unroll
-  for (int i = 0; i < Config::parts; i++) offsets[i] = NESTED ? *a.weight[i].offset : 0.0f;
   ready();
   Ring ring(0), sums(1), scales(0);
   Walk walk(a, shared);
@@ -190,16 +187,15 @@ __device__ __forceinline__ void init_barriers(u32 shared) {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-struct Codes {  // what a thread carries of the nested scales' codes, from memory to shared memory
+struct Codes {  // what a thread carries of the nested scales' codes, from memory to shared memory, and their offsets
   static constexpr u32 COUNT = NESTED * Config::parts * ((256 + PREPARING - 1) / PREPARING);
-  float value[COUNT + 1];
+  float value[COUNT + 1], offset[Config::parts];
   __device__ __forceinline__ Codes(const Arguments& a, u32 thread) {
 #pragma unroll
+    for (int i = 0; i < Config::parts; i++) offset[i] = NESTED ? load_global(a.weight[i].offset) : 0.0f;
+#pragma unroll
     for (u32 i = 0; i < COUNT; i++)
-      if (at(i, thread) < 256)
-        asm volatile("ld.global.f32 %0, [%1];"
-                     : "=f"(value[i])
-                     : "l"(a.weight[i % Config::parts].code + at(i, thread)));
+      if (at(i, thread) < 256) value[i] = load_global(a.weight[i % Config::parts].code + at(i, thread));
   }
   __device__ __forceinline__ void store(u32 shared, u32 thread) const {
 #pragma unroll
@@ -207,6 +203,12 @@ struct Codes {  // what a thread carries of the nested scales' codes, from memor
       if (at(i, thread) < 256) store_float(shared + CODE + 1024 * (i % Config::parts) + 4 * at(i, thread), value[i]);
   }
   static __device__ __forceinline__ u32 at(u32 i, u32 thread) { return thread + i / Config::parts * PREPARING; }
+  // At once, and not where the number is first used.
+  static __device__ __forceinline__ float load_global(const float* from) {
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from));
+    return value;
+  }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
@@ -225,6 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
     if constexpr (Config::static_weights) {
       if (threadIdx.x == 0) launch_dependents();
       const Codes codes(a, thread);
+      if (Config::norm && warp < Config::warps) prefetch_norm(a, first_block, warp, lane);
       make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
       wait_for_prior_kernel();
       return codes;
@@ -242,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   if (warp < Config::warps) {
     if constexpr (Config::registers > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::registers));
     const Codes codes = prepare();
-    multiply(a, shared, first_block, warp, lane, [&] { sync_ready(codes); });
+    multiply(a, shared, first_block, warp, lane, codes.offset, [&] { sync_ready(codes); });
   } else {
     // The instruction needs four warps, so there are some that do nothing else.
     if constexpr (Config::registers > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");

@@ -18,6 +18,14 @@ __device__ __forceinline__ float square_sum(u32 word, float sum) {
   return fmaf(second, second, fmaf(first, first, sum));
 }
 
+// Brings the weights of this warp's part of x near, a line for each of its blocks, while the kernel ahead still runs.
+__device__ __forceinline__ void prefetch_norm(const Arguments& a, u32 first_block, u32 warp, u32 lane) {
+  const u32 block = first_block + place(warp, lane);
+  if (lane >= Config::slice || block >= a.k / 64) return;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(a.norm + block * 64));
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(a.norm + block * 64));
+}
+
 __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 (&x)[Config::m_tiles][Config::slice][4],
                                           u32 first_block, u32 warp, u32 lane) {
   constexpr u32 ROWS = 8 * Config::m_tiles, WARPS = Config::cluster * Config::warps;

@@ -32,6 +32,19 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
   Ring sums(0), slot(0);
   Walk walk(a, shared);
   for (; walk.is_there(); walk.next(), sums.next(Config::sum_buffers), slot.next(SLOTS)) {
+    const Tile tile = walk.get();
+    const Result& own = a.result[tile.part];
+    const u32 row = tile.row + 4 * four, n = a.n[tile.part];
+    // What is added comes from far away: it is asked for before there are sums.
+    ushort4 added[OWN], bias = make_ushort4(0, 0, 0, 0);
+    if constexpr (!ROUTED) {
+      const bool stores = rank == 0 && row < n;
+      if (Config::bias && own.bias && stores) bias = *reinterpret_cast<const ushort4*>(own.bias + row);
+#pragma unroll
+      for (int c = 0; c < OWN; c++)
+        if (const u32 m = first_row() + 8 * c + column; Config::residual && stores && m < a.m)
+          added[c] = *reinterpret_cast<const ushort4*>(a.residual + u64(m) * n + row);
+    }
     wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
     float4 total[OWN];
 #pragma unroll
@@ -81,13 +94,11 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
                      : "memory");
     }
 
-    const Tile tile = walk.get();
     if constexpr (ROUTED) {
       store_pairs(a, shared, tile, total[0], lane);
       continue;
     }
-    const Result &own = a.result[tile.part], &to = a.result[PAIRED ? 0 : tile.part];
-    const u32 row = tile.row + 4 * four, n = a.n[tile.part];
+    const Result& to = a.result[PAIRED ? 0 : tile.part];
     // Gate's, kept where this lane alone reads and writes.
     const u32 kept = shared + GATE + part * (OWN * 512) + 16 * lane;
 #pragma unroll
@@ -96,8 +107,8 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
       if (m < a.m && row < n) {
         total[c].x *= a.unit, total[c].y *= a.unit, total[c].z *= a.unit, total[c].w *= a.unit;
         if (Config::bias && own.bias) {
-          const ushort4 b = *reinterpret_cast<const ushort4*>(own.bias + row);
-          total[c].x += unpack(b.x), total[c].y += unpack(b.y), total[c].z += unpack(b.z), total[c].w += unpack(b.w);
+          total[c].x += unpack(bias.x), total[c].y += unpack(bias.y);
+          total[c].z += unpack(bias.z), total[c].w += unpack(bias.w);
         }
         if constexpr (PAIRED) {
           if (tile.half == 0) {
@@ -107,7 +118,7 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
           total[c] = gated<Config::activation>(load_sums(kept + c * 512), total[c]);
         }
         if constexpr (Config::residual) {
-          const ushort4 r = *reinterpret_cast<const ushort4*>(a.residual + u64(m) * n + row);
+          const ushort4 r = added[c];
           total[c].x = fmaf(a.result_scale, total[c].x, unpack(r.x));
           total[c].y = fmaf(a.result_scale, total[c].y, unpack(r.y));
           total[c].z = fmaf(a.result_scale, total[c].z, unpack(r.z));

@@ -9,7 +9,6 @@ that of an H200 (`rates` in common/device.py). None of that has been measured; d
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 # -- The dense weight --------------------------------------------------------------------------------------------------
@@ -196,9 +195,9 @@ SM80_SHARES, SM80_INVARIANT_SUMS = 8, 1 << 23
 
 # Groups of eight rows of a gradient that a warp multiplies, to the CTAs that share a multiprocessor; and stages.
 SM80_BACK_SHAPES, SM80_BACK_STAGES = {2: 4, 4: 4, 8: 3, 12: 2}, 4
-# Cycles for each part of a tile and row of a gradient, a guess. µs of a cycle: infinite, so that the kernel is chosen
-# nowhere, until a GPU has run it and said how many.
-SM80_BACK_PART, SM80_BACK_CYCLE = 20.0, math.inf
+# Of a warp and 32 rows of W, in cycles: looking them up, and the MMAs of eight rows of a gradient. Of a part of a tile:
+# each row of a gradient. And µs of a launch.
+SM80_BACK_LOOK_UPS, SM80_BACK_COLUMN, SM80_BACK_PART, SM80_BACK_START = 77.0, 9.95, 20.7, 6.37
 
 # -- simt --------------------------------------------------------------------------------------------------------------
 
@@ -214,8 +213,8 @@ GEMM_UNIT = {96: 1.676, 128: 1.897, 160: 2.002, 192: 2.385, 224: 2.572, 256: 2.8
 GEMM_CLUSTER = {1: 1.0}
 # µs: two launches; a part of a tile of 256 rows, and a tile. MB a µs that W comes with.
 GEMM_START, GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.71, 3.254, 4.053, 4.667
-# µs that one launch of `lay_out` for several weights saves with each. With 0 none is chosen: no GPU has run them yet.
-GEMM_LAYING_OUT = 0.0
+# µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
+GEMM_LAYING_OUT = 1.5
 # Rows of x a tile from which on shared memory is what W waits for.
 GEMM_PERMUTES_M = 160
 # Bytes of x a launch, all of which stays in L2.
