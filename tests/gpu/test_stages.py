@@ -44,8 +44,7 @@ one_or_two = pytest.mark.parametrize("devices", [one, two])
 
 
 @pytest.fixture(autouse=True)
-def _library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(stages, "OVER_GPUS", True)
+def _library() -> Iterator[None]:
     yield
     host.undo_in_library()
     assert torch.cuda.current_device() == 0

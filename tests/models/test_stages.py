@@ -5,7 +5,6 @@ One device stands for several where a test cuts there. Without a GPU graphs are 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import MethodType
@@ -410,16 +409,3 @@ def test_release(replays: list[int]) -> None:
     assert pool.nbytes == 0
     assert torch.equal(generate(model, inputs), right)
     assert len(replays) == 2 * 22
-
-
-def test_several_gpus_wait_for_a_test_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As before, without a warning: there is nothing to mend."""
-    places = {torch.device("cuda", 0), torch.device("cuda", 1)}
-    for module in (stages, host):
-        monkeypatch.setattr(module, "devices_of", lambda model: places)
-    monkeypatch.setattr(host, "can_replay", lambda device: True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert host._reason(make("llama")) == stages.NOT_YET
-    monkeypatch.setattr(stages, "OVER_GPUS", True)
-    assert stages.why_not(make("llama")) != stages.NOT_YET

@@ -22,9 +22,7 @@ from halfbyte.models.carrying import carried_at_once, carrier
 from halfbyte.models.patch import OurHook, is_method_of
 
 HOME = "accelerate.hooks"
-OVER_GPUS = False  # no two GPUs have run tests/gpu/test_stages.py yet, which turns it on
 CUTS = "_halfbyte_cuts"  # attribute of a model: modules ahead of which a graph ends on one device too; tests set it
-NOT_YET = "its parts are on several GPUs, over which no steps have been tested yet"
 STAYS = ("past_key_values",)  # arguments and results whose tensors lie where their layers do
 
 
@@ -49,8 +47,6 @@ def is_offloaded(model: nn.Module) -> bool:
 def why_not(model: nn.Module) -> str | None:
     """Why the steps of a model on several devices, or with accelerate's hooks, cannot be captured, and how to mend
     that; None where they can."""
-    if len(devices_of(model)) > 1 and not OVER_GPUS and any(device.type == "cuda" for device in devices_of(model)):
-        return NOT_YET
     if is_offloaded(model):
         return "part of it is offloaded, so weights move in every step; give it a device_map of GPUs alone"
     for path, module in model.named_modules():

@@ -26,7 +26,7 @@ from halfbyte.models.captured import can_replay
 from halfbyte.models.fused import AGREES
 from halfbyte.models.graphs import DecodeGraphs, can_capture
 from halfbyte.models.patch import is_method_of
-from halfbyte.models.stages import NOT_YET, devices_of, is_offloaded, why_not
+from halfbyte.models.stages import devices_of, is_offloaded, why_not
 from halfbyte.models.steps import POOL, StepPool, pool_of
 
 HOOKS = ("_prepare_cache_for_generation", "_prefill", "_valid_auto_compile_criteria", "get_compiled_call")
@@ -163,7 +163,7 @@ def _reason(model: Any) -> str | None:
     devices = devices_of(model)
     reason = why_not(model)
     if reason is not None and (len(devices) > 1 or is_offloaded(model)):
-        if any(map(can_replay, devices)) and reason is not NOT_YET:  # of which there is nothing to mend
+        if any(map(can_replay, devices)):
             slow.warn("stages", f"{type(model).__name__} decodes without CUDA graphs: {reason}")
         return reason
     if not all(map(can_replay, devices)):
