@@ -48,7 +48,7 @@ def write_figures(results: Path, root: Path, check: bool) -> str:
 
 def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
     """The Markdown of every record, by device and bench; plots go to `figures`."""
-    from halfbyte.bench import attention, experts_report, nearest, recover, search, serve, sweep, whole_models
+    from halfbyte.bench import attention, calls, experts_report, nearest, recover, search, serve, sweep, whole_models
     from halfbyte.bench import report as reports
     from halfbyte.measure import records
     from halfbyte.roofline import markdown as roofline
@@ -62,6 +62,7 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
         "attention": (attention.markdown, None),
         "experts": (experts_report.markdown, experts_report.plot),
         "decode": (whole_models.markdown, whole_models.plot),
+        "generate": (calls.markdown, None),
         "train": (partial(whole_models.markdown, key="tokens"), None),
         "recover": (recover.markdown, None),
         "serve": (serve.markdown, None),

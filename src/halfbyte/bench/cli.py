@@ -212,6 +212,27 @@ def decode(
 
 
 @app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="As for decode.")] = "llama-3-8b",
+    device: Device = None,
+    prompt: Annotated[int, typer.Option(min=32, help="Tokens of a prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=8, help="That a call makes.")] = 64,
+    layers: Annotated[int, typer.Option(min=0, help="Of a named shape; 0 for all of them.")] = 0,
+    first: Annotated[bool, typer.Option(help="Also the first call of a process.")] = True,
+    rounds: Rounds = 5,
+    out: Out = None,
+) -> None:
+    """What a call costs beside its tokens: the first, a new length, a repeated one; and what speculation gains."""
+    from halfbyte.bench import calls, runs
+    from halfbyte.terminal import say
+
+    names, where = _models(model), device_to_measure(device)
+    settings = calls.Settings(prompt, new_tokens, layers, rounds, first)
+    rows_of = partial(calls.call_rows, device=where, settings=settings, say=say)
+    runs.run_models("generate", calls.METHOD, names, rows_of, calls.terminal_table, where, out)
+
+
+@app.command()
 def train(
     model: Annotated[str, typer.Option(help="As for decode.")] = "llama-3-8b",
     device: Device = None,
