@@ -220,6 +220,19 @@ case("bench decode")(model_bench("halfbyte.bench.decode.decode_rows", "batch"))
 case("bench train")(model_bench("halfbyte.bench.train.train_rows", "tokens"))
 
 
+@case("bench generate")
+def _bench_generate(patch: Patch) -> Case:
+    benches(patch)
+    Path(LABEL).mkdir()
+    (Path(LABEL) / "config.json").touch()
+    call = {"call": f"first {LABEL}", "overhead_ms": 12.5, "samples": 3}
+    text = {"text": f"repeats {LABEL}", "way": "greedy", "provider": f"x{LABEL}", "tokens_per_s": 80.0, "samples": 3}
+    patch.setattr("halfbyte.bench.calls.call_rows", lambda name, **_: [{"model": name} | row for row in (call, text)])
+    return Case(
+        ("--model", LABEL, *BENCH_OPTIONS), (*BENCH_SHOWN, call["call"], f"repeats {LABEL}", f"x{LABEL}, greedy")
+    )
+
+
 @case("bench recover")
 def _bench_recover(patch: Patch) -> Case:
     benches(patch)

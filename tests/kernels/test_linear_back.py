@@ -95,6 +95,7 @@ def test_rows_go_in_launches_one_after_the_other(gpu: Driver, monkeypatch: pytes
     q = gpu.like = make(64, 256)
     monkeypatch.setattr(h200, "BACK_X_BYTES", 2 * 64 * 256)
     monkeypatch.setattr(h200, "DENSE_START", 1000.0)
+    monkeypatch.setattr(h200, "SM80_BACK_START", 1000.0)
     choose_back.cache_clear()
     grad = torch.randn(1000, 64).bfloat16()
     assert torch.equal(multiplied(grad, q), right(grad, q))

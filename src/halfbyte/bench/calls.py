@@ -146,8 +146,8 @@ def _speculation(model: Any, device: torch.device, settings: Settings) -> Iterat
 
 def _permutation(size: int, cycle: int) -> Tensor:
     """What follows each token, in cycles of so many; the rest of a vocabulary is a shorter one."""
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))
-    follows = torch.empty(size, dtype=torch.long)
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0), dtype=torch.int64, device="cpu")
+    follows = torch.empty(size, dtype=torch.int64, device="cpu")
     for part in order.split(cycle):
         follows[part] = part.roll(-1)
     return follows
@@ -158,7 +158,7 @@ def _run(follows: Tensor, length: int) -> Tensor:
     for _ in range(length):
         found.append(token)
         token = int(follows[token])
-    return torch.tensor(found)
+    return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
 def _check(found: Tensor, right: Tensor, provider: str, way: str) -> None:
