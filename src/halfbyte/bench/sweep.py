@@ -32,7 +32,8 @@ def beside_other_weights(kept: Mapping[str, Any] | None, record: dict[str, Any])
     if kept is None or settings(kept["rows"][0]) != settings(record["rows"][0]):
         return record
     measured = {_weight(row) for row in record["rows"]}
-    found = records.beside_earlier(kept, record, _weight, measured)
+    same = [fact for fact in records.SAME if fact != "transformers"]  # which no product goes through
+    found = records.beside_earlier(kept, record, _weight, measured, same)
     for row in record["rows"]:
         found.setdefault(_weight(row), []).append(row)
     return record | {"rows": [row for rows in found.values() for row in rows]}

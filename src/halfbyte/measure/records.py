@@ -69,12 +69,14 @@ def beside_earlier(
     record: Mapping[str, Any],
     key: Callable[[Mapping[str, Any]], Hashable],
     measured: Collection[Hashable],
+    same: Collection[str] = SAME,
 ) -> dict[Hashable, list[dict[str, Any]]]:
     """Rows by their `key`, such as the model, of the record that an earlier run left, each with its commit, in its
-    order; those of `measured` have none. Nothing is taken from another machine or from other versions of libraries."""
+    order; those of `measured` have none. Nothing is taken where a fact of `same` differs: from another machine, or from
+    other versions of libraries."""
     found: dict[Hashable, list[dict[str, Any]]] = {}
     environment = record["environment"]
-    if kept and all(kept["environment"].get(fact) == environment.get(fact) for fact in SAME):
+    if kept and all(kept["environment"].get(fact) == environment.get(fact) for fact in same):
         for row in kept["rows"]:
             rows = found.setdefault(key(row), [])
             if key(row) not in measured:
