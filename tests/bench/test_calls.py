@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import halfbyte as hb
 from halfbyte.bench import calls
 from halfbyte.cli import app
 from halfbyte.measure import models, records
@@ -41,5 +42,8 @@ def test_a_permutation_in_cycles(cycle: int) -> None:
 def test_a_wrong_token_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "LOUD", 1e-3)  # then layers say what follows
     model = models.load("tiny", torch.device("cpu"), torch.bfloat16)
-    with pytest.raises(ValueError, match="is not what follows"):
-        list(calls._speculation(model, torch.device("cpu"), calls.Settings(prompt=64, tokens=8)))
+    try:
+        with pytest.raises(ValueError, match="is not what follows"):
+            list(calls._speculation(model, torch.device("cpu"), calls.Settings(prompt=64, tokens=8)))
+    finally:
+        hb.restore(model)

@@ -58,12 +58,15 @@ def call_rows(name: str, device: torch.device, settings: Settings, say: Callable
     model = models.load(name, device, torch.bfloat16, layers=settings.layers)
     facts = {"model": name, "layers": model.config.num_hidden_layers}
     accelerate(model)
-    say(f"{name}: calls")
-    for row in _calls(model, device, settings):
-        yield facts | row
-    say(f"{name}: speculation")
-    for row in _speculation(model, device, settings):
-        yield facts | row
+    try:
+        say(f"{name}: calls")
+        for row in _calls(model, device, settings):
+            yield facts | row
+        say(f"{name}: speculation")
+        for row in _speculation(model, device, settings):
+            yield facts | row
+    finally:
+        restore(model)
     del model
     empty_cache(device)
     if settings.first:
