@@ -264,6 +264,7 @@ def test_ratios_to_the_dense_weight() -> None:
     times = {
         ("bf16", 64, 128, 8): 6.0, ("halfbyte", 64, 128, 8): 2.0, ("halfbyte", 64, 128, 1): 1.0,
         ("bf16", 64, 128, 1): 4.0, ("bf16", 32, 32, 8): 1.0, ("halfbyte", 32, 32, 8): 2.0,
+        ("bf16", 63, 128, 8): 70.0, ("halfbyte", 63, 128, 8): 2.0,  # N is odd
     }  # fmt: skip
     record = measured(times, "new")
     del record["rows"][4]["median_us"]  # a wrong one
