@@ -8,10 +8,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import halfbyte as hb
 from halfbyte.bench import calls
 from halfbyte.cli import app
 from halfbyte.measure import models, records
+from halfbyte.models.accelerate import is_accelerated
 
 
 def test_every_row(tmp_path: Path) -> None:
@@ -42,8 +42,12 @@ def test_a_permutation_in_cycles(cycle: int) -> None:
 def test_a_wrong_token_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "LOUD", 1e-3)  # then layers say what follows
     model = models.load("tiny", torch.device("cpu"), torch.bfloat16)
-    try:
-        with pytest.raises(ValueError, match="is not what follows"):
-            list(calls._speculation(model, torch.device("cpu"), calls.Settings(prompt=64, tokens=8)))
-    finally:
-        hb.restore(model)
+    with pytest.raises(ValueError, match="is not what follows"):
+        list(calls._speculation(model, torch.device("cpu"), calls.Settings(prompt=64, tokens=8)))
+    assert not is_accelerated(model)
+
+
+def test_more_rounds_than_shorter_prompts() -> None:
+    result = CliRunner().invoke(app, ["bench", "generate", "--model", "tiny", "--prompt", "32", "--rounds", "32"])
+    assert result.exit_code == 2
+    assert "shorter" in result.output

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.measure import models
-from halfbyte.measure.ab_run import clock, empty_cache, random_ids
+from halfbyte.measure.ab_run import OURS, ABRun, clock, empty_cache, random_ids, written
 from halfbyte.measure.report import line, provenance, title
-from halfbyte.models.accelerate import accelerate, release, restore
+from halfbyte.models.accelerate import accelerate, release
 from halfbyte.models.steps import SHARE, pool_of
 from halfbyte.terminal import Table, styled
 
@@ -42,8 +42,9 @@ TEXTS = {"repeats": CYCLE, "does not repeat": 0}
 
 @dataclass(frozen=True)
 class Settings:
-    """prompt: tokens of the shortest. tokens: that a call makes. layers: of a named shape, 0 for all. rounds: calls of
-    each kind that can be repeated. first: whether processes are started for the first call."""
+    """prompt: its tokens; new lengths are shorter. tokens: that a call makes. layers: of a named shape, 0 for all.
+    rounds: calls of each kind, fewer than a prompt has tokens. first: whether processes are started for the first
+    call."""
 
     prompt: int = 256
     tokens: int = 64
@@ -57,16 +58,14 @@ def call_rows(name: str, device: torch.device, settings: Settings, say: Callable
     say(f"{name}: loading")
     model = models.load(name, device, torch.bfloat16, layers=settings.layers)
     facts = {"model": name, "layers": model.config.num_hidden_layers}
-    accelerate(model)
-    try:
-        say(f"{name}: calls")
-        for row in _calls(model, device, settings):
+    say(f"{name}: calls")
+    with ABRun(model, OURS).providers[OURS]() as running:
+        for row in _calls(running, device, settings):
             yield facts | row
-        say(f"{name}: speculation")
-        for row in _speculation(model, device, settings):
-            yield facts | row
-    finally:
-        restore(model)
+    del running
+    say(f"{name}: speculation")
+    for row in _speculation(model, device, settings):
+        yield facts | row
     del model
     empty_cache(device)
     if settings.first:
@@ -76,9 +75,8 @@ def call_rows(name: str, device: torch.device, settings: Settings, say: Callable
 
 
 def _calls(model: Any, device: torch.device, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Two prompts of new lengths for a cache that is there, after the one that had it made."""
+    """Of an accelerated model: the step, each kind of call's overhead, and the memory that is kept in the end."""
     few, tokens, length = settings.tokens // 4, settings.tokens, settings.prompt
-    release(model)
     _timed(model, length, tokens, device)  # whatever is compiled once
     _timed(model, length, few, device)
     again = [_timed(model, length, tokens, device) for _ in range(settings.rounds)]
@@ -86,12 +84,11 @@ def _calls(model: Any, device: torch.device, settings: Settings) -> Iterator[dic
     step = (median(again) - median(short)) / (tokens - few)
     yield {"call": "step of a running call", "median_ms": round(step, 3), "samples": settings.rounds}
     decoding = step * (tokens - 1)
-    release(model)
-    made = [_overhead(model, length, tokens, decoding, device)]
-    for _ in range(settings.rounds - 1):
+    made = []
+    for _ in range(settings.rounds):
         release(model)
         made.append(_overhead(model, length, tokens, decoding, device))
-    new = [_overhead(model, length - 3 * i, tokens, decoding, device) for i in range(1, settings.rounds + 1)]
+    new = [_overhead(model, length - i, tokens, decoding, device) for i in range(1, settings.rounds + 1)]
     same = [_overhead(model, length, tokens, decoding, device) for _ in range(settings.rounds)]
     for call, taken in (("a cache's first", made), ("a new prompt length", new), ("a repeated one", same)):
         yield {"call": call, "overhead_ms": round(median(taken), 1), "samples": len(taken)}
@@ -104,7 +101,7 @@ def _calls(model: Any, device: torch.device, settings: Settings) -> Iterator[dic
 
 def _timed(model: Any, length: int, tokens: int, device: torch.device) -> float:
     ids = random_ids(model, 1, length, seed=length)
-    return clock(lambda: _generate(model, ids, tokens), device)
+    return clock(lambda: written(model, ids, tokens), device)
 
 
 def _overhead(model: Any, length: int, tokens: int, decoding: float, device: torch.device) -> float:
@@ -116,14 +113,8 @@ def _overhead(model: Any, length: int, tokens: int, decoding: float, device: tor
     return taken - median(prompts) - decoding
 
 
-def _generate(model: Any, ids: Tensor, tokens: int, **options: Any) -> Tensor:
-    mask = torch.ones_like(ids)
-    found: Tensor = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, **options)
-    return found
-
-
 def _speculation(model: Any, device: torch.device, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Tokens a second of every way to write a text, by halfbyte and then by bitsandbytes."""
+    """Tokens a second of every way to write a text, by each provider."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     vocabulary, tokens = len(embedding), 4 * settings.tokens
     if head is embedding:  # tied: a head of its own, for what follows another token
@@ -136,15 +127,15 @@ def _speculation(model: Any, device: torch.device, settings: Settings) -> Iterat
         ids = right[None, : settings.prompt]
         with torch.no_grad():
             head[follows.to(device)] = embedding / LOUD
-        for provider in ("halfbyte", "bitsandbytes"):
-            (accelerate if provider == "halfbyte" else restore)(model)
-            made = tokens if provider == "halfbyte" else settings.tokens
-            for way, options in WAYS.items():
-                write = partial(_generate, model, ids, made, **options)
-                _check(write(), right[: settings.prompt + made], provider, way)
-                taken = [clock(write, device) for _ in range(3)]
-                speed = round(1e3 * made / median(taken), 1)
-                yield {"text": text, "way": way, "provider": provider, "tokens_per_s": speed, "samples": len(taken)}
+        for provider, run_by in ABRun(model).providers.items():
+            made = tokens if provider == OURS else settings.tokens
+            with run_by() as running:
+                for way, options in WAYS.items():
+                    write = partial(written, running, ids, made, **options)
+                    _check(write(), right[: settings.prompt + made], provider, way)
+                    taken = [clock(write, device) for _ in range(3)]
+                    speed = round(1e3 * made / median(taken), 1)
+                    yield {"text": text, "way": way, "provider": provider, "tokens_per_s": speed, "samples": len(taken)}
 
 
 def _permutation(size: int, cycle: int) -> Tensor:

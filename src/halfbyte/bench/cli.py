@@ -226,6 +226,8 @@ def generate(
     from halfbyte.bench import calls, runs
     from halfbyte.terminal import say
 
+    if rounds >= prompt:
+        raise typer.BadParameter(f"{rounds} prompts, each shorter than the last, need one of more than {prompt} tokens")
     names, where = _models(model), device_to_measure(device)
     settings = calls.Settings(prompt, new_tokens, layers, rounds, first)
     rows_of = partial(calls.call_rows, device=where, settings=settings, say=say)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.measure import models
-from halfbyte.measure.ab_run import THEIRS, ABRun, ab_runs, clock, empty_cache, peak_gb, random_ids, times
+from halfbyte.measure.ab_run import THEIRS, ABRun, ab_runs, clock, empty_cache, peak_gb, random_ids, times, written
 from halfbyte.measure.decoder import (
     MODES,
     MOST_APART,
@@ -146,12 +147,7 @@ def _dense_rows(model: Any, batch: int, settings: Settings, device: torch.device
 def _generate(model: Any, batch: int, settings: Settings, device: torch.device) -> dict[str, Any]:
     """A plain `generate`: milliseconds a token, prefill included, of a call like the one before it, whose milliseconds
     in all, with what is compiled and captured once, are `first_ms`; and the peak of memory in GB."""
-    ids = random_ids(model, batch, settings.context, seed=1)
-    mask = torch.ones_like(ids)
-
-    def run() -> Any:
-        return model.generate(ids, attention_mask=mask, max_new_tokens=settings.new_tokens, do_sample=False)
-
+    run = partial(written, model, random_ids(model, batch, settings.context, seed=1), settings.new_tokens)
     first = clock(run, device)
     empty_cache(device)
     elapsed = clock(run, device)

@@ -79,6 +79,13 @@ def random_ids(model: Any, texts: int, tokens: int, seed: int) -> Tensor:
     return ids.to(model.device)
 
 
+def written(model: Any, ids: Tensor, tokens: int, **options: Any) -> Tensor:
+    """The prompts [texts, tokens], none of them padded, and so many tokens behind each, as a user has them written."""
+    mask = torch.ones_like(ids)
+    found: Tensor = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, **options)
+    return found
+
+
 def clock(run: Callable[[], Any], device: torch.device) -> float:
     """Milliseconds by the wall clock, from an idle device to an idle device."""
     if device.type == "cuda":

@@ -35,7 +35,7 @@ HOOK = "init_continuous_batching"
 KEPT = "_cached_continuous_batching_manager"  # attribute of a model: `persistent_manager=True`
 BEFORE = "_halfbyte_attention"  # attribute of a model: the attention that it had before its first manager of ours
 REPLACED = ("sdpa", "eager")  # a user who chose another attention has it
-DEVICES = ("cuda",)  # whose kernel has been run on one
+DEVICES = ("cuda",)  # types that the kernel is for; AMD GPUs have this one, too
 
 _managers: WeakSet[Any] = WeakSet()
 
