@@ -1,6 +1,6 @@
 """Small models: a byte-level Llama that has learned to continue the licence, and untrained ones of many families."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,12 @@ def llama(text: Tensor) -> Any:
     return model.eval()
 
 
-@pytest.fixture(scope="session")
-def accelerated(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The same in bitsandbytes' NF4 and bf16, computed by halfbyte."""
+@pytest.fixture(scope="module")
+def accelerated(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The same in bitsandbytes' NF4 and bf16, computed by halfbyte.
+
+    It is restored behind its module: other tests see that nothing of halfbyte is left in transformers.
+    """
     pytest.importorskip("bitsandbytes")
     folder = tmp_path_factory.mktemp("accelerated")
     llama.save_pretrained(folder)
@@ -54,7 +57,8 @@ def accelerated(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:  # on any CPU, though bitsandbytes may be the faster one there
         patch.setattr("halfbyte.models.bitsandbytes.is_faster", lambda facts: False)
         assert hb.accelerate(model).modules
-    return model
+    yield model
+    hb.restore(model)
 
 
 @pytest.fixture(scope="session")
