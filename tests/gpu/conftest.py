@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 import halfbyte as hb
+from halfbyte.formats.spec import FORMATS, codebook_tensor
 from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.capture import capture
 from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.kernel import Kernel
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.measure.error import relative_error as error
@@ -121,3 +124,15 @@ def check_replay(function: Callable[[], Sequence[Tensor]], expected: Sequence[Te
         result.fill_(77)
     graph.replay()
     assert all(map(torch.equal, results, expected))
+
+
+def decoded(q: hb.QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """The weights as kernels have them that scale sums: of codebooks that 16 bits do not hold, a number rounded to
+    `dtype` times its scale. For int4 and mxfp4 that is what dequantize gives."""
+    if q.format in ("int4", "mxfp4"):
+        return hb.dequantize(q, dtype)
+    nibbles = torch.stack((q.packed.view(torch.uint8).view(-1) >> 4, q.packed.view(torch.uint8).view(-1) & 15), 1)
+    codebook, factor = codebook_tensor(FORMATS[q.format], DEVICE), factor_of(q.format, dtype)
+    ones = replace(q, packed=torch.full_like(q.packed, 17 * codebook.tolist().index(1.0)), dtype=F32)
+    numbers = (codebook * factor).to(dtype).float()[nibbles.view(q.shape).long()] * hb.dequantize(ones)
+    return (numbers * torch.tensor(1 / factor, dtype=F32, device=DEVICE)).to(dtype)

@@ -133,7 +133,8 @@ def test_grouped_linear(pairs: int) -> None:
             product = cuda._product(x, q, None, pairs, expert, 1)
             assert product is not None
             cuda._launch(product, x, expert, None, out, pairs)
-        assert torch.equal(out, found)
+        assert not out[~valid].any()
+        assert error(out, right) < 3e-3  # so many may have gone sorted above
 
 
 def test_a_token_has_the_same_bits_among_others() -> None:

@@ -16,10 +16,11 @@ import halfbyte as hb
 from halfbyte.kernels.experts import cuda, reference, sort
 from halfbyte.kernels.experts import grouped as many
 from halfbyte.kernels.experts.block import Block
-from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_TILES_M
+from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M
+from halfbyte.kernels.linear.spread import most_tiles
 from halfbyte.kernels.linear.tune import h200
 
-from .conftest import BF16, DEVICE, F16, F32, NOISE, captured, error, on_another_stream, poisoned, sixteen_bits
+from .conftest import BF16, DEVICE, F16, F32, NOISE, captured, decoded, error, on_another_stream, poisoned, sixteen_bits
 from .test_experts import random, routing, stack
 
 pytestmark = pytest.mark.skipif(
@@ -34,7 +35,8 @@ KINDS = (
     ("int4", {"group_size": 128}),
     ("mxfp4", {}),
 )
-EVERY_WIDTH = {name: getattr(h200, name) for name in ("GROUPED_TIMES", "GROUPED_BACK_TIMES")}
+EVERY_SHAPE = {name: getattr(h200, name) for name in ("GROUPED_STREAMK", "GROUPED_TIMES", "GROUPED_BACK_TIMES")}
+NARROW, WIDE = tuple({tile_m: None for tile_m, _ in h200.GROUPED_STREAMK}), tuple(h200.GROUPED_TIMES)  # sm90_streamk's
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +48,10 @@ def _nothing_kept() -> Iterator[None]:
 
 def use_tiles(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of so many rows from now on, whatever is fastest."""
-    for name in ("GROUPED_TIMES", "GROUPED_BACK_TIMES"):
-        monkeypatch.setattr(h200, name, {tile_m: EVERY_WIDTH[name][tile_m]})
+    for name, shapes in EVERY_SHAPE.items():
+        width_of = {shape: shape[0] if isinstance(shape, tuple) else shape for shape in shapes}
+        of_width = {shape: it for shape, it in shapes.items() if width_of[shape] == tile_m}
+        monkeypatch.setattr(h200, name, of_width)
     many.products.entries.clear()
 
 
@@ -102,7 +106,7 @@ def test_the_sort(experts: int, kind: torch.dtype) -> None:
     for pairs, tile_m in ((1, 32), (31, 128), (1025, 96), (4099, 32), (40000, 256)):
         for low, high in ((-2, experts + 2), (0, experts), (experts // 2, experts // 2 + 1), (-9, 0)):
             ids = torch.randint(low, high, (pairs,), device=DEVICE, dtype=kind)
-            room = sort.most_tiles(pairs, experts, tile_m)
+            room = most_tiles(pairs, experts, tile_m)
             right = routes_of(ids.cpu(), experts, tile_m, room)
             table, places = sort.sort(ids, experts, tile_m, room)
             found = written(table.cpu(), room, len(right.order))
@@ -118,7 +122,10 @@ def test_operands_are_what_dequantize_gives(
     format: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of an expert that fill no tile do not become the next one's, nor do its rows of x."""
-    for (experts, n, k), tile_m in (((3, 333, 1024), 64), ((5, 130, 768), 96), ((2, 40, 320), 32), ((3, 72, 96), 128)):
+    for (experts, n, k), tile_m in (
+        ((3, 333, 1024), 64), ((5, 130, 768), 96), ((2, 40, 320), 32), ((3, 72, 96), 128), ((3, 333, 512), 8),
+        ((2, 520, 96), 16),
+    ):  # fmt: skip
         if k % options.get("group_size", min(options.get("block_size", 64), 64)):
             continue
         use_tiles(tile_m, monkeypatch)
@@ -128,8 +135,8 @@ def test_operands_are_what_dequantize_gives(
         shuffled = torch.randperm(len(x), device=DEVICE)
         found = many.grouped_linear(x[shuffled], q, expert[shuffled], None)
         assert found is not None
-        right = hb.dequantize(q, dtype).transpose(1, 2).reshape(-1, n)
-        assert torch.equal(found, right[shuffled]), (n, k)
+        dense = decoded(q, dtype) if tile_m in NARROW else hb.dequantize(q, dtype)
+        assert torch.equal(found, dense.transpose(1, 2).reshape(-1, n)[shuffled]), (n, k)
 
 
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
@@ -161,7 +168,7 @@ def test_a_block(sizes: tuple[int, int, int, int], dtype: torch.dtype, format: s
         check_block(sizes, -(-pairs // k), kind, activation, dtype, format, options)
 
 
-@pytest.mark.parametrize("tile_m", GROUPED_TILES_M)
+@pytest.mark.parametrize("tile_m", [*NARROW, *WIDE])
 def test_every_width_of_tiles(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tiles(tile_m, monkeypatch)
     check_block((9, 320, 768, 3), 601, "usual", "silu", BF16, "nf4", {})
@@ -169,14 +176,16 @@ def test_every_width_of_tiles(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> N
     check_block((1, 256, 512, 1), 5000, "usual", "gelu", BF16, "mxfp4", {})
 
 
-def test_bits_do_not_depend_on_tiles_or_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sum is one CTA's, in the order of K."""
+@pytest.mark.parametrize("tiles_m", [NARROW, WIDE], ids=str)
+def test_bits_do_not_depend_on_tiles_or_neighbours(tiles_m: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one kernel: each sum is one CTA's, in the order of K."""
+    use_tiles(tiles_m[-1], monkeypatch)
     q, x = stack(8, 300, 1024, "nf4", BF16), random(3000, 1024)
     expert = torch.randint(-1, 9, (3000,), device=DEVICE)
     whole = many.grouped_linear(x, q, expert, None)
     assert whole is not None
     assert not whole[(expert < 0) | (expert > 7)].any()
-    for tile_m in GROUPED_TILES_M:
+    for tile_m in tiles_m:
         use_tiles(tile_m, monkeypatch)
         assert torch.equal(many.grouped_linear(x, q, expert, None), whole)
     some = torch.randperm(3000, device=DEVICE)[:700]
@@ -300,7 +309,7 @@ def test_gradients_of_rows(
         check_gradient(q, random(rows, n, dtype=dtype), expert)
 
 
-@pytest.mark.parametrize("tile_m", GROUPED_TILES_M)
+@pytest.mark.parametrize("tile_m", BACK_TILES_M)
 def test_every_width_on_the_way_back(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids of both kinds."""
     use_tiles(tile_m, monkeypatch)
@@ -319,7 +328,7 @@ def test_gradients_do_not_depend_on_tiles_or_neighbours(monkeypatch: pytest.Monk
     expert = torch.randint(-1, 9, (3000,), device=DEVICE)
     whole = many.grouped_linear_backward(grad, q, expert)
     assert whole is not None
-    for tile_m in GROUPED_TILES_M:
+    for tile_m in BACK_TILES_M:
         use_tiles(tile_m, monkeypatch)
         assert torch.equal(many.grouped_linear_backward(grad, q, expert), whole)
     some = torch.randperm(3000, device=DEVICE)[:700]

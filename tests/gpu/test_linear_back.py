@@ -15,7 +15,7 @@ from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_TILES_M, GemmPlan, is_valid, x_stages
+from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, GemmPlan, is_valid, x_stages
 from halfbyte.measure.error import relative_error as error
 
 from .conftest import BF16, DEVICE, F16, F32, NOISE, captured, poisoned, sixteen_bits, weight
@@ -66,7 +66,7 @@ def test_operands_are_what_dequantize_gives(
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("tile_m", GROUPED_TILES_M)
+@pytest.mark.parametrize("tile_m", BACK_TILES_M)
 def test_error(tile_m: int, cluster: int) -> None:
     """Rows that fill no tile, tiles that several CTAs share, launches one after the other."""
     for dtype, (n, k), (format, options) in ((BF16, (1029, 1024), KINDS[0]), (F16, (712, 5376), KINDS[5])):

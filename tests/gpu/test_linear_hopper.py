@@ -13,18 +13,15 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.formats.bitsandbytes import FORMATS
-from halfbyte.formats.spec import codebook_tensor
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.linear import cuda, dispatch, laid_out
-from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan, is_valid
 
-from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, poisoned, sixteen_bits, weight
+from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, decoded, poisoned, sixteen_bits, weight
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
@@ -179,17 +176,7 @@ def test_identity_gives_the_decoded_weights(
     q = weight(n, k, format, stored, **options)
     bytes_of = q.packed.view(torch.uint8).view(-1)
     bytes_of.copy_(torch.randint(0, 256, bytes_of.shape, device=DEVICE))  # every nibble, -8 included
-    if format == "int4":
-        values = hb.dequantize(q, dtype)
-    else:
-        nibbles = torch.stack((bytes_of >> 4, bytes_of & 15), 1).view(n, k).long()
-        codebook, factor = codebook_tensor(FORMATS[format], DEVICE), factor_of(format, dtype)
-        scale = hb.QuantizedWeight(
-            format, torch.full_like(q.packed, 17 * codebook.tolist().index(1.0)), q.scale, q.shape, F32, q.block_size,
-            q.nested,
-        )  # fmt: skip
-        decoded = (codebook * factor).to(dtype).float()[nibbles] * hb.dequantize(scale)
-        values = (decoded * torch.tensor(1 / factor, dtype=F32, device=DEVICE)).to(dtype)
+    values = decoded(q, dtype)
     eye = torch.eye(k, dtype=dtype, device=DEVICE)
     for plan in shared_by(tile, k, n, k):
         assert torch.equal(fused(eye, q, plan), values.t())

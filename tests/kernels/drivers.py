@@ -23,13 +23,12 @@ from halfbyte.kernels.common import driver, tensor_map
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.experts import reference as stacks
 from halfbyte.kernels.experts import sort
-from halfbyte.kernels.linear import cache, cuda, kernel, laid_out, reach, workspace
+from halfbyte.kernels.linear import cache, cuda, grouped, kernel, laid_out, reach, workspace
+from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.kernels.linear.simt import launch as exact
 from halfbyte.kernels.linear.sm75 import launch as tensor
 from halfbyte.kernels.linear.sm90_decode import launch as decode
-from halfbyte.kernels.linear.sm90_gemm import grouped
-from halfbyte.kernels.linear.sm90_gemm.grouped import Grouping
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.pointwise import reference as pointwise
 
@@ -210,9 +209,10 @@ class Driver:
         first, *values = struct.unpack("".join(laid_out.LAYOUT), arguments)
         addresses = (*struct.unpack_from("Q", first), *values[:4])
         (x, bias, out, place, *others, routes), (stale, per_row) = values[4:11], values[11:13]
-        (n, k, row_tiles, room, units, _), (unit, _, _) = values[13:19], values[19:]
+        (n, k, row_tiles, room, units, _), _ = values[13:19], values[19:]
         assert (grouping.experts, *((k, n) if self.back else (n, k))) == self.like.shape
-        assert (row_tiles, units, unit) == (-(-n // 128), -(-k // 256), 1.0)
+        assert row_tiles in {-(-n // rows) for rows in (128, 192, 256)}
+        assert units == -(-k // 256)
         assert place != 0 == stale == others[0] == others[1]
         dense = self._dense(decode.rows_of(self.like), addresses).view(self.like.shape)
         self.seen.append((grouped, per_row))
@@ -257,7 +257,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> It
     """The driver, while a GPU with these properties takes the place of the CPU."""
     there = Driver()
     monkeypatch.setattr(driver, "driver", lambda: there)
-    for module in (cuda, kernel, laid_out, decode, exact, tensor, grouped):
+    for module in (cuda, kernel, laid_out, decode, exact, tensor):
         monkeypatch.setattr(module, "properties_of", lambda index: properties)
     monkeypatch.setattr(reach, "without_kernels", lambda properties: None)
     monkeypatch.setattr(driver, "cubin", lambda variant: b"")

@@ -57,9 +57,10 @@ def test_models_are_supported(model: str, pairs: int) -> None:
 def test_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "without_kernels", lambda properties: None)
     q = hb.quantize(torch.randn(4, 64, 256))
-    both = "experts: CUDA C++ sm90_decode where tokens are few, sm90_gemm where they are many (sm_90)"
+    many = "sm90_streamk and sm90_gemm"
+    both = f"experts: CUDA C++ sm90_decode where tokens are few, {many} where they are many (sm_90)"
     assert serves._on_cuda(q, H200) == both
-    assert serves._on_cuda(hb.quantize(torch.randn(4, 72, 256)), H200) == "experts: CUDA C++ sm90_gemm (sm_90)"
+    assert serves._on_cuda(hb.quantize(torch.randn(4, 72, 256)), H200) == f"experts: CUDA C++ {many} (sm_90)"
     assert "no kernel is for such a stack" in serves._on_cuda(q, A100)
     assert "no kernel is for such a stack" in serves._on_cuda(hb.quantize(torch.randn(4, 64, 250)), H200)
 

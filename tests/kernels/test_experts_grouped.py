@@ -25,19 +25,16 @@ from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.experts import combine, cuda, reference, sort
 from halfbyte.kernels.experts import grouped as many
 from halfbyte.kernels.experts.block import Block
+from halfbyte.kernels.linear import grouped
+from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem
-from halfbyte.kernels.linear.sm90_gemm import grouped
-from halfbyte.kernels.linear.sm90_gemm.grouped import Grouping
-from halfbyte.kernels.linear.sm90_gemm.plan import (
-    GROUPED_TILES_M,
-    W_STAGES,
-    GemmPlan,
-    grouped_plans,
-    is_grouped_valid,
-    x_stages,
-)
-from halfbyte.kernels.linear.spread import usual_tiles, wanted
+from halfbyte.kernels.linear.sm90_gemm import plan as gemm
+from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, TILES_M, W_STAGES, GemmPlan, x_stages
+from halfbyte.kernels.linear.sm90_streamk import plan as streamk
+from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
+from halfbyte.kernels.linear.spread import most_tiles, usual_tiles, wanted
+from halfbyte.kernels.linear.tune import h200
 
 #         experts, I, H, experts of a token
 MODELS = {
@@ -68,7 +65,7 @@ def problems(model: str, dtype: torch.dtype = BF16) -> tuple[Problem, Problem]:
 )
 def test_tiles(ids: list[int], experts: int, tile_m: int) -> None:
     """Every pair with an expert is in one tile, of its expert; and there is room for all tiles."""
-    room = sort.most_tiles(len(ids), experts, tile_m)
+    room = most_tiles(len(ids), experts, tile_m)
     found = routes_of(torch.tensor(ids), experts, tile_m, room)
     assert found.count <= len(found.tiles) == room
     assert not found.tiles[found.count :].any()
@@ -83,7 +80,7 @@ def test_tiles(ids: list[int], experts: int, tile_m: int) -> None:
 
 def test_there_may_be_as_many_tiles_as_there_is_room_for() -> None:
     ids = torch.tensor([0] * 65 + [1] + [2])
-    assert routes_of(ids, 3, 32, 5).count == 5 == sort.most_tiles(67, 3, 32)
+    assert routes_of(ids, 3, 32, 5).count == 5 == most_tiles(67, 3, 32)
 
 
 @settings(deadline=None)
@@ -105,34 +102,63 @@ def test_rooms(pairs: int) -> None:
 )
 def test_every_plan_is_valid(pairs: int, experts: int, n: int, k: int, block_size: int, back: bool) -> None:
     o = problem(experts * n, k, block_size=block_size)
-    plans = grouped_plans(pairs, experts, (o, o), H200, back)
+    plans = grouped.plan(pairs, experts, (o, o), H200, back)
     assert plans is not None
     assert plans[0] == plans[1]
     assert plans[0].back is back
-    assert is_grouped_valid(plans[0], experts, *((k, n) if back else (n, k)), span_of(o), H200)
+    assert is_valid(plans[0], experts, *((k, n) if back else (n, k)), span_of(o), H200)
     assert plans[0].microseconds > 0
-    assert plans[0].x_tiles(plans[0].chunk) == sort.most_tiles(pairs, experts, plans[0].tile_m)
+    assert plans[0].x_tiles(plans[0].chunk) == most_tiles(pairs, experts, plans[0].tile_m)
     assert 1 - 1e-6 <= wanted(pairs, experts) <= experts + 1e-6
-    assert usual_tiles(pairs, experts, 32) >= pairs / 32 - 1e-6
+    assert pairs / 32 - 1e-6 <= usual_tiles(pairs, experts, 32) <= most_tiles(pairs, experts, 32) + 1e-6
 
 
-def test_plans_that_would_be_wrong_are_not_valid() -> None:
+@pytest.mark.parametrize(("pairs", "experts"), [(512, 128), (2048, 128), (16384, 128), (128, 8), (5000, 3), (7, 1)])
+@pytest.mark.parametrize("tile_m", [8, 32, 160])
+def test_usual_tiles_are_those_of_a_fair_router(pairs: int, experts: int, tile_m: int) -> None:
+    ids = torch.randint(0, experts, (50, pairs), generator=torch.Generator().manual_seed(0))
+    counts = torch.stack([row.bincount(minlength=experts) for row in ids])
+    seen = float((-(-counts // tile_m)).sum(1).double().mean())
+    assert abs(usual_tiles(pairs, experts, tile_m) - seen) <= 0.06 * seen
+
+
+def is_valid(plan: grouped.Plan, *given: Any) -> bool:
+    if isinstance(plan, StreamKPlan):
+        return streamk.is_grouped_valid(plan, *given)
+    return gemm.is_grouped_valid(plan, *given)
+
+
+def test_narrow_plans_that_would_be_wrong_are_not_valid() -> None:
+    def valid(experts: int = 8, n: int = 1000, k: int = 4096, **changes: Any) -> bool:
+        shape = {"tile_m": 32, "warpgroups": 3, "stages": 3, "ctas": 132}
+        return is_valid(StreamKPlan(**shape | {"chunk": 320} | changes), experts, n, k, 64, H200)
+
+    assert valid()
+    assert not valid(ctas=0)
+    assert not valid(chunk=100)
+    assert not valid(tile_m=96, chunk=960)
+    assert not valid(resident=4)
+    assert not valid(stages=5)  # more than shared memory holds
+    assert not valid(experts=1 << 20, n=1 << 13)
+
+
+def test_wide_plans_that_would_be_wrong_are_not_valid() -> None:
     def valid(experts: int = 8, n: int = 1000, k: int = 4096, **changes: Any) -> bool:
         shape = {"tile_m": 128, "warpgroups": 2, "w_stages": 3, "x_stages": 6, "workers": 132, "cluster": 1}
-        return is_grouped_valid(GemmPlan(**shape | {"chunk": 1280} | changes), experts, n, k, 64, H200)
+        return is_valid(GemmPlan(**shape | {"chunk": 1280} | changes), experts, n, k, 64, H200)
 
     assert valid()
     assert valid(workers=1000)  # those without a tile end at once
     assert not valid(workers=0)
     assert not valid(chunk=1000)
     assert not valid(chunk=0)
-    assert not valid(tile_m=16, chunk=160)
+    assert not valid(tile_m=64, chunk=640)  # sm90_streamk's
     assert not valid(x_stages=8, tile_m=192, chunk=1920)  # more than shared memory holds
     assert not valid(cluster=4)
     assert not valid(experts=1 << 20, n=1 << 13)
     assert valid(experts=1 << 20, n=1 << 13, k=1 << 11, back=True)  # whose rows of W are k
     assert not valid(experts=1 << 20, back=True)
-    assert grouped_plans(600, 8, problems("mixtral"), A100) is None
+    assert grouped.plan(600, 8, problems("mixtral"), A100) is None
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -144,7 +170,8 @@ def test_models_have_tiles_for_their_experts(model: str) -> None:
         assert plans is not None
         assert plans[0].tile_m == plans[1].tile_m
         tiles.append(plans[0].tile_m)
-    assert max(tiles[:2]) <= min(tiles[3:]) >= 128
+    assert tiles == sorted(tiles)
+    assert tiles[0] <= 64 < 96 <= tiles[-1]
 
 
 def test_what_is_supported() -> None:
@@ -376,9 +403,9 @@ def test_the_way_back_compiles_into_registers(every: bool, tmp_path: Path) -> No
     import triton
 
     some = [(BACK_VARIANTS[0], 128), (BACK_VARIANTS[2], 32), (BACK_VARIANTS[3], 256), (BACK_VARIANTS[6], 64)]
-    for o, tile_m in product(BACK_VARIANTS, GROUPED_TILES_M) if every else some:
+    for o, tile_m in product(BACK_VARIANTS, BACK_TILES_M) if every else some:
         plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), 1, 1, tile_m, back=True)
-        found = used(grouped.variant(o, Grouping(1, scatters=True), plan, H200), tmp_path, triton)
+        found = used(grouped.variant(o, Grouping(1, scatters=True), plan), tmp_path, triton)
         assert found.keys() == {"multiply", "lay_out"}
         assert all(each["STACK"] == each["LOCAL"] == "0" for each in found.values()), (plan, o)
 
@@ -388,14 +415,15 @@ def test_the_way_back_compiles_into_registers(every: bool, tmp_path: Path) -> No
 def test_compiles_into_registers(every: bool, tmp_path: Path) -> None:
     import triton
 
-    some = [(VARIANTS[0], 32), (VARIANTS[4], 128), (VARIANTS[2], 256), (VARIANTS[3], 64)]
-    for (o, activation, others), tile_m in [(v, t) for v in VARIANTS for t in GROUPED_TILES_M] if every else some:
-        plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), 1, 1, tile_m)
-        found = used(grouped.variant(o, Grouping(1, activation, **others), plan, H200), tmp_path, triton)
+    wide = [GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), 1, 1, tile_m) for tile_m in TILES_M]
+    narrow = [StreamKPlan(tile_m, groups, 2, 1, chunk=tile_m) for tile_m, groups in h200.GROUPED_STREAMK]
+    some = [(VARIANTS[0], narrow[0]), (VARIANTS[4], wide[1]), (VARIANTS[2], wide[-1]), (VARIANTS[3], narrow[-1])]
+    for (o, activation, others), plan in product(VARIANTS, (*narrow, *wide)) if every else some:
+        found = used(grouped.variant(o, Grouping(1, activation, **others), plan), tmp_path, triton)
         assert found.keys() == {"multiply", "lay_out"}
         assert all(each["STACK"] == each["LOCAL"] == "0" for each in found.values()), (plan, o)
     # A producer of nested scales of 32 weights each, one by one, holds 64 words of them.
-    one_by_one = grouped.variant(problem(64, 96, block_size=32), Grouping(1), plan, H200)
+    one_by_one = grouped.variant(problem(64, 96, block_size=32), Grouping(1), wide[-1])
     assert int(used(one_by_one, tmp_path, triton)["multiply"]["STACK"]) <= 128
 
 

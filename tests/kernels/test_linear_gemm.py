@@ -20,7 +20,7 @@ from halfbyte.kernels.linear.laid_out import span_of, supports
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.launch import constants, source
-from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_TILES_M, TILES_M, GemmPlan, gemm_plan, is_valid, x_stages
+from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, TILES_M, GemmPlan, gemm_plan, is_valid, x_stages
 from halfbyte.kernels.linear.tune import h200
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -140,7 +140,7 @@ def test_compiles_into_registers(every: bool, back: bool, tmp_path: Path) -> Non
     of_fp4 = Problem(F16, 64, 960, "fp4", 64, torch.float32)
     # With N = 65 x is laid out on the way back, too.
     problems = (nf4(64, 1024), Problem(F16, 64, 1024, "int4", 32, F16), nf4(65, 960), of_fp4)
-    shapes = [(tile_m, cluster) for tile_m in (GROUPED_TILES_M if back else TILES_M) for cluster in (1, 2)]
+    shapes = [(tile_m, cluster) for tile_m in (BACK_TILES_M if back else TILES_M) for cluster in (1, 2)]
     for i, (tile_m, cluster) in enumerate(shapes if every else [(96, 1), (256, 2), (160, 1)]):
         for problem in problems if every else problems[i : i + 1]:
             plan = GemmPlan(tile_m, 2, 3, x_stages(tile_m), 1, cluster, tile_m, back=back)

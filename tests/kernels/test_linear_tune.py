@@ -18,7 +18,7 @@ from halfbyte.kernels.linear.sm90_decode.plan import decode_plan
 from halfbyte.kernels.linear.tune import h200
 
 ROOT = Path(dispatch.__file__).parent
-PLANNERS = [ROOT / "dispatch.py", *sorted(ROOT.glob("*/plan.py")), ROOT / "sm80/invariant.py"]
+PLANNERS = [ROOT / "dispatch.py", *sorted(ROOT.glob("*/plan.py")), ROOT / "sm80/invariant.py", ROOT / "spread.py"]
 
 
 @pytest.mark.parametrize("path", PLANNERS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -35,7 +35,7 @@ def test_planners_hold_no_measured_number(path: Path) -> None:
 def test_every_constant_is_in_use() -> None:
     used = {
         node.attr
-        for path in PLANNERS
+        for path in (*PLANNERS, ROOT / "grouped.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "h200"
     }

@@ -1,6 +1,6 @@
 """The weighted sum of what each token's experts give.
 
-Bytes: a row of fp32 for each pair of a token and an expert, and y. Each token adds up in the order of its experts, in
+Bytes: a row for each pair of a token and an expert, and y. Each token adds up in the order of its experts, in
 fp32, and is rounded once, be it that or the sum with a residual.
 """
 
@@ -41,7 +41,7 @@ def combine_kernel(
         known = (number >= 0) & (number < experts)
         weight = tl.load(weights + pair).to(tl.float32)
         row = number if SORTED else pair
-        total += tl.load(rows + row * columns + column, inside & known, 0) * tl.where(known, weight, 0)
+        total += tl.load(rows + row * columns + column, inside & known, 0).to(tl.float32) * tl.where(known, weight, 0)
     at = token * columns + column
     if RESIDUAL:
         total = tl.load(residual + at, inside, 0).to(tl.float32) + FACTOR * total
@@ -54,8 +54,8 @@ def combine(
     """out[t] = the sum over j of weights[t, j] * rows[t * k + j], without those whose ids[t, j] is none of the experts;
     with a residual, that and its factor times the sum.
 
-    rows [T * k, H] fp32, ids and weights [T, k], and out and what is added to [T, H], contiguous, on the current
-    device.
+    rows [T * k, H] of any float type, ids and weights [T, k], and out and what is added to [T, H], contiguous, on the
+    current device.
     """
     _combine(rows, ids, weights, out, experts, False, residual)
 
@@ -79,6 +79,6 @@ def _combine(
         return tokens * blocks, constants | {"num_warps": 4}
 
     added, factor = (out, 1.0) if residual is None else residual
-    key = (out.dtype, ids.dtype, weights.dtype, tokens, k, is_sorted, residual is None, factor)
+    key = (rows.dtype, out.dtype, ids.dtype, weights.dtype, tokens, k, is_sorted, residual is None, factor)
     arguments = (rows, ids, weights, added, out, columns, blocks, experts)
     launch(combine_kernel, out.get_device(), arguments, key, configure)

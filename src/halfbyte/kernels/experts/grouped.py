@@ -1,7 +1,8 @@
 """Products with a stack of experts on a Hopper GPU: many pairs of a token and an expert, sorted by expert.
 
-The kernel is `linear`'s for many rows (kernels/linear/sm90_gemm). The sort and all that follows from it stay on the
-device (sort.cu), and launches are made for the most tiles that there can be, so CUDA graphs can capture them.
+The kernels are those of `linear` for which x is laid out (kernels/linear/grouped.py). The sort and all that follows
+from it stay on the device (sort.cu), and launches are made for the most tiles that there can be, so CUDA graphs can
+capture them.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.experts.block import Block
-from halfbyte.kernels.experts.sort import MOST_EXPERTS, Routes, most_tiles, sort
-from halfbyte.kernels.linear import cache, reach
+from halfbyte.kernels.experts.sort import MOST_EXPERTS, Routes, sort
+from halfbyte.kernels.linear import cache, grouped, reach
 from halfbyte.kernels.linear.fusion import Residual
+from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.kernel import GroupedProduct
 from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
-from halfbyte.kernels.linear.sm90_gemm import grouped
-from halfbyte.kernels.linear.sm90_gemm.grouped import Grouping
-from halfbyte.kernels.linear.sm90_gemm.plan import sorted_microseconds
+from halfbyte.kernels.linear.spread import most_tiles
 
+WIDE_BYTES = 1 << 25  # of down's products in fp32, which L2 holds; more of them are rounded to x's dtype
 MOST_BYTES = 1 << 31  # of what a block keeps of its tokens; more of these go one part after the other
 
 
@@ -68,14 +69,15 @@ def _scattered(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | Non
 def moe(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, block: Block, residual: Residual | None = None
 ) -> Tensor | None:
-    """As in cuda.py: sort, gate and up, down, and the weighted sums. Down's products are fp32."""
+    """As in cuda.py: sort, gate and up, down, and the weighted sums."""
     if top_k_index.numel() == 0:
         return None
     from halfbyte.kernels.experts.combine import combine_sorted
 
     (tokens, k), (experts, hidden, inner) = top_k_index.shape, block.down.shape
     part = _part(tokens, k * (6 * hidden + 4 * inner))  # x laid out and down's rows, and what is between
-    groupings = Grouping(experts, block.activation), Grouping(experts, wide=True)
+    wide = 4 * min(tokens, part) * k * hidden <= WIDE_BYTES
+    groupings = Grouping(experts, block.activation), Grouping(experts, wide=wide)
     out = x.new_empty((tokens, hidden))
     for first in range(0, tokens, part):
         rows, ids, weights = (tensor[first : first + part] for tensor in (x, top_k_index, top_k_weights))
@@ -85,7 +87,7 @@ def moe(
         routes = found.sort(ids, experts)
         between = x.new_empty((ids.numel(), inner))
         _launch(found.each[0], rows, routes, block.gate_up_bias, between, k)
-        y = x.new_empty((ids.numel(), hidden), dtype=torch.float32)
+        y = x.new_empty((ids.numel(), hidden), dtype=torch.float32 if wide else x.dtype)
         _launch(found.each[1], between, routes, block.down_bias, y, 0)
         added = None if residual is None else residual._replace(value=residual.value[first : first + part])
         combine_sorted(y, routes.places, weights, out[first : first + part], added)
@@ -96,7 +98,7 @@ def microseconds(x: Tensor, stacks: Sequence[QuantizedWeight], pairs: int) -> fl
     """The estimated time of the sort and of the products with stacks, or infinity where no kernel is for them."""
     problems = [problem_of(x, rows_of(q), None) for q in stacks]
     plans = grouped.plan(pairs, stacks[0].shape[0], problems, properties_of(x.get_device()))
-    return math.inf if plans is None else sorted_microseconds(pairs, plans)
+    return math.inf if plans is None else grouped.sorted_microseconds(pairs, plans)
 
 
 def _part(tokens: int, bytes_of_token: int) -> int:

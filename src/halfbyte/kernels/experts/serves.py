@@ -8,11 +8,9 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.slow import has_numba
 from halfbyte.kernels.experts.sort import MOST_EXPERTS
-from halfbyte.kernels.linear import reach
+from halfbyte.kernels.linear import grouped, reach
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
-from halfbyte.kernels.linear.sm90_gemm import grouped
-from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 
 ONE_BY_ONE = "experts one by one: dequantize, then torch.matmul"
 
@@ -40,7 +38,7 @@ def _on_cuda(q: QuantizedWeight, properties: DeviceProperties) -> str:
     if decode.plan_routed(1, problem, experts, "", False, properties) is not None:
         found.append(f"{decode.NAME} where tokens are few")
     if experts <= MOST_EXPERTS and grouped.plan(1, experts, (problem,), properties) is not None:
-        found.append(f"{gemm.NAME} where they are many" if found else gemm.NAME)
+        found.append(f"{grouped.NAMES} where they are many" if found else grouped.NAMES)
     if not found:
         return f"{ONE_BY_ONE}, as no kernel is for such a stack on this GPU"
     return f"experts: CUDA C++ {', '.join(found)} (sm_{properties.capability})"

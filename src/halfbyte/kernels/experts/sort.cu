@@ -1,17 +1,18 @@
 // Pairs of a token and an expert, sorted by expert, and the tiles that follow: what the products of many pairs go by
 // (linear/device/grouped.cuh draws `routes`).
 //
-// Bytes: the ids twice, and two numbers for each pair. One CTA does it all in a few microseconds, so nothing waits for
-// another CTA or for the host. Each warp has a run of pairs. It counts those of each expert; a thread an expert adds up
-// what the warps have counted; then each warp knows where its pairs go. Pairs of an expert keep their order, so the
-// same ids give the same routes. Ids that are no expert are nobody's, and their place is NOWHERE.
+// Bytes: the ids twice, and two numbers for each pair. A cluster of CTAs does it all in a few microseconds, and nothing
+// waits for the host. Each warp has a run of pairs. It counts those of each expert; each CTA adds up what its warps have
+// counted, and reads the sums of the others; then each warp knows where its pairs go. Pairs of an expert keep their
+// order, so the same ids give the same routes. Ids that are no expert are nobody's, and their place is NOWHERE.
 //
 // Config: tile_m, rows of a tile; x, which is not looked at.
 
 #include "linear/device/ptx.cuh"
 
-constexpr u32 WARPS = 32, THREADS = 32 * WARPS, NOWHERE = ~0u;
-constexpr u32 AT_ONCE = 8;  // ids that a lane loads ahead
+constexpr u32 CTAS = 8, WARPS = 8, THREADS = 32 * WARPS, NOWHERE = ~0u;
+constexpr u32 AT_ONCE = 8;           // ids that a lane loads ahead
+constexpr u32 MOST_OF_A_THREAD = 4;  // experts
 
 struct Arguments {
   const void* ids;  // [pairs], of 32 bits or 64
@@ -19,7 +20,7 @@ struct Arguments {
   u32 pairs, experts, wide_ids, most_tiles;
 };
 
-extern __shared__ u32 counts[];  // [WARPS][experts]
+extern __shared__ u32 counts[];  // [WARPS][experts], and behind them the CTA's own [experts]
 
 // The sum of `value` over the threads before this one, and over all of them.
 struct Sums {
@@ -37,17 +38,25 @@ __device__ __forceinline__ Sums add_up(u32 value, u32* of_warps, u32 warp, u32 l
   const u32 until = scan(value);
   if (lane == 31) of_warps[warp] = until;
   __syncthreads();
-  const u32 warps = scan(of_warps[lane]);
-  const u32 earlier = __shfl_sync(~0u, warps, (warp + 31) % 32), all = __shfl_sync(~0u, warps, 31);
-  __syncthreads();
+  const u32 warps = scan(lane < WARPS ? of_warps[lane] : 0);
+  const u32 earlier = __shfl_sync(~0u, warps, (warp + 31) % 32), all = __shfl_sync(~0u, warps, WARPS - 1);
   return {(warp ? earlier : 0) + until - value, all};
+}
+// From the shared memory of the CTA of this rank.
+__device__ __forceinline__ u32 load_from(const u32* place, u32 rank) {
+  u32 value;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];"
+               : "=r"(value)
+               : "r"(address_in(u32(__cvta_generic_to_shared(place)), rank))
+               : "memory");
+  return value;
 }
 
 // Calls `each` with the pairs of a warp, 32 at a time: the lane's pair, its expert or NOWHERE, the lanes with the same
 // expert. All lanes call it.
 template <class Each>
 __device__ __forceinline__ void for_each_pair(const Arguments& a, u32 warp, u32 lane, const Each& each) {
-  const u32 run = (a.pairs + THREADS - 1) / THREADS * 32, end = min((warp + 1) * run, a.pairs);
+  const u32 run = (a.pairs + CTAS * THREADS - 1) / (CTAS * THREADS) * 32, end = min((warp + 1) * run, a.pairs);
   for (u32 first = warp * run; first < end; first += 32 * AT_ONCE) {
     u64 ids[AT_ONCE];
 #pragma unroll
@@ -67,41 +76,64 @@ __device__ __forceinline__ void for_each_pair(const Arguments& a, u32 warp, u32 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_constant__ Arguments a) {
-  __shared__ u32 of_warps[WARPS];
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, before = (1u << lane) - 1;
-  u32* own = counts + warp * a.experts;
+  __shared__ u32 rows_of_warps[WARPS], tiles_of_warps[WARPS];
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.y, before = (1u << lane) - 1;
+  const u32 number = rank * WARPS + warp;
+  u32 *own = counts + warp * a.experts, *totals = counts + WARPS * a.experts;
   for (u32 e = lane; e < a.experts; e += 32) own[e] = 0;
   __syncwarp();
   wait_for_prior_kernel();
-  for_each_pair(a, warp, lane, [&](u32, u32, u32 expert, u32 alike) {
+  launch_dependents();
+  for_each_pair(a, number, lane, [&](u32, u32, u32 expert, u32 alike) {
     if (expert != NOWHERE && !(alike & before)) own[expert] += __popc(alike);
   });
   __syncthreads();
-  // A thread an expert.
-  const u32 expert = threadIdx.x;
-  u32 rows = 0;
-  if (expert < a.experts)
-    for (u32 w = 0; w < WARPS; w++) rows += counts[w * a.experts + expert];
-  const u32 tiles = (rows + Config::tile_m - 1) / Config::tile_m;
-  const Sums of_rows = add_up(rows, of_warps, warp, lane), of_tiles = add_up(tiles, of_warps, warp, lane);
-  if (expert < a.experts) {
-    u32 place = of_rows.before;
+  for (u32 e = threadIdx.x; e < a.experts; e += THREADS) {
+    u32 rows = 0;
+#pragma unroll
     for (u32 w = 0; w < WARPS; w++) {
-      const u32 count = counts[w * a.experts + expert];
-      counts[w * a.experts + expert] = place;
-      place += count;
+      const u32 count = counts[w * a.experts + e];
+      counts[w * a.experts + e] = rows;
+      rows += count;
     }
+    totals[e] = rows;
   }
+  sync_cluster();
+  // A thread has neighbouring experts. Of each: its rows in all CTAs, and those of earlier ones.
+  const u32 share = (a.experts + THREADS - 1) / THREADS, first = threadIdx.x * share;
+  u32 rows[MOST_OF_A_THREAD], earlier[MOST_OF_A_THREAD], all_rows = 0, all_tiles = 0;
+#pragma unroll
+  for (u32 i = 0; i < MOST_OF_A_THREAD; i++) {
+    rows[i] = earlier[i] = 0;
+    if (i < share && first + i < a.experts)
+#pragma unroll
+      for (u32 r = 0; r < CTAS; r++) {
+        const u32 there = load_from(totals + first + i, r);
+        rows[i] += there;
+        if (r < rank) earlier[i] += there;
+      }
+    all_rows += rows[i], all_tiles += (rows[i] + Config::tile_m - 1) / Config::tile_m;
+  }
+  const Sums of_rows = add_up(all_rows, rows_of_warps, warp, lane);
+  const Sums of_tiles = add_up(all_tiles, tiles_of_warps, warp, lane);
   uint4* table = a.routes + 1;
-  for (u32 i = 0; i < tiles; i++) {
-    const u32 first = i * Config::tile_m;
-    table[of_tiles.before + i] = make_uint4(expert, of_rows.before + first, min(u32(Config::tile_m), rows - first), 0);
+  u32 row = of_rows.before, tile = of_tiles.before;
+#pragma unroll
+  for (u32 i = 0; i < MOST_OF_A_THREAD; i++) {
+    if (i >= share || first + i >= a.experts) break;
+#pragma unroll
+    for (u32 w = 0; w < WARPS; w++) counts[w * a.experts + first + i] += row + earlier[i];
+    for (u32 done = 0; done < rows[i]; done += Config::tile_m, tile++)
+      if (tile % CTAS == rank)
+        table[tile] = make_uint4(first + i, row + done, min(u32(Config::tile_m), rows[i] - done), 0);
+    row += rows[i];
   }
-  for (u32 i = of_tiles.all + threadIdx.x; i < a.most_tiles; i += THREADS) table[i] = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x == 0) *a.routes = make_uint4(of_tiles.all, 0, 0, 0);
-  __syncthreads();
+  for (u32 i = of_tiles.all + rank * THREADS + threadIdx.x; i < a.most_tiles; i += CTAS * THREADS)
+    table[i] = make_uint4(0, 0, 0, 0);
+  if (rank == 0 && threadIdx.x == 0) *a.routes = make_uint4(of_tiles.all, 0, 0, 0);
+  sync_cluster();  // places are there, and nobody reads this CTA's totals any more
   u32 *sorted = reinterpret_cast<u32*>(table + a.most_tiles), *places = sorted + (a.pairs + 3) / 4 * 4;
-  for_each_pair(a, warp, lane, [&](u32 pair, u32 end, u32 expert, u32 alike) {
+  for_each_pair(a, number, lane, [&](u32 pair, u32 end, u32 expert, u32 alike) {
     const bool valid = expert != NOWHERE;
     const u32 place = valid ? own[expert] + __popc(alike & before) : NOWHERE;
     __syncwarp();

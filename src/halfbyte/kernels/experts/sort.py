@@ -14,8 +14,8 @@ from halfbyte.kernels.common.driver import Arguments, Launch, kernels
 from halfbyte.kernels.common.nvrtc import Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
 
-MOST_EXPERTS = 1024  # a thread each
-WARPS = 32
+CTAS, WARPS = 8, 8  # of one cluster, of a CTA
+MOST_EXPERTS = 4 * 32 * WARPS  # four a thread
 LAYOUT = ("", "2Q4I", "")  # sort.cu's Arguments, all of which change
 
 launches: ThreadCache[Hashable, tuple[Launch, Arguments]] = ThreadCache()
@@ -29,15 +29,10 @@ class Routes(NamedTuple):
     places: Tensor
 
 
-def most_tiles(pairs: int, experts: int, tile_m: int) -> int:
-    """The most tiles of tile_m pairs of one expert that there can be: a full one, or the last of its expert."""
-    return pairs // tile_m + min(experts, pairs)
-
-
 def sort(ids: Tensor, experts: int, tile_m: int, tiles: int) -> Routes:
     """The routes of pairs whose experts are `ids`, int32 or int64, contiguous, on the current device.
 
-    tiles: that the table has room for, no fewer than `most_tiles`.
+    tiles: that the table has room for, no fewer than there can be.
     """
     pairs, index = ids.numel(), ids.get_device()
     first = 4 * (1 + tiles + -(-pairs // 4))
@@ -54,9 +49,9 @@ def variant(tile_m: int) -> Variant:
 
 
 def _prepare(index: int, tile_m: int, experts: int) -> tuple[Launch, Arguments]:
-    shared = 4 * WARPS * experts
+    shared = 4 * (WARPS + 1) * experts
     (function,) = kernels(index, variant(tile_m), (("sort_pairs", shared),), carveout=100)
-    return Launch(function, (1, 1), 32 * WARPS, shared, overlaps=True), Arguments(LAYOUT, (), ())
+    return Launch(function, (1, CTAS), 32 * WARPS, shared, CTAS, overlaps=True), Arguments(LAYOUT, (), ())
 
 
 @cache

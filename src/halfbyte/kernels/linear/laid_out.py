@@ -87,7 +87,28 @@ class LaidOutPlan(Protocol):
     def x_tiles(self, m: int) -> int: ...
 
 
+class GroupedPlan(LaidOutPlan, Protocol):
+    """Of experts. chunk: the most rows of x, all tiles together. microseconds: the estimate."""
+
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def microseconds(self) -> float: ...
+
+
 P = TypeVar("P", bound=LaidOutPlan)
+
+
+def can_be_numbered(plan: GroupedPlan, experts: int, n: int, k: int) -> bool:
+    """True if numbers of 32 bits are enough for a stack of experts [N, K], or [K, N] on the way back."""
+    units = -(-k // UNIT_K)
+    return (
+        plan.workers >= 1
+        and plan.chunk > 0 == plan.chunk % plan.tile_m
+        and -(-n // plan.rows) * plan.x_tiles(plan.chunk) * units + plan.workers < 1 << 32
+        and plan.chunk * units * UNIT_K < 1 << 35  # pieces of eight
+        and experts * (k if plan.back else n) < 1 << 32  # rows of W
+    )
 
 
 @dataclass(frozen=True)
@@ -242,8 +263,9 @@ def make_launches(index: int, x_units: int, plan: LaidOutPlan, compiled: Variant
     shared = int(dict(compiled.constants)["shared_bytes"])
     lay_out, multiply = kernels(index, compiled, (("lay_out", 0), ("multiply", shared)), carveout=100)
     pieces = x_units * plan.tile_m * UNIT_K // 8
+    laying = pieces // 4 if dict(compiled.constants)["grouped"] else pieces  # threads, as device/lay_out.cuh has them
     return (
-        Launch(lay_out, (plan.workers + -(-pieces // 128), 1), 128, overlaps=True),
+        Launch(lay_out, (plan.workers + -(-laying // 128), 1), 128, overlaps=True),
         Launch(
             multiply,
             (plan.ctas // plan.cluster, plan.cluster),

@@ -2,7 +2,8 @@
 
 #include "back.cuh"
 
-// Below Arguments, which it reads.
+// Below Arguments, which they read.
+#include "device/copy_w.cuh"
 #include "device/scale_rows.cuh"
 
 constexpr u32 SCALE_THREADS = 64;
@@ -126,27 +127,6 @@ __device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 firs
     for (int i = 0; AHEAD && i < ROWS; i++) now[i] = then[i];
   }
   clearing.finish(a);
-}
-
-// The tensor map of experts has W as {bytes of a row, rows, experts}, or {bytes, halves, rows, experts}.
-__device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const StreamUnit& at, u32 full) {
-  if constexpr (Config::back) copy_box(to, map, first_row(at) / 2, at.depth * UNIT_K, full);
-  else copy_box(to, map, byte, first_row(at), full);
-}
-__device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const GroupedUnit& at, u32 full) {
-  if constexpr (HALVES)
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-        "[%6];" ::"r"(to),
-        "l"(map), "r"(byte), "r"(0), "r"(first_row(at) / 2), "r"(at.tile.expert), "r"(full)
-        : "memory");
-  else
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-        "[%5];" ::"r"(to),
-        "l"(map), "r"(Config::back ? first_row(at) / 2 : byte), "r"(Config::back ? at.depth * UNIT_K : first_row(at)),
-        "r"(at.tile.expert), "r"(full)
-        : "memory");
 }
 
 // One thread: W of each unit.

@@ -39,10 +39,10 @@
 
 #include "device/scaled_table.cuh"
 #include "fetch.cuh"
-#include "pairs.cuh"
 
-// Below Arguments, which it reads.
+// Below Arguments, which they read.
 #include "device/lay_out.cuh"
+#include "device/pairs.cuh"
 
 constexpr int STEPS = Config::span / 16, WORDS = Config::span / 32;  // MMAs a span; words of it that a lane takes
 constexpr int OPERANDS = STEP_K / 4;                                 // registers of A a step of x

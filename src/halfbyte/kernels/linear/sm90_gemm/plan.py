@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from halfbyte.kernels.common.device import DeviceProperties
-from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, copies_x, span_of
+from halfbyte.kernels.linear import spread
+from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, can_be_numbered, copies_x, span_of
 from halfbyte.kernels.linear.problem import Problem
-from halfbyte.kernels.linear.spread import usual_tiles
+from halfbyte.kernels.linear.spread import most_tiles
 from halfbyte.kernels.linear.tune import h200
 
 STEP_K = 64  # of K, what x comes in
@@ -18,7 +18,7 @@ REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
 SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a producer reads about experts
 GROUPED_BACK_REGISTERS = (72, 216)  # where it does both
 TILES_M = (96, 128, 160, 192, 224, 256)
-GROUPED_TILES_M = (32, 64, *TILES_M)  # of experts, which have few rows each, and of back, which has no other kernel
+BACK_TILES_M = (32, 64, *TILES_M)  # there is no other kernel for few rows
 MOST_STAGES = 8  # that there are barriers for
 DIRECT = 8
 W_STAGES, NARROW_STAGES = 3, 6  # the second where fewer rows of x than linear's leave room
@@ -89,7 +89,7 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
     units = -(-n // plan.rows) * -(-k // UNIT_K)
     return (
         properties.ptx == 90
-        and plan.tile_m in (GROUPED_TILES_M if plan.back else TILES_M)
+        and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES
@@ -153,48 +153,30 @@ def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, pr
     back; `chunk` is the most rows of x, all its tiles together."""
     return (
         properties.ptx == 90
-        and plan.tile_m in GROUPED_TILES_M
+        and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES
         and plan.cluster in (1, 2)
-        and plan.workers >= 1
-        and plan.chunk > 0 == plan.chunk % plan.tile_m
-        and -(-n // plan.rows) * plan.x_tiles(plan.chunk) * -(-k // UNIT_K) + plan.workers < 1 << 32
-        and plan.chunk * -(-k // UNIT_K) * UNIT_K < 1 << 35  # pieces of eight
-        and experts * (k if plan.back else n) < 1 << 32  # rows of W
+        and can_be_numbered(plan, experts, n, k)
         and plan.shared_bytes(span) <= properties.shared_memory
     )
 
 
-def grouped_plans(
-    pairs: int, experts: int, problems: Sequence[Problem], properties: DeviceProperties, back: bool = False
-) -> tuple[GemmPlan, ...] | None:
-    """The plans for pairs of a token and an expert with stacks, one after the other, that have tiles in common; or None
-    where this kernel does not support them. The rows of each problem are those of all experts. back: for rows [N]
-    and the products with the transposes."""
-    found = []
-    tiles_m = h200.GROUPED_BACK_TIMES if back else h200.GROUPED_TIMES
-    for tile_m, times in tiles_m.items() if pairs and properties.ptx == 90 else ():
-        most = (pairs // tile_m + min(experts, pairs)) * tile_m
-        stages = NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
-        workers, plans = properties.sms, list[GemmPlan]()
-        for o in problems:
-            n, k = (o.k, o.n // experts) if back else (o.n // experts, o.k)
-            tiles = math.ceil(usual_tiles(pairs, experts, tile_m) * -(-n // 128))
-            busy = -(-tiles // workers) * (-(-k // UNIT_K) * times.unit + times.tile)
-            time = h200.GEMM_START + h200.GROUPED_LAYING * pairs * k / 1e6 + busy
-            shapes = (
-                GemmPlan(tile_m, 2, some, x_stages(tile_m), workers, 1, most, time, back)
-                for some in range(stages, 1, -1)
-            )
-            valid = (plan for plan in shapes if is_grouped_valid(plan, experts, n, k, span_of(o), properties))
-            plans.extend(islice(valid, 1))
-        if len(plans) == len(problems):
-            found.append(tuple(plans))
-    return min(found, key=lambda plans: sum(plan.microseconds for plan in plans), default=None)
-
-
-def sorted_microseconds(pairs: int, plans: Sequence[GemmPlan]) -> float:
-    """The estimated time of sorting pairs, and of the products with stacks."""
-    return h200.SORT_START + h200.SORT_PAIRS * pairs / 1000 + sum(plan.microseconds for plan in plans)
+def grouped_plan(
+    pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
+) -> GemmPlan | None:
+    """The plan for pairs of a token and an expert, in tiles of so many, with a stack; None where this kernel is not for
+    them. The rows of the problem are those of all experts. back: for rows [N] and the product with the transposes."""
+    times = (h200.GROUPED_BACK_TIMES if back else h200.GROUPED_TIMES).get(tile_m)
+    if times is None or pairs == 0 or properties.ptx != 90:
+        return None
+    n, k = (problem.k, problem.n // experts) if back else (problem.n // experts, problem.k)
+    most, stages = most_tiles(pairs, experts, tile_m) * tile_m, NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
+    time = spread.microseconds(pairs, experts, tile_m, 128, times, problem, properties, back)
+    shapes = (
+        GemmPlan(tile_m, 2, some, x_stages(tile_m), properties.sms, 1, most, time, back)
+        for some in range(stages, 1, -1)
+    )
+    valid = (plan for plan in shapes if is_grouped_valid(plan, experts, n, k, span_of(problem), properties))
+    return next(valid, None)

@@ -3,7 +3,8 @@
 
 #include "work.cuh"
 
-// Below Arguments, which it reads.
+// Below Arguments, which they read.
+#include "device/copy_w.cuh"
 #include "device/scale_rows.cuh"
 
 constexpr int SHARE = (TILE_N + 127) / 128;
@@ -19,23 +20,30 @@ __device__ __forceinline__ void store_scales(const RawScales& raw, float offset,
   }
 }
 
+// x of a unit, of which a tile of experts has as many rows as are laid out.
+__device__ __forceinline__ void fetch_x(const uint4* from, const StreamUnit&, u32 to, u32 full) {
+  copy(to, from, X_BYTES, full);
+}
+__device__ __forceinline__ void fetch_x(const uint4* from, const GroupedUnit& at, u32 to, u32 full) {
+  for (u32 step = 0; step < UNIT_K / 64; step++)
+    copy(to + step * (Config::tile_m * 128), from + step * (Config::tile_m * 8), copied_rows(at.tile) * 128, full);
+}
+__device__ __forceinline__ u32 x_bytes(const StreamUnit&) { return Config::resident ? 0 : X_BYTES; }
+__device__ __forceinline__ u32 x_bytes(const GroupedUnit& at) { return copied_rows(at.tile) * (UNIT_K * 2); }
+
 __device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const WorkUnit& at, u32 to, u32 full) {
-  expect(full, STAGE_BYTES);
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          to),
-      "l"(map), "r"(at.depth * (UNIT_K / 2)), "r"(at.row_tile * TILE_N), "r"(full)
-      : "memory");
+  expect(full, W_BYTES + x_bytes(at));
+  copy_w(to, map, at.depth * (UNIT_K / 2), at, full);
   if constexpr (Config::resident == 0) {
     wait_for_prior_kernel();  // until x is laid out
-    const uint4* from = a.laid_out + u64(at.column_tile * a.depth_units + at.depth) * (X_BYTES / 16);
-    copy(to + W_BYTES, from, X_BYTES, full);
+    fetch_x(a.laid_out + u64(at.column_tile * a.depth_units + at.depth) * (X_BYTES / 16), at, to + W_BYTES, full);
   }
 }
 
 __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u32 last, u32 thread) {
   const u32 column = column_of(shared(), thread % 32);
   WorkUnit at(a, first);
+  const auto row_at = [&](const WorkUnit& at, u32 i) { return row_of(a, at, first_row(at) + thread + 128 * i); };
   if constexpr (Config::resident > 0) {
     // The kernel before may be the one that writes W: until it has ended W may be prefetched, but not read.
     prefetch_scales(a, own_number(), thread);
@@ -48,7 +56,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   }
   RawScales now[SHARE], then[SHARE];  // of this unit and of those after it
 #pragma unroll
-  for (int i = 0; i < SHARE; i++) now[i].load(a, at.row_tile * TILE_N + thread + 128 * i, at.depth * UNIT_K);
+  for (int i = 0; i < SHARE; i++) now[i].load(a, row_at(at, i), at.depth * UNIT_K);
   float code[2], offset = 0;
   if constexpr (NESTED) {
     code[0] = load_float(a.code + thread), code[1] = load_float(a.code + thread + 128);
@@ -94,7 +102,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       WorkUnit after = at;
       after.depth += covered - 1, after.next(a);
 #pragma unroll
-      for (int i = 0; i < SHARE; i++) then[i].load(a, after.row_tile * TILE_N + thread + 128 * i, after.depth * UNIT_K);
+      for (int i = 0; i < SHARE; i++) then[i].load(a, row_at(after, i), after.depth * UNIT_K);
       has_next = true;
     }
     if (Config::resident > 0 && PRODUCERS_WAIT && unit == first + units_before_x(a)) sync_x();

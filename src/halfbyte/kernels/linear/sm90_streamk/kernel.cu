@@ -16,6 +16,10 @@
 // order of K, or by the cluster reduce where they form a cluster (device/split_k.cuh). The same input gives the same
 // bits.
 //
+// Experts. With `grouped` x are rows of tokens, gathered by expert, and a tile has pairs of a token and one expert.
+// What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
+// up only activation(gate) * up is stored.
+//
 // x. The kernel `lay_out` writes x in the swizzled tiles that wgmma reads, with zeros beyond M and K; `multiply` may
 // start before it is done (programmatic dependent launch). Where all units of a CTA belong to one tile and shared
 // memory has room for their x, the CTA lays it out itself and keeps it there. No other kernel runs first then.
@@ -30,12 +34,15 @@
 //   vector                                   a thread loads 16 bytes of a row's scales at a time
 //   x, scale, low_first                      types, and whether the first weight of a byte is in its low half
 //   activation, residual                     what y is combined with (device/laid_out.cuh)
+//   grouped, wide, scatters                  of experts, whose `activation` is what gates: results are fp32; they go to
+//                                            their pairs' rows
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
 #include "fetch.cuh"
 
-// Below Arguments, which it reads.
+// Below Arguments, which they read.
 #include "device/lay_out.cuh"
+#include "device/pairs.cuh"
 
 // Where a thread finds its part of W, and of the scales, in a stage. It reads rows `row` (even) and `row` + 1 of 128
 // bytes, whose 16-byte pieces are swizzled by the row; so the address of a span is that of the first span, exclusive or
@@ -78,7 +85,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
   float total[SUMS];
   // In a cluster each CTA stores its own groups of eight rows of x.
   const auto store = [&](const WorkUnit& at) {
-    store_tile(a, total, at, at.row_tile * TILE_N + row, member, [](u32 i) { return is_own(i); });
+    if constexpr (Config::grouped) store_pairs(a, total, at, first_row(at) + row, member);
+    else store_tile(a, total, at, first_row(at) + row, member, [](u32 i) { return is_own(i); });
   };
   Ring ring(0);
   u32 resident = lower_half(BASE + X_RESIDENT);
@@ -124,7 +132,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
         cluster_reduce<WARPS>(total, a, at, shared() + TILES, warp, lane);  // over W's stages, which are done with
         store(at);
       } else {
-        if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane)) store(at);
+        if (Config::grouped || fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane)) store(at);
 #pragma unroll
         for (int i = 0; i < SUMS; i++) total[i] = 0;
       }
@@ -172,7 +180,8 @@ __device__ __forceinline__ void lay_out_x(const Arguments& a, u32 first, u32 las
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Arguments a) {
   if ((u32(__cvta_generic_to_shared(memory)) & 0xffffff) != BASE) __trap();
-  const u32 first = first_unit(a, own_number()), last = first_unit(a, own_number() + 1), lane = threadIdx.x % 32;
+  const u32 first = first_unit(a, own_number()), last = end_unit(a, own_number()), lane = threadIdx.x % 32;
+  if (Config::grouped && first == last) return wait_for_prior_kernel();  // what follows relies on it
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
   if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");
   if (warp >= WARPS) {

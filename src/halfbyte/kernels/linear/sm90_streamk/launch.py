@@ -88,14 +88,15 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
     producer, consumer = REGISTERS[plan.warpgroups]
     return {
-        "x": TYPES[problem.dtype], "scale": TYPES[problem.scale], "low_first": problem.low_first,
+        "x": TYPES[problem.dtype], "low_first": problem.low_first,
+        "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
         "log_block": problem.block_size.bit_length() - 1, "span": span_of(problem),
         "vector": loads_scales_at_once(problem), "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
         "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "direct": plan.direct,
         "producer_registers": producer, "consumer_registers": consumer,
-        "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "grouped": False, "back": False,
-        "copies_x": False,
-        "activation": f"Activation::{plan.activation or 'none'}",
+        "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,
+        "copies_x": False, "activation": f"Activation::{plan.activation or 'none'}",
+        "grouped": False, "wide": False, "scatters": False,
     }  # fmt: skip
 
 

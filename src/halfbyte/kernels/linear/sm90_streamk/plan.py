@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
+from halfbyte.kernels.linear import spread
 from halfbyte.kernels.linear.fusion import Fusion
-from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, span_of
+from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, can_be_numbered, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem
+from halfbyte.kernels.linear.spread import most_tiles
 from halfbyte.kernels.linear.tune import h200
 
 TILES_M = (8, 16, 32, 64)
@@ -29,6 +31,7 @@ class StreamKPlan:
     invariant: bool = False  # the sums of a row are made in the same order whatever tile_m is
     activation: str = ""  # what the result of another weight gates this one's by
     residual: bool = False  # the result is added to something
+    chunk: int = 0  # of experts: the most rows of x, all tiles together
     microseconds: float = field(default=0.0, compare=False)
 
     back: bool = field(default=False, init=False)
@@ -143,6 +146,40 @@ def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
     last = replace(plans[-1], activation=fusion.activation, residual=fusion.residual is not None)
     saved = 0.0 if last.resident else (len(plans) - 1) * h200.STREAMK_LAYING_OUT
     return StreamKGroup((*plans[:-1], last), sum(found.microseconds for found in plans) - saved)
+
+
+def is_grouped_valid(plan: StreamKPlan, experts: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
+    """True if kernel.cu computes the right thing under `plan` with a stack of experts [N, K]."""
+    return (
+        properties.ptx == 90
+        and plan.tile_m in TILES_M
+        and plan.warpgroups in REGISTERS
+        and 2 <= plan.stages <= 8
+        and plan.resident == 0
+        and plan.cluster == 1
+        and can_be_numbered(plan, experts, n, k)
+        and plan.shared_bytes(span) <= properties.shared_memory
+    )
+
+
+def grouped_plan(
+    pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
+) -> StreamKPlan | None:
+    """The plan for pairs of a token and an expert, in tiles of so many, with a stack; None where this kernel is not for
+    them, as on the way back. The rows of the problem are those of all experts."""
+    if back or pairs == 0 or properties.ptx != 90:
+        return None
+    most, found = most_tiles(pairs, experts, tile_m) * tile_m, []
+    for (other, warpgroups), (stages, times) in h200.GROUPED_STREAMK.items():
+        if other != tile_m:
+            continue
+        time = spread.microseconds(pairs, experts, tile_m, 64 * warpgroups, times, problem, properties)
+        for some in range(stages, 1, -1):
+            plan = StreamKPlan(tile_m, warpgroups, some, properties.sms, chunk=most, microseconds=time)
+            if is_grouped_valid(plan, experts, problem.n // experts, problem.k, span_of(problem), properties):
+                found.append(plan)
+                break
+    return min(found, key=lambda plan: plan.microseconds, default=None)
 
 
 def _microseconds(busy: float, plan: StreamKPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:

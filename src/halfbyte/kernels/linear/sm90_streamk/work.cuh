@@ -50,6 +50,9 @@ __device__ __forceinline__ u32 own_number() {
   return Config::cluster > 1 ? blockIdx.x * Config::cluster + blockIdx.y : gridDim.x - 1 - blockIdx.x;
 }
 
+// Of a tile, the first row of W.
+template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) { return at.row_tile * TILE_N; }
+
 // Two barriers of all warps. sync_all: pipeline barriers and table are ready. sync_x: x is resident. The producer waits
 // at sync_x only where it does not wait for codes of scales anyway; else x would queue behind more of W. It waits
 // before the third unit, or before the second where x is large and scales come one by one or W is read twice.

@@ -236,14 +236,20 @@ class GroupedTimes(NamedTuple):
 
 # Of pairs that are sorted by expert, by tile_m; µs for each million numbers of x that are laid out.
 GROUPED_TIMES = {
-    32: GroupedTimes(1.3, 0.4), 64: GroupedTimes(1.55, 1.2), 96: GroupedTimes(1.75, 1.6),
-    128: GroupedTimes(1.9, 2.0), 160: GroupedTimes(2.1, 4.0), 192: GroupedTimes(2.35, 4.0),
-    224: GroupedTimes(2.55, 4.8), 256: GroupedTimes(2.75, 5.2),
+    96: GroupedTimes(1.70, 1.46), 128: GroupedTimes(1.83, 1.76), 160: GroupedTimes(2.09, 2.28),
+    192: GroupedTimes(2.29, 2.38), 224: GroupedTimes(2.56, 2.75), 256: GroupedTimes(2.74, 2.73),
 }  # fmt: skip
-GROUPED_LAYING = 2.2
-# The same on the way back, not measured yet: a unit as of one weight, and a tile as above.
-GROUPED_BACK_TIMES = {tile_m: GroupedTimes(unit, GROUPED_TIMES[tile_m].tile) for tile_m, unit in BACK_UNIT.items()}
+# The same of sm90_streamk, by tile_m and warpgroups, with the most stages.
+GROUPED_STREAMK = {
+    (8, 4): (3, GroupedTimes(1.06, 1.26)), (8, 3): (3, GroupedTimes(0.86, 1.38)),
+    (16, 4): (3, GroupedTimes(1.28, 1.09)), (16, 3): (3, GroupedTimes(1.00, 1.10)),
+    (32, 4): (3, GroupedTimes(1.44, 1.47)), (32, 3): (3, GroupedTimes(1.16, 1.22)),
+    (64, 2): (3, GroupedTimes(1.10, 1.02)), (64, 3): (2, GroupedTimes(1.53, 1.88)),
+}  # fmt: skip
+GROUPED_LAYING = 1.1
+# The same on the way back, not measured yet: a unit as of one weight, and a tile by its rows.
+GROUPED_BACK_TIMES = {tile_m: GroupedTimes(unit, tile_m / 50) for tile_m, unit in BACK_UNIT.items()}
 # µs of the sort, and of a thousand pairs in it.
-SORT_START, SORT_PAIRS = 5.0, 2.1
+SORT_START, SORT_PAIRS = 5.0, 0.6
 # µs of a launch for pairs that are not, and MB a µs that experts come with, once for every eight rows of x.
 ROUTED_START, ROUTED_BANDWIDTH = 5.5, 3.15

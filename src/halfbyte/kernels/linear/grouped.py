@@ -1,0 +1,141 @@
+"""Products of many pairs of a token and an expert with a stack of experts, or with their transposes: a kernel for which
+x is laid out, with Config::grouped. sm90_streamk has the narrow tiles, sm90_gemm the wide ones and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.common.driver import Arguments
+from halfbyte.kernels.common.nvrtc import Constant, Variant
+from halfbyte.kernels.common.tensor_map import tensor_map
+from halfbyte.kernels.linear import laid_out
+from halfbyte.kernels.linear.kernel import GroupedProduct
+from halfbyte.kernels.linear.laid_out import LAYOUT, UNIT_K
+from halfbyte.kernels.linear.problem import Addresses, Problem
+from halfbyte.kernels.linear.sm90_gemm import launch as gemm
+from halfbyte.kernels.linear.sm90_gemm import plan as wide
+from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_BACK_REGISTERS, SCATTERED_REGISTERS, GemmPlan
+from halfbyte.kernels.linear.sm90_streamk import launch as streamk
+from halfbyte.kernels.linear.sm90_streamk import plan as narrow
+from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
+from halfbyte.kernels.linear.tune import h200
+
+Plan = StreamKPlan | GemmPlan
+NAMES = f"{streamk.NAME} and {gemm.NAME}"
+EVERY_TILE_M = tuple(sorted({*narrow.TILES_M, *wide.BACK_TILES_M}))
+INTERLEAVED = "swiglu_oai"  # the activation whose gate and up rows are neighbours
+
+
+class Grouping(NamedTuple):
+    """experts: of the stack. activation: of gate and up rows, of which only what it gives is stored. wide: results are
+    fp32, not of x's dtype. scatters: a result goes to its pair's row; else rows stay sorted by expert."""
+
+    experts: int
+    activation: str = ""
+    wide: bool = False
+    scatters: bool = False
+
+
+def supports(problem: Problem) -> bool:
+    """True for stacks of what the kernels support as one weight, and of scales that are exponents, which they decode to
+    fp32 like all others."""
+    return laid_out.supports(replace(problem, scale=torch.float32) if problem.has_exponents else problem)
+
+
+def plan(
+    pairs: int, experts: int, problems: Sequence[Problem], properties: DeviceProperties, back: bool = False
+) -> tuple[Plan, ...] | None:
+    """The plans for up to so many pairs and stacks, one after the other, that have tiles in common; None where no
+    kernel supports them. The rows of each problem are those of all experts. back: of gradients, and for the products
+    with the transposes."""
+    if not all(map(supports, problems)):
+        return None
+    found = []
+    for tile_m in EVERY_TILE_M:
+        plans = [_narrow_or_wide(pairs, experts, tile_m, problem, properties, back) for problem in problems]
+        if all(plans):
+            found.append(tuple(one for one in plans if one is not None))
+    return min(found, key=lambda plans: sum(one.microseconds for one in plans), default=None)
+
+
+def _narrow_or_wide(
+    pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
+) -> Plan | None:
+    each = (kernel.grouped_plan(pairs, experts, tile_m, problem, properties, back) for kernel in (narrow, wide))
+    return next((one for one in each if one is not None), None)
+
+
+def sorted_microseconds(pairs: int, plans: Sequence[Plan]) -> float:
+    """The estimated time of sorting pairs, and of the products with stacks."""
+    return h200.SORT_START + h200.SORT_PAIRS * pairs / 1000 + sum(one.microseconds for one in plans)
+
+
+def bind(device: torch.device, problem: Problem, weight: Addresses, grouping: Grouping, plan: Plan) -> GroupedProduct:
+    """The products of pairs with the experts of a stack on the current device; or, under a plan for the way back, with
+    their transposes."""
+    o, index, side = problem, device.index, problem.n // grouping.experts
+    n, k = (o.k, side) if plan.back else (side, o.k)
+    tiles, units = plan.x_tiles(plan.chunk), -(-k // UNIT_K)
+    compiled = variant(o, grouping, plan)
+    key = index, tiles * units, plan, compiled
+    lay_out, multiply = laid_out.launches.get(key, lambda: laid_out.make_launches(index, tiles * units, plan, compiled))
+    packed, *scales = weight
+    unit, codebook = kernel_of(plan).codebook(o)
+    sizes = (n, k, -(-n // plan.rows), tiles, units, plan.workers)
+    arguments = Arguments(LAYOUT, (weight_map(packed, o, grouping, plan), *scales), (*sizes, unit, 1.0, codebook))
+    room = tiles * units * plan.tile_m * UNIT_K * 2
+
+    def run(stream: int, x: int, routes: int, bias: int, out: int, per_row: int) -> None:
+        place = torch.empty(room, dtype=torch.uint8, device=device)
+        arguments.set(x, bias, out, place.data_ptr(), 0, 0, routes, 0, per_row)
+        lay_out(stream, arguments.parameters)
+        multiply(stream, arguments.parameters)
+
+    return run
+
+
+def weight_map(packed: int, o: Problem, grouping: Grouping, plan: Plan) -> bytes:
+    """Of the stack. A copy brings rows of one expert, or columns of them on the way back: what is beyond its last row
+    is zeros, not the next one's. Where gate and up are halves, it brings rows of both in turn."""
+    n, row, rows = o.n // grouping.experts, o.k // 2, plan.copied_rows
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    if has_halves(grouping):
+        sizes, strides, box = (row, 2, n // 2, grouping.experts), (n // 2 * row, row, n * row), (2, rows // 2, 1)
+    else:
+        sizes, strides, box = (row, n, grouping.experts), (row, n * row), (rows, 1)
+    return tensor_map(packed, sizes, strides, (rows // 2, UNIT_K, 1) if plan.back else (UNIT_K // 2, *box))
+
+
+def has_halves(grouping: Grouping) -> bool:
+    """True if an expert's gate rows come before its up rows."""
+    return grouping.activation not in ("", INTERLEAVED)
+
+
+def kernel_of(plan: Plan) -> laid_out.LaidOutKernel:
+    return gemm if isinstance(plan, GemmPlan) else streamk
+
+
+def variant(problem: Problem, grouping: Grouping, plan: Plan) -> Variant:
+    """What is compiled."""
+    kernel = gemm if isinstance(plan, GemmPlan) else streamk
+    return Variant.of(kernel.source(), "90a", constants(problem, grouping, plan))
+
+
+def constants(problem: Problem, grouping: Grouping, plan: Plan) -> dict[str, Constant]:
+    """kernel.cu's Config."""
+    of_experts: dict[str, Constant] = {
+        "grouped": True, "activation": f"Activation::{grouping.activation or 'none'}", "wide": grouping.wide,
+        "scatters": grouping.scatters,
+    }  # fmt: skip
+    if isinstance(plan, StreamKPlan):
+        return streamk.constants(problem, plan) | of_experts
+    producer, consumer = GROUPED_BACK_REGISTERS if plan.back else SCATTERED_REGISTERS
+    registers: dict[str, Constant] = {"producer_registers": producer, "consumer_registers": consumer}
+    return gemm.constants(problem, plan) | of_experts | registers | {"copies_x": False}
