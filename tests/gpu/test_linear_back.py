@@ -15,22 +15,21 @@ from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, GemmPlan, is_valid, x_stages
+from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, GemmPlan, is_valid
 from halfbyte.measure.error import relative_error as error
 
 from .conftest import BF16, DEVICE, F16, F32, NOISE, captured, poisoned, sixteen_bits, weight
 from .test_linear_gemm import KINDS
+from .test_linear_gemm import plan as forward
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
 )
 
 
-def plan(m: int, n: int, k: int, tile_m: int, workers: int = 132, cluster: int = 1, chunk: int = 1 << 14) -> GemmPlan:
-    chunk = max(1, chunk // tile_m) * tile_m
-    last = (m - 1) % chunk + 1
-    units = -(-k // (128 * cluster)) * -(-last // tile_m) * -(-n // 256)
-    return GemmPlan(tile_m, 2, 3, x_stages(tile_m), min(workers // cluster, units), cluster, chunk, back=True)
+def plan(m: int, n: int, k: int, *shape: int) -> GemmPlan:
+    """As of forward, of W transposed."""
+    return replace(forward(m, k, n, *shape), back=True)
 
 
 def multiplied(dy: torch.Tensor, q: hb.QuantizedWeight, plan: GemmPlan) -> torch.Tensor:
@@ -43,7 +42,7 @@ def multiplied(dy: torch.Tensor, q: hb.QuantizedWeight, plan: GemmPlan) -> torch
 
 
 @sixteen_bits
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", [1, 2, 3])
 @pytest.mark.parametrize(("format", "options"), KINDS)
 def test_operands_are_what_dequantize_gives(
     format: str, options: dict[str, int], cluster: int, dtype: torch.dtype
@@ -65,7 +64,7 @@ def test_operands_are_what_dequantize_gives(
             assert torch.equal(found, hb.dequantize(q, dtype)), (n, k, workers)
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", [1, 2, 3])
 @pytest.mark.parametrize("tile_m", BACK_TILES_M)
 def test_error(tile_m: int, cluster: int) -> None:
     """Rows that fill no tile, tiles that several CTAs share, launches one after the other."""

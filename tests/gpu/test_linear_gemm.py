@@ -36,10 +36,16 @@ KINDS = (
 
 
 def plan(m: int, n: int, k: int, tile_m: int, workers: int = 132, cluster: int = 1, chunk: int = 1 << 14) -> GemmPlan:
+    """With so many CTAs, as far as there is work for them; in clusters, where K is long enough for these, as many as
+    give every tile equally many, in one launch."""
+    tiles, depth = -(-n // 128) * -(-m // tile_m), -(-k // 256)
+    if depth >= cluster > 1:
+        shares = max(1, min(workers // cluster // tiles, depth // cluster))
+        return GemmPlan(tile_m, 2, 3, x_stages(tile_m), tiles * shares, cluster, -(-m // tile_m) * tile_m)
     chunk = max(1, chunk // tile_m) * tile_m
     last = (m - 1) % chunk + 1
-    units = -(-n // (128 * cluster)) * -(-last // tile_m) * -(-k // 256)
-    return GemmPlan(tile_m, 2, 3, x_stages(tile_m), min(workers // cluster, units), cluster, chunk)
+    units = -(-n // 128) * -(-last // tile_m) * depth
+    return GemmPlan(tile_m, 2, 3, x_stages(tile_m), min(workers, units), 1, chunk)
 
 
 def multiplied(
@@ -53,7 +59,7 @@ def multiplied(
 
 
 @sixteen_bits
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", [1, 2, 3])
 @pytest.mark.parametrize(("format", "options"), KINDS)
 def test_operands_are_what_dequantize_gives(
     format: str, options: dict[str, int], cluster: int, dtype: torch.dtype
@@ -68,7 +74,7 @@ def test_operands_are_what_dequantize_gives(
             assert torch.equal(found, hb.dequantize(q, dtype).t()), (n, k, workers)
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", [1, 2, 3])
 @pytest.mark.parametrize("tile_m", TILES_M)
 def test_error(tile_m: int, cluster: int) -> None:
     """Rows that fill no tile, tiles that several CTAs share, launches one after the other."""

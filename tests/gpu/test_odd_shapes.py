@@ -339,8 +339,10 @@ def test_many_rows_back(n: int, k: int) -> None:
     for m, tile_m, cluster in ((1, 96, 1), (97, 96, 2), (130, 128, 1), (300, 256, 2)):
         on_cpu = quantize(torch.randn(n, k).bfloat16(), "nf4", 64, True)
         q, dy = on_cpu.to("cuda"), numbers(m, n)
-        units = -(-k // (128 * cluster)) * -(-m // tile_m) * -(-n // 256)
-        shape = (tile_m, 2, 3, x_stages(tile_m), min(132 // cluster, units), cluster, -(-m // tile_m) * tile_m)
+        tiles, depth = -(-k // 128) * -(-m // tile_m), -(-n // 256)
+        cluster = min(cluster, depth)
+        workers = min(132, tiles * depth) if cluster == 1 else tiles
+        shape = (tile_m, 2, 3, x_stages(tile_m), workers, cluster, -(-m // tile_m) * tile_m)
         out = torch.empty((m, k), dtype=torch.bfloat16, device="cuda")
         run(gemm, dy, q, None, out, GemmPlan(*shape, back=True))
         right = dy.cpu().double() @ hb.dequantize(on_cpu, torch.float32).double()

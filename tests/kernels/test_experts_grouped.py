@@ -256,8 +256,7 @@ def test_a_block(
     ("model", "tokens", "sorts"),
     [
         ("qwen3-30b", 16, False),
-        ("qwen3-30b", 64, False),
-        ("mixtral", 16, False),
+        ("mixtral", 1, False),
         ("mixtral", 64, True),
         ("mixtral", 256, True),
     ],
@@ -265,7 +264,7 @@ def test_a_block(
 def test_few_pairs_are_sorted_where_experts_have_many(
     gpu: Driver, model: str, tokens: int, sorts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As measured on an H200."""
+    """As measured."""
     experts, inner, hidden, k = MODELS[model]
     large = [problem(experts * n, k) for n, k in ((2 * inner, hidden), (hidden, inner))]
     stacks = [hb.quantize(torch.randn(experts, n, k)) for n, k in ((64, 256), (256, 32))]

@@ -252,7 +252,7 @@ def prepare(
     unit, codebook = kernel.codebook(o)
     fixed, after = (weights, *scales), (*sizes, unit, 1.0 if factor is None else factor, codebook)
     if copies_x(o, plan.back):
-        copied = 2 * k, (SWIZZLED, plan.tile_m // plan.cluster), fixed
+        copied = 2 * k, (SWIZZLED, plan.tile_m), fixed
         return Part(device, *both, Arguments(COPIED_LAYOUT, (), after), 0, partial, copied)
     laid_out = 0 if plan.resident else x_tiles * units * plan.tile_m * UNIT_K * 2
     return Part(device, *both, Arguments(LAYOUT, fixed, after), laid_out, partial)

@@ -48,5 +48,5 @@ def microseconds(
     n, k = (o.k, o.n // experts) if back else (o.n // experts, o.k)
     tiles = math.ceil(usual_tiles(pairs, experts, tile_m) * -(-n // rows))
     busy = -(-tiles // properties.sms) * (-(-k // UNIT_K) * times.unit + times.tile) / rates.clock
-    reading = o.megabytes * wanted(pairs, experts) / experts / (h200.MOST_BANDWIDTH * rates.bandwidth)
+    reading = o.megabytes * wanted(pairs, experts) / experts / (h200.GROUPED_BANDWIDTH * rates.bandwidth)
     return h200.GEMM_START + h200.GROUPED_LAYING * pairs * k / 1e6 / rates.bandwidth + max(busy, reading)

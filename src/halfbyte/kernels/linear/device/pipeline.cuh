@@ -26,33 +26,13 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-
-// The same to the same place, and with the same barrier, in every CTA of the cluster whose bit of `ctas` is set.
-__device__ __forceinline__ void copy_to_all(u32 to, const void* from, u32 bytes, u32 barrier, u32 ctas) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
-      "%4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "h"((u16)ctas)
-      : "memory");
-}
-// The box at {x, y} of an array of two dimensions, by its tensor map; and the same in every CTA, as above.
+// The box at {x, y} of an array of two dimensions, by its tensor map.
 __device__ __forceinline__ void copy_box(u32 to, u64 map, u32 x, u32 y, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           to),
       "l"(map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
-}
-__device__ __forceinline__ void copy_box_to_all(u32 to, u64 map, u32 x, u32 y, u32 barrier, u32 ctas) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"((u16)ctas)
-      : "memory");
-}
-// At the barrier of the CTA of this rank.
-__device__ __forceinline__ void arrive_in(u32 barrier, u32 rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(barrier, rank)) : "memory");
 }
 
 struct Ring {  // a position in a ring of `size` buffers, and the parity of its barriers there

@@ -79,7 +79,8 @@ __device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Argum
 // starts mid-tile stores its partial sums in the workspace and goes on: the tile is the first that it works on. The
 // tile's first CTA comes to it last of all, waits for the partial sums of the others and adds them up in the order of
 // K. True for that one. `a` has the schedule and the workspace; an argument of its own for either costs registers.
-// Where the schedule deals out work to clusters, `cta` is the cluster, and CTAs of one rank add up among themselves.
+// Where the schedule deals out work to clusters, `cta` is the cluster, and CTAs of one rank add up the column groups that
+// are their own.
 //
 // Where there are more than Direct, every third, fourth or so adds up those that follow it before it stores its own: it
 // ends with this tile as well, unless nobody follows. All wait for CTAs of higher numbers only. Direct decides in which
@@ -116,19 +117,21 @@ __device__ __forceinline__ bool fix_up(float (&total)[Sums], const Arguments& a,
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) {
               const u32 other = next + j * stride;
-              part[j][i] = load_partial(place_of(other <= end ? other : next) + 32 * (chunk + i));
+              if (is_own(chunk + i))
+                part[j][i] = load_partial(place_of(other <= end ? other : next) + 32 * (chunk + i));
             }
 #pragma unroll
           for (u32 j = 0; j < AT_ONCE; j++)
 #pragma unroll
-            for (int i = 0; i < CHUNK; i++) missing |= is_missing(part[j][i]);
+            for (int i = 0; i < CHUNK; i++)
+              if (is_own(chunk + i)) missing |= is_missing(part[j][i]);
         } while (
             __any_sync(~0u, missing));  // of the whole warp: else nothing that comes after is the same in all lanes
 #pragma unroll
         for (u32 j = 0; j < AT_ONCE; j++)
 #pragma unroll
           for (int i = 0; i < CHUNK; i++)
-            if (next + j * stride <= end) add_group(total, chunk + i, part[j][i]);
+            if (is_own(chunk + i) && next + j * stride <= end) add_group(total, chunk + i, part[j][i]);
       }
     if (cta != first || end == last) break;
     next = first + group, stride = group, end = last;  // those that have added up others
@@ -137,6 +140,7 @@ __device__ __forceinline__ bool fix_up(float (&total)[Sums], const Arguments& a,
   float4* mine = place_of(cta);
 #pragma unroll
   for (int i = 0; i < Sums / 4; i++)
-    store_partial(mine + 32 * i, make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]));
+    if (is_own(i))
+      store_partial(mine + 32 * i, make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]));
   return false;
 }

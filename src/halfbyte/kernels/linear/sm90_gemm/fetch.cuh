@@ -145,18 +145,6 @@ __device__ __forceinline__ void fetch_w(const Arguments& a, u64 map, u32 first, 
 __device__ __forceinline__ u32 step_bytes(const StreamUnit&) { return X_STEP; }
 __device__ __forceinline__ u32 step_bytes(const GroupedUnit& at) { return copied_rows(at.tile) * (STEP_K * 2); }
 
-// Rows `row` to `row` + `size` / 128 of a step of x; each CTA of a cluster brings a part of x to all.
-__device__ __forceinline__ void copy_x(u32 to, const void* laid_out, u64 map, u32 byte, u32 row, u32 size, u32 full) {
-  constexpr u32 ALL = (1 << Config::cluster) - 1;
-  if constexpr (Config::copies_x) {
-    if constexpr (Config::cluster == 1) copy_box(to, map, byte, row, full);
-    else copy_box_to_all(to, map, byte, row, full, ALL);
-  } else {
-    if constexpr (Config::cluster == 1) copy(to, laid_out, size, full);
-    else copy_to_all(to, laid_out, size, full, ALL);
-  }
-}
-
 // One thread: x of each unit, step by step.
 __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last) {
   wait_for_prior_kernel();  // until x is laid out, or there
@@ -167,12 +155,11 @@ __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last)
     for (u32 step = 0; step < UNIT_K / STEP_K; step++, ring.next(Config::x_stages)) {
       const u32 full = shared() + X_FULL + 8 * ring.at;
       wait(shared() + X_EMPTY + 8 * ring.at, ring.parity);
-      const u32 bytes = step_bytes(at);
+      const u32 bytes = step_bytes(at), to = shared() + X_AT + ring.at * X_STEP;
       expect(full, bytes);
-      const u32 size = bytes / Config::cluster, part = own_rank() * size;
-      copy_x(shared() + X_AT + ring.at * X_STEP + part, from + (step * X_STEP + part) / 16, map_of_x(a),
-             (at.depth * UNIT_K + step * STEP_K) * 2, at.column_tile * Config::tile_m + part / (STEP_K * 2), size,
-             full);
+      if constexpr (Config::copies_x)
+        copy_box(to, map_of_x(a), (at.depth * UNIT_K + step * STEP_K) * 2, at.column_tile * Config::tile_m, full);
+      else copy(to, from + step * X_STEP / 16, bytes, full);
     }
   }
 }
@@ -185,12 +172,11 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     }
     for (u32 stage = 0; stage < Config::x_stages; stage++) {
       init(shared() + X_FULL + 8 * stage, 1);
-      init(shared() + X_EMPTY + 8 * stage, WARPS * Config::cluster);
+      init(shared() + X_EMPTY + 8 * stage, WARPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
-  if constexpr (Config::cluster > 1) sync_cluster();  // before another CTA's copies and arrivals reach the barriers
   sync_all();
   if constexpr (Config::copies_x) wait_for_prior_kernel();  // which may be the one that writes W
   if (warp < SCALE_THREADS / 32) {

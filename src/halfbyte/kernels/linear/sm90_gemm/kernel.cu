@@ -10,11 +10,11 @@
 // dequantize gives, bit for bit, so nothing is left to do for the sums. Even rows of W look the codebook up in shared
 // memory (device/wide_table.cuh), odd ones may look its products with the scale up in registers (scaled_table.cuh).
 //
-// Work. Tiles of TILE_ROWS rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every cluster takes
-// an equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and
+// Work. Tiles of TILE_N rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every CTA takes an
+// equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and
 // decodes scales. The others multiply, 16 rows of W a warp: while the tensor cores work on one step, a warp decodes the
-// next. CTAs of a cluster have neighbouring rows of W, and each brings a part of x to all of them. Clusters that share
-// a tile add their sums by the split-K fix-up, always in the order of K.
+// next. CTAs that share a tile add their sums by the split-K fix-up, always in the order of K. Or runs are dealt out to
+// clusters, each in one tile: a cluster's CTAs share its run and add up among themselves first (device/split_k.cuh).
 //
 // Experts. With `grouped` x are rows of tokens, gathered by expert, and a tile has pairs of a token and one expert.
 // What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
@@ -25,7 +25,7 @@
 // Needs sm_90a, K % span == 0, packed aligned to 16 bytes, and units times CTAs below 2^32.
 //
 // Config:
-//   tile_m, warpgroups, cluster              rows of x a tile, warpgroups that multiply, CTAs that share x
+//   tile_m, warpgroups, cluster              rows of x a tile, warpgroups that multiply, CTAs that share a run
 //   w_stages, x_stages                       units of W and steps of x on their way
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
 //   permutes                                 odd rows of W are looked up in registers
@@ -115,14 +115,6 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
     __syncwarp();
     if (lane == 0) arrive(barrier);
   };
-  const auto release_x = [&](u32 barrier) {  // for the copies of every CTA of the cluster
-    __syncwarp();
-    if constexpr (Config::cluster == 1) {
-      if (lane == 0) arrive(barrier);
-    } else {
-      if (lane < Config::cluster) arrive_in(barrier, lane);
-    }
-  };
   Ring w(0), x(0);
   WorkUnit at(a, first);
   float total[SUMS];
@@ -146,7 +138,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       // The step before is done: its stage of x is free, and its operands make room for the next.
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-      if (used) release_x(used);
+      if (used) release(used);
       used = shared() + X_EMPTY + 8 * x.at;
       x.next(Config::x_stages);
       if (step + 1 < UNIT_K / STEP_K) {
@@ -161,11 +153,13 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
     fresh = false;
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      release_x(used);
+      release(used);
       used = 0;
+      // In a cluster each CTA adds up and stores its own groups of eight rows of x.
+      if constexpr (Config::cluster > 1) cluster_reduce<WARPS>(total, a, at, shared() + W_AT, warp, lane);
       if constexpr (Config::grouped) store_pairs(a, total, at, first_row(at) + mine.row, member);
       else if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane))
-        store_tile(a, total, at, first_row(at) + mine.row, member, [](u32) { return true; });
+        store_tile(a, total, at, first_row(at) + mine.row, member, [](u32 i) { return is_own(i); });
       fresh = true;
     }
     at.next(a);
@@ -174,22 +168,26 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Arguments a) {
   if ((u32(__cvta_generic_to_shared(memory)) & 0xffffff) != BASE) __trap();
-  const u32 first = first_unit(a, own_number()), last = end_unit(a, own_number()), lane = threadIdx.x % 32;
+  u32 first = first_unit(a, own_number()), last = end_unit(a, own_number());
+  if constexpr (Config::cluster > 1) {  // each CTA has a part of the cluster's run, which is of one tile
+    const u32 units = last - first;
+    last = first + units * (own_rank() + 1) / Config::cluster, first += units * own_rank() / Config::cluster;
+  }
+  const u32 lane = threadIdx.x % 32;
   if (Config::grouped && first == last) return wait_for_prior_kernel();  // what follows relies on it
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
   if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");
   if (warp >= WARPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::producer_registers));
     fetch(a, reinterpret_cast<u64>(a.map), first, last, warp - WARPS, lane);
+    if constexpr (Config::cluster > 1) {
+      __syncwarp();                    // of some warps one lane came alone
+      sync_cluster(), sync_cluster();  // as in cluster_reduce
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::consumer_registers));
     make_wide_table<WARPS>(shared(), a.codebook, warp, lane);
-    if constexpr (Config::cluster > 1) sync_cluster();
     sync_all();
     multiply_units(a, first, last, warp, lane);
-  }
-  if constexpr (Config::cluster > 1) {  // shared memory stays until the other CTA needs it no longer
-    __syncwarp();                       // of the producers one lane came alone
-    sync_cluster();
   }
 }

@@ -23,6 +23,7 @@ from halfbyte.kernels.linear.sm90_gemm.plan import (
     DIRECT,
     REGISTERS,
     SCATTERED_REGISTERS,
+    TILES_M,
     GemmGroup,
     GemmPlan,
     gemm_plan,
@@ -105,7 +106,9 @@ def variant(problem: Problem, plan: GemmPlan, properties: DeviceProperties) -> V
 def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
     at_once = loads_scales_at_once(problem) and not plan.back
-    producer, consumer = REGISTERS[plan.warpgroups] if at_once else SCATTERED_REGISTERS
+    # A producer of a cluster knows which part is its own, for which only the widest tiles leave no room.
+    usual = at_once and (plan.cluster == 1 or (plan.tile_m == TILES_M[-1] and not plan.back))
+    producer, consumer = REGISTERS[plan.warpgroups] if usual else SCATTERED_REGISTERS
     return {
         "x": TYPES[problem.dtype], "low_first": problem.low_first,
         "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],

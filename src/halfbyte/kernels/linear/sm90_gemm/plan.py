@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear import spread
 from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, can_be_numbered, copies_x, span_of
 from halfbyte.kernels.linear.problem import Problem
@@ -32,8 +32,8 @@ class GemmPlan:
     warpgroups: int  # that multiply, 64 rows of W each
     w_stages: int  # units of W on their way
     x_stages: int  # steps of x on their way
-    workers: int  # clusters that share the work
-    cluster: int  # CTAs with neighbouring rows of W, which share x
+    workers: int  # CTAs that share the work, or clusters
+    cluster: int  # CTAs that share a part of one tile, and add up among themselves; 1: sums meet in memory
     chunk: int  # rows of x a launch, a multiple of tile_m
     microseconds: float = field(default=0.0, compare=False)
 
@@ -46,14 +46,14 @@ class GemmPlan:
         return (problem.n, problem.k) if self.back else (problem.k, problem.n)
 
     @property
-    def copied_rows(self) -> int:
-        """Rows of W of a CTA."""
+    def rows(self) -> int:
+        """Rows of W in a tile."""
         return 64 * self.warpgroups
 
     @property
-    def rows(self) -> int:
-        """Rows of W in a tile, which a cluster shares."""
-        return self.copied_rows * self.cluster
+    def copied_rows(self) -> int:
+        """Of W, by one copy."""
+        return self.rows
 
     @property
     def ctas(self) -> int:
@@ -86,14 +86,17 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
     if plan.chunk < 1 or plan.chunk % plan.tile_m:
         return False
     last = (m - 1) % plan.chunk + 1  # rows of the last launch
-    units = -(-n // plan.rows) * -(-k // UNIT_K)
+    row_tiles, depth = -(-n // plan.rows), -(-k // UNIT_K)
+    units = row_tiles * depth
     return (
         properties.ptx == 90
         and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES
-        and plan.cluster in (1, 2)
+        and (
+            plan.cluster == 1 or (m <= plan.chunk and _can_reduce_in_cluster(plan, row_tiles * plan.x_tiles(m), depth))
+        )
         and 1 <= plan.workers <= units * plan.x_tiles(last)
         and units * plan.x_tiles(min(m, plan.chunk)) * plan.workers < 1 << 32
         and min(m, plan.chunk) * k < 1 << 31
@@ -102,9 +105,21 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
     )
 
 
+def _can_reduce_in_cluster(plan: GemmPlan, tiles: int, depth: int) -> bool:
+    """Every cluster has a part of one tile, every CTA a part of that, and sums take no more room than W and x."""
+    groups = -(-(plan.tile_m // 8) // plan.cluster) * plan.cluster  # of columns; each CTA has room for as many
+    stages = plan.w_stages * plan.rows * UNIT_K // 2 + plan.x_stages * plan.tile_m * STEP_K * 2
+    return (
+        1 < plan.cluster <= MOST_CLUSTER
+        and plan.workers % tiles == 0
+        and depth * tiles // plan.workers >= plan.cluster
+        and groups * plan.warpgroups * 2048 <= stages
+    )
+
+
 def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool = False) -> GemmPlan | None:
-    """The plan for x [m, K], or None where this kernel is not for it: clusters take equal parts of all units. back: for
-    x [m, N] and the product x @ W.
+    """The plan for x [m, K], or None where this kernel is not for it: CTAs take equal parts of all units, or clusters
+    equal parts of each tile. back: for x [m, N] and the product x @ W.
 
     CTAs far apart in W read the same x at different times, so a launch takes as many rows of x as L2 holds.
     """
@@ -117,19 +132,25 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
         x_tiles, most = -(-m // tile_m), max(1, x_bytes // (2 * k * tile_m))
         launches = -(-x_tiles // most)
         chunk = -(-x_tiles // launches)
-        for cluster in h200.GEMM_CLUSTER:
-            row_tiles, depth = -(-n // (128 * cluster)), -(-k // UNIT_K)
-            # The last launch may have fewer tiles than the others, and every cluster has work in each.
-            fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // chunk) - 1) * chunk)
-            tiles, most_workers = row_tiles * chunk, min(properties.sms // cluster, fewest)
-            for workers in {most_workers, min(tiles, most_workers)}:  # all, or one for each tile
-                parts = min(1 + workers / tiles, DIRECT) if workers != tiles else 0
-                units = -(-tiles * depth // workers) * unit * h200.GEMM_CLUSTER[cluster]
-                busy = units + (h200.GEMM_PART * parts + h200.GEMM_TILE * tiles / workers) * tile_m / 256
-                time = launches * (start + math.hypot(busy / rates.clock, reading))
-                plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), workers, cluster, chunk * tile_m, time, back)
-                if is_valid(plan, m, n, k, span, properties):
-                    found.append(plan)
+        row_tiles, depth, stages = -(-n // 128), -(-k // UNIT_K), x_stages(tile_m)
+        tiles, part, whole = row_tiles * chunk, h200.GEMM_PART * tile_m / 256, h200.GEMM_TILE * tile_m / 256
+        # The last launch may have fewer tiles than the others, and every CTA has work in each.
+        fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // chunk) - 1) * chunk)
+        busy = []  # of the busiest CTA, workers and cluster
+        for workers in {min(properties.sms, fewest), min(properties.sms, fewest, tiles)}:  # all, or one for each tile
+            parts = min(1 + workers / tiles, DIRECT) if workers != tiles else 0
+            busy.append((-(-tiles * depth // workers) * unit + parts * part + whole * tiles / workers, workers, 1))
+        cluster = h200.GEMM_CLUSTER
+        for shares in range(1, properties.clusters(cluster) // tiles + 1) if launches == 1 else ():
+            adding = h200.GEMM_CLUSTER_START + h200.GEMM_REDUCE * tile_m / 256
+            adding += shares * part / cluster if shares > 1 else 0
+            units = math.ceil(math.ceil(depth / shares) / cluster)
+            busy.append((units * unit + adding + whole / cluster, tiles * shares, cluster))
+        for time, workers, cluster in busy:
+            estimate = launches * (start + math.hypot(time / rates.clock, reading))
+            plan = GemmPlan(tile_m, 2, W_STAGES, stages, workers, cluster, chunk * tile_m, estimate, back)
+            if is_valid(plan, m, n, k, span, properties):
+                found.append(plan)
     return min(found, key=lambda plan: plan.microseconds, default=None)
 
 
@@ -157,7 +178,7 @@ def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, pr
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES
-        and plan.cluster in (1, 2)
+        and plan.cluster == 1
         and can_be_numbered(plan, experts, n, k)
         and plan.shared_bytes(span) <= properties.shared_memory
     )

@@ -9,9 +9,9 @@
 
 constexpr int WARPS = 4 * Config::warpgroups;  // that multiply
 constexpr int THREADS = 128 * (Config::warpgroups + 1);
-constexpr int TILE_N = 64 * Config::warpgroups, TILE_ROWS = TILE_N * Config::cluster;  // of a CTA, of a cluster
-constexpr int UNIT_K = 256, STEP_K = 64;                                               // W comes by units, x by steps
-constexpr int SPANS = UNIT_K / Config::span, STEP_SPANS = STEP_K / Config::span;       // weights that share a scale
+constexpr int TILE_N = 64 * Config::warpgroups, TILE_ROWS = TILE_N;               // rows of W a tile
+constexpr int UNIT_K = 256, STEP_K = 64;                                          // W comes by units, x by steps
+constexpr int SPANS = UNIT_K / Config::span, STEP_SPANS = STEP_K / Config::span;  // weights that share a scale
 constexpr int SUMS = sums_of(Config::tile_m);
 
 // How many spans share a scale. With `vector` no row begins within a block.
@@ -29,6 +29,8 @@ constexpr u32 SCALE_BYTES = SPANS * TILE_N * 4;
 constexpr u32 W_FULL = 256 * TABLE_ROW, W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128, X_EMPTY = W_FULL + 192;
 constexpr u32 CODE = W_FULL + 1024, W_AT = CODE + 1024, X_AT = W_AT + Config::w_stages * W_BYTES;
 constexpr u32 SCALE = X_AT + Config::x_stages * X_STEP;
+constexpr int SUM_GROUPS = (Config::tile_m / 8 + Config::cluster - 1) / Config::cluster * Config::cluster;
+static_assert(Config::cluster == 1 || W_AT + SUM_GROUPS * WARPS * 512 <= SCALE, "the cluster reduce reuses the stages");
 static_assert(SCALE + Config::w_stages * SCALE_BYTES == Config::shared_bytes, "plan.py reckons with other sizes");
 
 extern __shared__ __align__(1024) unsigned char memory[];
@@ -36,11 +38,9 @@ extern __shared__ __align__(1024) unsigned char memory[];
 __device__ __forceinline__ u32 shared() { return Config::cluster > 1 ? u32(__cvta_generic_to_shared(memory)) : BASE; }
 
 // The hardware starts CTAs in the order of blockIdx, and a CTA waits for CTAs of higher numbers only; so numbers go the
-// other way, and whoever is waited for has started. Both of a cluster have the same number.
+// other way, and whoever is waited for has started. CTAs of a cluster have the same number.
 __device__ __forceinline__ u32 own_number() { return gridDim.x - 1 - blockIdx.x; }
 // Pipeline barriers and table are ready.
 __device__ __forceinline__ void sync_all() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
-// The CTA's own rows of a tile.
-template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) {
-  return at.row_tile * TILE_ROWS + own_rank() * TILE_N;
-}
+// Of a tile, the first row of W.
+template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) { return at.row_tile * TILE_N; }

@@ -208,11 +208,12 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 
 # -- sm90_gemm ---------------------------------------------------------------------------------------------------------
 
-# tile_m (rows of x) to µs a unit (256 of K). CTAs that share x to how many times that.
+# tile_m (rows of x) to µs a unit (256 of K).
 GEMM_UNIT = {96: 1.676, 128: 1.897, 160: 2.002, 192: 2.385, 224: 2.572, 256: 2.882}
-GEMM_CLUSTER = {1: 1.0}
 # µs: two launches; a part of a tile of 256 rows, and a tile. MB a µs that W comes with.
 GEMM_START, GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.71, 3.254, 4.053, 4.667
+# CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows. Of an H100.
+GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 2.0, 4.5
 # µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
 GEMM_LAYING_OUT = 1.5
 # Rows of x a tile from which on shared memory is what W waits for.
@@ -234,7 +235,8 @@ class GroupedTimes(NamedTuple):
     tile: float
 
 
-# Of pairs that are sorted by expert, by tile_m; µs for each million numbers of x that are laid out.
+# Of pairs that are sorted by expert, of an H100: by tile_m; then µs for each million numbers of x that are laid out,
+# and MB a µs that experts come with.
 GROUPED_TIMES = {
     96: GroupedTimes(1.70, 1.46), 128: GroupedTimes(1.83, 1.76), 160: GroupedTimes(2.09, 2.28),
     192: GroupedTimes(2.29, 2.38), 224: GroupedTimes(2.56, 2.75), 256: GroupedTimes(2.74, 2.73),
@@ -246,10 +248,10 @@ GROUPED_STREAMK = {
     (32, 4): (3, GroupedTimes(1.44, 1.47)), (32, 3): (3, GroupedTimes(1.16, 1.22)),
     (64, 2): (3, GroupedTimes(1.10, 1.02)), (64, 3): (2, GroupedTimes(1.53, 1.88)),
 }  # fmt: skip
-GROUPED_LAYING = 1.1
+GROUPED_LAYING, GROUPED_BANDWIDTH = 1.1, 4.0
 # The same on the way back, not measured yet: a unit as of one weight, and a tile by its rows.
 GROUPED_BACK_TIMES = {tile_m: GroupedTimes(unit, tile_m / 50) for tile_m, unit in BACK_UNIT.items()}
 # µs of the sort, and of a thousand pairs in it.
-SORT_START, SORT_PAIRS = 5.0, 0.6
+SORT_START, SORT_PAIRS = 9.0, 0.6
 # µs of a launch for pairs that are not, and MB a µs that experts come with, once for every eight rows of x.
 ROUTED_START, ROUTED_BANDWIDTH = 5.5, 3.15
