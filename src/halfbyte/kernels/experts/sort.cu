@@ -2,8 +2,8 @@
 // (linear/device/grouped.cuh draws `routes`).
 //
 // Bytes: the ids twice, and two numbers for each pair. A cluster of CTAs does it all in a few microseconds, and nothing
-// waits for the host. Each warp has a run of pairs. It counts those of each expert; each CTA adds up what its warps have
-// counted, and reads the sums of the others; then each warp knows where its pairs go. Pairs of an expert keep their
+// waits for the host. Each warp has a run of pairs, and counts those of each expert. Each CTA adds up what its warps
+// have counted, and reads the sums of the others; then each warp knows where its pairs go. Pairs of an expert keep their
 // order, so the same ids give the same routes. Ids that are no expert are nobody's, and their place is NOWHERE.
 //
 // Config: tile_m, rows of a tile; x, which is not looked at.

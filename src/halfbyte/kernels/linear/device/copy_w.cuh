@@ -1,5 +1,5 @@
-// The copy of a tile's rows of W, by its tensor map, and for experts by that of the stack. The includer has first_row, of
-// a tile. With Config::back W is read transposed.
+// The copy of a tile's rows of W, by its tensor map, and for experts by that of the stack. The includer has first_row,
+// of a tile. With Config::back W is read transposed.
 
 #include "pipeline.cuh"
 #include "scheduler.cuh"

@@ -79,8 +79,8 @@ __device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Argum
 // starts mid-tile stores its partial sums in the workspace and goes on: the tile is the first that it works on. The
 // tile's first CTA comes to it last of all, waits for the partial sums of the others and adds them up in the order of
 // K. True for that one. `a` has the schedule and the workspace; an argument of its own for either costs registers.
-// Where the schedule deals out work to clusters, `cta` is the cluster, and CTAs of one rank add up the column groups that
-// are their own.
+// Where the schedule deals out work to clusters, `cta` is the cluster, and CTAs of one rank add up those column groups
+// that are their own.
 //
 // Where there are more than Direct, every third, fourth or so adds up those that follow it before it stores its own: it
 // ends with this tile as well, unless nobody follows. All wait for CTAs of higher numbers only. Direct decides in which
