@@ -256,6 +256,7 @@ def test_a_block(
     ("model", "tokens", "sorts"),
     [
         ("qwen3-30b", 16, False),
+        ("qwen3-30b", 64, False),
         ("mixtral", 1, False),
         ("mixtral", 64, True),
         ("mixtral", 256, True),
