@@ -139,6 +139,16 @@ def check(names: Sequence[str]) -> None:
             place_of(name)
 
 
+def config_of(name: str, dtype: torch.dtype, layers: int = 0) -> Any:
+    """transformers' configuration of a key of SHAPES. layers: of so many of its layers only."""
+    from transformers import AutoConfig
+
+    kind, facts = SHAPES[name]
+    if layers:
+        facts = facts | {"num_hidden_layers": layers}
+    return AutoConfig.for_model(kind, **facts, dtype=dtype, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+
+
 def load(name: str, device: torch.device, dtype: torch.dtype, *, four_bit: bool = True, layers: int = 0) -> Any:
     """A causal language model on `device`, in bitsandbytes' nested NF4 or, without `four_bit`, dense in `dtype`.
 
@@ -148,7 +158,7 @@ def load(name: str, device: torch.device, dtype: torch.dtype, *, four_bit: bool 
     Raises ValueError for a name that is neither.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     if name not in SHAPES:
         quantization = BitsAndBytesConfig(
@@ -157,15 +167,12 @@ def load(name: str, device: torch.device, dtype: torch.dtype, *, four_bit: bool 
         return AutoModelForCausalLM.from_pretrained(
             place_of(name), dtype=dtype, device_map={"": device}, quantization_config=quantization if four_bit else None
         ).eval()
-    kind, facts = SHAPES[name]
-    if layers:
-        facts = facts | {"num_hidden_layers": layers}
-    config = AutoConfig.for_model(kind, **facts, dtype=dtype, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = config_of(name, dtype, layers)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if four_bit:
         _replace_linears(model, dtype)
-        _replace_experts(model, device, dtype, FORMATS_OF_EXPERTS.get(kind, DEFAULT))
+        _replace_experts(model, device, dtype, FORMATS_OF_EXPERTS.get(config.model_type, DEFAULT))
         model.is_loaded_in_4bit = True  # PEFT goes by it
     _materialize(model, device, dtype)
     model.tie_weights()
@@ -236,7 +243,7 @@ def _random_stack(
     model: Any, facts: Facts, name: str, device: torch.device, dtype: torch.dtype, format: str
 ) -> QuantizedWeight:
     n, k = facts.shapes[name]
-    spread = _spread(k, name, model.config.num_hidden_layers)
+    spread = spread_of(k, name, model.config.num_hidden_layers)
     writer = StackWriter((facts.count, n, k))
     for expert in range(facts.count):
         values = torch.empty((n, k), dtype=dtype, device=device).normal_(std=spread)
@@ -244,7 +251,7 @@ def _random_stack(
     return writer.weight()
 
 
-def _spread(k: int, path: str, layers: int) -> float:
+def spread_of(k: int, path: str, layers: int) -> float:
     """The standard deviation of a weight with K columns.
 
     Sums have one variance, and residual branches add up to one: like a trained model, and unlike one of the
@@ -272,7 +279,7 @@ def _materialize(model: Any, device: torch.device, dtype: torch.dtype) -> None:
         four_bit, is_router = isinstance(module, Linear4bit), type(module).__name__.endswith("Router")
         for name, parameter in list(module.named_parameters(recurse=False)):
             values = torch.empty(parameter.shape, device=device, dtype=dtype)
-            spread = _spread(parameter.shape[-1], path, layers) * (ROUTER if is_router else 1)
+            spread = spread_of(parameter.shape[-1], path, layers) * (ROUTER if is_router else 1)
             if four_bit and name == "weight":
                 packed, state = to_bitsandbytes(ops.quantize(values.normal_(std=spread), "nf4"))
                 drawn = Params4bit(packed, quant_state=state, quant_type="nf4", bnb_quantized=True, module=module)
