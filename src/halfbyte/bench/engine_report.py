@@ -1,0 +1,83 @@
+"""Tables of `halfbyte bench engine`: a line for each number of requests, a column for each engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from halfbyte.measure.report import BASELINE, OURS, line, provenance, title
+from halfbyte.terminal import Table, styled
+
+Rows = dict[str, Mapping[str, Any]]  # by provider
+
+EXPLAINED = "tokens a second of whole calls / of their decoding steps alone"
+
+
+def by_case(record: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int], Rows]]:
+    """((model, number of requests), provider to row), the numbers ascending."""
+    cases: dict[tuple[str, int], Rows] = {}
+    models = dict.fromkeys(row["model"] for row in record["rows"])
+    for row in record["rows"]:
+        if "tokens_per_s" in row:
+            cases.setdefault((row["model"], row["requests"]), {})[row["provider"]] = row
+    for model in models:
+        yield from sorted((case, rows) for case, rows in cases.items() if case[0] == model)
+
+
+def notes(record: Mapping[str, Any]) -> Iterator[str]:
+    """What was not measured, and why."""
+    for row in record["rows"]:
+        if "tokens_per_s" not in row:
+            requests = f", {row['requests']} requests" if "requests" in row else ""
+            what = f"wrong: {row['error']}" if "error" in row else f"left out: {row['left_out']}"
+            yield f"{_label(row)}, {row['provider']}{requests}, {what}"
+
+
+def heads(record: Mapping[str, Any]) -> list[str]:
+    return ["", "requests", *_providers(record), f"× {BASELINE}", "same first tokens"]
+
+
+def cells(record: Mapping[str, Any]) -> Iterator[list[str]]:
+    providers = _providers(record)
+    for (_, requests), rows in by_case(record):
+        ours, base = rows.get(OURS), rows.get(BASELINE)
+        ratio = f"{ours['tokens_per_s'] / base['tokens_per_s']:.2f}" if ours and base else ""
+        same = f"{ours['same_first']:.0%}" if ours and "same_first" in ours else ""
+        yield [
+            _label(next(iter(rows.values()))), str(requests), *(_speeds(rows.get(name)) for name in providers), ratio,
+            same,
+        ]  # fmt: skip
+
+
+def terminal_table(record: Mapping[str, Any]) -> Table:
+    table = Table(title=title(record), caption=f"{EXPLAINED}; {record['method']}")
+    for place, head in enumerate(heads(record)):
+        table.add_column(head, justify="right" if place else "left")
+    for row in cells(record):
+        table.add_row(*row)
+    for note in notes(record):
+        table.add_row(styled((note, "red" if ", wrong: " in note else "dim")))
+    return table
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    found = heads(record)
+    lines = [line(["model", *found[1:]]), line(["---", *["---:"] * (len(found) - 1)]), *map(line, cells(record))]
+    told = [f"- {note}" for note in notes(record)]
+    return "\n".join([*lines, "", f"{EXPLAINED[0].upper()}{EXPLAINED[1:]}.", "", *told, *[""][: len(told)],
+                      provenance(record)])  # fmt: skip
+
+
+def _providers(record: Mapping[str, Any]) -> Sequence[str]:
+    return list(dict.fromkeys(row["provider"] for row in record["rows"] if "tokens_per_s" in row))
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    return f"{row['model']}, {row['prompt_tokens']} + {row['new_tokens']} tokens"
+
+
+def _speeds(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    decoding = row["decode_tokens_per_s"]
+    return f"{row['tokens_per_s']:,.0f} / " + (f"{decoding:,.0f}" if decoding else "–")
