@@ -119,6 +119,11 @@ def _bench_serve(patch: Patch) -> Case:
     return Case((OUT, "--engine", LABEL), (f"engine is '{LABEL}'",), 2)
 
 
+@case("bench engine")
+def _bench_engine(patch: Patch) -> Case:
+    return Case(("--providers", LABEL), (f"provider '{LABEL}'",), 2)
+
+
 @case("recover")
 def _recover(patch: Patch) -> Case:
     positions = (Position("recovered", 7, 7, 1e-7, 8, 0.5, (), 9, 0.01), Position("not reached"))

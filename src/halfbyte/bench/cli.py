@@ -349,7 +349,7 @@ def engine(
     """vLLM's engine over random weights of a model's shape: halfbyte beside vLLM's own kernels, 4-bit and bf16."""
     from halfbyte.bench import engine as bench
     from halfbyte.bench import runs
-    from halfbyte.serving.choice import VLLM, choose
+    from halfbyte.serving.choice import is_installed
 
     settings = bench.Settings(
         counts_of(requests), prompt_tokens, new_tokens, limit, layers, nested, eager, logs, trace
@@ -358,7 +358,8 @@ def engine(
     chosen = list(bench.PROVIDERS) if providers is None else [name.strip() for name in providers.split(",")]
     with usage():
         bench.check(names, chosen, settings)
-    choose(VLLM)
+    if not is_installed("vllm"):
+        raise ImportError("the bench runs vLLM's engine, which is not installed: pip install vllm")
     runs.run_engine(names, chosen, settings, out)
 
 

@@ -99,6 +99,12 @@ class Settings:
             new = max(new, tokens_of(self.requests[0], self.prompt_tokens))
         return self.prompt_tokens + new + 32
 
+    def label(self, model: str) -> str:
+        """Its name in a record, in which a model that runs otherwise is another one."""
+        layers = f"{self.layers} layers" if self.layers else ""
+        said = (model, layers, "" if self.nested else "flat scales", "eager" if self.eager else "")
+        return ", ".join(filter(None, said))
+
 
 def check(names: Sequence[str], providers: Sequence[str], settings: Settings) -> None:
     """Raise ValueError for names that are none, and for a trace of several engines."""
@@ -120,11 +126,9 @@ class Bench:
         """One for each number of requests; for what could not be measured one that says why."""
         settings = self.settings
         facts: Row = {
-            "model": model, "layers": self.checkpoints.sizes(model).config.num_hidden_layers, "provider": provider,
-            "prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens, "eager": settings.eager,
+            "model": settings.label(model), "layers": self.checkpoints.sizes(model).config.num_hidden_layers,
+            "provider": provider, "prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens,
         }  # fmt: skip
-        if PROVIDERS[provider].holds == NF4_WEIGHTS:
-            facts["nested"] = settings.nested
         self.say(f"{model}: {provider}")
         try:
             for told in self._told(model, provider):

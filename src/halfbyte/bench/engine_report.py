@@ -14,14 +14,14 @@ EXPLAINED = "tokens a second of whole calls / of their decoding steps alone"
 
 
 def by_case(record: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int], Rows]]:
-    """((model, number of requests), provider to row), the numbers ascending."""
-    cases: dict[tuple[str, int], Rows] = {}
-    models = dict.fromkeys(row["model"] for row in record["rows"])
+    """((model and tokens, number of requests), provider to row), the numbers ascending."""
+    cases: dict[str, dict[int, Rows]] = {}
     for row in record["rows"]:
         if "tokens_per_s" in row:
-            cases.setdefault((row["model"], row["requests"]), {})[row["provider"]] = row
-    for model in models:
-        yield from sorted((case, rows) for case, rows in cases.items() if case[0] == model)
+            cases.setdefault(_label(row), {}).setdefault(row["requests"], {})[row["provider"]] = row
+    for label, numbers in cases.items():
+        for requests, rows in sorted(numbers.items()):
+            yield (label, requests), rows
 
 
 def notes(record: Mapping[str, Any]) -> Iterator[str]:
@@ -39,14 +39,11 @@ def heads(record: Mapping[str, Any]) -> list[str]:
 
 def cells(record: Mapping[str, Any]) -> Iterator[list[str]]:
     providers = _providers(record)
-    for (_, requests), rows in by_case(record):
+    for (label, requests), rows in by_case(record):
         ours, base = rows.get(OURS), rows.get(BASELINE)
         ratio = f"{ours['tokens_per_s'] / base['tokens_per_s']:.2f}" if ours and base else ""
         same = f"{ours['same_first']:.0%}" if ours and "same_first" in ours else ""
-        yield [
-            _label(next(iter(rows.values()))), str(requests), *(_speeds(rows.get(name)) for name in providers), ratio,
-            same,
-        ]  # fmt: skip
+        yield [label, str(requests), *(_speeds(rows.get(name)) for name in providers), ratio, same]
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:

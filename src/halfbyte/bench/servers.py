@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,10 @@ from halfbyte.serving.transformers_server import CPU_MEMORY
 
 PATIENCE = 600.0  # seconds until a server answers
 FAREWELL = 30.0  # seconds from SIGTERM to SIGKILL
+
+_ERROR = re.compile("Error|Value error")  # the latter is pydantic's, below a line that says only where
+_ELSEWHERE = re.compile("WARNING|root cause above")  # no error; one of vLLM's whose reason another process told before
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s+(\w+ [\d-]+ [\d:]+ \[\S+\] )?")  # of vLLM's lines: who, how bad, when, where
 
 
 def with_halfbyte(
@@ -72,9 +77,8 @@ def running(command: Sequence[str], variables: Mapping[str, str], port: int) -> 
 def last_words(log: Path) -> str:
     """Why a process ended: the last error in what it said, or its last line."""
     words = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    # vLLM says of an engine in another process only that its error stands above.
-    errors = [line for line in words if "Error" in line and "WARNING" not in line and "root cause above" not in line]
-    return (errors or words or ["it said nothing"])[-1].strip()[-300:]
+    errors = [line for line in words if _ERROR.search(line) and not _ELSEWHERE.search(line)]
+    return _PREFIX.sub("", (errors or words or ["it said nothing"])[-1].strip())[:300]
 
 
 def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
