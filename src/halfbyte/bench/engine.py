@@ -130,6 +130,7 @@ class Bench:
             "provider": provider, "prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens,
         }  # fmt: skip
         self.say(f"{model}: {provider}")
+        after = ""
         try:
             for told in self._told(model, provider):
                 if "requests" not in told:
@@ -143,8 +144,9 @@ class Bench:
                     return
                 self.say(f"{requests} requests: {told['tokens_per_s']:,.1f} tokens/s")
                 yield facts | told | compared
+                after = f", after {requests} requests"
         except TimeoutError as error:
-            yield facts | {"left_out": str(error)}
+            yield facts | {"left_out": f"{error}{after}"}
         except (RuntimeError, OSError) as error:
             yield facts | {"error" if provider.startswith(OURS) else "left_out": str(error)}
 
@@ -202,10 +204,11 @@ class Bench:
 
 
 def environment(provider: str, in_process: bool = False) -> dict[str, str]:
-    """Of an engine's process. What the user has set stays, but for what makes a provider what it is.
+    """The variables of an engine's process. What the user has set stays, except what makes a provider what it is.
 
-    No model is looked up and nobody is told; kernels that packages of vLLM's would fetch or compile on first use, and
-    that compute nothing in these models' linear layers, are not asked for.
+    Nothing is fetched, and no use is reported. DeepGEMM and FlashInfer's sampler are off by default: vLLM fails where
+    it finds one of them and not the compiler that it needs, and no linear layer of these models calls them. The driver
+    may keep more of what it compiles than its 1 GB, so that engines after the first start sooner.
     """
     asked = {
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
