@@ -144,7 +144,7 @@ class Bench:
                     return
                 self.say(f"{requests} requests: {told['tokens_per_s']:,.1f} tokens/s")
                 yield facts | told | compared
-                after = f", after {requests} requests"
+                after = f"; measured up to {requests} at once"
         except TimeoutError as error:
             yield facts | {"left_out": f"{error}{after}"}
         except (RuntimeError, OSError) as error:
