@@ -55,6 +55,7 @@ class Driver:
         self.tile_m = 0  # of those
         self.names = [b""]
         self.seen: list[tuple[Any, int]] = []  # kernel and rows of x
+        self.capture = 0  # the number of the one that all streams are in
         self.others: list[bytes] = []  # names of kernels before and after products
         self.workspaces: list[tuple[int, int, int]] = []  # of shared sums: theirs, what is left, how much
         self.bound: set[int] = set()  # threads that have a context
@@ -93,6 +94,10 @@ class Driver:
         ctypes.memmove(at, struct.pack("Q", packed.value), 8)
         return 0
 
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, number: Any, *others: Any) -> int:
+        status._obj.value, number._obj.value = 1, self.capture
+        return self._lack_of_context()
+
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
         if lack := self._lack_of_context():
             return lack
@@ -108,7 +113,8 @@ class Driver:
             self._decode(ctypes.string_at(parameters[0], struct.calcsize("".join(decode.layout(len(self.group) or 1)))))
             return 0
         if self.grouping is not None:
-            self._grouped(ctypes.string_at(parameters[0], struct.calcsize("".join(laid_out.LAYOUT))))
+            layout = laid_out.COPIED_LAYOUT if self.grouping.ordered else laid_out.LAYOUT
+            self._grouped(ctypes.string_at(parameters[0], struct.calcsize("".join(layout))))
             return 0
         layout = laid_out.LAYOUT if kernel is hopper else kernel.LAYOUT
         ahead = 128 if self.back and self.like.shape[0] % 8 == 0 else 0  # the tensor map of x
@@ -206,14 +212,19 @@ class Driver:
         """Tiles of sorted pairs, with the stack `like`."""
         grouping = self.grouping
         assert grouping is not None
-        first, *values = struct.unpack("".join(laid_out.LAYOUT), arguments)
+        if grouping.ordered:
+            map_of_x, first, *values = struct.unpack("".join(laid_out.COPIED_LAYOUT), arguments)
+        else:
+            map_of_x, (first, *values) = b"", struct.unpack("".join(laid_out.LAYOUT), arguments)
         addresses = (*struct.unpack_from("Q", first), *values[:4])
         (x, bias, out, place, *others, routes), (stale, per_row) = values[4:11], values[11:13]
         (n, k, row_tiles, room, units, _), _ = values[13:19], values[19:]
         assert (grouping.experts, *((k, n) if self.back else (n, k))) == self.like.shape
         assert row_tiles in {-(-n // rows) for rows in (128, 192, 256)}
         assert units == -(-k // 256)
-        assert place != 0 == stale == others[0] == others[1]
+        assert stale == others[0] == others[1] == 0 != (x if grouping.ordered else place)
+        assert not grouping.ordered or (struct.unpack_from("Q", map_of_x), per_row, place) == ((x,), 0, 0)
+        order = order_of(k, min(self.like.block_size, 64)) if grouping.ordered else slice(None)
         dense = self._dense(decode.rows_of(self.like), addresses).view(self.like.shape)
         self.seen.append((grouped, per_row))
         (count,) = memory(routes, (1,), torch.int32).tolist()
@@ -222,11 +233,14 @@ class Driver:
             for row in range(begin, begin + rows):
                 (pair,) = memory(routes + 16 * (1 + room) + 4 * row, (1,), torch.int32).tolist()
                 given = memory(x + (pair // per_row if per_row else row) * k * 2, (1, k), self.dtype)
-                y = linear_exact(given, dense[expert].t() if self.back else dense[expert]).float()[0]
+                weights = dense[expert].t() if self.back else dense[expert][:, order]
+                y = linear_exact(given, weights).float()[0]
                 if bias:
                     y = y + memory(bias, (grouping.experts, n), self.dtype)[expert]
                 if grouping.activation:
                     y = stacks.activate(y, grouping.activation)
+                if grouping.orders:
+                    y = y[order_of(len(y), min(self.like.block_size, 64))]
                 kind = F32 if grouping.wide else self.dtype
                 at = out + (pair if grouping.scatters else row) * len(y) * kind.itemsize
                 memory(at, (len(y),), kind).copy_(y)
@@ -251,6 +265,13 @@ class Driver:
             "scale": memory(scale, like.scale.shape, like.scale.dtype),
         }
         return hb.dequantize(replace(like, **parts, nested=nested), F32)
+
+
+def order_of(k: int, span: int) -> torch.Tensor:
+    """Which of K comes where as device/lay_out.cuh lays x out: a piece of eight is of one word of each of the four
+    lanes that share a span, and a word is two neighbours."""
+    words = torch.arange(k // 2).view(-1, 4, span // 8).transpose(1, 2).flatten()
+    return torch.stack((2 * words, 2 * words + 1), dim=1).flatten()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> Iterator[Driver]:

@@ -235,7 +235,8 @@ def test_a_block(
     if parts:
         monkeypatch.setattr(many, "MOST_BYTES", 1)
     gpu.dtype = dtype
-    told(gpu, monkeypatch, (gate_up, Grouping(experts, activation)), (down, Grouping(experts, wide=True)))
+    of_block = Grouping(experts, activation, orders=True), Grouping(experts, ordered=True, wide=True)
+    told(gpu, monkeypatch, *zip((gate_up, down), of_block, strict=True))
     biases = torch.randn(experts, 2 * inner).to(dtype), torch.randn(experts, hidden).to(dtype)
     for tokens, kind, narrow in ((1, torch.int64, True), (37, torch.int32, False)):
         x = 0.1 * torch.randn(tokens, hidden).to(dtype)

@@ -147,8 +147,8 @@ def test_x_is_not_laid_out_ahead_where_ctas_hold_it(gpu: Driver) -> None:
     assert gpu.others == []
 
 
-def test_workspaces_of_shared_sums(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch clears what the one before has left. In a CUDA graph each has its own, and none is kept."""
+def test_workspaces_of_shared_sums(gpu: Driver) -> None:
+    """One launch clears what the one before has left."""
     q, x = make(64, 4096), torch.randn(70, 4096).bfloat16()
     gpu.like = q
     for _ in range(3):
@@ -158,32 +158,34 @@ def test_workspaces_of_shared_sums(gpu: Driver, monkeypatch: pytest.MonkeyPatch)
     assert count > 0
     assert turned == [second, first]
     assert again == (first, second, count)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(workspace, "_find", lambda *_: pytest.fail("outlives the capture"))
-    gpu.workspaces.clear()
-    cuda.linear(x, q, None, False)
-    [(own, *left)] = gpu.workspaces
-    assert own not in (0, first, second)
-    assert left == [0, 0]
 
 
-def test_workspaces_of_a_graph(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who keeps it may have one for all launches of a graph, which grows with them."""
+def test_workspaces_of_graphs(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All launches of a capture have one, which grows with them; the next capture has another, and none is kept."""
     q, wide, x = make(64, 4096), make(2048, 4096), torch.randn(70, 4096).bfloat16()
+    gpu.like = q
+    cuda.linear(x, q, None, False)
+    of_thread = gpu.workspaces.pop()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with workspace.workspaces_of_graph() as kept:
-        for gpu.like in (q, q, q, wide, q):
-            cuda.linear(x, gpu.like, None, False)
+    gpu.capture = 5
+    for gpu.like in (q, q, q, wide, q):
+        cuda.linear(x, gpu.like, None, False)
     (first, second, nothing), (*turned, count), again, (larger, *unused), last = gpu.workspaces
     assert nothing == unused[1] == 0
     assert turned == [second, first]
     assert again == (first, second, count)
     assert larger not in (first, second)
-    assert len(kept) == 2
     assert last[:2] == (unused[0], larger)
-    assert not workspace.kept.by_stream
+    assert not {first, second, larger, unused[0]} & set(of_thread[:2])
+    (graph,) = workspace.kept.of_capture.values()
+    gpu.capture = 6
     cuda.linear(x, q, None, False)
-    assert gpu.workspaces[-1][1:] == (0, 0)
+    assert graph not in workspace.kept.of_capture.values()
+    assert gpu.workspaces[-1][2] == 0
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    cuda.linear(x, q, None, False)
+    assert not workspace.kept.of_capture
+    assert gpu.workspaces[-1][:2] == of_thread[1::-1]
 
 
 def test_what_is_no_group(gpu: Driver) -> None:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.common.capture import capture
-from halfbyte.kernels.linear.workspace import workspaces_of_graph
 from halfbyte.models.carrying import Carrier, carrying
 
 ON_CPU = False  # tests set it
@@ -43,7 +42,7 @@ class Graph:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        with current(self.device), workspaces_of_graph() as self.workspaces, capture(self.graph):
+        with current(self.device), capture(self.graph):
             before = torch.cuda.memory_reserved(self.device)  # here, because a capture begins with an emptied cache
             yield
             self.nbytes = max(0, torch.cuda.memory_reserved(self.device) - before)

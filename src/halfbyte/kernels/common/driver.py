@@ -44,6 +44,15 @@ def call(name: str, *arguments: Any) -> None:
         raise RuntimeError(f"the CUDA driver answered {name} with error {status} (see CUresult in cuda.h)")
 
 
+def capture_of(stream: int) -> int:
+    """The number of the capture that the stream is in, which no other capture of this process has; 0 if in none."""
+    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    none = ctypes.c_void_p()
+    found = ctypes.byref(status), ctypes.byref(number)
+    call("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found, none, none, none)
+    return number.value if status.value else 0
+
+
 def bind_context() -> None:
     """Give this thread the context of its current device, the one that torch uses. A thread that has not called CUDA
     yet has none, such as one of autograd's whose first call is a gradient of ours."""

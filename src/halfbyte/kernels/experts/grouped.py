@@ -77,7 +77,11 @@ def moe(
     (tokens, k), (experts, hidden, inner) = top_k_index.shape, block.down.shape
     part = _part(tokens, k * (6 * hidden + 4 * inner))  # x laid out and down's rows, and what is between
     wide = 4 * min(tokens, part) * k * hidden <= WIDE_BYTES
-    groupings = Grouping(experts, block.activation), Grouping(experts, wide=wide)
+    keeps = min(block.gate_up.block_size, 64) == min(block.down.block_size, 64)  # the order of K
+    groupings = (
+        Grouping(experts, block.activation, orders=keeps),
+        Grouping(experts, ordered=keeps, wide=wide),
+    )
     out = x.new_empty((tokens, hidden))
     for first in range(0, tokens, part):
         rows, ids, weights = (tensor[first : first + part] for tensor in (x, top_k_index, top_k_weights))
@@ -110,7 +114,7 @@ def _part(tokens: int, bytes_of_token: int) -> int:
 def _launch(product: GroupedProduct, x: Tensor, routes: Routes, bias: Tensor | None, out: Tensor, per_row: int) -> None:
     stream = torch._C._cuda_getCurrentRawStream(x.get_device())
     at = 0 if bias is None else bias.data_ptr()
-    product(stream, x.data_ptr(), routes.table.data_ptr(), at, out.data_ptr(), per_row)
+    product(stream, x.data_ptr(), routes.table.data_ptr(), at, out.data_ptr(), len(x), per_row)
 
 
 def room_of(pairs: int) -> int:

@@ -15,7 +15,7 @@ from halfbyte.kernels.common.nvrtc import Constant, Variant
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.linear import laid_out
 from halfbyte.kernels.linear.kernel import GroupedProduct
-from halfbyte.kernels.linear.laid_out import LAYOUT, UNIT_K
+from halfbyte.kernels.linear.laid_out import COPIED_LAYOUT, LAYOUT, SWIZZLED, UNIT_K, span_of
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm import plan as wide
@@ -32,11 +32,14 @@ INTERLEAVED = "swiglu_oai"  # the activation whose gate and up rows are neighbou
 
 
 class Grouping(NamedTuple):
-    """experts: of the stack. activation: of gate and up rows, of which only what it gives is stored. wide: results are
-    fp32, not of x's dtype. scatters: a result goes to its pair's row; else rows stay sorted by expert."""
+    """experts: of the stack. activation: of gate and up rows, of which only what it gives is stored. orders: in the
+    order in which the next product reads its x, whose weights share scales as these do. ordered: x is so. wide: results
+    are fp32, not of x's dtype. scatters: a result goes to its pair's row; else rows stay sorted by expert."""
 
     experts: int
     activation: str = ""
+    orders: bool = False
+    ordered: bool = False
     wide: bool = False
     scatters: bool = False
 
@@ -86,11 +89,20 @@ def bind(device: torch.device, problem: Problem, weight: Addresses, grouping: Gr
     lay_out, multiply = laid_out.launches.get(key, lambda: laid_out.make_launches(index, tiles * units, plan, compiled))
     packed, *scales = weight
     unit, codebook = kernel_of(plan).codebook(o)
-    sizes = (n, k, -(-n // plan.rows), tiles, units, plan.workers)
-    arguments = Arguments(LAYOUT, (weight_map(packed, o, grouping, plan), *scales), (*sizes, unit, 1.0, codebook))
-    room = tiles * units * plan.tile_m * UNIT_K * 2
+    fixed = weight_map(packed, o, grouping, plan), *scales
+    after = n, k, -(-n // plan.rows), tiles, units, plan.workers, unit, 1.0, codebook
+    if grouping.ordered:
+        arguments, row = Arguments(COPIED_LAYOUT, (), after), 2 * k
 
-    def run(stream: int, x: int, routes: int, bias: int, out: int, per_row: int) -> None:
+        def copy(stream: int, x: int, routes: int, bias: int, out: int, rows: int, per_row: int) -> None:
+            map_of_x = tensor_map(x, (row, rows), (row,), (SWIZZLED, plan.tile_m))
+            arguments.set(map_of_x, *fixed, x, bias, out, 0, 0, 0, routes, 0, per_row)
+            multiply(stream, arguments.parameters)
+
+        return copy
+    arguments, room = Arguments(LAYOUT, fixed, after), tiles * units * plan.tile_m * UNIT_K * 2
+
+    def run(stream: int, x: int, routes: int, bias: int, out: int, rows: int, per_row: int) -> None:
         place = torch.empty(room, dtype=torch.uint8, device=device)
         arguments.set(x, bias, out, place.data_ptr(), 0, 0, routes, 0, per_row)
         lay_out(stream, arguments.parameters)
@@ -101,12 +113,19 @@ def bind(device: torch.device, problem: Problem, weight: Addresses, grouping: Gr
 
 def weight_map(packed: int, o: Problem, grouping: Grouping, plan: Plan) -> bytes:
     """Of the stack. A copy brings rows of one expert, or columns of them on the way back: what is beyond its last row
-    is zeros, not the next one's. Where gate and up are halves, it brings rows of both in turn."""
-    n, row, rows = o.n // grouping.experts, o.k // 2, plan.copied_rows
+    is zeros, not the next one's. Where gate and up are halves, it brings rows of both in turn. If results are ordered,
+    it brings the gates and ups of eight (device/grouped.cuh)."""
+    n, row, rows, order = o.n // grouping.experts, o.k // 2, plan.copied_rows, span_of(o) // 4
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
-    if has_halves(grouping):
+    if grouping.orders and has_halves(grouping):
+        sizes, box = (row, 2, order, n // 2 // order, grouping.experts), (2, 2, 4, 1)
+        strides = n // 2 * row, row, order * row, n * row
+    elif grouping.orders:
+        sizes, box = (row, 2 * order, n // 2 // order, grouping.experts), (4, 4, 1)
+        strides = row, 2 * order * row, n * row
+    elif has_halves(grouping):
         sizes, strides, box = (row, 2, n // 2, grouping.experts), (n // 2 * row, row, n * row), (2, rows // 2, 1)
     else:
         sizes, strides, box = (row, n, grouping.experts), (row, n * row), (rows, 1)
@@ -132,10 +151,10 @@ def constants(problem: Problem, grouping: Grouping, plan: Plan) -> dict[str, Con
     """kernel.cu's Config."""
     of_experts: dict[str, Constant] = {
         "grouped": True, "activation": f"Activation::{grouping.activation or 'none'}", "wide": grouping.wide,
-        "scatters": grouping.scatters,
+        "scatters": grouping.scatters, "orders": grouping.orders, "copies_x": grouping.ordered,
     }  # fmt: skip
     if isinstance(plan, StreamKPlan):
         return streamk.constants(problem, plan) | of_experts
     producer, consumer = GROUPED_BACK_REGISTERS if plan.back else SCATTERED_REGISTERS
     registers: dict[str, Constant] = {"producer_registers": producer, "consumer_registers": consumer}
-    return gemm.constants(problem, plan) | of_experts | registers | {"copies_x": False}
+    return gemm.constants(problem, plan) | of_experts | registers

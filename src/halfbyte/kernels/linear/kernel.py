@@ -33,9 +33,9 @@ FusedProduct = Callable[[int, int, int, int, Iterable[int]], None]
 # how many pairs of a token and an expert there are.
 RoutedProduct = Callable[[int, int, int, int, int, int], None]
 
-# The stream, the addresses of x, of the routes of sorted pairs, of bias (0: none) and out, and how many pairs share a
-# row of x, or 0 where its rows are sorted.
-GroupedProduct = Callable[[int, int, int, int, int, int], None]
+# The stream, the addresses of x, of the routes of sorted pairs, of bias (0: none) and out, how many rows x has, and how
+# many pairs share one, or 0 where its rows are sorted.
+GroupedProduct = Callable[[int, int, int, int, int, int, int], None]
 
 
 class Plan(Protocol):

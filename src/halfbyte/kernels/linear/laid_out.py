@@ -146,9 +146,7 @@ class Part(NamedTuple):
     def __call__(
         self, stream: int, x: int, bias: int, out: int, laid_out: int, m: int, is_laid_out: bool = False, other: int = 0
     ) -> None:
-        (partial, left, count), held = (0, 0, 0), None
-        if self.partial:
-            (partial, left, count), held = workspace.take(self.device, stream, self.partial)
+        partial, left, count = workspace.take(self.device, stream, self.partial) if self.partial else (0, 0, 0)
         changing = x, bias, out, laid_out, partial, left, other, count // 4, m
         if self.copied is None:
             self.arguments.set(*changing)
@@ -158,7 +156,6 @@ class Part(NamedTuple):
         if self.laid_out and not is_laid_out:
             self.lay_out(stream, self.arguments.parameters)
         self.multiply(stream, self.arguments.parameters)
-        del held  # the launch is in the stream
 
 
 def bind(

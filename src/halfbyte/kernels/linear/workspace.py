@@ -1,17 +1,18 @@
-"""Workspaces for the partial sums of CTAs that share tiles (sm90_streamk): a thread keeps its own, or a graph does."""
+"""Workspaces for the partial sums of CTAs that share tiles (sm90_streamk): a thread keeps its own, and each CUDA graph
+that it captures has one."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
-LEAST = 1 << 18  # sums that a kept workspace has room for
+from halfbyte.kernels.common.driver import capture_of
+
+LEAST = 1 << 18  # sums that a workspace has room for
 
 
 class Workspace:
@@ -36,49 +37,38 @@ class Workspace:
 
 
 class _Kept(threading.local):
-    """Of this thread, by device and stream; and of the graph that it captures, if that has its own."""
+    """Of this thread, by device and stream; and of the capture that it is in, by its number."""
 
     def __init__(self) -> None:
         self.by_stream: dict[tuple[torch.device, int], Workspace] = {}
-        self.of_graph: list[Workspace] | None = None
+        self.capture = 0
+        self.of_capture: dict[tuple[torch.device, int], Workspace] = {}
 
 
 kept = _Kept()
 
 
-@contextmanager
-def workspaces_of_graph() -> Iterator[list[Any]]:
-    """Within, launches that this thread captures on one stream share a workspace, and need not each fill their own. The
-    list must be kept as long as the graph."""
-    before = kept.of_graph
-    kept.of_graph = []
-    try:
-        yield kept.of_graph
-    finally:
-        kept.of_graph = before
+def take(device: torch.device, stream: int, count: int) -> tuple[int, int, int]:
+    """What `Workspace.take` says, for a launch on this stream.
 
-
-def take(device: torch.device, stream: int, count: int) -> tuple[tuple[int, int, int], Tensor | None]:
-    """What `Workspace.take` says, for a launch on this stream; and memory that must be held until after the launch."""
-    if not torch.cuda.is_current_stream_capturing():
-        return _find(device, stream, count, None).take(count), None
-    if kept.of_graph is not None:
-        return _find(device, stream, count, kept.of_graph).take(count), None
-    # A graph may be replayed beside anything, and nobody would keep its workspace: the launch has one of its own.
-    own = sentinels((count,), device)
-    return (own.data_ptr(), 0, 0), own
-
-
-def _find(device: torch.device, stream: int, count: int, of_graph: list[Workspace] | None) -> Workspace:
-    """Launches of a thread on a stream, or of its graph, follow each other and share one."""
-    found = kept.by_stream.get((device, stream)) if of_graph is None else of_graph[-1] if of_graph else None
+    Launches of a thread on a stream follow each other and share a workspace. So do those that one capture sees on a
+    stream, but with nobody else: the graph may be replayed beside anything. Its workspace is filled by the graph itself,
+    once in every replay, and lies in the graph's own memory, where it must stay only until the capture ends.
+    """
+    make: Callable[[int, torch.device], Workspace]
+    if torch.cuda.is_current_stream_capturing():
+        capture = capture_of(stream)
+        if capture != kept.capture:
+            kept.capture, kept.of_capture = capture, {}
+        there, make = kept.of_capture, Workspace
+    else:
+        if kept.capture:
+            kept.capture, kept.of_capture = 0, {}
+        there, make = kept.by_stream, _lasting
+    found = there.get((device, stream))
     if found is None or found.count < count:
-        count = max(count, LEAST)
-        if of_graph is None:
-            kept.by_stream[device, stream] = found = _lasting(count, device)
-        else:
-            of_graph.append(found := Workspace(count, device))
-    return found
+        there[device, stream] = found = make(max(count, LEAST), device)
+    return found.take(count)
 
 
 def _lasting(count: int, device: torch.device) -> Workspace:

@@ -53,16 +53,15 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
     pitch = pitch_of(problem)
 
     def multiply(stream: int, dy: int, bias: int, dx: int, m: int) -> None:
-        (sums, stale, count), held, copy = (0, 0, 0), None, None
-        if partial:
-            (sums, stale, count), held = workspace.take(device, stream, partial)
+        sums, stale, count = workspace.take(device, stream, partial) if partial else (0, 0, 0)
+        copy = None
         if pitch != problem.n:
             copy = torch.empty(m * pitch, dtype=problem.dtype, device=device)
         told.set(dy, dy if copy is None else copy.data_ptr(), dx, sums, stale, count // 4, m)
         if copy is not None:
             aligns(stream, told.parameters)
         multiplies(stream, told.parameters)
-        del held, copy  # the launches are in the stream
+        del copy  # the launches are in the stream
 
     return multiply
 

@@ -141,13 +141,16 @@ __device__ __forceinline__ void fetch_w(const Arguments& a, u64 map, u32 first, 
   }
 }
 
-// Of x, in a step.
+// Of x, in a step; a tile of experts may have fewer rows.
 __device__ __forceinline__ u32 step_bytes(const StreamUnit&) { return X_STEP; }
-__device__ __forceinline__ u32 step_bytes(const GroupedUnit& at) { return copied_rows(at.tile) * (STEP_K * 2); }
+__device__ __forceinline__ u32 step_bytes(const GroupedUnit& at) {
+  return Config::copies_x ? X_STEP : copied_rows(at.tile) * (STEP_K * 2);
+}
 
 // One thread: x of each unit, step by step.
 __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last) {
   wait_for_prior_kernel();  // until x is laid out, or there
+  if constexpr (Config::grouped) launch_dependents();
   WorkUnit at(a, first);
   Ring ring(1);
   for (u32 unit = first; unit < last; unit++, at.next(a)) {
@@ -158,7 +161,7 @@ __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last)
       const u32 bytes = step_bytes(at), to = shared() + X_AT + ring.at * X_STEP;
       expect(full, bytes);
       if constexpr (Config::copies_x)
-        copy_box(to, map_of_x(a), (at.depth * UNIT_K + step * STEP_K) * 2, at.column_tile * Config::tile_m, full);
+        copy_box(to, map_of_x(a), (at.depth * UNIT_K + step * STEP_K) * 2, first_x_row(at), full);
       else copy(to, from + step * X_STEP / 16, bytes, full);
     }
   }
@@ -178,7 +181,8 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   }
   __syncwarp();
   sync_all();
-  if constexpr (Config::copies_x) wait_for_prior_kernel();  // which may be the one that writes W
+  // The kernel before may be the one that writes W; not so that of experts, which is another product of theirs.
+  if constexpr (Config::copies_x && !Config::grouped) wait_for_prior_kernel();
   if (warp < SCALE_THREADS / 32) {
     if constexpr (Config::back) fetch_column_scales(a, first, last, warp * 32 + lane);
     else fetch_scales(a, first, last, warp * 32 + lane);

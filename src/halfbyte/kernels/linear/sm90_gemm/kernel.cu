@@ -34,7 +34,9 @@
 //   x, scale, low_first, flushes             types; whether the first weight of a byte is in its low half; whether
 //                                            subnormal weights count as zero
 //   back, copies_x                           the result is dy @ W; x is copied as it is, not laid out
-//   grouped, activation, wide, scatters      of experts: what gates; results are fp32; they go to their pairs' rows
+//   grouped, activation                      of experts; what gates
+//   orders, wide, scatters                   results are in the order of the next product's x; they are fp32; they go to
+//                                            their pairs' rows
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
 #include "device/scaled_table.cuh"

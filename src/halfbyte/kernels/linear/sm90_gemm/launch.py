@@ -119,7 +119,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "consumer_registers": consumer, "shared_bytes": plan.shared_bytes(span_of(problem)), "back": plan.back,
         "copies_x": copies_x(problem, plan.back),
         "activation": "Activation::none", "residual": False,
-        "grouped": False, "wide": False, "scatters": False,
+        "grouped": False, "wide": False, "scatters": False, "orders": False,
     }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,
         "copies_x": False, "activation": f"Activation::{plan.activation or 'none'}",
-        "grouped": False, "wide": False, "scatters": False,
+        "grouped": False, "wide": False, "scatters": False, "orders": False,
     }  # fmt: skip
 
 
