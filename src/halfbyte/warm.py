@@ -27,7 +27,7 @@ from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for, properties_of
 from halfbyte.kernels.common.nvrtc import Variant
-from halfbyte.kernels.linear.dispatch import choose, choose_back, choose_fused, choose_group
+from halfbyte.kernels.linear.dispatch import choose_back, choose_fused, variant_of
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
 from halfbyte.models.fused import MOST_ROWS
@@ -206,11 +206,7 @@ def _variant(
         if fused is None:  # then the norm has a launch of its own
             fused = choose_fused(m, group, replace(fusion, norm=None), properties)
         return fused.kernel.group_variant(group, fused.plan, properties) if fused else None
-    if len(group) == 1:
-        choice = choose(m, group[0], properties, batch_invariant)
-        return choice.variant(group[0], properties) if choice else None
-    together = None if batch_invariant else choose_group(m, group, properties)
-    return together.kernel.group_variant(group, together.plan, properties) if together else None
+    return variant_of(m, group, properties, batch_invariant)
 
 
 def warm(variants: Sequence[Variant], progress: Callable[[str, int, int], None] | None = None) -> Report:

@@ -45,13 +45,19 @@ def product(x: Tensor, weights: Sequence[Weight], bias: Tensor | None, batch_inv
     if len(weights) == 1:
         return _one(x, weights[0], bias, batch_invariant)
     biases = [None] * len(weights) if bias is None else bias.split([weight.shape[0] for weight in weights])
-    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    if not batch_invariant and len(quantized) == len(weights) and len({q.kind for q in quantized}) == 1:
+    quantized = as_one(weights)
+    if quantized and not batch_invariant:
         found = linear_group(x, quantized, biases)
         assert found is not None  # only `one_launch` makes it None
     else:
         found = [_one(x, *each, batch_invariant) for each in zip(weights, biases, strict=True)]
     return torch.cat(found, -1)
+
+
+def as_one(weights: Sequence[Weight]) -> list[QuantizedWeight]:
+    """All of the weights where one launch can be for them, else none."""
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    return quantized if len(quantized) == len(weights) and len({q.kind for q in quantized}) == 1 else []
 
 
 def _one(x: Tensor, weight: Weight, bias: Tensor | None, batch_invariant: bool) -> Tensor:

@@ -11,9 +11,12 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from halfbyte.kernels.common import compiler
@@ -78,9 +81,37 @@ def cubin(variant: Variant) -> bytes:
     code = cached(variant)
     if code is None:
         with compiling():
-            code = compile_cubin(variant.source, variant.capability, dict(variant.constants))
-        with suppress(OSError):  # a cache that cannot be written costs time, not results
-            keep(variant, code)
+            ahead = _ahead.get(variant)
+            code = _compiled(variant) if ahead is None else ahead.result()
+    return code
+
+
+def compile_ahead(variants: Iterable[Variant]) -> None:
+    """Begin to compile those that the cache lacks, on all CPUs, and return at once: NVRTC works without the interpreter
+    lock. Who asks for one of them meanwhile waits for it, and gets its error if it has one."""
+    for variant in variants:
+        if variant not in _ahead and cached(variant) is None:
+            _ahead[variant] = _compilers().submit(_compiled, variant)
+
+
+_ahead: dict[Variant, Future[bytes]] = {}
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    pool = ThreadPoolExecutor(os.cpu_count(), "halfbyte-compiles")
+    # The interpreter waits for such threads before it ends; for what nobody asked for yet it need not.
+    threading._register_atexit(partial(pool.shutdown, wait=False, cancel_futures=True))  # type: ignore[attr-defined]
+    return pool
+
+
+def _compiled(variant: Variant) -> bytes:
+    """From the cache if somebody else has been faster."""
+    if (code := cached(variant)) is not None:
+        return code
+    code = compile_cubin(variant.source, variant.capability, dict(variant.constants))
+    with suppress(OSError):  # a cache that cannot be written costs time, not results
+        keep(variant, code)
     return code
 
 

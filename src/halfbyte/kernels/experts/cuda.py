@@ -17,14 +17,15 @@ from torch import Tensor
 
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
-from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
+from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.experts import grouped
 from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear import cache, reach
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.linear.kernel import RoutedProduct
-from halfbyte.kernels.linear.problem import addresses, problem_of
+from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_decode.plan import PAIRS, routed_microseconds
@@ -111,18 +112,37 @@ def _product(
 
 
 def _is_better_sorted(x: Tensor, stacks: Sequence[QuantizedWeight], pairs: int) -> bool:
-    """Whether so few pairs are estimated to take less time once they are sorted: where experts have more than eight
-    each, whose weights are then read once."""
+    if pairs == 0:
+        return False
 
     def compare() -> tuple[bool]:
         problems = [problem_of(x, rows_of(q), None) for q in stacks]
-        routed = sum(routed_microseconds(pairs, stacks[0].shape[0], o.megabytes) for o in problems)
-        return (grouped.microseconds(x, stacks, pairs) < routed,)
+        return (is_better_sorted(pairs, stacks[0].shape[0], problems, properties_of(x.get_device())),)
 
-    if pairs == 0:
-        return False
     key = (grouped.room_of(pairs), *(cache.key(x, q, None, False) for q in stacks))
     return better_sorted.get(key, compare)[0]
+
+
+def is_better_sorted(pairs: int, experts: int, problems: Sequence[Problem], properties: DeviceProperties) -> bool:
+    """Whether so few pairs are estimated to take less time once they are sorted: where experts have more than eight
+    each, whose weights are then read once."""
+    routed = sum(routed_microseconds(pairs, experts, o.megabytes) for o in problems)
+    return grouped.microseconds(pairs, experts, problems, properties) < routed
+
+
+def variants(
+    tokens: int, k: int, experts: int, gate_up: Problem, down: Problem, activation: str, properties: DeviceProperties
+) -> list[Variant]:
+    """What is compiled for a block of so many tokens with k experts each. The rows of the problems are those of all
+    experts."""
+    pairs, both = tokens * k, (gate_up, down)
+    if room := next((room for room in PAIRS if pairs <= room), 0):
+        kinds = ((gate_up, activation, False), (down, "", True))
+        plans = [decode.plan_routed(room, o, experts, gates, wide, properties) for o, gates, wide in kinds]
+        found = [decode.variant(o, plan, properties) for o, plan in zip(both, plans, strict=True) if plan is not None]
+        if len(found) == len(both) and not is_better_sorted(pairs, experts, both, properties):
+            return found
+    return grouped.variants(pairs, experts, both, activation, properties)
 
 
 def _bind(

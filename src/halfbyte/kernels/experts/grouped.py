@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
+from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.experts.sort import MOST_EXPERTS, Routes, sort
+from halfbyte.kernels.experts.sort import variant as sort_variant
 from halfbyte.kernels.linear import cache, grouped, reach
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.kernel import GroupedProduct
-from halfbyte.kernels.linear.problem import addresses, problem_of
+from halfbyte.kernels.linear.laid_out import span_of
+from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.spread import most_tiles
 
@@ -76,12 +79,9 @@ def moe(
 
     (tokens, k), (experts, hidden, inner) = top_k_index.shape, block.down.shape
     part = _part(tokens, k * (6 * hidden + 4 * inner))  # x laid out and down's rows, and what is between
-    wide = 4 * min(tokens, part) * k * hidden <= WIDE_BYTES
-    keeps = min(block.gate_up.block_size, 64) == min(block.down.block_size, 64)  # the order of K
-    groupings = (
-        Grouping(experts, block.activation, orders=keeps),
-        Grouping(experts, ordered=keeps, wide=wide),
-    )
+    keeps = min(block.gate_up.block_size, 64) == min(block.down.block_size, 64)  # as span_of has it
+    groupings = groupings_of(experts, block.activation, min(tokens, part) * k, hidden, keeps)
+    wide = groupings[1].wide
     out = x.new_empty((tokens, hidden))
     for first in range(0, tokens, part):
         rows, ids, weights = (tensor[first : first + part] for tensor in (x, top_k_index, top_k_weights))
@@ -98,11 +98,31 @@ def moe(
     return out
 
 
-def microseconds(x: Tensor, stacks: Sequence[QuantizedWeight], pairs: int) -> float:
+def groupings_of(experts: int, activation: str, pairs: int, hidden: int, keeps: bool) -> tuple[Grouping, Grouping]:
+    """Of gate and up, and of down. keeps: as many weights share a scale in both, so K has the same order."""
+    wide = 4 * pairs * hidden <= WIDE_BYTES
+    return Grouping(experts, activation, orders=keeps), Grouping(experts, ordered=keeps, wide=wide)
+
+
+def microseconds(pairs: int, experts: int, problems: Sequence[Problem], properties: DeviceProperties) -> float:
     """The estimated time of the sort and of the products with stacks, or infinity where no kernel is for them."""
-    problems = [problem_of(x, rows_of(q), None) for q in stacks]
-    plans = grouped.plan(pairs, stacks[0].shape[0], problems, properties_of(x.get_device()))
+    plans = grouped.plan(pairs, experts, problems, properties)
     return math.inf if plans is None else grouped.sorted_microseconds(pairs, plans)
+
+
+def variants(
+    pairs: int, experts: int, problems: Sequence[Problem], activation: str, properties: DeviceProperties
+) -> list[Variant]:
+    """What is compiled for a block of so many pairs, none where no kernel is for it. The rows of the problems are those
+    of all experts."""
+    plans = grouped.plan(room_of(pairs), experts, problems, properties)
+    if plans is None:
+        return []
+    gate_up, down = problems
+    keeps = span_of(gate_up) == span_of(down)
+    groupings = groupings_of(experts, activation, pairs, down.n // experts, keeps)
+    each = (grouped.variant(*one) for one in zip(problems, groupings, plans, strict=True))
+    return [sort_variant(plans[0].tile_m), *each]
 
 
 def _part(tokens: int, bytes_of_token: int) -> int:

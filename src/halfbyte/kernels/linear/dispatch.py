@@ -100,12 +100,19 @@ def choose(m: int, problem: Problem, properties: DeviceProperties, batch_invaria
 def _fastest(
     kernels: Sequence[Kernel[Any]], m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool
 ) -> Choice | None:
-    """Of those that support the problem."""
-    plans = ((kernel, kernel.plan(m, problem, properties, batch_invariant)) for kernel in kernels)
-    found = {kernel.NAME: Choice(kernel, plan) for kernel, plan in plans if plan is not None}
+    """Of those that support the problem. One that another supersedes is asked after that one, and only if it must be:
+    planning takes longer than many a product."""
     superseded = INVARIANT_SUPERSEDED if batch_invariant else SUPERSEDED
-    left = [one for name, one in found.items() if name not in superseded or superseded[name].NAME not in found]
-    return min(left, key=lambda choice: choice.plan.microseconds, default=None)
+    found: list[Choice] = []
+    served: set[str] = set()  # kernels that support it, and those that need not be asked
+    for kernel in kernels:
+        better = superseded.get(kernel.NAME)
+        if better is not None and better.NAME in served:
+            served.add(kernel.NAME)
+        elif (plan := kernel.plan(m, problem, properties, batch_invariant)) is not None:
+            served.add(kernel.NAME)
+            found.append(Choice(kernel, plan))
+    return min(found, key=lambda choice: choice.plan.microseconds, default=None)
 
 
 def dense_microseconds(m: int, problem: Problem, properties: DeviceProperties) -> float:
@@ -176,6 +183,17 @@ def choose_fused(
         if plan is not None and plan.microseconds < best:
             best, found = plan.microseconds, FusedChoice(kernel, plan)
     return found
+
+
+def variant_of(
+    m: int, group: tuple[Problem, ...], properties: DeviceProperties, batch_invariant: bool
+) -> Variant | None:
+    """What is compiled for x [m, K] and one weight, or for what several do in common; None where nothing is."""
+    if len(group) == 1:
+        choice = choose(m, group[0], properties, batch_invariant)
+        return choice.variant(group[0], properties) if choice else None
+    together = None if batch_invariant else choose_group(m, group, properties)
+    return together.kernel.group_variant(group, together.plan, properties) if together else None
 
 
 def _microseconds_one_by_one(m: int, group: Sequence[Problem], properties: DeviceProperties) -> float:

@@ -52,8 +52,8 @@ def take(device: torch.device, stream: int, count: int) -> tuple[int, int, int]:
     """What `Workspace.take` says, for a launch on this stream.
 
     Launches of a thread on a stream follow each other and share a workspace. So do those that one capture sees on a
-    stream, but with nobody else: the graph may be replayed beside anything. Its workspace is filled by the graph itself,
-    once in every replay, and lies in the graph's own memory, where it must stay only until the capture ends.
+    stream, but with nobody else: the graph may be replayed beside anything. It fills its workspace itself, once in
+    every replay, in memory of its own; to keep that is necessary only until the capture ends.
     """
     make: Callable[[int, torch.device], Workspace]
     if torch.cuda.is_current_stream_capturing():

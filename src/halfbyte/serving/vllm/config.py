@@ -25,6 +25,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
 from halfbyte.checkpoints.select import is_linear
+from halfbyte.serving.ahead import Ahead
 from halfbyte.serving.arrivals import LAYOUTS, WEIGHT, keys_of, parameter_of
 from halfbyte.serving.claims import (
     GPT_OSS,
@@ -106,7 +107,10 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
         return WeightsMapper()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        self.scheme.traced = get_current_vllm_config().additional_config
+        vllm = get_current_vllm_config()
+        self.scheme.traced = vllm.additional_config
+        if self.scheme.ahead is None:
+            self.scheme.ahead = Ahead(vllm.scheduler_config.max_num_batched_tokens, self.scheme.batch_invariant)
         if isinstance(layer, LinearBase):
             if self.scheme.layouts == (GPT_OSS,):
                 return UnquantizedLinearMethod()  # all that is no expert is dense

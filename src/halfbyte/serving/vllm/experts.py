@@ -81,6 +81,13 @@ class StackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: no kernel of vLLM's multiplies."""
 
+    def are_loaded(self, layer: Any, dtype: torch.dtype) -> None:
+        """Both stacks are there."""
+        gate_up, down = (self.held[stem].get(layer) for stem in STEMS)
+        if self.scheme.ahead is not None and isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
+            k, biases = int(self.moe.experts_per_token), self.biases(layer)[0] is not None
+            self.scheme.ahead.experts(dtype, gate_up, down, self.activation, k, biases)
+
     def biases(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
         """Of gate and up [E, 2I], and of down [E, H]."""
         return None, None
@@ -122,7 +129,7 @@ class HalfbyteExpertsMethod(StackedExpertsMethod):
         parallel = self.moe.moe_parallel_config
         self.rank, self.processes = int(parallel.tp_rank), int(parallel.tp_size)
         self.local = layer.expert_map_manager.map_global_to_local
-        self.dummies = wants_dummies()
+        self.dtype, self.dummies = params_dtype, wants_dummies()
         settings = self.scheme.settings
         if settings is not None:  # nested, each projection would have an offset of its own, and a stack has one
             settings = {**settings, "nested": False}
@@ -171,6 +178,7 @@ class HalfbyteExpertsMethod(StackedExpertsMethod):
             stem: Held.put(layer, f"{stem}_weight", stacked(weights))
             for stem, weights in (("w13", gate_up), ("w2", down))
         }
+        self.are_loaded(layer, self.dtype)
 
     def _take(self, expert: int, shards: tuple[str, ...]) -> list[QuantizedWeight]:
         slots: list[Hashable] = [(expert, shard) for shard in shards]

@@ -80,6 +80,7 @@ class GptOssExpertsMethod(StackedExpertsMethod):
             packed, scale = (getattr(layer, f"{stem}_weight{part}").data for part in ("", "_scale"))
             stack = QuantizedWeight(SPEC.name, packed, scale, shape, self.dtype, BLOCK)
             self.held[stem] = Held.put(layer, f"{stem}_weight", stack)
+        self.are_loaded(layer, self.dtype)
 
     def biases(self, layer: Any) -> tuple[Tensor, Tensor]:
         return layer.w13_bias, layer.w2_bias

@@ -42,7 +42,7 @@ class HalfbyteLinearMethod(LinearMethodBase):  # type: ignore[misc]
         # k and v heads: so many processes keep the same ones.
         self.replicas = int(getattr(layer, "num_kv_head_replicas", 1))
         self.held: tuple[Held, ...] = ()
-        self.dummies = wants_dummies()
+        self.dtype, self.dummies = params_dtype, wants_dummies()
         self.arrivals = Arrivals(torch.get_default_device(), params_dtype, self.scheme.settings, self.scheme.layouts)
         for key, dtype in self.scheme.expected(params_dtype).items():
             self._expect(layer, key, dtype)
@@ -95,13 +95,14 @@ class HalfbyteLinearMethod(LinearMethodBase):  # type: ignore[misc]
         else:
             weights = self.arrivals.take(slots, self.prefix)
         forget(layer, [parameter_of(key) for key in keys_of(self.scheme.layouts)])
-        is_reload = bool(self.held)
+        is_reload, whole = bool(self.held), merged(weights)
         self.held = tuple(
-            Held.put(layer, "weight" if place == 0 else f"weight_{place}", weight)
-            for place, weight in enumerate(merged(weights))
+            Held.put(layer, "weight" if place == 0 else f"weight_{place}", weight) for place, weight in enumerate(whole)
         )
         if not is_reload:
             self.scheme.will_be_traced(self.prefix, self.held)
+        if self.scheme.ahead is not None:
+            self.scheme.ahead.linear(self.dtype, whole, getattr(layer, "bias", None) is not None)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return product(x, [held.get(layer) for held in self.held], bias, self.scheme.batch_invariant)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.serving.ahead import Ahead
 from halfbyte.serving.arrivals import dtype_of, keys_of
 from halfbyte.serving.claims import METHOD
 
@@ -17,7 +18,7 @@ class Scheme:
     """layouts: in which a checkpoint keeps 4-bit weights; none of a dense one. settings: how weights of a dense
     checkpoint are rounded, as `quantize` takes it; None of a quantized one. dense_names: of layers that stay dense.
     batch_invariant: whether a row's bits must not depend on other rows. nested: whether scales in the checkpoint are.
-    traced: vLLM's `additional_config`, once it is known.
+    traced: vLLM's `additional_config`, and ahead: what compiles kernels ahead, once they are known.
     """
 
     layouts: tuple[str, ...]
@@ -26,6 +27,7 @@ class Scheme:
     batch_invariant: bool
     nested: bool = False
     traced: Any = None
+    ahead: Ahead | None = None
 
     def expected(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """The keys that a checkpoint may have for a weight of a layer of `dtype`, each with its usual dtype."""

@@ -1,0 +1,84 @@
+"""Kernels of a served model, compiled while an engine does what else it does before the first request.
+
+An engine asks for products one by one, as it warms up and captures graphs, and would wait a second for each kernel that
+is not in the cache. Here all CPUs compile what products with so many rows of x will want, as soon as there are weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from threading import Thread
+
+import torch
+
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.common.nvrtc import Variant
+from halfbyte.kernels.experts import cuda as experts
+from halfbyte.kernels.linear import reach
+from halfbyte.kernels.linear.dispatch import variant_of
+from halfbyte.kernels.linear.problem import problem_of
+from halfbyte.kernels.linear.sm90_decode.launch import rows_of
+from halfbyte.serving.arrivals import Weight
+from halfbyte.serving.products import as_one
+
+# Numbers of rows of which each is looked at, and the steps beyond: kernels change less often.
+STEPS = ((1, 64), (8, 512), (64, 2048), (512, 1 << 16))
+
+
+class Ahead:
+    """rows: the most that x will have. batch_invariant: whether products are. What was asked for before is not looked
+    at again."""
+
+    def __init__(self, rows: int, batch_invariant: bool = False) -> None:
+        self.most, self.batch_invariant = rows, batch_invariant
+        self.seen: set[object] = set()
+
+    @cached_property
+    def rows(self) -> list[int]:
+        found, last = [self.most], 0
+        for step, end in STEPS:
+            found += range(last + step, min(end, self.most) + 1, step)
+            last = end
+        return sorted({row for row in found if row > 0})
+
+    def linear(self, dtype: torch.dtype, weights: Sequence[Weight], has_bias: bool) -> None:
+        """The products of x of this dtype with the weights of a layer (products.py)."""
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        if not quantized or not _can_compile(device := quantized[0].device):
+            return
+        x = torch.empty(0, dtype=dtype, device=device)
+        problems = tuple(problem_of(x, q, x if has_bias else None) for q in quantized)
+        if problems in self.seen:
+            return
+        self.seen.add(problems)
+        together = not self.batch_invariant and as_one(weights)
+        groups = {(one,) for one in problems} | ({problems} if together else set())
+        properties = properties_of(device.index)
+        _compile(variant_of(m, group, properties, self.batch_invariant) for m in self.rows for group in groups)
+
+    def experts(
+        self, dtype: torch.dtype, gate_up: QuantizedWeight, down: QuantizedWeight, activation: str, k: int, biases: bool
+    ) -> None:
+        """A block of experts, k of them for each token. With batch_invariant they are products by themselves."""
+        if self.batch_invariant or not _can_compile(gate_up.device):
+            return
+        x = torch.empty(0, dtype=dtype, device=gate_up.device)
+        bias = x if biases else None
+        both = problem_of(x, rows_of(gate_up), bias), problem_of(x, rows_of(down), bias)
+        if (both, k) in self.seen:
+            return
+        self.seen.add((both, k))
+        properties, count = properties_of(gate_up.device.index), gate_up.shape[0]
+        _compile(variant for m in self.rows for variant in experts.variants(m, k, count, *both, activation, properties))
+
+
+def _can_compile(device: torch.device) -> bool:
+    return device.type == "cuda" and reach.without_kernels(properties_of(device.index)) is None
+
+
+def _compile(variants: Iterable[Variant | None]) -> None:
+    """Planning takes a second or two in all, so it is done aside, too."""
+    Thread(target=lambda: nvrtc.compile_ahead(filter(None, variants)), daemon=True).start()
