@@ -92,6 +92,7 @@ class StepPool:
         self.lock = threading.Lock()
         self.buckets: list[Bucket] = []  # the most recently used last
         self.fingerprint: Hashable = None
+        self.memory = 0  # of the devices, as far as a cache of a model with this fingerprint can use it
 
     def __reduce__(self) -> tuple[type[StepPool], tuple[()]]:
         return type(self), ()
@@ -113,7 +114,7 @@ class StepPool:
         with self.lock:
             if found != self.fingerprint:
                 self._forget()
-                self.fingerprint = found
+                self.fingerprint, self.memory = found, least_bytes(model, total_bytes)
             bucket = self._take(model, kind, texts, tokens)
         try:
             if bucket is not None:
@@ -123,7 +124,7 @@ class StepPool:
             if bucket is not None:
                 bucket.record({model.device, *bucket.store.devices})
                 with self.lock:
-                    self._give_back(bucket, model)
+                    self._give_back(bucket)
 
     def retried(self, function: Callable[[], T]) -> T:
         """What `function` returns; where memory is short, everything that is kept and not in use is freed first."""
@@ -141,7 +142,7 @@ class StepPool:
             self._forget()
 
     def _take(self, model: Any, kind: type, texts: int, tokens: int) -> Bucket | None:
-        limit = _limit(model)
+        limit = self._limit()
         rows, length = texts_bucket(texts), tokens_bucket(tokens, longest_text(model))
         if cache_bytes(model, rows, length) > limit:  # too large to be kept, so no larger than it must be
             rows, length = texts, tokens
@@ -162,11 +163,15 @@ class StepPool:
         bucket.is_busy = True
         return bucket
 
-    def _give_back(self, bucket: Bucket, model: Any) -> None:
+    def _give_back(self, bucket: Bucket) -> None:
         bucket.is_busy = False
         if bucket.is_stale:
             self._drop(bucket)
-        self._trim(_limit(model))
+        self._trim(self._limit())
+
+    def _limit(self) -> int:
+        """Bytes that may be kept, most of them where the layers are."""
+        return int(SHARE * self.memory)
 
     def _nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
@@ -188,11 +193,6 @@ class StepPool:
     def _drop(self, bucket: Bucket) -> None:
         self.buckets.remove(bucket)
         bucket.close()
-
-
-def _limit(model: Any) -> int:
-    """Bytes that may be kept, most of them where the layers are."""
-    return least_bytes(model, lambda device: SHARE * total_bytes(device))
 
 
 def _settings(device: torch.device) -> Hashable:

@@ -26,6 +26,7 @@ from halfbyte.models.captured import can_replay
 from halfbyte.models.fused import AGREES
 from halfbyte.models.graphs import DecodeGraphs, can_capture
 from halfbyte.models.patch import is_method_of
+from halfbyte.models.prompts import begins_at_once, without_cudnn
 from halfbyte.models.stages import devices_of, is_offloaded, why_not
 from halfbyte.models.steps import POOL, StepPool, pool_of
 
@@ -117,6 +118,13 @@ def _prepare_cache_for_generation(
 
 def _prefill(self: Any, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
     """A prompt into kept memory; once more where memory is short, after all is freed that is kept and not in use."""
+    if begins_at_once(input_ids):
+        with without_cudnn:
+            return _fill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    return _fill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _fill(self: Any, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
     original = type(self)._prefill
     pool, store = pool_of(self), getattr(model_kwargs.get("past_key_values"), STORE, None)
     if pool is None or store is None:
