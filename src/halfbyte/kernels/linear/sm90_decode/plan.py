@@ -201,7 +201,8 @@ def decode_plan(
         busy = turns * (plan.blocks * (1 + h200.DECODE_LACKING_WARP * (most_warps - plan.warps)) + h200.DECODE_TILE)
         return busy + h200.DECODE_NEIGHBOUR * plan.cluster + (h200.DECODE_CLUSTER if plan.cluster > 1 else 0)
 
-    unaligned = scales.bytes_of(k // BLOCK) % 16 != 0
+    blocks = k // BLOCK
+    unaligned = scales.bytes_of(blocks) % 16 != 0
     alike = DecodePlan(
         m_tiles, 1, width, stages=2, cluster=1, parts=parts, batches=batches, norm=fusion.norm is not None,
         activation=fusion.activation, residual=fusion.residual is not None, static_weights=fusion.static,
@@ -216,6 +217,7 @@ def decode_plan(
         )
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
+        if warps * width * (cluster - 1) < blocks <= warps * width * cluster  # each has a part of K, as is_valid wants
     )
     plans = (_refined(shape, tiles / max(1, properties.sms // shape.cluster), scales, properties) for shape in shapes)
     fitting = (one for plan in plans for one in _smaller(plan) if is_valid(one, n, k, scales, properties))
