@@ -1,9 +1,10 @@
 """transformers' loops over tokens, on a kept cache, and in a captured step where that can be.
 
 Taken are the calls whose cache `generate` made for our asking (`mark`). Greedy search and sampling run in the captured
-loop (loop.py) if it knows the logits processors, the stopping criteria and the outputs of the call. Otherwise
-transformers' own loop runs, with a graph for its step (graphs.py), as it always does for beam search and speculation
-(driven.py). Either way the cache is one that is kept (steps.py), and the results are copies.
+loop (loop.py) if it knows the logits processors, the stopping criteria and the outputs of the call, and so does greedy
+search with guesses from the text itself (guessing.py). Otherwise transformers' own loop runs, with a graph for its step
+(graphs.py), as it always does for beam search and an assistant's guesses (driven.py). Either way the cache is one that
+is kept (steps.py), and the results are copies.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.models import guessing
 from halfbyte.models.caches import grow
 from halfbyte.models.captured import current
 from halfbyte.models.driven import StandIn, attends_to_all, room
@@ -68,6 +70,29 @@ def undo(mixin: Any) -> None:
         theirs = getattr(getattr(mixin, name), OURS, None)
         if theirs is not None:
             setattr(mixin, name, theirs)
+
+
+def _guessing(model: Any, pool: StepPool, theirs: Callable[..., Any], input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
+    """`_assisted_decoding`, whose loop is in the captured step where guesses come from the text itself."""
+    from transformers import StaticCache
+
+    config = kwargs["generation_config"]
+    others = {name: value for name, value in kwargs.items() if name not in GUESSES}
+    if (
+        config.prompt_lookup_num_tokens is None
+        or kwargs.get("assistant_model") is not None
+        or config.do_sample
+        or config.return_dict_in_generate
+        or len(input_ids) > 1
+        or not attends_to_all(model)
+        or _rules(model, input_ids, others) != []
+    ):
+        return _driven(model, pool, theirs, input_ids, kwargs)
+    with pool.lease(model, StaticCache, 1, room(config.max_length)) as bucket:
+        if bucket is None:
+            return theirs(model, input_ids, **kwargs)
+        others["past_key_values"] = bucket.store.begin(1)
+        return _GuessingCall(model, pool, bucket, [], input_ids, None, others).run()
 
 
 def _driven(model: Any, pool: StepPool, theirs: Callable[..., Any], input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -170,7 +195,7 @@ def _is_known(model: Any) -> bool:
     return type(model).__name__ in KNOWN and _is_theirs(type(model))
 
 
-OURS_OF = {"_sample": _on_kept_cache, "_assisted_decoding": _driven, "_beam_search": _driven}  # by transformers' loop
+OURS_OF = {"_sample": _on_kept_cache, "_assisted_decoding": _guessing, "_beam_search": _driven}  # by transformers' loop
 
 
 class _Call:
@@ -233,7 +258,7 @@ class _Call:
             past_key_values=self.asked,
         )
 
-    def _first_token(self) -> TokenStep:
+    def _first_token(self) -> Any:
         """The prompt, and its token as transformers computes it; the step that makes the others."""
         outputs = self.model._prefill(
             self.ids, self.config, self.inputs, is_first_iteration=not self.config.is_assistant
@@ -257,16 +282,20 @@ class _Call:
         step.buffers.put(tokens, broken, step.ends)
         return step
 
-    def _step(self, vocabulary: int) -> TokenStep:
+    def _buffers(self) -> TokenBuffers:
         bucket, store = self.bucket, self.bucket.store
         if bucket.buffers is None:
             bucket.buffers = TokenBuffers(store.rows, store.tokens, self.ids.device)
+        return bucket.buffers
+
+    def _step(self, vocabulary: int) -> Any:
+        bucket, store, buffers = self.bucket, self.bucket.store, self._buffers()
         if bucket.rotation is None:
             names = mask_names(store.config)
             assert names is not None
             floats = self.model.dtype if store.config._attn_implementation == "eager" else None
             bucket.rotation = Rotation(store, names, floats, self.ids.device)
-        rotation, buffers = bucket.rotation, bucket.buffers
+        rotation = bucket.rotation
         key = (self.kind, vocabulary, self.rule_keys)
         return bucket.loop(
             key,
@@ -279,3 +308,26 @@ class _Call:
             self.kept["logits"].append(outputs["logits"][:texts].clone())
         if self.kind.scores:
             self.kept["scores"].append(outputs["scores"][:texts].clone())
+
+
+class _GuessingCall(_Call):
+    """The same for one text, with guesses that are looked up in it."""
+
+    def _run(self) -> Any:
+        prompt = self.ids.shape[1]
+        most = max(1, self.criteria.max_length - prompt)
+        step = self._first_token()
+        step.start(most)
+        with self.model._optimize_model_for_decode():
+            made = guessing.run(step, most, self.streamer)
+        if self.streamer is not None:
+            self.streamer.end()
+        return step.buffers.ids[:1, : prompt + made].clone()
+
+    def _step(self, vocabulary: int) -> Any:
+        bucket, buffers, ends = self.bucket, self._buffers(), self.kind.ends
+        ngram = self.config.max_matching_ngram_size or guessing.NGRAM
+        return bucket.loop(
+            (guessing.GuessingStep, ends, ngram),
+            lambda: guessing.GuessingStep(self.model, bucket.store, buffers, ends, ngram, self.pool.retried),
+        )

@@ -1,0 +1,119 @@
+"""Guesses looked up in the text itself (`prompt_lookup_num_tokens`), with the loop over tokens in the captured step.
+
+A step looks for the newest place where the last tokens stood before, feeds what followed there behind the last token,
+and keeps those guesses that the model makes itself, with one token more. Our products take as long for eight rows as
+for one, so a guess costs next to nothing, and one that is wrong is written over by the next step. The host launches
+steps ahead and reads late how many tokens each has made.
+
+transformers looks on the host, between steps that wait for it; which guesses are tried makes no difference to the text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.models.driven import DrivenStep
+from halfbyte.models.loop import AHEAD, Reports, TokenBuffers
+from halfbyte.models.store import CacheStore
+
+WIDTH = 8  # tokens of a step: the last one and the guesses
+NGRAM = 2  # the longest end of the text that is looked for, unless the caller says otherwise
+
+
+def look_up(ids: Tensor, length: Tensor, ngram: int, count: int) -> Tensor:
+    """`count` guesses at what follows the first `length` of ids: what followed the newest earlier place of its last
+    `ngram` tokens, or of fewer, of as many as stand anywhere; again and again if the text ends before there are enough.
+    The last token, where not even that stands elsewhere.
+
+    ids: int64 [tokens], of which those from `length` on are not looked at. length: int64, without dimensions.
+    """
+    places = torch.arange(len(ids), device=ids.device)
+    begin = length - 1
+    for size in range(1, ngram + 1):
+        same = places + size < length
+        for i in range(size):
+            wanted = ids.index_select(0, (length - size + i).clamp(min=0)[None])
+            same[: len(ids) - i] &= ids[i:] == wanted
+        newest = torch.where(same, places, -1).max()
+        begin = torch.where(newest >= 0, newest + size, begin)
+    return ids.index_select(0, begin + torch.arange(count, device=ids.device) % (length - begin))
+
+
+class GuessingStep(DrivenStep):
+    """Makes one to eight tokens of one text after the other, greedily.
+
+    ends: the tokens that end it. report: int64 [WIDTH + 2], tokens, how many of them count, and whether it goes on.
+    """
+
+    def __init__(
+        self, model: Any, store: CacheStore, buffers: TokenBuffers, ends: tuple[int, ...], ngram: int, retried: Any
+    ) -> None:
+        super().__init__(model, store, WIDTH, retried)
+        self.buffers, self.ngram = buffers, ngram
+        with torch.inference_mode(False), torch.no_grad():
+            self.left = torch.zeros((), dtype=torch.int64, device=self.device)  # tokens that may still be made
+            self.report = torch.zeros(WIDTH + 2, dtype=torch.int64, device=self.device)
+            self.ends = torch.tensor(ends, dtype=torch.int64, device=self.device) if ends else None
+
+    def begin(self, rules: object) -> None:
+        self.try_again()
+
+    def start(self, most: int) -> None:
+        """Go on behind the first of at most so many tokens, which the buffers have."""
+        buffers = self.buffers
+        torch.mul(buffers.unfinished[0], most - 1, out=self.left)
+        self.report.zero_()
+        self.report[0].copy_(buffers.ids[0].index_select(0, buffers.length[None] - 1)[0])
+        self.report[-2].fill_(1)
+        self.report[-1].copy_(self.left > 0)
+
+    def step(self) -> Tensor:
+        buffers, text = self.buffers, self.buffers.ids[0]
+        place = buffers.length - 1
+        guesses = look_up(text, buffers.length, self.ngram, WIDTH - 1)
+        self.ids[0, :1].copy_(text.index_select(0, place[None]))
+        self.ids[0, 1:].copy_(guesses)
+        self.positions.copy_(buffers.positions + self.steps)
+        self.place.tensor.copy_(place)
+        self.visible.copy_(buffers.visible)
+        logits = super().step()
+        tokens = logits[0].to(torch.float32).argmax(-1)
+        right = (tokens[:-1] == guesses).long().cumprod(0).sum()
+        count = torch.minimum(right + 1, self.left)
+        left = self.left - count
+        if self.ends is not None:
+            is_end = (tokens[:, None] == self.ends).any(1)
+            until = torch.where(is_end, self.steps + 1, WIDTH + 1).min()  # as many tokens, the one that ends included
+            left = torch.where(until <= count, 0, left)
+            count = torch.minimum(count, until)
+        self.left.copy_(left)
+        text.index_copy_(0, buffers.length + self.steps, tokens)  # those that do not count are written over
+        buffers.length.add_(count)
+        buffers.positions.add_(count)
+        self.report[:-2].copy_(tokens)
+        self.report[-2].copy_(count)
+        self.report[-1].copy_(left > 0)
+        return logits
+
+
+def run(step: GuessingStep, most: int, streamer: Any) -> int:
+    """Make tokens until the text has ended or has `most` new ones, the first of which is there already. Returns how
+    many there are."""
+    reports = Reports(step.report, AHEAD)
+    made = sent = 0
+    goes_on = True
+    while goes_on:
+        while len(reports.sent) <= AHEAD and sent < most:  # each step makes one token at least
+            if sent:
+                step.advance()
+            reports.send()
+            sent += 1
+        report = reports.read()
+        *tokens, count, more = report.tolist()
+        made, goes_on = made + count, bool(more)
+        if streamer is not None and count:
+            streamer.put(torch.tensor([tokens[:count]]))
+    return made
