@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from drivers import BF16, F16, F32, Driver, pretend
+from drivers import BF16, F16, F32, Driver, order_of, pretend
 from gpus import A100, H200
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -373,6 +373,32 @@ def test_units_on_the_way_back(sides: tuple[int, int, int], monkeypatch: pytest.
     assert torch.equal(whole[:, :n, :k], dense)
     assert not whole[:, n:].any()
     assert not whole[:, :, k:].any()
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+def test_results_in_the_order_of_the_next_product(
+    activation: str, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies as copy_w.cuh asks for them: each brings the gates and ups of eight neighbours in that order."""
+    experts, inner, k, span = 2, 192, 128, min(block_size, 64)
+    monkeypatch.setattr(grouped, "tensor_map", lambda *given: given)
+    o = problem(experts * 2 * inner, k, block_size=block_size, scale=F32, nested=0)
+    plan = StreamKPlan(8, 2, 3, 132, chunk=8)
+    _, sizes, strides, box = cast(Any, grouped.weight_map(0, o, Grouping(experts, activation, orders=True), plan))
+    own = span // 8  # pieces in turn
+    for expert, piece in product(range(experts), range(inner // 8)):
+        turn = piece // own * 4
+        begin = (piece % own * 2, turn, expert) if activation == "silu" else (turn, expert)
+        begin = (0, *begin) if activation == "silu" else (piece % own * 4, *begin)
+        sides = torch.meshgrid(*(b + torch.arange(n) for b, n in zip(begin, box[1:], strict=True)), indexing="ij")
+        assert all((at < size).all() for at, size in zip(sides, sizes[1:], strict=True))
+        address = torch.stack([at * stride for at, stride in zip(sides, strides, strict=True)]).sum(0)
+        # The innermost dimension varies fastest in shared memory.
+        rows = (address // (k // 2)).permute(*reversed(range(address.dim()))).flatten() - expert * 2 * inner
+        results = order_of(inner, span)[8 * piece : 8 * piece + 8]
+        gates, ups = (results, inner + results) if activation == "silu" else (2 * results, 2 * results + 1)
+        assert rows.tolist() == torch.stack((gates, ups), dim=1).flatten().tolist()
 
 
 VARIANTS = (
