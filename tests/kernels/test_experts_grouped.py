@@ -222,10 +222,12 @@ def told(gpu: Driver, monkeypatch: pytest.MonkeyPatch, *launches: tuple[hb.Quant
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("wide_tiles", [False, True])
 def test_a_block(
-    gpu: Driver, dtype: torch.dtype, activation: str, parts: bool, monkeypatch: pytest.MonkeyPatch
+    gpu: Driver, dtype: torch.dtype, activation: str, parts: bool, wide_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of ids that are none, of both kinds of ids and weights, in one part and in several."""
+    """Of ids that are none, of both kinds of ids and weights, in one part and in several. In wide tiles the second
+    product reads what the first has stored as it is."""
     experts, inner, hidden = 3, 32, 64
     format = "mxfp4" if parts else "nf4"
     gate_up, down = (
@@ -235,8 +237,13 @@ def test_a_block(
     if parts:
         monkeypatch.setattr(many, "MOST_BYTES", 1)
     gpu.dtype = dtype
-    of_block = Grouping(experts, activation, orders=True), Grouping(experts, ordered=True, wide=True)
-    told(gpu, monkeypatch, *zip((gate_up, down), of_block, strict=True))
+    if wide_tiles:
+        monkeypatch.setattr(h200, "GROUPED_STREAMK", {})
+    groupings = (
+        Grouping(experts, activation, orders=wide_tiles),
+        Grouping(experts, ordered=wide_tiles, wide=True),
+    )
+    told(gpu, monkeypatch, *zip((gate_up, down), groupings, strict=True))
     biases = torch.randn(experts, 2 * inner).to(dtype), torch.randn(experts, hidden).to(dtype)
     for tokens, kind, narrow in ((1, torch.int64, True), (37, torch.int32, False)):
         x = 0.1 * torch.randn(tokens, hidden).to(dtype)

@@ -121,7 +121,10 @@ def variants(
     gate_up, down = problems
     keeps = span_of(gate_up) == span_of(down)
     groupings = groupings_of(experts, activation, pairs, down.n // experts, keeps)
-    each = (grouped.variant(*one) for one in zip(problems, groupings, plans, strict=True))
+    each = (
+        grouped.variant(o, grouped.as_planned(grouping, plans), plan)
+        for o, grouping, plan in zip(problems, groupings, plans, strict=True)
+    )
     return [sort_variant(plans[0].tile_m), *each]
 
 
@@ -177,7 +180,7 @@ def _bind(
     if plans is None:
         return None
     each = (
-        grouped.bind(x.device, problem, addresses(q), grouping, plan)
+        grouped.bind(x.device, problem, addresses(q), grouped.as_planned(grouping, plans), plan)
         for problem, q, grouping, plan in zip(problems, weights, groupings, plans, strict=True)
     )
     tile_m = plans[0].tile_m

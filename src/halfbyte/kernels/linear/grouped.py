@@ -78,6 +78,13 @@ def sorted_microseconds(pairs: int, plans: Sequence[Plan]) -> float:
     return h200.SORT_START + h200.SORT_PAIRS * pairs / 1000 + sum(one.microseconds for one in plans)
 
 
+def as_planned(grouping: Grouping, plans: Sequence[Plan]) -> Grouping:
+    """The same, without an order of results under plans that are not all of the wide kernel: the narrow one has no
+    thread that does nothing but copy W, and took a quarter longer where W came in so many pieces."""
+    keeps = all(isinstance(plan, GemmPlan) for plan in plans)
+    return grouping if keeps else grouping._replace(orders=False, ordered=False)
+
+
 def bind(device: torch.device, problem: Problem, weight: Addresses, grouping: Grouping, plan: Plan) -> GroupedProduct:
     """The products of pairs with the experts of a stack on the current device; or, under a plan for the way back, with
     their transposes."""
