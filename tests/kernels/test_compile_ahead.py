@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,23 @@ def test_who_asks_waits_for_what_is_on_its_way(compiler: Compiler) -> None:
     assert [nvrtc.cubin(variant) for variant in variants] == [b"kernel 0", b"kernel 1", b"kernel 2"]
     assert compiler.asked == 3
     assert all(nvrtc.cached(variant) for variant in variants)
+
+
+def test_who_asks_does_not_wait_in_line(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind others that have not begun: it compiles at once what it needs."""
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(nvrtc, "_compilers", lambda: pool)
+        variants = [Variant.of(f"kernel {number}", 90, {}) for number in range(3)]
+        nvrtc.compile_ahead(variants)
+        found: list[bytes] = []
+        asks = threading.Thread(target=lambda: found.append(nvrtc.cubin(variants[2])))
+        asks.start()
+        while compiler.asked < 2:  # the first in line, and the last one
+            time.sleep(0.001)
+        compiler.may.set()
+        asks.join()
+        assert found == [b"kernel 2"]
+    assert compiler.asked == 3
 
 
 def test_what_is_in_the_cache_is_not_compiled(compiler: Compiler) -> None:

@@ -82,7 +82,8 @@ def cubin(variant: Variant) -> bytes:
     if code is None:
         with compiling():
             ahead = _ahead.get(variant)
-            code = _compiled(variant) if ahead is None else ahead.result()
+            # One that still waits in line is compiled here instead.
+            code = _compiled(variant) if ahead is None or ahead.cancel() else ahead.result()
     return code
 
 
