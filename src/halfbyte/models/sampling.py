@@ -59,6 +59,9 @@ def _around(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
         pool, cache = pool_of(self), kwargs.get("past_key_values")
         if pool is None or args or not hasattr(cache, TOKENS):
             return theirs(self, input_ids, *args, **kwargs)
+        if input_ids.dim() == 2:
+            texts, tokens = input_ids.shape
+            pool.ahead.begin(self, texts, tokens, ours is _guessing)
         return ours(self, pool, theirs, input_ids, kwargs)
 
     setattr(loop, OURS, theirs)

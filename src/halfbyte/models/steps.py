@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from halfbyte.models.ahead import Ahead
 from halfbyte.models.buckets import cache_bytes, least_bytes, longest_text, texts_bucket, tokens_bucket, total_bytes
 from halfbyte.models.fingerprint import fingerprint
 from halfbyte.models.graphs import building
@@ -92,6 +93,7 @@ class StepPool:
         self.lock = threading.Lock()
         self.buckets: list[Bucket] = []  # the most recently used last
         self.fingerprint: Hashable = None
+        self.ahead = Ahead()
         self.memory = 0  # of the devices, as far as a cache of a model with this fingerprint can use it
 
     def __reduce__(self) -> tuple[type[StepPool], tuple[()]]:
@@ -114,6 +116,8 @@ class StepPool:
         with self.lock:
             if found != self.fingerprint:
                 self._forget()
+                if self.fingerprint is not None:
+                    self.ahead.forget()
                 self.fingerprint, self.memory = found, least_bytes(model, total_bytes)
             bucket = self._take(model, kind, texts, tokens)
         try:

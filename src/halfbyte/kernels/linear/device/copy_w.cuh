@@ -12,8 +12,8 @@ __device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const StreamUn
 // places in two dimensions, and one copy brings the 16 rows of a piece of results.
 __device__ __forceinline__ void copy_box(u32 to, u64 map, u32 x, u32 y, u32 z, u32 full) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-          to),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+          "r"(to),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(full)
       : "memory");
 }

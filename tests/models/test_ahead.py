@@ -1,0 +1,86 @@
+"""What a call of `generate` compiles before its first product."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from gpus import H200
+
+import halfbyte as hb
+from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.linear.dispatch import variant_of
+from halfbyte.measure import models
+from halfbyte.models import ahead
+from halfbyte.models.ahead import Ahead, weights_of
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    model = models.load("tiny", torch.device("cpu"), torch.bfloat16)
+    hb.accelerate(model)
+    yield model
+    hb.restore(model)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[nvrtc.Variant]]:
+    """What is compiled, call by call, as on an H200."""
+    found: list[list[nvrtc.Variant]] = []
+    monkeypatch.setattr(ahead, "_can_compile", lambda device: True)
+    monkeypatch.setattr(ahead, "properties_of", lambda index: H200)
+    monkeypatch.setattr(nvrtc, "compile_ahead", lambda variants: found.append(list(variants)))
+    return found
+
+
+def test_a_prompt_and_its_steps(tiny: Any, compiled: list[list[nvrtc.Variant]]) -> None:
+    """Each once; a call like one before, and one with the same rows, has nothing new."""
+    there = Ahead()
+    for texts, tokens in ((1, 300), (1, 300), (3, 100)):
+        there.begin(tiny, texts, tokens, False)
+    first, second = compiled
+    problems = set(weights_of(tiny).values())
+    for problem in problems:
+        assert variant_of(300, (problem,), H200, False) in first
+        assert variant_of(1, (problem,), H200, False) in first
+        assert variant_of(4, (problem,), H200, False) in second  # the bucket of three texts
+    there.begin(tiny, 1, 300, True)
+    assert len(compiled) == 3
+    there.forget()
+    there.begin(tiny, 1, 300, False)
+    assert set(compiled[3]) == set(first)
+
+
+def test_steps_with_what_they_fuse(tiny: Any, compiled: list[list[nvrtc.Variant]]) -> None:
+    Ahead().begin(tiny, 1, 300, False)
+    told = [dict(variant.constants) for variant in compiled[0]]
+    assert any(one.get("norm") for one in told)
+    assert any(one.get("residual") for one in told)
+    assert any(one.get("parts", 1) > 1 for one in told)
+
+
+def test_experts(compiled: list[list[nvrtc.Variant]]) -> None:
+    model = models.load("tiny-moe", torch.device("cpu"), torch.bfloat16)
+    hb.accelerate(model)
+    Ahead().begin(model, 1, 2000, False)
+    told = [dict(variant.constants) for variant in compiled[0]]
+    assert any(one.get("experts") for one in told)
+    assert any(one.get("grouped") for one in told)
+
+
+def test_nothing_without_a_gpu(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "compile_ahead", lambda variants: pytest.fail("compiles"))
+    Ahead().begin(tiny, 1, 300, False)
+
+
+def test_a_copy_begins_anew(tiny: Any, compiled: list[list[nvrtc.Variant]]) -> None:
+    there = Ahead()
+    there.begin(tiny, 1, 300, False)
+    for again in (copy.deepcopy(there), pickle.loads(pickle.dumps(there))):
+        assert again.products is None
+        assert not again.rows
