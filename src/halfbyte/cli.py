@@ -104,6 +104,7 @@ def warm(
     import torch
 
     from halfbyte import warm as ahead
+    from halfbyte.models.products import Fused, Group
     from halfbyte.models.rehearsal import can_rehearse, rehearse
     from halfbyte.terminal import say
 
@@ -111,7 +112,7 @@ def warm(
         size, is_nested = check_settings(format, block_size, group_size, nested)
         settings = ahead.Settings(format, size, is_nested)
         dtypes = [getattr(torch, name.value) for name in dict.fromkeys(dtype)]
-        groups: set[ahead.Group | ahead.Fused] = set()
+        groups: set[Group | Fused] = set()
         groups |= ahead.of_shapes([ahead.parse_shape(text) for text in shape], dtypes, settings, bias)
         counts, properties = ahead.parse_rows(rows), ahead.properties_of_target(target, sms)
         if checkpoint is None and not shape:

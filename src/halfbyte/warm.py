@@ -13,11 +13,10 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,22 +26,9 @@ from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for, properties_of
 from halfbyte.kernels.common.nvrtc import Variant
-from halfbyte.kernels.linear.dispatch import choose_back, choose_fused, variant_of
-from halfbyte.kernels.linear.fusion import Fusion
+from halfbyte.kernels.linear.dispatch import choose_back
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
-from halfbyte.models.fused import MOST_ROWS
-from halfbyte.models.layers import activation_of, family_of_type, fusions
-from halfbyte.models.projections import groups_of
-
-# The products of one launch: one, or those of fused projections.
-Group = tuple[Problem, ...]
-
-
-class Fused(NamedTuple):
-    """The products of one launch of a captured step, with what stands beside them."""
-
-    group: Group
-    fusion: Fusion
+from halfbyte.models.products import Fused, Group, products_of, variant_of_product
 
 
 class Settings(NamedTuple):
@@ -112,10 +98,7 @@ def of_checkpoint(path: Path, dtypes: Sequence[torch.dtype], settings: Settings)
         weights[name] = _to_be_quantized(n, k, x.dtype, DTYPES[entry.dtype], settings, has_bias(name))
     if not weights:
         raise ValueError(f"{path} has no weight of a linear layer, in 4 bits or to be quantized")
-    groups = {(one,) for one in weights.values()} | set(_grouped(weights))
-    fused = set(_fused(weights, _config(path)))
-    found: set[Group | Fused] = {_in(dtype, group) for group in groups for dtype in dtypes}
-    return found | {Fused(_in(dtype, group), fusion) for group, fusion in fused for dtype in dtypes}
+    return {_in(dtype, product) for product in products_of(weights, _config(path)) for dtype in dtypes}
 
 
 def settings_of(groups: Iterable[Group | Fused]) -> Settings:
@@ -125,34 +108,10 @@ def settings_of(groups: Iterable[Group | Fused]) -> Settings:
     return counts.most_common(1)[0][0]
 
 
-def _in(dtype: torch.dtype, group: Group) -> Group:
-    return tuple(replace(one, dtype=dtype) for one in group)
-
-
-def _parents(weights: Mapping[str, Problem]) -> Iterator[Callable[[str], Problem | None]]:
-    """The modules that layers with these weights belong to, by their names in a checkpoint: each as a function from
-    the name of a child to its weight."""
-    for parent in {re.sub(r"[^.]+\.weight$", "", name) for name in weights}:
-        yield lambda name, parent=parent: weights.get(f"{parent}{name}.weight")  # type: ignore[misc]
-
-
-def _grouped(weights: Mapping[str, Problem]) -> Iterator[Group]:
-    """The groups that `projections.link` will make."""
-    for child in _parents(weights):
-        yield from map(tuple, groups_of(child, lambda one: (one.k, one.format, one.block_size, one.nested)))
-
-
-def _fused(weights: Mapping[str, Problem], config: Mapping[str, Any]) -> Iterator[Fused]:
-    """What captured steps will multiply in one launch with what stands beside it (models/fused.py)."""
-    family = family_of_type(config.get("model_type", ""))
-    activation = activation_of(SimpleNamespace(**config))
-    if family is None or activation is None:
-        return
-    for child in _parents(weights):
-        for names, fusion in fusions(family, activation).items():
-            group = tuple(one for name in names if (one := child(name)) is not None)
-            if len(group) == len(names):
-                yield Fused(group, fusion)
+def _in(dtype: torch.dtype, product: Group | Fused) -> Group | Fused:
+    if isinstance(product, Fused):
+        return product._replace(group=tuple(replace(one, dtype=dtype) for one in product.group))
+    return tuple(replace(one, dtype=dtype) for one in product)
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -184,9 +143,9 @@ def variants(
     cases = [(m, False) for m in counts] + [(m, True) for m in invariant]
     found: dict[Variant, None] = {}
     for product in sorted(groups, key=repr):
-        group, fusion = product if isinstance(product, Fused) else (product, None)
+        group = product.group if isinstance(product, Fused) else product
         for m, batch_invariant in cases if all(min(one.n, one.k) for one in group) else ():
-            variant = _variant(m, group, fusion, properties, batch_invariant)
+            variant = variant_of_product(m, product, properties, batch_invariant)
             if variant is not None:
                 found[variant] = None
             alone = replace(group[0], bias=False)
@@ -194,19 +153,6 @@ def variants(
             if asked and (back := choose_back(m, alone, properties)) is not None:
                 found[back.variant(alone, properties)] = None
     return list(found)
-
-
-def _variant(
-    m: int, group: Group, fusion: Fusion | None, properties: DeviceProperties, batch_invariant: bool
-) -> Variant | None:
-    if fusion is not None:
-        if batch_invariant or m > MOST_ROWS:
-            return None
-        fused = choose_fused(m, group, fusion, properties)
-        if fused is None:  # then the norm has a launch of its own
-            fused = choose_fused(m, group, replace(fusion, norm=None), properties)
-        return fused.kernel.group_variant(group, fused.plan, properties) if fused else None
-    return variant_of(m, group, properties, batch_invariant)
 
 
 def warm(variants: Sequence[Variant], progress: Callable[[str, int, int], None] | None = None) -> Report:
