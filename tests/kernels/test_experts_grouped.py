@@ -391,7 +391,7 @@ def test_results_in_the_order_of_the_next_product(
     experts, inner, k, span = 2, 192, 128, min(block_size, 64)
     monkeypatch.setattr(grouped, "tensor_map", lambda *given: given)
     o = problem(experts * 2 * inner, k, block_size=block_size, scale=F32, nested=0)
-    plan = StreamKPlan(8, 2, 3, 132, chunk=8)
+    plan = GemmPlan(96, 2, 3, 8, 132, 1, 96)
     _, sizes, strides, box = cast(Any, grouped.weight_map(0, o, Grouping(experts, activation, orders=True), plan))
     own = span // 8  # pieces in turn
     for expert, piece in product(range(experts), range(inner // 8)):
@@ -453,7 +453,8 @@ def test_compiles_into_registers(every: bool, tmp_path: Path) -> None:
     narrow = [StreamKPlan(tile_m, groups, 2, 1, chunk=tile_m) for tile_m, groups in h200.GROUPED_STREAMK]
     some = [(VARIANTS[0], narrow[0]), (VARIANTS[4], wide[1]), (VARIANTS[2], wide[-1]), (VARIANTS[3], narrow[-1])]
     for (o, activation, others), plan in product(VARIANTS, (*narrow, *wide)) if every else some:
-        found = used(grouped.variant(o, Grouping(1, activation, **others), plan), tmp_path, triton)
+        in_order = {"orders": bool(activation), "ordered": "wide" in others} if plan in wide else {}
+        found = used(grouped.variant(o, Grouping(1, activation, **others, **in_order), plan), tmp_path, triton)
         assert found.keys() == {"multiply", "lay_out"}
         assert all(each["STACK"] == each["LOCAL"] == "0" for each in found.values()), (plan, o)
     # A producer of nested scales of 32 weights each, one by one, holds 64 words of them.

@@ -20,30 +20,23 @@ __device__ __forceinline__ void store_scales(const RawScales& raw, float offset,
   }
 }
 
-// x of a unit, of which a tile of experts may have fewer rows.
-__device__ __forceinline__ void fetch_x(const Arguments& a, const StreamUnit&, const uint4* from, u32 to, u32 full) {
+// x of a unit, of which a tile of experts has as many rows as are laid out.
+__device__ __forceinline__ void fetch_x(const uint4* from, const StreamUnit&, u32 to, u32 full) {
   copy(to, from, X_BYTES, full);
 }
-__device__ __forceinline__ void fetch_x(const Arguments& a, const GroupedUnit& at, const uint4* from, u32 to,
-                                        u32 full) {
-  for (u32 step = 0; step < UNIT_K / 64; step++, to += Config::tile_m * 128, from += Config::tile_m * 8)
-    if constexpr (Config::copies_x)
-      copy_box(to, map_of_x(a), (at.depth * UNIT_K + step * 64) * 2, first_x_row(at), full);
-    else copy(to, from, copied_rows(at.tile) * 128, full);
+__device__ __forceinline__ void fetch_x(const uint4* from, const GroupedUnit& at, u32 to, u32 full) {
+  for (u32 step = 0; step < UNIT_K / 64; step++)
+    copy(to + step * (Config::tile_m * 128), from + step * (Config::tile_m * 8), copied_rows(at.tile) * 128, full);
 }
 __device__ __forceinline__ u32 x_bytes(const StreamUnit&) { return Config::resident ? 0 : X_BYTES; }
-__device__ __forceinline__ u32 x_bytes(const GroupedUnit& at) {
-  return Config::copies_x ? X_BYTES : copied_rows(at.tile) * (UNIT_K * 2);
-}
+__device__ __forceinline__ u32 x_bytes(const GroupedUnit& at) { return copied_rows(at.tile) * (UNIT_K * 2); }
 
 __device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const WorkUnit& at, u32 to, u32 full) {
   expect(full, W_BYTES + x_bytes(at));
   copy_w(to, map, at.depth * (UNIT_K / 2), at, full);
   if constexpr (Config::resident == 0) {
-    wait_for_prior_kernel();  // until x is laid out, or there
-    if constexpr (Config::grouped) launch_dependents();
-    const u64 unit = at.column_tile * a.depth_units + at.depth;
-    fetch_x(a, at, a.laid_out + unit * (X_BYTES / 16), to + W_BYTES, full);
+    wait_for_prior_kernel();  // until x is laid out
+    fetch_x(a.laid_out + u64(at.column_tile * a.depth_units + at.depth) * (X_BYTES / 16), at, to + W_BYTES, full);
   }
 }
 

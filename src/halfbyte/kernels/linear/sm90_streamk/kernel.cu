@@ -34,9 +34,8 @@
 //   vector                                   a thread loads 16 bytes of a row's scales at a time
 //   x, scale, low_first                      types, and whether the first weight of a byte is in its low half
 //   activation, residual                     what y is combined with (device/laid_out.cuh)
-//   grouped, orders, wide, scatters          of experts, whose `activation` is what gates: results are in the order of
-//                                            the next product's x; they are fp32; they go to their pairs' rows
-//   copies_x                                 x is copied as it is, not laid out
+//   grouped, wide, scatters                  of experts, whose `activation` is what gates: results are fp32; they go to
+//                                            their pairs' rows
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
 #include "fetch.cuh"
