@@ -30,16 +30,18 @@ def look_up(ids: Tensor, length: Tensor, ngram: int, count: int) -> Tensor:
 
     ids: int64 [tokens], of which those from `length` on are not looked at. length: int64, without dimensions.
     """
-    places = torch.arange(len(ids), device=ids.device)
-    begin = length - 1
-    for size in range(1, ngram + 1):
-        same = places + size < length
-        for i in range(size):
-            wanted = ids.index_select(0, (length - size + i).clamp(min=0)[None])
-            same[: len(ids) - i] &= ids[i:] == wanted
-        newest = torch.where(same, places, -1).max()
-        begin = torch.where(newest >= 0, newest + size, begin)
-    return ids.index_select(0, begin + torch.arange(count, device=ids.device) % (length - begin))
+    device, tokens = ids.device, len(ids)
+    last = (length - torch.arange(1, ngram + 1, device=device)).clamp(min=0)  # the newest first
+    equals = ids == ids.index_select(0, last)[:, None]
+    places = torch.arange(tokens, device=device)
+    same = places < length - 1  # of each place, whether it ends as many tokens like the last ones as were looked at
+    rank = places
+    for i in range(ngram):
+        same = torch.nn.functional.pad(equals[i, : max(0, tokens - i)], (min(i, tokens), 0)) & same
+        rank = rank + same * tokens  # more tokens before later places
+    best = rank.max()
+    begin = torch.where(best < tokens, length - 1, best % tokens + 1)
+    return ids.index_select(0, begin + torch.arange(count, device=device) % (length - begin))
 
 
 class GuessingStep(DrivenStep):
