@@ -2,7 +2,7 @@
 // of a tile. With Config::back W is read transposed.
 
 #include "pipeline.cuh"
-#include "scheduler.cuh"
+#include "tile_rows.cuh"
 
 __device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const StreamUnit& at, u32 full) {
   if constexpr (Config::back) copy_box(to, map, first_row(at) / 2, at.depth * UNIT_K, full);

@@ -63,25 +63,3 @@ struct GroupedUnit {  // which tile, and which part of K
     tile = tile_of(a, min(column_tile, a.column_tiles - 1));
   }
 };
-
-// Gate and up: neighbouring rows of tiles are a gate and its up, wherever they are in W. With `orders` the results of
-// sixteen such rows, 16 bytes of a row of y, are a piece as the next product's x is laid out (lay_out.cuh).
-constexpr bool GATES = Config::grouped && Config::activation != Activation::none;
-constexpr bool INTERLEAVED = Config::activation == Activation::swiglu_oai;  // they are neighbours in W, too
-constexpr bool HALVES = GATES && !INTERLEAVED;
-constexpr u32 ORDER = 2 * (Config::span / 8);  // results from one of a piece's four pairs of neighbours to the next
-
-// The result, of those of an expert in their usual order, that is number `place` of a row of y.
-__device__ __forceinline__ u32 result_at(u32 place) {
-  if constexpr (!Config::orders) return place;
-  const u32 piece = place / 8, i = place % 8;
-  return piece / (ORDER / 2) * (4 * ORDER) + piece % (ORDER / 2) * 2 + i / 2 * ORDER + i % 2;
-}
-// The row of W, among those of all experts, that row n of an expert's tiles is; beyond the last, that one.
-template <class Arguments>
-__device__ __forceinline__ u32 row_of(const Arguments& a, const GroupedUnit& at, u32 n) {
-  const u32 begin = at.tile.expert * a.n;
-  if constexpr (!GATES) return begin + min(n, a.n - 1);
-  const u32 result = result_at(min(n / 2, a.n / 2 - 1));
-  return begin + (HALVES ? n % 2 * (a.n / 2) + result : 2 * result + n % 2);
-}

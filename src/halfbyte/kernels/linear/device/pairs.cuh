@@ -1,7 +1,7 @@
 // How products of pairs of a token and an expert are stored (device/grouped.cuh). The includer has Arguments.
 
 #include "epilogue.cuh"
-#include "grouped.cuh"
+#include "tile_rows.cuh"
 
 // Two neighbours of a row of fp32 results, as store_two has them in 16 bits.
 __device__ __forceinline__ void store_two(float* to, float first, float second, bool even, bool both) {

@@ -3,7 +3,7 @@
 // (spans that share a scale) and UNIT_SCALES (of a row and unit); its Arguments have scale, absmax, n and k.
 
 #include "scale.cuh"
-#include "scheduler.cuh"
+#include "tile_rows.cuh"
 
 // A thread must not wait for memory, so it loads the scales of its rows into registers units before they are used. With
 // `vector` it loads 16 bytes of a row, which last for LOADED units; else one scale at a time.

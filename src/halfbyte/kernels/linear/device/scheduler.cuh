@@ -54,9 +54,3 @@ template <> struct UnitOf<true> {
   typedef GroupedUnit Unit;
 };
 typedef UnitOf<Config::grouped>::Unit WorkUnit;
-
-// Of a tile, the first row of x.
-__device__ __forceinline__ u32 first_x_row(const StreamUnit& at) { return at.column_tile * Config::tile_m; }
-__device__ __forceinline__ u32 first_x_row(const GroupedUnit& at) { return at.tile.first; }
-// The row of W that row n of tiles is.
-template <class Schedule> __device__ __forceinline__ u32 row_of(const Schedule&, const StreamUnit&, u32 n) { return n; }

@@ -35,7 +35,7 @@
 //                                            subnormal weights count as zero
 //   back, copies_x                           the result is dy @ W; x is copied as it is, not laid out
 //   grouped, activation                      of experts; what gates
-//   orders, wide, scatters                   results are in the order of the next product's x; they are fp32; they go to
+//   orders, wide, scatters                   results are in the order of the next product's x; are fp32; go to
 //                                            their pairs' rows
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
