@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from gpus import A100, H200
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+import halfbyte as hb
 from halfbyte import warm
 from halfbyte.cli import app
+from halfbyte.formats import bitsandbytes, gpt_oss
 from halfbyte.kernels.common import compiler, nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import CUDA_TARGETS
@@ -29,6 +32,7 @@ from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.models import own, projections
 from halfbyte.nn import Linear4bit
+from halfbyte.warm_experts import Experts
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +91,7 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_back.cache_clear()
 
 
-def groups(path: Path, *dtypes: torch.dtype, settings: warm.Settings = NF4) -> set[warm.Group]:
+def groups(path: Path, *dtypes: torch.dtype, settings: warm.Settings = NF4) -> set[warm.Product]:
     return warm.of_checkpoint(path, dtypes or (BF16,), settings)
 
 
@@ -147,6 +151,104 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2 * n * k)
     assert groups(path) == {(Problem(BF16, n, k, "nf4", 64, torch.uint8, 256),)}
+
+
+EXPERTS, HIDDEN, INNER = 4, 256, 128
+MIXTURE = {"model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": HIDDEN, "num_experts_per_tok": 2}
+
+
+def block_of(
+    k: int = 2, format: str = "nf4", size: int = 64, scale: torch.dtype = F32, activation: str = "silu", **more: Any
+) -> Experts:
+    gate_up = Problem(BF16, EXPERTS * 2 * INNER, HIDDEN, format, size, scale, **more)
+    return Experts(EXPERTS, k, gate_up, replace(gate_up, n=EXPERTS * HIDDEN, k=INNER), activation)
+
+
+def mixture(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def one_by_one(layers: int = 2) -> dict[str, torch.Tensor]:
+    """As Qwen3-MoE has it."""
+    sides = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    found = {
+        f"model.layers.{layer}.mlp.experts.{e}.{name}.weight": torch.randn(shape).bfloat16()
+        for layer in range(layers) for e in range(EXPERTS) for name, shape in sides.items()
+    }  # fmt: skip
+    return found | {"model.layers.0.mlp.gate.weight": torch.randn(EXPERTS, HIDDEN).bfloat16()}
+
+
+def test_dense_experts(tmp_path: Path) -> None:
+    """One by one or in stacks: what they will be, without nested scales; equal layers count once."""
+    ones = mixture(tmp_path / "ones", MIXTURE, one_by_one())
+    stacks = {"gate_up_proj": torch.zeros(EXPERTS, 2 * INNER, HIDDEN), "down_proj": torch.zeros(EXPERTS, HIDDEN, INNER)}
+    stacked = mixture(
+        tmp_path / "stacks", {"text_config": MIXTURE},
+        {f"model.layers.0.mlp.experts.{name}": stack.bfloat16() for name, stack in stacks.items()},
+    )  # fmt: skip
+    for path in (ones, stacked):
+        assert groups(path) == {block_of()}
+        assert groups(path, settings=warm.Settings("int4", 128, False)) == {block_of(2, "int4", 128, BF16)}
+        assert warm.settings_of(groups(path)) == warm.Settings("nf4", 64, False)
+        with pytest.raises(ValueError, match="no weight of a linear layer"):
+            groups(path, settings=warm.Settings("int4", 96, False))  # which divides no K
+        saved = tmp_path / f"{path.name}-nf4"
+        result = runner.invoke(app, ["quantize", str(path), str(saved)])
+        assert result.exit_code == 0, result.output
+        assert groups(saved) == {block_of()}  # as foretold
+    for config in ({}, MIXTURE | {"hidden_act": "relu"}):  # how many experts, or how gates are computed, nobody knows
+        (ones / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="no weight of a linear layer"):
+            groups(ones)
+
+
+def test_experts_of_bitsandbytes(tmp_path: Path) -> None:
+    """One by one with nested scales, which a stack writes out. Beside a layer of another shape."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in one_by_one().items():
+        if ".experts." in name:
+            tensors |= bitsandbytes.to_tensors(name, hb.quantize(weight, "nf4"))
+    name = "model.layers.0.mixer.in_proj.weight"
+    tensors |= bitsandbytes.to_tensors(name, hb.quantize(torch.randn(64, 64).bfloat16(), "nf4"))
+    path = mixture(tmp_path / "model", MIXTURE | {"num_experts_per_tok": 3}, tensors)
+    assert groups(path) == {block_of(3), (Problem(BF16, 64, 64, "nf4", 64, torch.uint8, 256),)}
+    assert warm.settings_of(groups(path)) == NF4
+
+
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """Its own MXFP4 stacks, and those that Unsloth quantized one by one; both with biases."""
+    config = {"model_type": "gpt_oss", "hidden_act": "silu", "hidden_size": HIDDEN, "experts_per_token": 4}
+    sides = {"gate_up_proj": (2 * INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    own: dict[str, torch.Tensor] = {}
+    unsloth: dict[str, torch.Tensor] = {}
+    for name, (n, k) in sides.items():
+        stack = hb.quantize(torch.randn(EXPERTS, n, k), "mxfp4")
+        at = "model.layers.0.mlp.experts"
+        own |= gpt_oss.to_tensors(f"{at}.{name}", stack) | {f"{at}.{name}_bias": torch.zeros(EXPERTS, n).bfloat16()}
+        for e in range(EXPERTS):
+            one = f"{at}.{name}s.{e}"
+            unsloth |= bitsandbytes.to_tensors(f"{one}.weight", hb.quantize(torch.randn(n, k), "nf4"))
+            unsloth[f"{one}.bias"] = torch.zeros(n).bfloat16()
+    more: Any = {"activation": "swiglu_oai", "bias": True}
+    assert groups(mixture(tmp_path / "own", config, own)) == {block_of(4, "mxfp4", 32, torch.uint8, **more)}
+    assert groups(mixture(tmp_path / "unsloth", config, unsloth)) == {block_of(4, **more)}
+
+
+def test_experts_are_compiled(tmp_path: Path, cache: Path) -> None:
+    """For so many tokens: of few another kernel than of many. No GPU but Hopper has one."""
+    block = block_of()
+    few, many = (set(warm.variants([block], [m], H200)) for m in (1, 2048))
+    assert len(few) == 2
+    assert few.isdisjoint(many)
+    assert many == set(block.variants(2048, H200))
+    assert set(warm.variants([block], [1, 2048], H200)) == few | many
+    assert not warm.variants([block], [1, 2048], A100)
+    path = mixture(tmp_path / "model", MIXTURE, one_by_one(1))
+    assert "2 variants for sm_90, 0 of them" in run(0, path, "--rows", "1", "--target", "sm_90")
+    assert all(nvrtc.cached(variant) is not None for variant in few)
 
 
 Layers = dict[str, tuple[int, int, dict[str, Any]]]  # by their paths: N, K and what else each is made with

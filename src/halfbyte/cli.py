@@ -89,7 +89,7 @@ def warm(
     nested: Nested = None,
     bias: bool = typer.Option(False, "--bias", help="Of --shape: also with a bias."),
     dtype: list[Dtype] = typer.Option([Dtype.bfloat16], help="Of x. Can be given again."),
-    rows: str = typer.Option("1-64", metavar="LIST", help="How many rows x may have, such as 1-16,64."),
+    rows: str = typer.Option("1-64", metavar="LIST", help="How many rows x may have, such as 1-64,256,2048."),
     gradients: bool = typer.Option(False, "--gradients", help="Also what gradients of x with so many rows take."),
     target: str | None = typer.Option(None, help="Another GPU than the one here, such as sm_90; none is needed."),
     sms: int | None = typer.Option(None, help="The target's multiprocessors; plans depend on them."),
@@ -98,13 +98,13 @@ def warm(
 
     Of a checkpoint only headers are read. A 4-bit one says itself what its weights are; of another, the weights are
     taken that `halfbyte quantize` would convert. Names tell which layers `accelerate` will compute in one launch, such
-    as query, key and value; a --shape has none and is taken alone. What is compiled is kept in the user's cache, or in
-    $HALFBYTE_CACHE.
+    as query, key and value; a --shape has none and is taken alone. Blocks of experts count the tokens as rows; other
+    kernels than for a few serve prompts, which --rows 1-64,256,2048 adds. What is compiled is kept in the user's cache,
+    or in $HALFBYTE_CACHE.
     """
     import torch
 
     from halfbyte import warm as ahead
-    from halfbyte.models.products import Fused, Group
     from halfbyte.models.rehearsal import can_rehearse, rehearse
     from halfbyte.terminal import say
 
@@ -112,16 +112,16 @@ def warm(
         size, is_nested = check_settings(format, block_size, group_size, nested)
         settings = ahead.Settings(format, size, is_nested)
         dtypes = [getattr(torch, name.value) for name in dict.fromkeys(dtype)]
-        groups: set[Group | Fused] = set()
-        groups |= ahead.of_shapes([ahead.parse_shape(text) for text in shape], dtypes, settings, bias)
+        products: set[ahead.Product] = set()
+        products |= ahead.of_shapes([ahead.parse_shape(text) for text in shape], dtypes, settings, bias)
         counts, properties = ahead.parse_rows(rows), ahead.properties_of_target(target, sms)
         if checkpoint is None and not shape:
             raise ValueError("nothing to compile for; give a checkpoint, or weights as --shape NxK")
     if checkpoint is not None:
-        groups |= (found := ahead.of_checkpoint(checkpoint, dtypes, settings))
+        products |= (found := ahead.of_checkpoint(checkpoint, dtypes, settings))
         settings = ahead.settings_of(found)
     with progress(of_bytes=False) as report_to:
-        report = ahead.warm(ahead.variants(groups, counts, properties, gradients), report_to)
+        report = ahead.warm(ahead.variants(products, counts, properties, gradients), report_to)
     seconds = 0.0
     if checkpoint is not None and target is None and can_rehearse(checkpoint):
         say("decoding with one layer of each kind, so that Triton and torch compile, too")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +26,17 @@ SCALE = "_scale"  # what follows a stack's name, of its scales
 TRANSPOSED = ("gpt_oss", "openai_privacy_filter", "aria")  # models whose dense stacks are [E, K, N]
 
 _ONE = re.compile(r"^(?P<layer>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<part>\w+)\.weight$")
+_ONE_OF_STACK = re.compile(rf"^(?P<layer>(?:.*\.)?experts)\.(?P<part>{'|'.join(STACKS)})s\.(?P<expert>\d+)\.weight$")
 _PARTS = ({"gate_proj", "up_proj", "down_proj"}, {"w1", "w2", "w3"})
 _ACTIVATIONS = (None, "silu", "swish", "gelu", "gelu_pytorch_tanh")
+
+
+class Place(NamedTuple):
+    """Where a weight of experts is. layer: its path. expert: None of a stack."""
+
+    layer: str
+    expert: int | None
+    part: str
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,15 @@ def is_stack(name: str) -> bool:
     """Whether a tensor of this name is a stack of experts."""
     *path, last = name.split(".")
     return last in STACKS and "experts" in path
+
+
+def place_of(name: str) -> Place | None:
+    """Where the weight of this name is among experts, or None where it is none of theirs. Those of gpt-oss that Unsloth
+    quantized one by one are called `experts.down_projs.3.weight`."""
+    if match := _ONE.match(name) or _ONE_OF_STACK.match(name):
+        return Place(match["layer"], int(match["expert"]), match["part"])
+    layer, _, part = name.rpartition(".")
+    return Place(layer, None, part) if is_stack(name) else None
 
 
 def dense_names(entries: Mapping[str, Entry]) -> list[str]:
