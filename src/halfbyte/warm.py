@@ -36,7 +36,7 @@ from halfbyte.warm_experts import Experts, Held, blocks
 if TYPE_CHECKING:
     from halfbyte.checkpoints.reader import Checkpoint
 
-X = torch.empty(0, device="meta")  # any: its dtype is told later
+X = torch.empty(0, dtype=torch.float32, device="meta")  # any: its dtype is told later
 Product = Group | Fused | Experts
 
 

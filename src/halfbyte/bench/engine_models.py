@@ -34,6 +34,7 @@ from halfbyte.ops import quantize
 
 KINDS = ("llama", "qwen3_moe")  # whose weights a checkpoint names as transformers' modules do, and which the tests run
 MODELS = tuple(name for name, (kind, _) in models.SHAPES.items() if kind in KINDS)
+CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 GROUP_SIZE = 128  # of INT4
 NF4_WEIGHTS, INT4_CONFIG, DENSE_CONFIG = "nf4", "int4", "dense"  # what a checkpoint has: weights, or a configuration
@@ -192,10 +193,10 @@ def _drawn(sizes: Sizes, nested: bool) -> Iterator[dict[str, Tensor]]:
             weight = pools[nested and not is_one(name)].cut(shape, spread)
             yield bitsandbytes.to_tensors(name, weight)
         elif len(shape) == 1:
-            yield {name: torch.ones(shape, dtype=DTYPE)}  # a norm's
+            yield {name: torch.ones(shape, dtype=DTYPE, device=CPU)}  # a norm's
         else:
             spread *= models.ROUTER if module.endswith(".gate") else 1.0
-            yield {name: torch.empty(shape, dtype=DTYPE).normal_(std=spread, generator=generator)}
+            yield {name: torch.empty(shape, dtype=DTYPE, device=CPU).normal_(std=spread, generator=generator)}
 
 
 class Pool:
@@ -203,12 +204,16 @@ class Pool:
 
     def __init__(self, nested: bool, generator: torch.Generator) -> None:
         self.generator = generator
-        self.weight = quantize(torch.randn(POOL, generator=generator), NF4.name, nested=nested)
+        self.weight = quantize(
+            torch.randn(POOL, dtype=torch.float32, device=CPU, generator=generator), NF4.name, nested=nested
+        )
 
     def cut(self, shape: tuple[int, ...], spread: float) -> QuantizedWeight:
         """A weight of this shape and standard deviation, of pieces in random order."""
         source, count = self.weight, prod(shape)
-        chosen = torch.randint(POOL // PIECE, (-(-count // PIECE),), generator=self.generator)
+        chosen = torch.randint(
+            POOL // PIECE, (-(-count // PIECE),), dtype=torch.int64, device=CPU, generator=self.generator
+        )
         packed = source.packed.view(-1, PIECE // 2)[chosen].view(-1)[: count // 2]
         scale = source.scale.view(-1, NESTED_BLOCK_SIZE)[chosen].view(-1)[: -(-count // NF4.block_size)]
         if source.nested is None:

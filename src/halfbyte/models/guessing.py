@@ -31,9 +31,9 @@ def look_up(ids: Tensor, length: Tensor, ngram: int, count: int) -> Tensor:
     ids: int64 [tokens], of which those from `length` on are not looked at. length: int64, without dimensions.
     """
     device, tokens = ids.device, len(ids)
-    last = (length - torch.arange(1, ngram + 1, device=device)).clamp(min=0)  # the newest first
+    last = (length - torch.arange(1, ngram + 1, dtype=torch.int64, device=device)).clamp(min=0)  # the newest first
     equals = ids == ids.index_select(0, last)[:, None]
-    places = torch.arange(tokens, device=device)
+    places = torch.arange(tokens, dtype=torch.int64, device=device)
     same = places < length - 1  # of each place, whether it ends as many tokens like the last ones as were looked at
     rank = places
     for i in range(ngram):
@@ -41,7 +41,8 @@ def look_up(ids: Tensor, length: Tensor, ngram: int, count: int) -> Tensor:
         rank = rank + same * tokens  # more tokens before later places
     best = rank.max()
     begin = torch.where(best < tokens, length - 1, best % tokens + 1)
-    return ids.index_select(0, begin + torch.arange(count, device=device) % (length - begin))
+    ahead = torch.arange(count, dtype=torch.int64, device=device)
+    return ids.index_select(0, begin + ahead % (length - begin))
 
 
 class GuessingStep(DrivenStep):
@@ -114,8 +115,8 @@ def run(step: GuessingStep, most: int, streamer: Any) -> int:
             reports.send()
             sent += 1
         report = reports.read()
-        *tokens, count, more = report.tolist()
+        count, more = report[-2:].tolist()
         made, goes_on = made + count, bool(more)
         if streamer is not None and count:
-            streamer.put(torch.tensor([tokens[:count]]))
+            streamer.put(report[None, :count].clone())
     return made
