@@ -89,10 +89,40 @@ def test_a_new_token(size: int, texts: int, group: int, dtype: torch.dtype) -> N
         assert torch.equal(caches[1][:, :, place].double(), exactly[1][:, :, place])
 
 
+@sixteen_bits
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+@pytest.mark.parametrize(("texts", "group", "new"), [(1, 4, 8), (3, 1, 2), (3, 8, 5), (2, 24, 8)])
+def test_several_new_tokens(size: int, texts: int, group: int, new: int, dtype: torch.dtype) -> None:
+    """They see one another through the cache, into which they have just been put, replay after replay."""
+    shared, tokens = 2, 3000
+    joined = random(texts, new, (group + 2) * shared * size, dtype=dtype)
+    sizes = [group * shared * size, shared * size, shared * size]
+    query, key, added = (part.view(texts, new, -1, size).transpose(1, 2) for part in joined.split(sizes, -1))
+    angles = 3 * random(texts, new, size // 2)
+    cos, sin = (torch.cat((t, t), -1).to(dtype) for t in (angles.cos(), angles.sin()))
+    norms = Norm(random(size, dtype=dtype), 1e-6, 1.0), Norm(random(size, dtype=dtype), 1e-5, 1.0)
+    slot = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    caches = [random(texts, shared, tokens, size, dtype=dtype) for _ in range(2)]
+    graph, (found, _, mask) = captured(lambda: attend_new(query, caches, Fresh(key, added, cos, sin, slot, *norms)))
+    for place in (0, 1, 63, 2999 - new, 777):
+        slot.fill_(place)
+        exactly = [cache.double() for cache in caches]
+        fresh = Fresh(key.double(), added.double(), cos.double(), sin.double(), slot, *norms)
+        turned = reference.put(query.double(), *exactly, fresh)
+        for cache in caches:
+            cache[:, :, place : place + new] = float("nan")
+        graph.replay()
+        assert error(found, exact(turned, *exactly, mask)) < 2 * BOUND[dtype], place
+        written = slice(place, place + new)
+        assert error(caches[0][:, :, written], exactly[0][:, :, written]) < BOUND[dtype]
+        assert torch.equal(caches[1].double(), exactly[1])
+
+
 def attend_new(query: Tensor, caches: list[Tensor], fresh: Fresh) -> tuple[Tensor, Tensor, Tensor]:
-    """With a mask that shows what lies up to the slot, made on the device."""
-    tokens = caches[0].shape[2]
-    mask = (torch.arange(tokens, device=DEVICE) <= fresh.slot).expand(len(query), 1, 1, tokens).contiguous()
+    """With a mask that shows each token what lies up to its slot, made on the device."""
+    tokens, new = caches[0].shape[2], query.shape[2]
+    slots = fresh.slot + torch.arange(new, device=DEVICE)[:, None]
+    mask = (torch.arange(tokens, device=DEVICE) <= slots).expand(len(query), 1, new, tokens).contiguous()
     spans = kernels.spans_of(mask, len(query))
     return kernels.attend(query, *caches, mask, 0.09, spans=spans, fresh=fresh), spans, mask
 

@@ -13,6 +13,7 @@ from halfbyte.kernels.attention import fresh as fresh_module
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.plan import LEAST_ROWS, MOST_PARTS, MOST_ROWS, AttentionPlan, plan_for
+from halfbyte.kernels.attention.put import put
 from halfbyte.kernels.attention.spans import WIDTH, spans_of
 from halfbyte.kernels.attention.triton import attend, supports
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
@@ -115,6 +116,46 @@ def test_a_new_token(sizes: tuple[int, ...], plan: AttentionPlan | None, kind: s
     torch.testing.assert_close(found.double(), right, **RIGHT)
     torch.testing.assert_close(keys.double(), right_keys, rtol=1e-3, atol=1e-3)
     assert torch.equal(values.double(), right_values)
+
+
+@pytest.mark.parametrize("sizes", [(2, 6, 3, 5, 37, 80, 80), (3, 8, 1, 8, 64, 128, 64), (1, 40, 1, 2, 130, 256, 1)])
+@pytest.mark.parametrize("kind", ["plain", "norms", "halves"])
+@pytest.mark.parametrize("room", [0, 3])
+def test_several_new_tokens(sizes: tuple[int, ...], kind: str, room: int) -> None:
+    """They are put into the cache one behind the other, none past its end, and see one another there."""
+    texts, heads, shared, new, tokens, size, value = sizes
+    rotary = size if kind == "plain" else size // 4 * 2
+    joined = random(texts, new, heads * size + shared * (size + value), seed=2)
+    query, key, added = joined.split([heads * size, shared * size, shared * value], -1)
+    query, key, added = (
+        t.view(texts, new, -1, s).transpose(1, 2) for t, s in ((query, size), (key, size), (added, value))
+    )
+    angles = random(texts if kind == "plain" else 1, new, rotary // (2 if kind == "halves" else 1), seed=3)
+    norms = (Norm(random(size), 1e-6, 1.0), Norm(random(size, seed=9), 1e-3, 1.0)) if kind == "norms" else ()
+    last = tokens if room == 0 else tokens // 2 + new
+    slot = torch.tensor(last - new)
+    fresh = Fresh(key, added, angles.cos(), angles.sin(), slot, *norms)._replace(halves=kind == "halves")
+    keys, values = random(texts, shared, tokens, size), random(texts, shared, tokens, value)
+    place, row = torch.arange(tokens), torch.arange(new)[:, None]
+    mask = (place < last - new + 1 + row).expand(texts, 1, new, tokens)
+    exactly = Fresh(*(t.double() for t in fresh[:4]), *fresh[4:])
+    right_keys, right_values = keys.double(), values.double()
+    turned = reference.put(query.double(), right_keys, right_values, exactly)
+    right = exact([turned.half(), right_keys.half(), right_values], mask, 0.3)
+    for cache in (keys, values):
+        cache[:, :, last - new : last] = float("nan")
+    assert supports(query, keys, values, mask)
+    assert fresh_module.supports(fresh, query, keys, values)
+    found = attend(query, keys, values, mask, 0.3, fresh=fresh)
+    torch.testing.assert_close(found.double(), right, **RIGHT)
+    torch.testing.assert_close(keys.double(), right_keys, rtol=1e-3, atol=1e-3)
+    assert torch.equal(values.double(), right_values)
+    slot.add_(1 if room == 0 else tokens - last)  # now the last ones have no room
+    larger_keys, larger_values = (torch.zeros(texts, shared, tokens + new, s).half() for s in (size, value))
+    larger = [tensor[:, :, :tokens] for tensor in (larger_keys, larger_values)]
+    put(query, *larger, fresh)
+    assert not larger_keys[:, :, tokens:].any()
+    assert not larger_values[:, :, tokens:].any()
 
 
 @pytest.mark.parametrize("one_launch", [True, False])

@@ -12,7 +12,7 @@ from halfbyte.kernels.common.norm import Norm
 
 pytest.importorskip("triton")
 
-from halfbyte.kernels.attention import merge, spans
+from halfbyte.kernels.attention import merge, put, spans
 from halfbyte.kernels.attention import triton as attention
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.fresh import supports as supports_fresh
@@ -32,6 +32,8 @@ pytestmark = pytest.mark.slow
         (128, 32, 1, 1, 8, 64, torch.bfloat16, "sinks"),
         (1, 32, 8, 1, 4096, 128, torch.bfloat16, "new token"),
         (8, 48, 2, 1, 4096, 80, torch.float16, "new token, norms"),
+        (1, 32, 8, 8, 4096, 128, torch.bfloat16, "new tokens"),
+        (2, 48, 2, 4, 4096, 80, torch.float16, "new tokens, norms"),
     ],
 )
 def test_compiles(
@@ -48,7 +50,7 @@ def test_compiles(
 ) -> None:
     properties = gpu_of(target)
     kept: list[tuple[Any, ...]] = []
-    for module in (attention, spans):
+    for module in (attention, put, spans):
         monkeypatch.setattr(module, "launch", lambda *launch: kept.append(launch))
     monkeypatch.setattr(attention, "properties_of", lambda _: properties)
     query = torch.empty(texts, heads, new, size, dtype=dtype, device="meta")
@@ -67,15 +69,15 @@ def test_compiles(
     cap = 50.0 if kind == "cap" else None
     fresh = None
     if "new token" in kind:
-        new_keys = torch.empty(texts, shared, 1, size, dtype=dtype, device="meta")
-        angles = torch.empty(1, 1, size // 2, dtype=dtype, device="meta")
+        new_keys = torch.empty(texts, shared, new, size, dtype=dtype, device="meta")
+        angles = torch.empty(1, new, size // 2, dtype=dtype, device="meta")
         norm = Norm(torch.empty(size, dtype=dtype, device="meta"), 1e-6, 1.0) if "norms" in kind else None
         slot = torch.empty((), dtype=torch.int64, device="meta")
         fresh = Fresh(new_keys, new_keys, angles, angles, slot, norm, norm)
         assert supports_fresh(fresh, query, keys, keys)
     attention.attend(query, keys, keys, seen, size**-0.5, softcap=cap, sinks=sinks, fresh=fresh, plan=plan)
     merges = [merge.attend_merge_kernel] * (plan.parts > 1 and kind in ("two launches", "no mask"))
-    first = [spans.attend_spans_kernel] * (seen is not None)
+    first = [put.put_kernel] * ("new tokens" in kind) + [spans.attend_spans_kernel] * (seen is not None)
     assert [launch[0] for launch in kept] == [*first, attention.attend_kernel, *merges]
     for launch in kept:
         kernel, (grid, compiled) = launch[0], compile_launch(launch, target)

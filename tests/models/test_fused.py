@@ -76,10 +76,24 @@ def test_tokens_of_every_family(family: str, layers: list[int]) -> None:
         assert len(layers) == 3 * (NEW - 1)
         assert torch.equal(found, plainly(model, inputs, max_new_tokens=NEW))
         assert len(layers) == 3 * (NEW - 1)
-    assert [vars(layer)[AGREES] for layer in decoder_layers(model)] == [True] * 3
+    assert [vars(layer)[AGREES] for layer in decoder_layers(model)] == [{1: True}] * 3
     hb.restore(model)
     assert not any(AGREES in vars(layer) for layer in decoder_layers(model))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "granite", "qwen3_moe", "mixtral"])
+def test_several_new_tokens(family: str, layers: list[int]) -> None:
+    """Guesses, in steps of eight tokens and of one; and beams."""
+    model = quantized(make(family, sliding_window=None))
+    for inputs in (prompt(1, 15), prompt(1, 25, 4)):
+        found = generate(model, inputs, prompt_lookup_num_tokens=7, max_new_tokens=30)
+        assert torch.equal(found, plainly(model, inputs, max_new_tokens=30))
+    assert all(vars(layer)[AGREES][8] for layer in decoder_layers(model))
+    layers.clear()
+    found = generate(model, prompt(2, 15, 3), num_beams=3, max_new_tokens=NEW)
+    assert torch.equal(found, plainly(model, prompt(2, 15, 3), num_beams=3, max_new_tokens=NEW))
+    assert len(layers) == 3 * (NEW - 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES | OF_EXPERTS)
@@ -149,7 +163,7 @@ def test_a_layer_that_computes_something_else(layers: list[int], monkeypatch: py
     with pytest.warns(UserWarning, match="leaves LlamaDecoderLayer to transformers"):
         found = generate(model, inputs, max_new_tokens=NEW)
     assert torch.equal(found, plainly(model, inputs, max_new_tokens=NEW))
-    assert [vars(layer).get(AGREES) for layer in decoder_layers(model)] == [True, False, True]
+    assert [vars(layer).get(AGREES) for layer in decoder_layers(model)] == [{1: True}, {1: False}, {1: True}]
     assert len(layers) == 1 + 2 * (NEW - 1)
     generate(model, inputs, max_new_tokens=NEW)
     assert len(layers) == 1 + 4 * (NEW - 1)
@@ -169,7 +183,7 @@ def test_experts_agree_by_halves(half: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(fused._Layer, half, other)
     with pytest.warns(UserWarning, match="leaves MixtralDecoderLayer to transformers"):
         generate(model, prompt(2, 9), max_new_tokens=NEW)
-    assert [vars(layer).get(AGREES) for layer in decoder_layers(model)] == [False] * 3
+    assert [vars(layer).get(AGREES) for layer in decoder_layers(model)] == [{1: False}] * 3
 
 
 def test_what_is_left_alone() -> None:

@@ -98,7 +98,7 @@ class StepAttention:
         softcap = None if softcap is None else float(softcap)
         return kernels.attend(query, key, value, attention_mask, scale, softcap=softcap, sinks=sinks, spans=spans), None
 
-    def of_new_token(
+    def of_new_tokens(
         self,
         query: Tensor,
         keys: Tensor,
@@ -110,7 +110,7 @@ class StepAttention:
         fresh: Fresh,
         settled: bool,
     ) -> Tensor | None:
-        """The attention of one new token of each text, whose key and value are put into the cache on the way; None on a
+        """The attention of new tokens of each text, whose keys and values are put into the cache on the way; None on a
         GPU whose kernel does not support it. Shapes, and settled but for spans: as for `attend`."""
         if not has_triton():
             return None if query.is_cuda else reference.attend(

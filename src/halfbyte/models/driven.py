@@ -9,14 +9,13 @@ that turn out wrong are forgotten by counting back: the next step writes over th
 from __future__ import annotations
 
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfbyte.models.carrying import Mirrored
-from halfbyte.models.rotation import FULL, mask_names
+from halfbyte.models.rotation import FULL, mask_names, write_at_slots
 from halfbyte.models.stepping import Stepper
 from halfbyte.models.steps import Bucket, StepPool
 from halfbyte.models.store import CacheStore
@@ -65,8 +64,8 @@ class DrivenStep(Stepper):
             layer.keys, layer.values = kept
             layer.dtype, layer.device, layer.is_initialized = layer.keys.dtype, layer.keys.device, True
             layer.cumulative_length = self.place.on(layer.device)
-            layer.update = MethodType(_write, layer)
             layer.slots = self.slots.on(layer.device)
+            write_at_slots(layer)
 
     def close(self) -> None:
         super().close()
@@ -107,13 +106,6 @@ class DrivenStep(Stepper):
         )
         logits: Tensor = outputs.logits
         return logits
-
-
-def _write(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """In the place of a layer's `update`, in a captured step."""
-    layer.keys.index_copy_(2, layer.slots, keys)
-    layer.values.index_copy_(2, layer.slots, values)
-    return layer.keys, layer.values
 
 
 class StandIn:

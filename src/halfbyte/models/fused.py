@@ -1,9 +1,10 @@
 """Decoder layers in a captured step, with five launches each where transformers has thirty.
 
 Query, key and value are one product, which norms x as it reads it. Attention norms and rotates the heads and puts the
-new token into the cache. The product of its result adds the residual, gate and up are one product that norms and gates,
-and the product behind them adds the residual again. Gemma norms what it adds: that is a launch more, twice. In the
-place of an MLP there may be experts: a norm, the router's product and its choice, two launches of experts, and a sum.
+new token into the cache; where texts have several, which guesses are, that is a launch more. The product of its result
+adds the residual, gate and up are one product that norms and gates, and the product behind them adds the residual
+again. Gemma norms what it adds: that is a launch more, twice. In the place of an MLP there may be experts: a norm, the
+router's product and its choice, two launches of experts, and a sum.
 
 The first step of a bucket computes each layer both ways. A layer that disagrees with transformers, of a version that
 computes something else, stays as it was.
@@ -24,6 +25,7 @@ from halfbyte.eager_experts import route
 from halfbyte.eager_fused import finished, gated, products, rms_norm
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.attention.fresh import Fresh
+from halfbyte.kernels.attention.plan import MOST_NEW
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.models.attention import StepAttention
@@ -34,7 +36,8 @@ from halfbyte.models.regions import put_back, uncompiled
 from halfbyte.models.rotation import slot_of
 from halfbyte.nn.experts import Experts4bit
 
-AGREES = "_halfbyte_agrees"  # attribute of a layer that was computed both ways: whether the results agree
+# Attribute of a layer that was computed both ways: whether the results agree, by the number of new tokens of a text.
+AGREES = "_halfbyte_agrees"
 MOST_ROWS = 64  # of x; beyond, launches are little of the time
 SHARE, ROUNDINGS = 0.1, 2  # how far results may be apart: of what the layer adds, and in units of the last place
 
@@ -44,7 +47,7 @@ Operands = tuple[tuple[QuantizedWeight, ...], tuple[Tensor | None, ...]]
 @contextmanager
 def fused_layers(model: nn.Module, attention: StepAttention) -> Iterator[None]:
     """Within, decoder layers of `model` of which halfbyte computes some projections or the experts, and norms outside
-    of them, compute one new token of each text in few launches, where a cache of rotation.py holds the others."""
+    of them, compute a few new tokens of each text in few launches, where the cache puts them at slots (rotation.py)."""
     with ExitStack() as stack:
         inside: set[nn.Module] = set()
         found = {module: layer for module in model.modules() if (layer := _fusible(module)) is not None}
@@ -59,7 +62,7 @@ def fused_layers(model: nn.Module, attention: StepAttention) -> Iterator[None]:
 
 
 def _fusible(module: nn.Module) -> DecoderLayer | None:
-    if "forward" in vars(module) or vars(module).get(AGREES) is False or module.training:
+    if "forward" in vars(module) or False in vars(module).get(AGREES, {}).values() or module.training:
         return None
     layer = layer_of(module)
     if layer is None:
@@ -97,7 +100,9 @@ class _Layer:
         self.theirs = module.forward
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        agrees = vars(self.module).get(AGREES)
+        known = vars(self.module).get(AGREES, {})
+        new = hidden_states.shape[1] if hidden_states.dim() == 3 else 0
+        agrees = known.get(new)
         if args or agrees is False:
             return self.theirs(hidden_states, *args, **kwargs)
         if agrees or (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -106,12 +111,12 @@ class _Layer:
         block_sees: list[Tensor] = []
         with uncompiled(), _recorded(self.layer.block, block_sees):
             theirs = self.theirs(hidden_states, **kwargs)
-        attended = self._attend(hidden_states, **kwargs)  # and puts the token into the cache a second time
+        attended = self._attend(hidden_states, **kwargs)  # and puts the tokens into the cache a second time
         if attended is None:
             return theirs
         ours = self._feed(attended)
         agrees = self._agrees(hidden_states, attended, ours, theirs, block_sees)
-        setattr(self.module, AGREES, agrees)
+        setattr(self.module, AGREES, {**known, new: agrees})
         if agrees:
             return ours
         warnings.warn(
@@ -148,7 +153,7 @@ class _Layer:
     ) -> Tensor | None:
         """x and what attention adds to it, or None."""
         layer, attention = self.layer, cast(Any, self.layer.attention)
-        if x.dim() != 3 or x.shape[1] != 1 or past_key_values is None or not _is_pair(position_embeddings):
+        if x.dim() != 3 or x.shape[1] > MOST_NEW or past_key_values is None or not _is_pair(position_embeddings):
             return None
         kept = past_key_values.layers[attention.layer_idx]
         slot, mask = slot_of(kept), attention_mask
@@ -159,18 +164,18 @@ class _Layer:
             size, most = attention.head_dim, new[0].shape[-1]
             of_keys = kept.keys.shape[1] * size
             new = list(new[0].split([most - 2 * of_keys, of_keys, of_keys], dim=-1))
-        query, key, value = (part.view(len(x), 1, -1, attention.head_dim).transpose(1, 2) for part in new)
+        query, key, value = (part.view(*x.shape[:2], -1, attention.head_dim).transpose(1, 2) for part in new)
         cos, sin = position_embeddings
         norms = layer.head_norms or (None, None)
         fresh = Fresh(key, value, cos, sin, slot, norms[0], norms[1], layer.halves)
         # Behind another layer's attention, which waited for all that came before it, only the projections are new.
         settled = not self.is_first
-        seen = self.attention.of_new_token(
+        seen = self.attention.of_new_tokens(
             query, kept.keys, kept.values, mask, float(attention.scaling), layer.softcap, layer.sinks, fresh, settled
         )
         if seen is None:
             return None
-        return self._add((layer.out,), seen.reshape(len(x), 1, -1), x, layer.added[0] if layer.added else None)
+        return self._add((layer.out,), seen.reshape(*x.shape[:2], -1), x, layer.added[0] if layer.added else None)
 
     def _feed(self, x: Tensor) -> Tensor:
         """x and what the MLP or the experts add to it."""
@@ -221,7 +226,7 @@ class _Layer:
 
 
 def _add_experts(block: Block, x: Tensor, residual: Residual) -> Tensor:
-    """The residual and what a block of experts gives for x [texts, 1, hidden], normed."""
+    """The residual and what a block of experts gives for x [texts, new tokens, hidden], normed."""
     router, (value, factor) = block.router, residual
     if router is None or router.weight.dtype is not x.dtype:
         return torch.add(value, _first(block.module(x)), alpha=factor)
@@ -268,8 +273,8 @@ def _is_pair(position_embeddings: Any) -> bool:
 
 
 def agree(x: Tensor, ours: Tensor, theirs: Any) -> bool:
-    """Whether two results [texts, 1, hidden] of a layer of x are the same but for rounding, in every text whose numbers
-    are finite."""
+    """Whether two results [texts, new tokens, hidden] of a layer of x are the same but for rounding, in every row whose
+    numbers are finite."""
     if not isinstance(theirs, Tensor) or theirs.shape != ours.shape or theirs.dtype is not ours.dtype:
         return False
     unit = torch.finfo(theirs.dtype).eps

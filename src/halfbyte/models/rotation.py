@@ -66,8 +66,9 @@ class Rotation:
             layer.keys, layer.values = kept
             layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
             layer.cumulative_length = self.slots.on(layer.device)[index]
+            layer.slots = layer.cumulative_length[None]
             layer.is_initialized = True
-            layer.update = MethodType(_write, layer)
+            write_at_slots(layer)
 
     def close(self) -> None:
         """Let go of the store's memory."""
@@ -105,21 +106,27 @@ class Rotation:
         return torch.where(mask, torch.zeros((), dtype=self.floats, device=mask.device), torch.finfo(self.floats).min)
 
 
+def write_at_slots(layer: Any) -> None:
+    """Let a layer of a cache put what it is given where a captured step says: `cumulative_length`, int64 without
+    dimensions, is the slot of the first new token, behind which the others go, and `slots` those of all."""
+    layer.update = MethodType(_write, layer)
+
+
 def slot_of(layer: Any) -> Tensor | None:
-    """Where the step's token goes in a layer of a rotation's cache, or None of a layer of any other."""
+    """Where a step's first token goes in such a layer, or None of a layer of any other cache."""
     return layer.cumulative_length if is_method_of(_write, vars(layer).get("update")) else None
 
 
 def _write(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """In the place of a layer's `update`: one token of each text, into the slot that `turn` has chosen. The slot stays
-    as it is, since a layer that is computed both ways puts its token there twice."""
+    """In the place of a layer's `update`. The slot stays as it is, since a layer that is computed both ways puts its
+    tokens there twice."""
     slot = layer.cumulative_length
     if slow.has_triton():
-        from halfbyte.kernels.cache.triton import append, supports
+        from halfbyte.kernels.cache.triton import MOST_NEW, append, supports
 
-        if supports(layer.keys, layer.values, keys, values, slot):
+        if supports(layer.keys, layer.values, keys, values, slot, MOST_NEW):
             append(layer.keys, layer.values, keys, values, slot, counts=False)
             return layer.keys, layer.values
-    layer.keys.index_copy_(2, slot[None], keys)
-    layer.values.index_copy_(2, slot[None], values)
+    layer.keys.index_copy_(2, layer.slots, keys)
+    layer.values.index_copy_(2, layer.slots, values)
     return layer.keys, layer.values

@@ -322,7 +322,7 @@ class _GuessingCall(_Call):
         step = self._first_token()
         step.start(most)
         with self.model._optimize_model_for_decode():
-            made = guessing.run(step, most, self.streamer)
+            made = step.run(most, self.streamer)
         if self.streamer is not None:
             self.streamer.end()
         return step.buffers.ids[:1, : prompt + made].clone()
@@ -331,6 +331,6 @@ class _GuessingCall(_Call):
         bucket, buffers, ends = self.bucket, self._buffers(), self.kind.ends
         ngram = self.config.max_matching_ngram_size or guessing.NGRAM
         return bucket.loop(
-            (guessing.GuessingStep, ends, ngram),
-            lambda: guessing.GuessingStep(self.model, bucket.store, buffers, ends, ngram, self.pool.retried),
+            (guessing.Guessing, ends, ngram),
+            lambda: guessing.Guessing(self.model, bucket.store, buffers, ends, ngram, self.pool.retried),
         )

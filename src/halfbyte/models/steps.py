@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -22,14 +22,24 @@ from halfbyte.models.fingerprint import fingerprint
 from halfbyte.models.graphs import building
 from halfbyte.models.loop import TokenBuffers
 from halfbyte.models.rotation import Rotation
-from halfbyte.models.stepping import Stepper
 from halfbyte.models.store import CacheStore
 
 T = TypeVar("T")
-S = TypeVar("S", bound=Stepper)
 POOL = "_halfbyte_steps"  # attribute of a model that generates
 SHARE = 0.1  # of each device's memory, for what is kept between calls
 MOST_KINDS = 8  # of steps captured for one bucket, besides those that transformers drives
+
+
+class Kept(Protocol):
+    """What a bucket keeps: a step (stepping.py), or several that belong together (guessing.py)."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def close(self) -> None: ...
+    def try_again(self) -> None: ...
+
+
+S = TypeVar("S", bound=Kept)
 
 
 class Bucket:
@@ -39,7 +49,7 @@ class Bucket:
         self.key, self.store, self.expected = key, store, expected
         self.buffers: TokenBuffers | None = None
         self.rotation: Rotation | None = None
-        self.loops: OrderedDict[Hashable, Stepper] = OrderedDict()
+        self.loops: OrderedDict[Hashable, Kept] = OrderedDict()
         self.is_busy, self.is_stale = False, False
         self.done: dict[torch.device, torch.cuda.Event] = {}  # recorded behind the last call's work
 

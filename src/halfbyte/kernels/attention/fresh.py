@@ -1,9 +1,9 @@
-"""A new token's own query, key and value, as a layer's projections leave them: normed, rotated and put into the cache
-by the launch that attends to them."""
+"""New tokens' own queries, keys and values, as a layer's projections leave them. What attends to them norms, rotates and
+puts them into the cache: of one token in the same launch, of several in one ahead."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,9 +11,10 @@ from halfbyte.kernels.common.norm import Norm
 
 
 class Fresh(NamedTuple):
-    """keys, values: [texts, heads that share keys, 1, size], not rotated. cos, sin: [texts or 1, 1, rotary size]. slot:
-    int64 without dimensions, the place in the cache. query_norm, key_norm: of heads, before rotation, or None. halves:
-    cos and sin have half the rotary size, and are the same for both halves of it (gpt-oss).
+    """keys, values: [texts, heads that share keys, new tokens, size], not rotated. cos, sin: [texts or 1, new tokens,
+    rotary size]. slot: int64 without dimensions, the place of the first new token in the cache, behind which the others
+    go. query_norm, key_norm: of heads, before rotation, or None. halves: cos and sin have half the rotary size, and are
+    the same for both halves of it (gpt-oss).
 
     All but slot in the dtype of the query, on its device, their last dimension contiguous.
     """
@@ -32,6 +33,17 @@ class Fresh(NamedTuple):
         """Numbers of a head that turn."""
         return self.cos.shape[2] * (2 if self.halves else 1)
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels are compiled for."""
+        of_query, of_key = self.query_norm, self.key_norm
+        return {
+            "ROTARY": self.rotary, "HALVES": self.halves,
+            "QUERY_NORM": of_query is not None, "KEY_NORM": of_key is not None,
+            "QUERY_EPSILON": of_query.epsilon if of_query else 0.0, "KEY_EPSILON": of_key.epsilon if of_key else 0.0,
+            "OFFSET": (of_query or of_key).offset if of_query or of_key else 0.0,  # type: ignore[union-attr]
+        }  # fmt: skip
+
 
 def supports(fresh: Fresh, query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether `attend` is for them beside a query and a cache that it supports."""
@@ -39,11 +51,10 @@ def supports(fresh: Fresh, query: Tensor, keys: Tensor, values: Tensor) -> bool:
     norms = [norm.weight for norm in (fresh.query_norm, fresh.key_norm) if norm is not None]
     tensors = (fresh.keys, fresh.values, fresh.cos, fresh.sin, *norms)
     return (
-        new == 1
-        and fresh.keys.shape == (texts, keys.shape[1], 1, size)
-        and fresh.values.shape == (texts, keys.shape[1], 1, values.shape[3])
+        fresh.keys.shape == (texts, keys.shape[1], new, size)
+        and fresh.values.shape == (texts, keys.shape[1], new, values.shape[3])
         and fresh.cos.shape == fresh.sin.shape
-        and fresh.cos.shape[:2] in ((texts, 1), (1, 1))
+        and fresh.cos.shape[:2] in ((texts, new), (1, new))
         and 0 < fresh.rotary <= size
         and fresh.rotary % 2 == 0
         and fresh.cos.stride() == fresh.sin.stride()

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from halfbyte.kernels.common.device import DeviceProperties
 
+MOST_NEW = 8  # new tokens of a text
 FEW_PARTS, MOST_PARTS = 16, 128
 LEAST_ROWS = 16  # of a product on tensor cores
 MOST_ROWS = 64  # of one program: its sums are held in registers

@@ -41,12 +41,12 @@ def attend(
 
 def put(query: Tensor, keys: Tensor, values: Tensor, fresh: Fresh) -> Tensor:
     """What `attend` does with a `Fresh` before it attends: norm and rotate the query, which is returned, and put
-    the new token's key and value into their slot."""
+    the new tokens' keys and values into the cache, from their slot on."""
     query, key = normed(query, fresh.query_norm), normed(fresh.keys, fresh.key_norm)
-    slot = fresh.slot[None]
+    slots = fresh.slot + torch.arange(query.shape[2], dtype=torch.int64, device=query.device)
     cos, sin = (torch.cat((t, t), -1) if fresh.halves else t for t in (fresh.cos, fresh.sin))
-    keys.index_copy_(2, slot, rotated(key, cos, sin).to(keys.dtype))
-    values.index_copy_(2, slot, fresh.values.to(values.dtype))
+    keys.index_copy_(2, slots, rotated(key, cos, sin).to(keys.dtype))
+    values.index_copy_(2, slots, fresh.values.to(values.dtype))
     return rotated(query, cos, sin)
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.merge import added, attend_merge_kernel, cut, store_rows
-from halfbyte.kernels.attention.plan import FEW_PARTS, MOST_PARTS, AttentionPlan, plan_for
+from halfbyte.kernels.attention.plan import FEW_PARTS, MOST_NEW, MOST_PARTS, AttentionPlan, plan_for
+from halfbyte.kernels.attention.put import put
 from halfbyte.kernels.attention.rotate import angles, loaded, rotated
 from halfbyte.kernels.attention.spans import COUNTERS, WIDTH, lowest, spans_of
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
@@ -29,7 +30,6 @@ from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
 
 DTYPES = (torch.float16, torch.bfloat16)
-MOST_NEW = 8  # new tokens of a text
 MOST_QUERIES = 256  # heads that share keys, times new tokens
 MOST_HEAD = 256  # the size of a head
 
@@ -217,17 +217,11 @@ def _described(fresh: Fresh | None, query: Tensor) -> tuple[dict[str, Any], tupl
     if fresh is None:
         names = ("ROTARY", "QUERY_NORM", "KEY_NORM", "QUERY_EPSILON", "KEY_EPSILON", "OFFSET", "HALVES")
         return {"FRESH": False, **dict.fromkeys(names, 0)}, (query,) * 7, (0,) * 5
-    of_query, of_key = fresh.query_norm, fresh.key_norm
-    constants = {
-        "FRESH": True, "ROTARY": fresh.rotary, "HALVES": fresh.halves, "QUERY_NORM": of_query is not None,
-        "KEY_NORM": of_key is not None, "QUERY_EPSILON": of_query.epsilon if of_query else 0.0,
-        "KEY_EPSILON": of_key.epsilon if of_key else 0.0,
-        "OFFSET": (of_query or of_key).offset if of_query or of_key else 0.0,  # type: ignore[union-attr]
-    }  # fmt: skip
-    norms = [query if norm is None else norm.weight for norm in (of_query, of_key)]
+    norms = [query if norm is None else norm.weight for norm in (fresh.query_norm, fresh.key_norm)]
     cos_text = 0 if len(fresh.cos) == 1 else fresh.cos.stride(0)
     strides = (*fresh.keys.stride()[:2], *fresh.values.stride()[:2], cos_text)
-    return constants, (fresh.keys, fresh.values, fresh.cos, fresh.sin, fresh.slot, *norms), strides
+    tensors = (fresh.keys, fresh.values, fresh.cos, fresh.sin, fresh.slot, *norms)
+    return {"FRESH": True, **fresh.constants}, tensors, strides
 
 
 def supports(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> bool:
@@ -291,8 +285,9 @@ def attend(
     spans: what `spans_of` says of the mask, for callers that have several layers; without a mask every token of a span
     is seen. The tokens of a span that a mask leaves out are read all the same, and must be finite.
 
-    fresh: the one new token's key and value, which with its query are normed and rotated here, and which are put into
-    the cache; such that `fresh.supports` says yes. Without it the cache holds them.
+    fresh: the new tokens' keys and values, which with their queries are normed and rotated here, and which are put into
+    the cache; such that `fresh.supports` says yes. Without it the cache holds them. Of several new tokens that is a
+    launch of its own.
 
     settled: no kernel just ahead in the stream writes the cache, the mask, spans, cos, sin or slot, so that they may be
     read before that one ends.
@@ -302,6 +297,8 @@ def attend(
     texts, heads, new, size = query.shape
     shared, tokens, value = keys.shape[1], keys.shape[2], values.shape[3]
     index, group = query.get_device(), heads // shared
+    if fresh is not None and new > 1:
+        query, fresh, settled = put(query, keys, values, fresh), None, False
     plan = plan or plan_for(properties_of(index), texts * shared, tokens, max(size, value), group * new)
     if spans is None and mask is not None:
         spans = spans_of(mask, texts)
