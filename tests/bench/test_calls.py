@@ -20,6 +20,7 @@ def test_every_row(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     (path,) = tmp_path.glob("*/generate.json")
     rows = records.read(path)["rows"]
+    assert {row["model"] for row in rows} == {"tiny, 1 layer, 64 prompt tokens, 8 new tokens"}
     of_calls = [row["call"] for row in rows if "call" in row]
     assert of_calls == [
         "step of a running call", "a cache's first", "a new prompt length", "a repeated one", "first of a process",

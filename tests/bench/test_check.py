@@ -59,6 +59,26 @@ def test_slower_or_less_exact(results: Path, fact: str, factor: float, capsys: p
     assert ("slower" if fact == "median_us" else "less") in capsys.readouterr().out
 
 
+def test_a_record_that_lacks_what_is_compared(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows or times of them. Nothing is measured that has nothing to be compared with."""
+    monkeypatch.setattr(check, "run", lambda *_: pytest.fail("it was measured"))
+    path = results / records.folder_of(CPU) / "linear.json"
+    record = json.loads(path.read_text())
+    wrong = [{"case": row["case"], "provider": row["provider"], "error": "all zeros"} for row in record["rows"]]
+    for rows in (wrong, []):
+        records.write(path, record | {"rows": rows})
+        with pytest.raises(ValueError, match="the record of linear has no time of case 64×128, M = 1, provider half"):
+            check.check_cells(CPU, results, print)
+
+
+def test_a_record_without_the_step_that_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "errors_against_fp32", lambda *_: {("halfbyte", check.MODE): 0.0})
+    monkeypatch.setattr(check.models, "load", lambda *_: None)
+    monkeypatch.setattr(check, "ABRun", lambda _: None)
+    with pytest.raises(ValueError, match="the record of decode has no time of model llama-3-8b, provider halfbyte"):
+        list(check._steps(CPU, [{"model": "llama-3-8b", "provider": "halfbyte", "batch": 1}], print))
+
+
 def test_no_records(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no records of this device"):
         check.check_cells(CPU, tmp_path, print)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -244,6 +245,37 @@ def test_a_record_keeps_what_others_measured(tmp_path: Path, monkeypatch: pytest
     assert names == {("tiny", "bitsandbytes"), ("tiny", "bf16"), ("tiny", "halfbyte"), ("tiny, eager", "bf16")}
 
 
+LLM_THAT_WAITS = """
+import os, pathlib, signal, time
+
+class LLM:
+    def __init__(self, **options):
+        pathlib.Path({told!r}).write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_sigterm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an engine nor a checkpoint, as after Ctrl-C."""
+    packages, place, told = tmp_path / "packages", tmp_path / "place", tmp_path / "told"
+    for folder in (packages, place):
+        folder.mkdir()
+    (packages / "vllm.py").write_text(LLM_THAT_WAITS.format(told=str(told)), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    monkeypatch.setattr(engine_models, "_place", lambda sizes: place)
+    monkeypatch.setattr("halfbyte.serving.choice.is_installed", lambda name: True)
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("SIGTERM was left as it is"))
+    try:
+        bench(tmp_path / "out", 130, "--providers", "bf16")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert is_gone(int(told.read_text(encoding="utf-8")))
+    assert not list(place.iterdir())
+
+
 def test_wrong_tokens_fail_once_all_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Engines(monkeypatch, bitsandbytes=[told(1, [[1]])], halfbyte=[told(1, [[2]])], bf16=[told(1, [[9]])])
     output = bench(tmp_path / "out", 1, "--providers", "bitsandbytes,halfbyte,bf16")
@@ -265,8 +297,15 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "| tiny, 128 + 32 tokens | 1 | 90 / 108 | 180 / 216 | 2.00 | 100% |",
         "| tiny, 128 + 32 tokens | 8 | 800 / 960 | 1,600 / 1,920 | 2.00 | 100% |",
     ]
-    assert "- tiny, 128 + 32 tokens, machete, left out: no kernel" in text
+    assert "- tiny, 128 + 32 tokens: machete was not timed: no kernel" in text
     assert text[-1].startswith("<sub>")
+    rows = [row | {"error": "no tokens"} if row["provider"] == "machete" else row for row in record["rows"]]
+    rows.append(rows[0] | {"left_out": "it was late"})
+    del rows[-1]["tokens_per_s"]
+    assert list(engine_report.notes(record | {"rows": rows})) == [
+        ("tiny, 128 + 32 tokens: machete failed: no tokens", True),
+        ("tiny, 128 + 32 tokens: bitsandbytes was not timed any further: it was late", False),
+    ]
     blocks = figures._blocks(tmp_path / "out", None)
     assert blocks == {f"{path.parent.name}/engine": engine_report.markdown(record)}
     others = [row | {"commit": "abc"} for row in record["rows"] if row["provider"] == "halfbyte"]

@@ -13,9 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 import halfbyte as hb
-from halfbyte.bench import baselines, sweep
+from halfbyte.bench import baselines, runs, sweep
 from halfbyte.bench import linear as bench
-from halfbyte.bench.case import Case, run
+from halfbyte.bench.case import Case, Row, run
 from halfbyte.bench.linear import BOUND, linear_cases
 from halfbyte.cli import app
 from halfbyte.kernels.common.device import properties_for
@@ -254,10 +254,68 @@ def test_weights_that_were_measured_before() -> None:
         (64, 4, 7.0, None), (32, 3, 8.0, "old"), (96, 4, 6.0, None)
     ]  # fmt: skip
     assert sweep.beside_other_weights(None, new) == new
-    of_another_dtype = measured({("halfbyte", 32, 32, 3): 8.0}, "old", "float16")
     of_other_versions = old | {"environment": {"commit": "old", "torch": "1"}}
-    for other in (of_another_dtype, of_other_versions):
-        assert sweep.beside_other_weights(other, new) == new
+    assert sweep.beside_other_weights(of_other_versions, new) == new
+
+
+def test_an_interrupted_weight_keeps_its_earlier_rows() -> None:
+    """If it has any. That fewer rows of x are asked for is no interruption."""
+    old = measured({("halfbyte", 64, 128, 1): 9.0, ("halfbyte", 64, 128, 4): 9.5}, "old")
+    part = measured({("halfbyte", 64, 128, 1): 7.0, ("halfbyte", 96, 32, 1): 6.0}, "new")
+
+    def merged(asked: tuple[int, ...]) -> list[tuple[int, int, float]]:
+        rows = sweep.beside_other_weights(old, part, asked)["rows"]
+        return [(row["n"], row["m"], row["median_us"]) for row in rows]
+
+    assert merged((1, 4)) == [(64, 1, 9.0), (64, 4, 9.5), (96, 1, 6.0)]
+    assert merged((1,)) == [(64, 1, 7.0), (96, 1, 6.0)]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_ctrl_c_keeps_what_was_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second weight, which is interrupted after its first row of x, the earlier times stay."""
+
+    def run_bench(code: int) -> list[tuple[str, float]]:
+        options = ["--device", "cpu", "--shapes", "64x128,32x64", "--rows", "1,3", "--rounds", "3"]
+        result = runner.invoke(app, ["bench", "linear", *options, "--out", str(tmp_path)])
+        assert result.exit_code == code, result.output
+        [path] = tmp_path.glob("cpu*/linear.json")
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        return [(row["case"], row["median_us"]) for row in rows if row["provider"] == "halfbyte"]
+
+    def interrupted(case: Case, rounds: int) -> list[Row]:
+        if case.name == "32×64, M = 3":
+            raise KeyboardInterrupt
+        return run(case, rounds)
+
+    before = run_bench(0)
+    monkeypatch.setattr(runs, "run", interrupted)
+    after = run_bench(130)
+    assert [case for case, _ in after] == [case for case, _ in before]
+    assert [time == earlier for (_, time), (_, earlier) in zip(after, before, strict=True)] == [False] * 2 + [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("bench", "options", "name"),
+    [
+        ("linear", "", "linear"),
+        ("linear", "--dtype float16", "linear-float16"),
+        ("linear", "--format fp4 --flat", "linear-fp4-flat"),
+        ("linear", "--format int4 --flat", "linear-int4"),
+        ("linear", "--target sm_80 --dtype float16", "linear-sm_80-float16"),
+        ("linear", "--target sm_80 --sms 108 --format int4", "linear-sm_80-108-sms-bfloat16-int4"),
+        ("dequantize", "--dtype float32 --flat", "dequantize-float32-flat"),
+        ("quantize", "--format fp4", "quantize-fp4"),
+    ],
+)
+def test_a_record_for_each_way_to_measure(bench: str, options: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that none takes the place of another."""
+    names: list[str] = []
+    monkeypatch.setattr(runs, "run_cases", lambda *given: names.append(given[5]))
+    monkeypatch.setattr("halfbyte.bench.linear.another_gpu", lambda target, sms: None)
+    result = runner.invoke(app, ["bench", bench, "--device", "cpu", *options.split()])
+    assert result.exit_code == 0, result.output
+    assert names == [name]
 
 
 def test_ratios_to_the_dense_weight() -> None:

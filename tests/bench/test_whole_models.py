@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 from typer.testing import CliRunner
 
-from halfbyte.bench import decode, runs, train, whole_models
+from halfbyte.bench import calls, decode, runs, train, whole_models
 from halfbyte.cli import app
 from halfbyte.kernels.common import slow
 from halfbyte.measure import decoder, models, records
@@ -29,6 +29,9 @@ def run(out: Path, bench: str, *options: str) -> dict[str, object]:
     return records.read(path)
 
 
+LABEL = "tiny, 16 tokens of context, 4 new tokens"
+
+
 @pytest.mark.slow
 def test_decode(tmp_path: Path) -> None:
     record = run(tmp_path, "decode", "--batch", "1,2", "--context", "16", "--new-tokens", "4")
@@ -42,17 +45,18 @@ def test_decode(tmp_path: Path) -> None:
         for provider in ("bitsandbytes", "halfbyte")
     }
     assert all(row["median_ms"] > 0 and 0 < row["relative_error"] < 0.05 for row in rows)
-    assert whole_models.markdown(record).count("| tiny |") == 6
+    assert whole_models.markdown(record).count(f"| {LABEL} |") == 6
     speeds = {row["provider"]: row["tokens_per_s"] for row in rows if (row["batch"], row["mode"]) == (1, "generate")}
-    assert f"`generate` with tiny makes {speeds['halfbyte']:.1f} tokens a second with halfbyte" in whole_models.summary(
-        record
+    assert (
+        f"`generate` with {LABEL} makes {speeds['halfbyte']:.1f} tokens a second with halfbyte"
+        in whole_models.summary(record)
     )
     facts = record["environment"]
     assert isinstance(facts, dict)
     on_a_gpu = {key: value for key, value in facts.items() if key != "threads"} | {"driver": "1"}
     table = whole_models.summary(record | {"environment": on_a_gpu}).splitlines()
     assert table[0] == "| model | texts at once | bitsandbytes, tokens/s | halfbyte, tokens/s | speed-up |"
-    assert [line[:12] for line in table[2:4]] == ["| tiny | 1 |", "| tiny | 2 |"]
+    assert [line.startswith(f"| {LABEL} | {batch} |") for batch, line in enumerate(table[2:4], 1)] == [True, True]
 
 
 @pytest.mark.slow
@@ -194,6 +198,19 @@ def test_a_model_that_is_none(command: list[str], name: str, tmp_path: Path, mon
         assert all(told in result.stderr for told in ("llama-3-8b", "path", "org/name"))
 
 
+def test_a_model_that_runs_otherwise_is_another_one() -> None:
+    """In a record; and as usual it has its own name."""
+    named = {
+        settings.label("m")
+        for kind in (decode.Settings, calls.Settings, train.Settings)
+        for settings in (kind(), kind(layers=2), kind(rounds=9))
+    }
+    assert named == {"m", "m, 2 layers"}
+    assert decode.Settings(context=32, new_tokens=16).label("m") == "m, 32 tokens of context, 16 new tokens"
+    assert calls.Settings(prompt=32, tokens=16).label("m") == "m, 32 prompt tokens, 16 new tokens"
+    assert train.Settings(layers=2, experts=True).label("m") == "m, 2 layers, experts adapted"
+
+
 def test_models_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In their places, each with the commit that it is of, and only beside what ran on the same libraries."""
     cpu, turn = torch.device("cpu"), iter(range(9))
@@ -203,11 +220,13 @@ def test_models_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: 
 
     facts_of_this = records.environment(cpu)
 
-    def run(names: str, commit: str, **facts: str) -> dict[str, Any]:
+    def run(names: str, commit: str, layers: int = 0, **facts: str) -> dict[str, Any]:
+        label = decode.Settings(layers=layers).label
         monkeypatch.setattr(records, "environment", lambda device: facts_of_this | {"commit": commit, **facts})
         runs.run_models(
-            "decode", "by hand", names.replace(" ", "").split(","), rows_of, lambda record: Table(), cpu, tmp_path
-        )
+            "decode", "by hand", names.split(","), label, lambda name: rows_of(label(name)), lambda _: Table(), cpu,
+            tmp_path,
+        )  # fmt: skip
         (path,) = tmp_path.glob("*/decode.json")
         return records.read(path)
 
@@ -217,6 +236,8 @@ def test_models_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: 
         ("a", "old", 0), ("b", "new", 2), ("c", "new", 3)
     ]  # fmt: skip
     assert provenance(found).endswith("; commit new; a: commit old.</sub>")
+    found = run("b", "newest", layers=4)
+    assert [(row["model"], row["turn"]) for row in found["rows"]] == [("a", 0), ("b", 2), ("c", 3), ("b, 4 layers", 4)]
     found = run("c", "newer", torch="0.1")
     assert [row["model"] for row in found["rows"]] == ["c"]
     assert provenance(found).endswith("; commit newer.</sub>")

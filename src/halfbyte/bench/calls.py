@@ -25,14 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.measure import models
+from halfbyte.measure import models, records
 from halfbyte.measure.ab_run import OURS, ABRun, clock, empty_cache, random_ids, written
 from halfbyte.measure.report import line, provenance, title
 from halfbyte.models.accelerate import accelerate, release
 from halfbyte.models.steps import SHARE, pool_of
 from halfbyte.terminal import Table, styled
 
-METHOD = "wall clock of whole calls, batch 1; overhead is what a call takes beyond its prompt and its steps"
 CYCLE = 61  # tokens after which a text repeats
 LOUD = 200.0  # times its size, the embedding drowns what layers add
 GUESSES = 7  # tokens guessed at once: with the one that is known, as many rows as cost no more than one
@@ -52,12 +51,24 @@ class Settings:
     rounds: int = 5
     first: bool = True
 
+    def label(self, name: str) -> str:
+        """What a record calls a model."""
+        prompt = "" if self.prompt == Settings.prompt else f"{self.prompt} prompt tokens"
+        tokens = "" if self.tokens == Settings.tokens else f"{self.tokens} new tokens"
+        return records.label(name, self.layers, prompt, tokens)
+
+
+METHOD = (
+    "wall clock of whole calls, batch 1; overhead is what a call takes beyond its prompt and its steps; "
+    f"a prompt of {Settings.prompt} tokens and {Settings.tokens} new ones unless the model's name says otherwise"
+)
+
 
 def call_rows(name: str, device: torch.device, settings: Settings, say: Callable[[str], None]) -> Iterator[Any]:
     """Rows of a record for one model. Raises ValueError where a token is wrong."""
     say(f"{name}: loading")
     model = models.load(name, device, torch.bfloat16, layers=settings.layers)
-    facts = {"model": name, "layers": model.config.num_hidden_layers}
+    facts = {"model": settings.label(name), "layers": model.config.num_hidden_layers}
     say(f"{name}: calls")
     with ABRun(model, OURS).providers[OURS]() as running:
         for row in _calls(running, device, settings):

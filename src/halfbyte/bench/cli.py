@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,13 @@ Dtype = Annotated[str, typer.Option(help="Of the dense weights: float16, bfloat1
 Format = Annotated[str, typer.Option(help="nf4 or fp4.")]
 Nested = Annotated[bool, typer.Option("--nested/--flat", help="Scales in one byte, or in four.")]
 Rounds = Annotated[int, typer.Option(min=3, help="Samples of each provider; medians are reported.")]
-Out = Annotated[Path | None, typer.Option(help="Keep the record as OUT/<device>/<bench>.json.")]
+Out = Annotated[Path | None, typer.Option(help="Keep the record as a file in OUT/<device>.")]
+
+
+@app.callback()
+def bench() -> None:
+    # As Ctrl-C does: benches end what they have started, delete what they have made, and keep what they have measured.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @app.command()
@@ -73,20 +80,21 @@ def linear(
     out: Out = None,
 ) -> None:
     """x @ W.T from 4-bit weights, beside dense weights, bitsandbytes, dequantize + linear, tinygemm and humming."""
-    from halfbyte.bench.linear import CPU_SHAPES, GPU_SHAPES, another_gpu, linear_cases
+    from halfbyte.bench.linear import CPU_ROWS, CPU_SHAPES, GPU_ROWS, GPU_SHAPES, another_gpu, linear_cases
 
     if target is None and sms is not None:
         raise typer.BadParameter("--sms limits another GPU's grids; say which with --target")
-    name, of_another = "linear", None
+    as_another: list[str] = []
+    of_another = None
     if target is not None:
-        # A record of its own: what this GPU is as another one is no record of this GPU.
-        name = "-".join([name, target, *([] if sms is None else [f"{sms}-sms"]), dtype])
+        as_another = [target, *([] if sms is None else [f"{sms}-sms"])]
         with usage():
             of_another = another_gpu(target, sms)
-    cases = partial(linear_cases, rows=counts_of(rows), properties=of_another)
+    asked = counts_of(rows) or {"cpu": CPU_ROWS, "cuda": GPU_ROWS}[device_to_measure(device).type]
+    cases = partial(linear_cases, rows=asked, properties=of_another)
     sizes = {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES}
-    nested = nested and format != "int4"
-    _run("linear", cases, device, shapes, dtype, format, nested, rounds, out, sizes, ("nf4", "fp4", "int4"), name)
+    formats = ("nf4", "fp4", "int4")
+    _run("linear", cases, device, shapes, dtype, format, nested, rounds, out, sizes, formats, as_another, asked)
 
 
 @app.command()
@@ -198,17 +206,13 @@ def decode(
 ) -> None:
     """A whole model: prefill, decoding steps and plain generate, beside bitsandbytes and bf16."""
     from halfbyte.bench import runs, whole_models
-    from halfbyte.bench.decode import Settings, decode_rows
+    from halfbyte.bench.decode import METHOD, Settings, decode_rows
     from halfbyte.terminal import say
 
     names, where = _models(model), device_to_measure(device)
-    method = (
-        f"wall clock, {context} tokens of context, static cache; generate as a user calls it, {new_tokens} new tokens, "
-        "everything included"
-    )
     settings = Settings(counts_of(batch), context, new_tokens, rounds, layers)
     rows_of = partial(decode_rows, device=where, settings=settings, say=say)
-    runs.run_models("decode", method, names, rows_of, whole_models.terminal_table, where, out)
+    runs.run_models("decode", METHOD, names, settings.label, rows_of, whole_models.terminal_table, where, out)
 
 
 @app.command()
@@ -231,7 +235,7 @@ def generate(
     names, where = _models(model), device_to_measure(device)
     settings = calls.Settings(prompt, new_tokens, layers, rounds, first)
     rows_of = partial(calls.call_rows, device=where, settings=settings, say=say)
-    runs.run_models("generate", calls.METHOD, names, rows_of, calls.terminal_table, where, out)
+    runs.run_models("generate", calls.METHOD, names, settings.label, rows_of, calls.terminal_table, where, out)
 
 
 @app.command()
@@ -255,13 +259,9 @@ def train(
     names, where = _models(model), device_to_measure(device)
     method = "wall clock of a step: rank 16 on every projection, gradient checkpointing, bf16 autocast, AdamW"
     settings = Settings(counts_of(tokens), rounds, layers, experts)
-    labels = {settings.label(name): name for name in names}
-
-    def rows_of(label: str) -> Iterator[dict[str, Any]]:
-        return train_rows(labels[label], device=where, settings=settings, say=say)
-
+    rows_of = partial(train_rows, device=where, settings=settings, say=say)
     table = partial(whole_models.terminal_table, key="tokens")
-    runs.run_models("train", method, list(labels), rows_of, table, where, out)
+    runs.run_models("train", method, names, settings.label, rows_of, table, where, out)
 
 
 @app.command()
@@ -409,8 +409,10 @@ def _run(
     out: Path | None,
     defaults: Mapping[str, Sequence[tuple[int, int]]] | None = None,
     formats: Sequence[str] = ("nf4", "fp4"),
-    name: str | None = None,
+    as_another: Sequence[str] = (),
+    asked: Sequence[int] = (),
 ) -> None:
+    """as_another: the GPU that this one is measured as, if another. asked: as for `runs.run_cases`."""
     import torch
 
     from halfbyte.bench import runs
@@ -421,8 +423,17 @@ def _run(
         raise typer.BadParameter(f"format {format!r} is not {' or '.join(formats)}, the formats that the peers have")
     device = device_to_measure(device_name)
     sizes = _shapes(shapes) or (defaults or {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES})[device.type]
-    cases = make_cases(device, sizes, getattr(torch, dtype), format, nested)
-    runs.run_cases(bench, cases, device, rounds, out, name)
+    has_nested = format != "int4"
+    cases = make_cases(device, sizes, getattr(torch, dtype), format, nested and has_nested)
+    # What is not measured as usual has a record of its own, whose name says so.
+    name = [bench, *as_another]
+    if as_another or dtype != "bfloat16":
+        name.append(dtype)
+    if format != "nf4":
+        name.append(format)
+    if has_nested and not nested:
+        name.append("flat")
+    runs.run_cases(bench, cases, device, rounds, out, "-".join(name), asked)
 
 
 def _check_dtype(dtype: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.measure import models
+from halfbyte.measure import models, records
 from halfbyte.measure.ab_run import THEIRS, ABRun, ab_runs, clock, empty_cache, peak_gb, random_ids, times, written
 from halfbyte.measure.decoder import (
     MODES,
@@ -49,6 +49,18 @@ class Settings:
     rounds: int = 5
     layers: int = 0
 
+    def label(self, name: str) -> str:
+        """What a record calls a model."""
+        context = "" if self.context == Settings.context else f"{self.context} tokens of context"
+        new_tokens = "" if self.new_tokens == Settings.new_tokens else f"{self.new_tokens} new tokens"
+        return records.label(name, self.layers, context, new_tokens)
+
+
+METHOD = (
+    "wall clock, static cache; generate as a user calls it, everything included; "
+    f"{Settings.context} tokens of context and {Settings.new_tokens} new ones unless the model's name says otherwise"
+)
+
 
 def decode_rows(name: str, device: torch.device, settings: Settings, say: Callable[[str], None]) -> Iterator[Any]:
     """Rows of a record for one model: a provider, a mode and a batch each. Raises ValueError where logits disagree."""
@@ -66,7 +78,7 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
         raise ValueError(f"{name}: not every module was accelerated: {report}")
     restore(model)
     facts = {
-        "model": name, "layers": model.config.num_hidden_layers, "context": settings.context,
+        "model": settings.label(name), "layers": model.config.num_hidden_layers, "context": settings.context,
         "weight_gb": weights, "accelerate_s": round(seconds, 3),
     }  # fmt: skip
     if device.type == "cpu":

@@ -31,6 +31,7 @@ from halfbyte.bench.engine_models import (
 from halfbyte.bench.engine_process import Job
 from halfbyte.bench.engine_trace import TOKENS_A_STEP, tokens_of
 from halfbyte.bench.servers import end, last_words
+from halfbyte.measure import records
 from halfbyte.measure.report import BASELINE, OURS
 from halfbyte.serving.claims import METHOD as HALFBYTE
 
@@ -100,10 +101,8 @@ class Settings:
         return self.prompt_tokens + new + 32
 
     def label(self, model: str) -> str:
-        """Its name in a record, in which a model that runs otherwise is another one."""
-        layers = f"{self.layers} layers" if self.layers else ""
-        said = (model, layers, "" if self.nested else "flat scales", "eager" if self.eager else "")
-        return ", ".join(filter(None, said))
+        """What a record calls a model."""
+        return records.label(model, self.layers, "" if self.nested else "flat scales", "eager" if self.eager else "")
 
 
 def check(names: Sequence[str], providers: Sequence[str], settings: Settings) -> None:

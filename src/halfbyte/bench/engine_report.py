@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from halfbyte.bench.engine_process import FIRST
 from halfbyte.measure.report import BASELINE, OURS, line, provenance, title
 from halfbyte.terminal import Table, styled
 
 Rows = dict[str, Mapping[str, Any]]  # by provider
 
-EXPLAINED = "tokens a second of whole calls / of their decoding steps alone"
+EXPLAINED = (
+    "Each cell has two speeds in tokens a second: that of whole calls and, after the slash, that of their decoding "
+    "steps alone. The tokens beside a model's name are those of each prompt and of each answer. "
+    f'"× {BASELINE}" is the speed of {OURS} over that of {BASELINE}, both of whole calls. "Same first tokens" is the '
+    f"share of {OURS}'s answers whose first {FIRST} tokens are those of {BASELINE}."
+)
 
 
 def by_case(record: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int], Rows]]:
@@ -24,13 +30,16 @@ def by_case(record: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int], Rows]]
             yield (label, requests), rows
 
 
-def notes(record: Mapping[str, Any]) -> Iterator[str]:
-    """What was not measured, and why."""
+def notes(record: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """What was not timed, and why; and whether that is an error."""
+    timed = {(_label(row), row["provider"]) for row in record["rows"] if "tokens_per_s" in row}
     for row in record["rows"]:
         if "tokens_per_s" not in row:
-            requests = f", {row['requests']} requests" if "requests" in row else ""
-            what = f"wrong: {row['error']}" if "error" in row else f"left out: {row['left_out']}"
-            yield f"{_label(row)}, {row['provider']}{requests}, {what}"
+            label, provider, is_error = _label(row), row["provider"], "error" in row
+            requests = f" with {row['requests']} at once" if "requests" in row else ""
+            left_out = "was not timed any further" if (label, provider) in timed else "was not timed"
+            what = f"failed{requests}: {row['error']}" if is_error else f"{left_out}: {row['left_out']}"
+            yield f"{label}: {provider} {what}", is_error
 
 
 def heads(record: Mapping[str, Any]) -> list[str]:
@@ -47,22 +56,21 @@ def cells(record: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
-    table = Table(title=title(record), caption=f"{EXPLAINED}; {record['method']}")
+    table = Table(title=title(record), caption=f"{EXPLAINED} Measured: {record['method']}.")
     for place, head in enumerate(heads(record)):
         table.add_column(head, justify="right" if place else "left")
     for row in cells(record):
         table.add_row(*row)
-    for note in notes(record):
-        table.add_row(styled((note, "red" if ", wrong: " in note else "dim")))
+    for note, is_error in notes(record):
+        table.add_row(styled((note, "red" if is_error else "dim")))
     return table
 
 
 def markdown(record: Mapping[str, Any]) -> str:
     found = heads(record)
     lines = [line(["model", *found[1:]]), line(["---", *["---:"] * (len(found) - 1)]), *map(line, cells(record))]
-    told = [f"- {note}" for note in notes(record)]
-    return "\n".join([*lines, "", f"{EXPLAINED[0].upper()}{EXPLAINED[1:]}.", "", *told, *[""][: len(told)],
-                      provenance(record)])  # fmt: skip
+    told = [f"- {note}" for note, _ in notes(record)]
+    return "\n".join([*lines, "", EXPLAINED, "", *told, *[""][: len(told)], provenance(record)])
 
 
 def _providers(record: Mapping[str, Any]) -> Sequence[str]:

@@ -57,7 +57,7 @@ def linear_cases(
     dtype: torch.dtype,
     format: str,
     nested: bool,
-    rows: Sequence[int] = (),
+    rows: Sequence[int],
     alone: bool = False,
     properties: DeviceProperties | None = None,
 ) -> Iterator[Case]:
@@ -68,7 +68,6 @@ def linear_cases(
     """
     ours = ops.linear if properties is None else partial(linear_of_another, properties=properties)
     other = {} if properties is None else {"target": f"sm_{properties.capability}", "sms": properties.sms}
-    rows = rows or (GPU_ROWS if device.type == "cuda" else CPU_ROWS)
     for shape in shapes:
         n, k = shape
         packed = _quantized(torch.zeros(shape, dtype=dtype, device="cpu"), format, nested).nbytes

@@ -19,12 +19,18 @@ from halfbyte.terminal import console as terminal
 
 
 def run_cases(
-    bench: str, cases: Iterable[Any], device: torch.device, rounds: int, out: Path | None, name: str | None = None
+    bench: str,
+    cases: Iterable[Any],
+    device: torch.device,
+    rounds: int,
+    out: Path | None,
+    name: str | None = None,
+    asked: Collection[int] = (),
 ) -> None:
     """Cases, beside the copy ceiling. Raises ValueError for wrong results, once everything is printed and kept.
 
     Ctrl-C ends it early, and so does a peer that ruins the process: what has been measured by then is printed and kept.
-    name: of the record's file, if it is not that of the bench.
+    name: of the record's file, if it is not that of the bench. asked: of `bench linear`, the rows of x for each weight.
     """
     rows: list[Row] = []
     stopped: BaseException | None = None
@@ -46,7 +52,9 @@ def run_cases(
         stopped = reason
     record = make_record(bench, device, rows, copy)
     terminal().print(reports.terminal_table(record))
-    whole = sweep.beside_other_weights(_kept(name or bench, out, device), record) if bench == "linear" else record
+    whole = record
+    if bench == "linear":
+        whole = sweep.beside_other_weights(_kept(name or bench, out, device), record, asked)
     _keep(whole, out, device, name)
     if stopped is not None:
         raise stopped
@@ -57,15 +65,19 @@ def run_models(
     bench: str,
     method: str,
     names: Sequence[str],
+    label: Callable[[str], str],
     rows_of: Callable[[str], Iterable[dict[str, Any]]],
     table: Callable[[dict[str, Any]], Table],
     device: torch.device,
     out: Path | None,
 ) -> None:
-    """Whole models, one by one. The record is kept after each: a large one that fails takes nothing with it."""
+    """Whole models, one by one. The record is kept after each: a large one that fails takes nothing with it.
+
+    label: what the rows call a model.
+    """
     torch.manual_seed(0)
     record = _empty_record(bench, method, device)
-    _run_each(record, itemgetter("model"), {name: partial(rows_of, name) for name in names}, device, out)
+    _run_each(record, itemgetter("model"), {label(name): partial(rows_of, name) for name in names}, device, out)
     terminal().print(table(record))
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -25,17 +24,27 @@ STYLES = {
 Curves = dict[str, dict[int, dict[str, Any]]]
 
 
-def beside_other_weights(kept: Mapping[str, Any] | None, record: dict[str, Any]) -> dict[str, Any]:
+def beside_other_weights(
+    kept: Mapping[str, Any] | None, record: dict[str, Any], asked: Collection[int] = ()
+) -> dict[str, Any]:
     """The record with those weights of an earlier one, if any, that were not measured again. All 18 take minutes, and
-    an interrupted run has a part of them. Nothing is taken from another dtype or format."""
-    settings = operator.itemgetter("dtype", "format", "nested")
-    if kept is None or settings(kept["rows"][0]) != settings(record["rows"][0]):
+    an interrupted run has a part of them.
+
+    asked: the numbers of rows of x that the run was to measure. A weight that lacks one of them was interrupted, and
+    keeps its earlier rows, if it has any.
+    """
+    if kept is None:
         return record
-    measured = {_weight(row) for row in record["rows"]}
+    numbers: dict[str, set[int]] = {}
+    for row in record["rows"]:
+        numbers.setdefault(_weight(row), set()).add(row["m"])
+    measured = {weight for weight, found in numbers.items() if found >= set(asked)}
     same = [fact for fact in records.SAME if fact != "transformers"]  # which no product goes through
     found = records.beside_earlier(kept, record, _weight, measured, same)
+    earlier = {weight for weight, rows in found.items() if rows}
     for row in record["rows"]:
-        found.setdefault(_weight(row), []).append(row)
+        if _weight(row) not in earlier:
+            found.setdefault(_weight(row), []).append(row)
     return record | {"rows": [row for rows in found.values() for row in rows]}
 
 

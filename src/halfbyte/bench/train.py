@@ -24,7 +24,7 @@ from torch import Tensor
 
 from halfbyte.autocast import autocast_dtype
 from halfbyte.bench import baselines
-from halfbyte.measure import models
+from halfbyte.measure import models, records
 from halfbyte.measure.ab_run import THEIRS, ABRun, ab_runs, clock, empty_cache, peak_gb, times
 from halfbyte.measure.error import relative_error
 from halfbyte.models import peft_experts
@@ -52,7 +52,7 @@ class Settings:
 
     def label(self, name: str) -> str:
         """What a record calls a model."""
-        return f"{name}, experts adapted" if self.experts else name
+        return records.label(name, self.layers, "experts adapted" if self.experts else "")
 
 
 class Found(NamedTuple):

@@ -84,6 +84,13 @@ def beside_earlier(
     return found
 
 
+def label(name: str, layers: int, *others: str) -> str:
+    """A model's name in a record, in which a model that runs otherwise is another one. layers: so many of its layers
+    only; 0 for all. others: what else is not as usual; "" is left out."""
+    some = f"{layers} layer{'s' if layers > 1 else ''}" if layers else ""
+    return ", ".join(filter(None, (name, some, *others)))
+
+
 def write(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
