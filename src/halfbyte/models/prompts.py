@@ -8,40 +8,16 @@ tokens.
 
 from __future__ import annotations
 
-import threading
-from types import TracebackType
-
 import torch
+
+from halfbyte.kernels.common.switched import SwitchedOff
 
 # Tokens of a prompt whose attention cuDNN computes faster by about what a plan takes, in 32 layers with 32 heads.
 LONG = 12288
 
 
-class _WithoutCudnn:
-    """While any thread is inside, torch leaves cuDNN's attention out; afterwards it does what it did before."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.inside = 0
-        self.was_enabled = False
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.inside:
-                self.was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-                torch.backends.cuda.enable_cudnn_sdp(False)
-            self.inside += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self.lock:
-            self.inside -= 1
-            if not self.inside:
-                torch.backends.cuda.enable_cudnn_sdp(self.was_enabled)
-
-
-without_cudnn = _WithoutCudnn()
+# Torch leaves cuDNN's attention out while any thread is inside.
+without_cudnn = SwitchedOff(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp)
 
 
 def begins_at_once(ids: torch.Tensor) -> bool:

@@ -12,36 +12,14 @@ graph in the thread that captures another one ends that capture with an error.
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
+from halfbyte.kernels.common.switched import SwitchedOff
 
-class _GarbageCollectorRests:
-    """While any thread is inside, Python collects no circles; afterwards it does if it did before."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.inside = 0
-        self.was_enabled = False
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.inside:
-                self.was_enabled = gc.isenabled()
-                gc.disable()
-            self.inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self.inside -= 1
-            if not self.inside and self.was_enabled:
-                gc.enable()
-
-
-_resting = _GarbageCollectorRests()
+_resting = SwitchedOff(gc.isenabled, lambda on: gc.enable() if on else gc.disable())
 _streams: dict[int, torch.cuda.Stream] = {}  # that capture, by device; torch's own is on the device that captured first
 
 
