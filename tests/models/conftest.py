@@ -44,8 +44,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def captures() -> Iterator[None]:
+    """Steps can be captured; what a test has changed in libraries for that is undone."""
     with families.captures():
         yield
+        host.undo_in_library()
 
 
 @pytest.fixture(scope="session")

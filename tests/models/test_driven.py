@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +10,11 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.models import driven, steps
-from halfbyte.models import transformers as host
 
 from .families import DEVICE, counted, generate, hooked, make, plainly, prompt
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("captures")
-
-
-@pytest.fixture(autouse=True)
-def _library() -> Iterator[None]:
-    yield
-    host.undo_in_library()
 
 
 @pytest.fixture

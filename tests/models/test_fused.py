@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 import halfbyte as hb
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.models import fused
-from halfbyte.models import transformers as host
 from halfbyte.models.attention import StepAttention
 from halfbyte.models.fused import AGREES, agree, fused_layers
 from halfbyte.models.layers import FAMILIES as KNOWN
@@ -47,12 +45,6 @@ def accelerated(model: Any) -> Any:
 
 def quantized(model: Any) -> Any:
     return accelerated(in_4_bits(model))
-
-
-@pytest.fixture(autouse=True)
-def _library() -> Iterator[None]:
-    yield
-    host.undo_in_library()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ On a CPU a captured step runs as it is; on a GPU the same tests replay graphs.
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,12 +21,6 @@ from .families import DEVICE, FAMILIES, MIXED, SIDES, WINDOW, counted, generate,
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("captures")
-
-
-@pytest.fixture(autouse=True)
-def _library() -> Iterator[None]:
-    yield
-    host.undo_in_library()
 
 
 @pytest.fixture(params=FAMILIES)

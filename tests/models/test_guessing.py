@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,19 +10,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.models import driven, guessing, loop
-from halfbyte.models import transformers as host
 from halfbyte.models.guessing import WIDTH, look_up
 
 from .families import DEVICE, counted, generate, hooked, make, plainly, prompt
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("captures")
-
-
-@pytest.fixture(autouse=True)
-def _library() -> Iterator[None]:
-    yield
-    host.undo_in_library()
 
 
 @pytest.fixture

@@ -39,12 +39,6 @@ SIZES = [(1, 7, 0), (3, WINDOW, 2), (2, 2 * WINDOW + 3, 9)]
 ELSEWHERE = torch.device("meta")
 
 
-@pytest.fixture(autouse=True)
-def _library() -> Iterator[None]:
-    yield
-    host.undo_in_library()
-
-
 @pytest.fixture
 def recorded() -> Iterator[list[Recording]]:
     with recordings() as made:
