@@ -18,7 +18,7 @@ import halfbyte as hb
 from halfbyte.kernels.common import slow
 from halfbyte.models import captured, fused, graphs, stages, steps
 from halfbyte.models import transformers as host
-from halfbyte.models.buckets import least_bytes
+from halfbyte.models.buckets import layers_by_device, least_bytes
 from halfbyte.models.carrying import carrier
 from halfbyte.models.driven import DrivenStep
 from halfbyte.models.loop import Kind, TokenBuffers, TokenStep
@@ -317,13 +317,15 @@ def test_an_operation_between_the_parts_is_refused_with_a_warning(on_cpu: list[R
 def test_the_share_is_of_every_device() -> None:
     model = spread()
     sizes = {"cpu": 300, "meta": 700}
-    assert least_bytes(model, lambda device: sizes[device.type]) == 900  # a third of the layers is on the first
+    assert (
+        least_bytes(layers_by_device(model), lambda device: sizes[device.type]) == 900
+    )  # a third of the layers is on the first
     sizes["meta"] = 400
-    assert least_bytes(model, lambda device: sizes[device.type]) == 600
-    assert least_bytes(make("llama"), lambda device: 5) == 5
+    assert least_bytes(layers_by_device(model), lambda device: sizes[device.type]) == 600
+    assert least_bytes(layers_by_device(make("llama")), lambda device: 5) == 5
     packed = in_4_bits(make("llama").cpu())  # whose attention has no parameter, but buffers
     packed.model.layers[2].to(ELSEWHERE)
-    assert least_bytes(packed, lambda device: 100) == 150
+    assert least_bytes(layers_by_device(packed), lambda device: 100) == 150
 
 
 def offload(model: Any) -> None:

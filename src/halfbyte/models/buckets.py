@@ -51,8 +51,8 @@ def cache_bytes(model: Any, texts: int, tokens: int) -> int:
     return int(2 * config.num_hidden_layers * heads * head * tokens * texts * model.dtype.itemsize)
 
 
-def least_bytes(model: Any, of: Callable[[torch.device], float]) -> int:
-    """Bytes of a cache of which no device of the model's layers holds more than `of` says of it."""
+def layers_by_device(model: Any) -> Counter[torch.device]:
+    """How many of the model's layers with attention lie on each device."""
     places: dict[int, torch.device] = {}
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     for module in (decoder or model).modules():
@@ -60,7 +60,11 @@ def least_bytes(model: Any, of: Callable[[torch.device], float]) -> int:
         first = next(chain(module.parameters(), module.buffers()), None) if isinstance(index, int) else None
         if first is not None:
             places.setdefault(index, first.device)
-    layers = Counter(places.values()) or Counter([model.device])
+    return Counter(places.values()) or Counter([model.device])
+
+
+def least_bytes(layers: Counter[torch.device], of: Callable[[torch.device], float]) -> int:
+    """Bytes of a cache for all these layers, of which no device holds more than `of` says of it."""
     return min(int(of(device) * layers.total() / count) for device, count in layers.items())
 
 

@@ -8,7 +8,7 @@ since, and where memory is short.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
@@ -17,7 +17,15 @@ import torch
 from torch import nn
 
 from halfbyte.models.ahead import Ahead
-from halfbyte.models.buckets import cache_bytes, least_bytes, longest_text, texts_bucket, tokens_bucket, total_bytes
+from halfbyte.models.buckets import (
+    cache_bytes,
+    layers_by_device,
+    least_bytes,
+    longest_text,
+    texts_bucket,
+    tokens_bucket,
+    total_bytes,
+)
 from halfbyte.models.fingerprint import fingerprint
 from halfbyte.models.graphs import building
 from halfbyte.models.loop import TokenBuffers
@@ -104,7 +112,8 @@ class StepPool:
         self.buckets: list[Bucket] = []  # the most recently used last
         self.fingerprint: Hashable = None
         self.ahead = Ahead()
-        self.memory = 0  # of the devices, as far as a cache of a model with this fingerprint can use it
+        self.layers: Counter[torch.device] = Counter()  # of a model with this fingerprint, by device
+        self.memory = 0  # of these devices, as far as its cache can use it
 
     def __reduce__(self) -> tuple[type[StepPool], tuple[()]]:
         return type(self), ()
@@ -128,7 +137,8 @@ class StepPool:
                 self._forget()
                 if self.fingerprint is not None:
                     self.ahead.forget()
-                self.fingerprint, self.memory = found, least_bytes(model, total_bytes)
+                self.fingerprint, self.layers = found, layers_by_device(model)
+                self.memory = least_bytes(self.layers, total_bytes)
             bucket = self._take(model, kind, texts, tokens)
         try:
             if bucket is not None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from halfbyte.kernels.common import slow
 from halfbyte.models import sampling
-from halfbyte.models.buckets import cache_bytes, free_bytes, least_bytes
+from halfbyte.models.buckets import cache_bytes, free_bytes, layers_by_device, least_bytes
 from halfbyte.models.caches import STORE, begin_short
 from halfbyte.models.captured import can_replay
 from halfbyte.models.fused import AGREES
@@ -217,4 +217,7 @@ def _needs(model: Any, generation_config: Any, given: Any) -> int:
 def _free_bytes(model: Any) -> int:
     """What a cache can have of what the devices have left, what we keep included."""
     pool = pool_of(model)
-    return least_bytes(model, free_bytes) + (pool.nbytes if pool is not None else 0)
+    if pool is None:
+        return least_bytes(layers_by_device(model), free_bytes)
+    known = pool.layers if model.device in pool.layers else layers_by_device(model)  # which takes a millisecond
+    return least_bytes(known, free_bytes) + pool.nbytes
