@@ -96,16 +96,16 @@ class Guessing:
         """Make tokens until the text has ended or has `most` new ones, the first of which is there already. Returns how
         many there are."""
         reports = Reports(self.report, AHEAD)
-        rate, made, sent, goes_on = FIRST_RATE, 0, 0, True
+        reports.send()  # of the prompt
+        rate, made, count, goes_on = FIRST_RATE, 0, 1, True
         while goes_on:
-            while len(reports.sent) <= AHEAD and sent < most:  # each step makes one token at least
-                if sent:
-                    (self.wide if rate >= WORTH else self.narrow).advance()
+            # No step too many is launched, if those on their way make as many tokens each as the last one that is known.
+            while len(reports.sent) <= AHEAD and (not reports.sent or made + count * len(reports.sent) < most):
+                (self.wide if rate >= WORTH else self.narrow).advance()
                 reports.send()
-                sent += 1
             report = reports.read()
             count, right, more = report[-3:].tolist()
-            if made:  # the first report is of the prompt
+            if made:
                 rate += NEWEST * (right - rate)
             made, goes_on = made + count, bool(more)
             if streamer is not None and count:
