@@ -99,7 +99,7 @@ class Guessing:
         reports.send()  # of the prompt
         rate, made, count, goes_on = FIRST_RATE, 0, 1, True
         while goes_on:
-            # No step too many is launched, if those on their way make as many tokens each as the last one that is known.
+            # None is launched too many, if those on their way make as many tokens each as the newest that is known.
             while len(reports.sent) <= AHEAD and (not reports.sent or made + count * len(reports.sent) < most):
                 (self.wide if rate >= WORTH else self.narrow).advance()
                 reports.send()
