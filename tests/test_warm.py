@@ -25,6 +25,7 @@ from halfbyte.formats import bitsandbytes, gpt_oss
 from halfbyte.kernels.common import compiler, nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.common.targets import CUDA_TARGETS
+from halfbyte.kernels.linear import cache as products
 from halfbyte.kernels.linear import cuda, reach
 from halfbyte.kernels.linear.dispatch import choose_back
 from halfbyte.kernels.linear.problem import Problem, problem_of
@@ -281,7 +282,8 @@ def asked(group: list[Linear4bit], rows: int, monkeypatch: pytest.MonkeyPatch) -
     found: set[nvrtc.Variant] = set()
     x = torch.randn(rows, group[0].in_features).bfloat16()
     with monkeypatch.context() as patch:
-        patch.setattr(decode.launches, "entries", {})
+        for kept in (decode.launches, products.bound_groups):
+            patch.setattr(kept, "entries", {})
         for module in (cuda, decode):
             patch.setattr(module, "properties_of", lambda index: H200)
         patch.setattr(reach, "without_kernels", lambda properties: None)

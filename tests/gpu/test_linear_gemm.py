@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +17,7 @@ from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, is_valid, x_stages
+from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, gemm_plan, is_valid, x_stages
 from halfbyte.kernels.linear.tune import h200
 
 from .conftest import BF16, DEVICE, F16, NOISE, captured, check_product, poisoned, sixteen_bits, weight
@@ -144,10 +145,19 @@ def test_more_than_two_to_the_31_results() -> None:
     assert torch.equal(out[-40:], tail)
 
 
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of x, so that few rows take several launches."""
+    monkeypatch.setattr(h200, "GEMM_X_BYTES", 1 << 23)
+    gemm_plan.cache_clear()
+    yield
+    gemm_plan.cache_clear()
+
+
 @pytest.mark.parametrize("m", [97, 700, 3000])
+@pytest.mark.usefixtures("small_chunks")
 def test_a_group_whose_x_is_laid_out_once(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets the bits that it gets alone, in a graph too, whose x then changes."""
-    monkeypatch.setattr(h200, "GEMM_X_BYTES", 1 << 23)
     group = [weight(n, 4096) for n in (3000, 3000, 3000)]
     biases = [torch.randn(3000, device=DEVICE).to(BF16), None, None]
     x = torch.randn((m, 4096), device=DEVICE).to(BF16)

@@ -290,6 +290,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> It
     kept = (
         cache.products,
         cache.bound,
+        cache.bound_groups,
+        cache.bound_fused,
         cache.groups,
         cache.fused,
         cache.back,

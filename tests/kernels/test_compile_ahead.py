@@ -33,6 +33,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
     there = Compiler()
     monkeypatch.setattr(nvrtc, "compile_cubin", there)
     monkeypatch.setattr(nvrtc, "_ahead", {})
+    monkeypatch.setattr(nvrtc, "_seen", set())
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
     return there
 
@@ -69,6 +70,21 @@ def test_what_is_in_the_cache_is_not_compiled(compiler: Compiler) -> None:
     nvrtc.keep(variant, b"code")
     nvrtc.compile_ahead([variant])
     assert nvrtc.cubin(variant) == b"code"
+    assert compiler.asked == 0
+
+
+def test_a_folder_is_looked_into_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    variant, looked = Variant.of("kernel", 90, {}), []
+
+    def cached(variant: Variant) -> bytes:
+        looked.append(nvrtc.cache_directory())
+        return b"code"
+
+    monkeypatch.setattr(nvrtc, "cached", cached)
+    for folder in ("cache", "cache", "other"):
+        monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / folder))
+        nvrtc.compile_ahead([variant, variant])
+    assert looked == [tmp_path / "cache", tmp_path / "other"]
     assert compiler.asked == 0
 
 

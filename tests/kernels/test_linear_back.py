@@ -18,6 +18,7 @@ from halfbyte.kernels.linear.dispatch import choose_back
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
+from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan
 from halfbyte.kernels.linear.tune import h200
 
 
@@ -96,12 +97,14 @@ def test_rows_go_in_launches_one_after_the_other(gpu: Driver, monkeypatch: pytes
     monkeypatch.setattr(h200, "BACK_X_BYTES", 2 * 64 * 256)
     monkeypatch.setattr(h200, "DENSE_START", 1000.0)
     monkeypatch.setattr(h200, "SM80_BACK_START", 1000.0)
-    choose_back.cache_clear()
+    for choice in (choose_back, gemm_plan):
+        choice.cache_clear()
     grad = torch.randn(1000, 64).bfloat16()
     assert torch.equal(multiplied(grad, q), right(grad, q))
     assert len(gpu.seen) > 2
     assert sum(rows for _, rows in gpu.seen) == 1000
-    choose_back.cache_clear()
+    for choice in (choose_back, gemm_plan):
+        choice.cache_clear()
 
 
 def test_what_is_left_to_torch(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from halfbyte.kernels.linear.simt import launch as exact
 from halfbyte.kernels.linear.sm75 import launch as tensor
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
+from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.tune import h200
 
@@ -116,24 +117,43 @@ def test_a_group_whose_x_is_laid_out_once(gpu: Driver, format: str, monkeypatch:
             assert gpu.others == [b"lay_out"]
 
 
+def test_a_group_is_bound_for_all_rows_of_a_plan(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound, prepare = [], decode._prepare
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
+    monkeypatch.setattr(decode, "_prepare", lambda *given: bound.append(given) or prepare(*given))
+    gpu.group = [make(n, 1024) for n in (64, 20)]
+    for m in (1, 8, 3):
+        x = torch.randn(m, 1024).bfloat16()
+        found = cuda.linear_group(x, gpu.group, [None, None])
+        assert found is not None
+        assert all(torch.equal(y, right(x, q)) for y, q in zip(found, gpu.group, strict=True))
+    assert len(bound) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("x_bytes", [1 << 24, 1024 * 2 * 300])
 def test_a_group_of_many_rows(gpu: Driver, x_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk of x is laid out once, for all weights."""
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
     monkeypatch.setattr(h200, "GEMM_X_BYTES", x_bytes)
+    gemm_plan.cache_clear()
     monkeypatch.setattr(cuda, "choose_group", lambda *given: GroupChoice(gemm, gemm.plan_group(*given)))
     gpu.group = [make(600, 1024, format="int4") for _ in range(2)]
-    x, biases = torch.randn(700, 1024).bfloat16(), [torch.randn(600).bfloat16(), None]
-    found = cuda.linear_group(x, gpu.group, biases)
-    assert found is not None
-    for y, q, bias in zip(found, gpu.group, biases, strict=True):
-        assert torch.equal(y, right(x, q, bias))
-    plan = gemm.plan(700, problem_of(x, gpu.group[0], None), H200, False)
-    rows = [min(plan.chunk, 700 - first) for first in range(0, 700, plan.chunk)]
-    assert len(rows) == (1 if x_bytes == 1 << 24 else 3)
-    assert [m for _, m in gpu.seen] == [m for m in rows for _ in gpu.group]
-    assert gpu.others == [b"lay_out"] * len(rows)
+    biases = [torch.randn(600).bfloat16(), None]
+    for m in (700, 690):  # as many tiles of x
+        x = torch.randn(m, 1024).bfloat16()
+        gpu.seen.clear()
+        gpu.others.clear()
+        found = cuda.linear_group(x, gpu.group, biases)
+        assert found is not None
+        for y, q, bias in zip(found, gpu.group, biases, strict=True):
+            assert torch.equal(y, right(x, q, bias))
+        plan = gemm.plan(m, problem_of(x, gpu.group[0], None), H200, False)
+        rows = [min(plan.chunk, m - first) for first in range(0, m, plan.chunk)]
+        assert len(rows) == (1 if x_bytes == 1 << 24 else 3)
+        assert [m for _, m in gpu.seen] == [m for m in rows for _ in gpu.group]
+        assert gpu.others == [b"lay_out"] * len(rows)
+    gemm_plan.cache_clear()
 
 
 def test_x_is_not_laid_out_ahead_where_ctas_hold_it(gpu: Driver) -> None:

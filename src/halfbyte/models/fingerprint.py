@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of PEFT's layers
@@ -19,7 +20,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 def fingerprint(model: nn.Module) -> Hashable:
     """Equal as long as graphs of the model's forward stay right. It takes about a microsecond a tensor."""
     config: Any = getattr(model, "config", None)
-    return tuple(getattr(config, name, None) for name in IMPLEMENTATIONS), tuple(_facts(model))
+    with torch._C.DisableTorchFunctionSubclass():  # Params4bit hooks every torch call
+        return tuple(getattr(config, name, None) for name in IMPLEMENTATIONS), tuple(_facts(model))
 
 
 def _facts(model: nn.Module) -> Iterator[Hashable]:

@@ -1,5 +1,5 @@
-"""New tokens' own queries, keys and values, as a layer's projections leave them. What attends to them norms, rotates and
-puts them into the cache: of one token in the same launch, of several in one ahead."""
+"""New tokens' own queries, keys and values, as a layer's projections leave them. What attends to them norms and rotates
+them and puts them into the cache: of one token in the same launch, of several in one ahead."""
 
 from __future__ import annotations
 

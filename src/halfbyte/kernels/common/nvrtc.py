@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 from halfbyte.kernels.common import compiler
@@ -89,13 +89,22 @@ def cubin(variant: Variant) -> bytes:
 
 def compile_ahead(variants: Iterable[Variant]) -> None:
     """Begin to compile those that the cache lacks, on all CPUs, and return at once: NVRTC works without the interpreter
-    lock. Who asks for one of them meanwhile waits for it, and gets its error if it has one."""
+    lock. Who asks for one of them meanwhile waits for it, and gets its error if it has one.
+
+    A process looks for each in a folder once, since it reads and hashes all of what it finds.
+    """
+    folder = cache_directory()
     for variant in variants:
-        if variant not in _ahead and cached(variant) is None:
+        if variant in _ahead or (folder, variant) in _seen:
+            continue
+        if cached(variant) is None:
             _ahead[variant] = _compilers().submit(_compiled, variant)
+        else:
+            _seen.add((folder, variant))
 
 
 _ahead: dict[Variant, Future[bytes]] = {}
+_seen: set[tuple[Path, Variant]] = set()  # in the cache of this folder
 
 
 @cache
@@ -153,9 +162,14 @@ def cache_directory() -> Path:
 
 
 def _entry(variant: Variant) -> Path:
-    config = _config(dict(variant.constants))
-    key = "\n".join([variant.source, str(variant.capability), compiler.identity(), config])
-    return cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    digest, config = _digest(variant.source).copy(), _config(dict(variant.constants))
+    digest.update("\n".join(["", str(variant.capability), compiler.identity(), config]).encode())
+    return cache_directory() / f"{digest.hexdigest()[:32]}.cubin"
+
+
+@lru_cache  # a hundred kilobytes that many variants share
+def _digest(source: str) -> hashlib._Hash:
+    return hashlib.sha256(source.encode())
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.thread_cache import ThreadCache
-from halfbyte.kernels.linear.dispatch import Choice
+from halfbyte.kernels.linear.dispatch import Choice, FusedChoice, GroupChoice
+from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.problem import Addresses, Problem
 
@@ -21,6 +22,8 @@ from halfbyte.kernels.linear.problem import Addresses, Problem
 products: ThreadCache[Hashable, dict[int, Product]] = ThreadCache()
 # By what a bound product depends on; it may serve several numbers of rows.
 bound: ThreadCache[Hashable, Product] = ThreadCache()
+bound_groups: ThreadCache[Hashable, GroupProduct] = ThreadCache()
+bound_fused: ThreadCache[Hashable, FusedProduct] = ThreadCache()
 # By rows and the keys of a group's weights; None where the group gains nothing.
 groups: ThreadCache[Hashable, tuple[GroupProduct | None]] = ThreadCache()
 # By rows of a gradient and the key of a weight, the product with W itself; None where the dense weight is as fast.
@@ -49,4 +52,31 @@ def bind(choice: Choice, device: torch.device, m: int, problem: Problem, weight:
     return bound.get(
         (kernel.NAME, device, plan.x_tiles(m), problem, weight, plan),
         lambda: kernel.bind(device, m, problem, weight, plan),
+    )
+
+
+def bind_group(
+    choice: GroupChoice, device: torch.device, m: int, group: tuple[Problem, ...], weights: tuple[Addresses, ...]
+) -> GroupProduct:
+    """The same with several weights."""
+    kernel, plan = choice
+    return bound_groups.get(
+        (kernel.NAME, device, plan.x_tiles(m), group, weights, plan),
+        lambda: kernel.bind_group(device, m, group, weights, plan),
+    )
+
+
+def bind_fused(
+    choice: FusedChoice,
+    device: torch.device,
+    m: int,
+    group: tuple[Problem, ...],
+    weights: tuple[Addresses, ...],
+    fusion: Fusion,
+) -> FusedProduct:
+    """The same with what is fused."""
+    kernel, plan = choice
+    return bound_fused.get(
+        (kernel.NAME, device, plan.x_tiles(m), group, weights, fusion, plan),
+        lambda: kernel.bind_fused(device, m, group, weights, fusion, plan),
     )

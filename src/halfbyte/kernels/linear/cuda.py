@@ -152,7 +152,7 @@ def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence
     results = []
     for bias, y in zip(biases, out, strict=True):
         results += [0 if bias is None else bias.data_ptr(), y.data_ptr()]
-    product(torch._C._cuda_getCurrentRawStream(index), x.data_ptr(), results)
+    product(torch._C._cuda_getCurrentRawStream(index), x.data_ptr(), m, results)
     return out
 
 
@@ -184,7 +184,7 @@ def fused(
         results += [0 if bias is None else bias.data_ptr(), out[place].data_ptr() if place < len(out) else 0]
     norm_at = 0 if norm is None else norm.weight.data_ptr()
     residual_at = 0 if residual is None else residual.value.data_ptr()
-    product(torch._C._cuda_getCurrentRawStream(index), x.data_ptr(), norm_at, residual_at, results)
+    product(torch._C._cuda_getCurrentRawStream(index), x.data_ptr(), norm_at, residual_at, m, results)
     return out
 
 
@@ -213,7 +213,7 @@ def bind_fused(
     choice = None if group is None else choose_fused(m, group, fusion, properties_of(x.get_device()))
     if group is None or choice is None:
         return None
-    return choice.kernel.bind_fused(x.device, m, group, list(map(addresses, weights)), fusion, choice.plan)
+    return cache.bind_fused(choice, x.device, m, group, tuple(map(addresses, weights)), fusion)
 
 
 def bind_group(
@@ -224,7 +224,7 @@ def bind_group(
     choice = None if group is None else choose_group(m, group, properties_of(x.get_device()))
     if group is None or choice is None:
         return None
-    return choice.kernel.bind_group(x.device, m, group, list(map(addresses, weights)), choice.plan)
+    return cache.bind_group(choice, x.device, m, group, tuple(map(addresses, weights)))
 
 
 def _group_of(

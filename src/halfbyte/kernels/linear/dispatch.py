@@ -154,10 +154,9 @@ def choose_back(m: int, problem: Problem, properties: DeviceProperties) -> Choic
 @lru_cache(1 << 14)
 def choose_group(m: int, group: tuple[Problem, ...], properties: DeviceProperties) -> GroupChoice | None:
     """How x [m, K] is multiplied with several weights at once, or None where one after the other is as fast."""
-    properties = properties.as_fitted
-    best, found = _microseconds_one_by_one(m, group, properties), None
+    best, found, fitted = _microseconds_one_by_one(m, group, properties), None, properties.as_fitted
     for kernel in GROUP_KERNELS:
-        plan = kernel.plan_group(m, group, properties)
+        plan = kernel.plan_group(m, group, fitted)
         if plan is not None and plan.microseconds < best:
             best, found = plan.microseconds, GroupChoice(kernel, plan)
     return found
@@ -169,7 +168,6 @@ def choose_fused(
 ) -> FusedChoice | None:
     """How x [m, K] is multiplied with one or several weights, and what stands beside the product is done in the same
     launch; None where launches of their own are as fast, be it for the norm alone."""
-    properties = properties.as_fitted
     together = choose_group(m, group, properties) if len(group) > 1 else None
     best = _microseconds_one_by_one(m, group, properties) if together is None else together.plan.microseconds
     best += h200.POINTWISE * (bool(fusion.norm) + bool(fusion.activation) + (fusion.residual is not None))
@@ -177,9 +175,9 @@ def choose_fused(
         rest = replace(fusion, norm=None)
         after = choose_fused(m, group, rest, properties) if rest != Fusion(static=fusion.static) else None
         best = min(best, math.inf if after is None else after.plan.microseconds + h200.POINTWISE)
-    found = None
+    found, fitted = None, properties.as_fitted
     for kernel in FUSED_KERNELS:
-        plan = kernel.plan_fused(m, group, fusion, properties)
+        plan = kernel.plan_fused(m, group, fusion, fitted)
         if plan is not None and plan.microseconds < best:
             best, found = plan.microseconds, FusedChoice(kernel, plan)
     return found
@@ -198,4 +196,5 @@ def variant_of(
 
 def _microseconds_one_by_one(m: int, group: Sequence[Problem], properties: DeviceProperties) -> float:
     alone = ((problem, choose(m, problem, properties, False)) for problem in group)
-    return sum(dense_microseconds(m, o, properties) if one is None else one.plan.microseconds for o, one in alone)
+    fitted = properties.as_fitted
+    return sum(dense_microseconds(m, o, fitted) if one is None else one.plan.microseconds for o, one in alone)

@@ -22,12 +22,12 @@ from halfbyte.kernels.linear.problem import Addresses, Problem, addresses, probl
 
 # The stream, the addresses of x, bias (0: none) and out, and how many rows x has.
 Product = Callable[[int, int, int, int, int], None]
-# The stream, the address of x, and for each weight those of bias (0: none) and out.
-GroupProduct = Callable[[int, int, Iterable[int]], None]
+# The stream, the address of x, how many rows it has, and for each weight the addresses of bias (0: none) and out.
+GroupProduct = Callable[[int, int, int, Iterable[int]], None]
 
-# The stream, the addresses of x, of the weights of its norm and of the residual (0: none), and for each weight those of
-# bias (0: none) and out; with an activation the second out is not written.
-FusedProduct = Callable[[int, int, int, int, Iterable[int]], None]
+# The stream, the addresses of x, of the weights of its norm and of the residual (0: none), how many rows x has, and for
+# each weight the addresses of bias (0: none) and out; with an activation the second out is not written.
+FusedProduct = Callable[[int, int, int, int, int, Iterable[int]], None]
 
 # The stream, the addresses of x, of the experts' ids, of bias (0: none) and out, and
 # how many pairs of a token and an expert there are.

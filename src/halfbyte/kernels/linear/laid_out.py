@@ -4,7 +4,7 @@ weights."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -116,7 +116,7 @@ class GroupPlan(Generic[P]):
     """The plans of several weights, for which x is laid out once, and the estimate."""
 
     plans: tuple[P, ...]
-    microseconds: float
+    microseconds: float = field(compare=False)
 
     def x_tiles(self, m: int) -> int:
         return self.plans[0].x_tiles(m)
@@ -179,11 +179,12 @@ def bind_group(
     weights: Sequence[Addresses],
     plans: Sequence[LaidOutPlan],
 ) -> GroupProduct:
-    """The products of m rows of x with several weights, one after the other; x is laid out once."""
+    """The products with several weights on the current device, one after the other, of as many rows as there are tiles
+    of x for m; x is laid out once."""
     parts = [prepare(kernel, device, m, *each) for each in zip(group, weights, plans, strict=True)]
     first = parts[0]
 
-    def multiply(stream: int, x: int, results: Iterable[int]) -> None:
+    def multiply(stream: int, x: int, m: int, results: Iterable[int]) -> None:
         laid_out = torch.empty(first.laid_out, dtype=torch.uint8, device=device)
         addresses = iter(results)
         for part in parts:
@@ -202,13 +203,14 @@ def bind_fused(
     fusion: Fusion,
     plans: Sequence[LaidOutPlan],
 ) -> FusedProduct:
-    """The product of m rows of x with a weight, to which something is added, or with the two weights of a gated pair.
-    Of these gate comes first, with a result of its own, and the other combines with it as it stores."""
+    """The product with a weight, to which something is added, or with the two weights of a gated pair, of as many rows
+    as there are tiles of x for m. Of a pair gate comes first, with a result of its own, and the other combines with it
+    as it stores."""
     parts = [prepare(kernel, device, m, *each, fusion.residual) for each in zip(group, weights, plans, strict=True)]
     first, shares = parts[0], not any(plan.resident for plan in plans)
-    gate_bytes = m * group[0].n * group[0].dtype.itemsize if fusion.activation else 0
+    gate_row = group[0].n * group[0].dtype.itemsize
 
-    def multiply(stream: int, x: int, norm: int, residual: int, results: Iterable[int]) -> None:
+    def multiply(stream: int, x: int, norm: int, residual: int, m: int, results: Iterable[int]) -> None:
         most = max(part.laid_out for part in parts)
         laid_out = torch.empty(most, dtype=torch.uint8, device=device) if most else None
         place = 0 if laid_out is None else laid_out.data_ptr()
@@ -216,7 +218,7 @@ def bind_fused(
         if not fusion.activation:
             first(stream, x, bias, out, place, m, other=residual)
             return
-        gate = torch.empty(gate_bytes, dtype=torch.uint8, device=device)
+        gate = torch.empty(m * gate_row, dtype=torch.uint8, device=device)
         first(stream, x, bias, gate.data_ptr(), place, m)
         parts[1](stream, x, others[0], out, place, m, is_laid_out=shares, other=gate.data_ptr())
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache, lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,9 +116,9 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
 def bind_group(
     device: torch.device, m: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: DecodePlan
 ) -> GroupProduct:
-    """The products of m rows of x, no more than the plan's, with several weights on the current device."""
+    """The products with several weights on the current device, of no more rows than the plan's."""
     multiply = bind_fused(device, m, group, weights, ALONE, plan)
-    return lambda stream, x, results: multiply(stream, x, 0, 0, results)
+    return lambda stream, x, m, results: multiply(stream, x, 0, 0, m, results)
 
 
 def bind_fused(
@@ -129,10 +129,10 @@ def bind_fused(
     fusion: Fusion,
     plan: DecodePlan,
 ) -> FusedProduct:
-    """The products of m rows of x, no more than the plan's, with what is fused, on the current device."""
+    """The products with what is fused on the current device, of no more rows than the plan's."""
     launch, arguments = _prepare(device.index, group, weights, plan, fusion)
 
-    def multiply(stream: int, x: int, norm: int, residual: int, results: Iterable[int]) -> None:
+    def multiply(stream: int, x: int, norm: int, residual: int, m: int, results: Iterable[int]) -> None:
         arguments.set(x, norm, residual, 0, *results, m, 0)
         launch(stream, arguments.parameters)
 
@@ -232,7 +232,8 @@ def layout(parts: int) -> tuple[str, str, str]:
 
 def _common(group: Sequence[Problem]) -> Problem:
     """What is compiled for one is compiled for all, but for the bias: there is none, or an address for each."""
-    return replace(group[0], bias=any(o.bias for o in group))
+    first, bias = group[0], any(o.bias for o in group)
+    return first if first.bias is bias else replace(first, bias=bias)
 
 
 def _launch(index: int, o: Problem, tiles: int, plan: DecodePlan, compiled: Variant) -> Launch:
@@ -249,6 +250,7 @@ def group_variant(group: Sequence[Problem], plan: DecodePlan, properties: Device
     return variant(_common(group), plan, properties)
 
 
+@lru_cache(1 << 12)  # asked for by each weight
 def variant(problem: Problem, plan: DecodePlan, properties: DeviceProperties) -> Variant:
     """What is compiled."""
     return Variant.of(source(), target(plan, properties), constants(problem, plan))
@@ -261,7 +263,7 @@ def target(plan: DecodePlan, properties: DeviceProperties) -> int | str:
 
 def constants(problem: Problem, plan: DecodePlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
-    scales, shape = scales_of(problem), asdict(plan)
+    scales, shape = scales_of(problem), dict(vars(plan))
     del shape["microseconds"]
     return {
         **shape, "activation": f"Activation::{plan.activation or 'none'}", "x": TYPES[problem.dtype],

@@ -196,32 +196,42 @@ def decode_plan(
     batches = -(-m // (8 * m_tiles))
     tiles = -(-n // ROWS) * batches
 
-    def cost(plan: DecodePlan) -> float:
-        turns = _turns(plan, tiles, properties)
-        busy = turns * (plan.blocks * (1 + h200.DECODE_LACKING_WARP * (most_warps - plan.warps)) + h200.DECODE_TILE)
-        return busy + h200.DECODE_NEIGHBOUR * plan.cluster + (h200.DECODE_CLUSTER if plan.cluster > 1 else 0)
-
     blocks = k // BLOCK
     unaligned = scales.bytes_of(blocks) % 16 != 0
     alike = DecodePlan(
         m_tiles, 1, width, stages=2, cluster=1, parts=parts, batches=batches, norm=fusion.norm is not None,
         activation=fusion.activation, residual=fusion.residual is not None, static_weights=fusion.static,
     )  # fmt: skip
-    shapes = (
-        replace(
-            alike,
-            warps=warps,
-            cluster=cluster,
-            bulk_scales=unaligned and cluster == 1,
-            window_scales=unaligned and cluster > 1,
-        )
+
+    def cost(shape: tuple[int, int]) -> float:
+        cluster, warps = shape
+        turns = _turns(alike.tiles_at_once, cluster, tiles, properties)
+        busy = turns * (warps * width * (1 + h200.DECODE_LACKING_WARP * (most_warps - warps)) + h200.DECODE_TILE)
+        return busy + h200.DECODE_NEIGHBOUR * cluster + (h200.DECODE_CLUSTER if cluster > 1 else 0)
+
+    shapes = [
+        (cluster, warps)
         for cluster in range(1, MOST_CLUSTER + 1)
         for warps in range(1, most_warps + 1)
         if warps * width * (cluster - 1) < blocks <= warps * width * cluster  # each has a part of K, as is_valid wants
+    ]
+    plans = (
+        _refined(
+            replace(
+                alike,
+                warps=warps,
+                cluster=cluster,
+                bulk_scales=unaligned and cluster == 1,
+                window_scales=unaligned and cluster > 1,
+            ),
+            tiles / max(1, properties.sms // cluster),
+            scales,
+            properties,
+        )
+        for cluster, warps in sorted(shapes, key=cost)  # of equals the first, which has the most room
     )
-    plans = (_refined(shape, tiles / max(1, properties.sms // shape.cluster), scales, properties) for shape in shapes)
     fitting = (one for plan in plans for one in _smaller(plan) if is_valid(one, n, k, scales, properties))
-    best = min(fitting, key=cost, default=None)  # the first of equals, which has the most room
+    best = next(fitting, None)
     return None if best is None else replace(best, microseconds=_microseconds(best, n, k, scales, properties))
 
 
@@ -266,16 +276,16 @@ def routed_microseconds(pairs: int, experts: int, megabytes: float) -> float:
     return h200.ROUTED_START + usual_tiles(pairs, experts, 8) * megabytes / experts / h200.ROUTED_BANDWIDTH
 
 
-def _turns(plan: DecodePlan, tiles: int, properties: DeviceProperties) -> int:
+def _turns(at_once: int, cluster: int, tiles: int, properties: DeviceProperties) -> int:
     """Tiles of the CTA that has most."""
-    return plan.tiles_at_once * -(-tiles // (plan.tiles_at_once * max(1, properties.sms // plan.cluster)))
+    return at_once * -(-tiles // (at_once * max(1, properties.sms // cluster)))
 
 
 def _microseconds(plan: DecodePlan, n: int, k: int, scales: Scales, properties: DeviceProperties) -> float:
     """The estimated time of one launch: of reading W, of the busiest CTA's tiles, and of all that overlaps neither."""
     times, rates = h200.DECODE_TIMES[plan.m_tiles], properties.rates
     scale_bytes = n * scales.bytes_of(k // BLOCK)
-    turns = _turns(plan, -(-n // ROWS) * plan.batches, properties)
+    turns = _turns(plan.tiles_at_once, plan.cluster, -(-n // ROWS) * plan.batches, properties)
     megabytes = (n * k / 2 + scale_bytes) / 1e6
     reading = megabytes / (times.bandwidth * rates.bandwidth)
     multiplying = turns * (plan.blocks * times.block + times.tile) / rates.clock

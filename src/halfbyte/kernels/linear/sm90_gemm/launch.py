@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -80,7 +80,8 @@ def group_variant(group: Sequence[Problem], plan: GemmGroup, properties: DeviceP
 def bind_group(
     device: torch.device, m: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: GemmGroup
 ) -> GroupProduct:
-    """The products of m rows of x with several weights, one after the other; each chunk of x is laid out once."""
+    """The products with several weights on the current device, one after the other, of as many rows as there are tiles
+    of x for m; each chunk of x is laid out once."""
     kernel, chunk = sys.modules[__name__], plan.plans[0].chunk
     of_chunk = laid_out.bind_group(kernel, device, min(m, chunk), group, weights, plan.plans)
     if m <= chunk:
@@ -88,16 +89,18 @@ def bind_group(
     of_rest = laid_out.bind_group(kernel, device, (m - 1) % chunk + 1, group, weights, plan.plans)
     row, out_rows = group[0].k * group[0].dtype.itemsize, [o.n * o.dtype.itemsize for o in group]
 
-    def multiply(stream: int, x: int, results: Iterable[int]) -> None:
+    def multiply(stream: int, x: int, m: int, results: Iterable[int]) -> None:
         addresses = list(results)
         for first in range(0, m, chunk):
+            rows = min(chunk, m - first)
             outs = (out + first * side for out, side in zip(addresses[1::2], out_rows, strict=True))
-            product = of_chunk if m - first >= chunk else of_rest
-            product(stream, x + first * row, chain.from_iterable(zip(addresses[::2], outs, strict=True)))
+            product = of_chunk if rows == chunk else of_rest
+            product(stream, x + first * row, rows, chain.from_iterable(zip(addresses[::2], outs, strict=True)))
 
     return multiply
 
 
+@lru_cache(1 << 12)  # asked for by each weight
 def variant(problem: Problem, plan: GemmPlan, properties: DeviceProperties) -> Variant:
     """What is compiled."""
     return Variant.of(source(), "90a", constants(problem, plan))

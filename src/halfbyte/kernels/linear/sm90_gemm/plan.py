@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import itemgetter
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear import spread
@@ -117,6 +119,7 @@ def _can_reduce_in_cluster(plan: GemmPlan, tiles: int, depth: int) -> bool:
     )
 
 
+@lru_cache(maxsize=4096)  # asked for by a weight, and by each group that it is of
 def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool = False) -> GemmPlan | None:
     """The plan for x [m, K], or None where this kernel is not for it: CTAs take equal parts of all units, or clusters
     equal parts of each tile. back: for x [m, N] and the product x @ W.
@@ -141,17 +144,17 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
             parts = min(1 + workers / tiles, DIRECT) if workers != tiles else 0
             busy.append((-(-tiles * depth // workers) * unit + parts * part + whole * tiles / workers, workers, 1))
         cluster = h200.GEMM_CLUSTER
-        for shares in range(1, properties.clusters(cluster) // tiles + 1) if launches == 1 else ():
+        most_shares = min(properties.clusters(cluster) // tiles, depth // cluster)  # every CTA has a unit
+        for shares in range(1, most_shares + 1) if launches == 1 else ():
             adding = h200.GEMM_CLUSTER_START + h200.GEMM_REDUCE * tile_m / 256
             adding += shares * part / cluster if shares > 1 else 0
             units = math.ceil(math.ceil(depth / shares) / cluster)
             busy.append((units * unit + adding + whole / cluster, tiles * shares, cluster))
         for time, workers, cluster in busy:
             estimate = launches * (start + math.hypot(time / rates.clock, reading))
-            plan = GemmPlan(tile_m, 2, W_STAGES, stages, workers, cluster, chunk * tile_m, estimate, back)
-            if is_valid(plan, m, n, k, span, properties):
-                found.append(plan)
-    return min(found, key=lambda plan: plan.microseconds, default=None)
+            found.append((estimate, (tile_m, 2, W_STAGES, stages, workers, cluster, chunk * tile_m)))
+    plans = (GemmPlan(*shape, estimate, back) for estimate, shape in sorted(found, key=itemgetter(0)))
+    return next((plan for plan in plans if is_valid(plan, m, n, k, span, properties)), None)
 
 
 def group_plan(m: int, group: Sequence[Problem], properties: DeviceProperties) -> GemmGroup | None:

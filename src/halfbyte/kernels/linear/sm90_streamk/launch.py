@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -63,7 +63,8 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
 def bind_group(
     device: torch.device, m: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: StreamKGroup
 ) -> GroupProduct:
-    """The products of m rows of x with several weights, one after the other; x is laid out once."""
+    """The products with several weights on the current device, one after the other, of as many rows as there are tiles
+    of x for m; x is laid out once."""
     return laid_out.bind_group(sys.modules[__name__], device, m, group, weights, plan.plans)
 
 
@@ -75,10 +76,11 @@ def bind_fused(
     fusion: Fusion,
     plan: StreamKGroup,
 ) -> FusedProduct:
-    """The product of m rows of x with a weight or a gated pair, and what is fused."""
+    """The product with a weight or a gated pair, and what is fused, of as many rows as there are tiles of x for m."""
     return laid_out.bind_fused(sys.modules[__name__], device, m, group, weights, fusion, plan.plans)
 
 
+@lru_cache(1 << 12)  # asked for by each weight
 def variant(problem: Problem, plan: StreamKPlan, properties: DeviceProperties) -> Variant:
     """What is compiled."""
     return Variant.of(source(), "90a", constants(problem, plan))

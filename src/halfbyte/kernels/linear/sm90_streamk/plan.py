@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from operator import itemgetter
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear import spread
@@ -104,6 +106,7 @@ def _can_reduce_in_cluster(plan: StreamKPlan) -> bool:
     )
 
 
+@lru_cache(maxsize=4096)  # asked for by a weight, and by each group that it is of
 def streamk_plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> StreamKPlan | None:
     """The plan for x [m, K], or None where this kernel is not for it.
 
@@ -205,12 +208,12 @@ def _cut_plan(
         tiles = -(-n // (64 * warpgroups)) * x_tiles
         part = h200.STREAMK_PART[tile_m] * warpgroups
         time, shares = _best_shares(tiles, depth, cost, h200.STREAMK_CUT[tile_m], part, properties.sms)
-        found.append((time, StreamKPlan(tile_m, warpgroups, stages, tiles * shares)))
+        found.append((time, (tile_m, warpgroups, stages, tiles * shares)))
         ctas = min(properties.sms, tiles * depth)
         time = -(-tiles * depth // ctas) * cost + h200.STREAMK_RUN[tile_m] + (ctas / tiles + 1) * part
-        found.append((time, StreamKPlan(tile_m, warpgroups, stages, ctas)))
-    valid = [pair for pair in found if is_valid(pair[1], m, n, k, span, properties)]
-    return min(valid, key=lambda pair: pair[0], default=None)
+        found.append((time, (tile_m, warpgroups, stages, ctas)))
+    plans = ((time, StreamKPlan(*shape)) for time, shape in sorted(found, key=itemgetter(0)))
+    return next((pair for pair in plans if is_valid(pair[1], m, n, k, span, properties)), None)
 
 
 def _invariant_plan(
@@ -260,13 +263,10 @@ def _resident_plan(
             adding = fix_up if cluster == 1 else h200.CLUSTER_PART * shares
             time = resident * cost + warpgroups * h200.RESIDENT_WARPGROUP + adding
             for stages in range(min(h200.RESIDENT_STAGES, max(resident, 2)), h200.RESIDENT_MOST_STAGES + 1):
-                plan = StreamKPlan(tile_m, warpgroups, stages, tiles * shares, resident, cluster)
-                if is_valid(plan, m, n, k, span, properties):
-                    found.append((time, -stages, plan))
-    if not found:
-        return None
-    time, _, plan = min(found, key=lambda one: one[:2])
-    return time, plan
+                shape = tile_m, warpgroups, stages, tiles * shares, resident, cluster
+                found.append((time, -stages, shape))
+    plans = ((time, StreamKPlan(*shape)) for time, _, shape in sorted(found, key=itemgetter(0, 1)))
+    return next((pair for pair in plans if is_valid(pair[1], m, n, k, span, properties)), None)
 
 
 def _best_shares(tiles: int, depth: int, cost: float, cut: float, part: float, sms: int) -> tuple[float, int]:
