@@ -16,7 +16,7 @@ from drivers import BF16, F16, F32, Driver, make, pretend, right
 from gpus import A100, H200
 
 from halfbyte.kernels.common import driver, nvrtc
-from halfbyte.kernels.linear import cuda, workspace
+from halfbyte.kernels.linear import cache, cuda, workspace
 from halfbyte.kernels.linear.dispatch import GroupChoice
 from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.problem import problem_of
@@ -259,6 +259,23 @@ def test_many_rows_go_256_at_a_time_where_the_batch_must_not_matter(gpu: Driver)
         assert cuda.ready(x, q, None, True) is None
 
 
+def test_other_rows_of_a_known_weight(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need no second look, and of many numbers of rows the first are forgotten."""
+    monkeypatch.setattr(cache, "MOST_ROWS_KEPT", 5)
+    q = gpu.like = make(64, 1024)
+    x = torch.randn(300, 1024).bfloat16()
+    cuda.linear(x[:4], q, None, False)
+    for m in (3, 4, 1, 70, 300, 2, 8, 100, 4):
+        found = cuda.ready(x[:m], q, None, False)
+        assert found is not None
+        assert torch.equal(found, right(x[:m], q))
+    (known,) = cache.products.entries.values()
+    assert len(known.products) <= 5
+    assert known.products[100] is not None
+    monkeypatch.setattr(cuda, "choose", lambda *_: None)  # as if the dense weight were the faster way
+    assert cuda.ready(x[:5], q, None, False) is None
+
+
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
 
@@ -269,7 +286,7 @@ def test_what_is_not_as_before_takes_the_long_way(gpu: Driver, monkeypatch: pyte
     cuda.linear(x, q, bias, False), cuda.linear(x, q, None, False)
     assert cuda.ready(x, q, bias, False) is not None
     for other in (
-        x[:3], x[0, :-1], x[0, 0], x.t().contiguous().t(), x[:, :1000], torch._neg_view(x), x.half(), shifted(x),
+        x[0, :-1], x[0, 0], x.t().contiguous().t(), x[:, :1000], torch._neg_view(x), x.half(), shifted(x),
         x.to_sparse(), torch.empty(0, 1024).bfloat16(), x.view(-1),
     ):  # fmt: skip
         assert cuda.ready(other, q, None, False) is None

@@ -7,6 +7,7 @@ dtypes, never by tensors: nothing is kept alive, and a weight whose memory has m
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,26 @@ from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.problem import Addresses, Problem
 
-# By `key`, then by the rows of x: what was computed before with these very addresses.
-products: ThreadCache[Hashable, dict[int, Product]] = ThreadCache()
+MOST_ROWS_KEPT = 256  # numbers of rows of a weight: servers come to ask for every one
+
+
+class Known(NamedTuple):
+    """A weight that was multiplied with before: what it is, where it lies, and its products by the rows of x."""
+
+    device: torch.device
+    problem: Problem
+    weight: Addresses
+    products: dict[int, Product]
+
+    def keep(self, m: int, product: Product) -> Product:
+        if len(self.products) >= MOST_ROWS_KEPT:
+            self.products.clear()
+        self.products[m] = product
+        return product
+
+
+# By `key`: what was computed before with these very addresses.
+products: ThreadCache[Hashable, Known] = ThreadCache()
 # By what a bound product depends on; it may serve several numbers of rows.
 bound: ThreadCache[Hashable, Product] = ThreadCache()
 bound_groups: ThreadCache[Hashable, GroupProduct] = ThreadCache()

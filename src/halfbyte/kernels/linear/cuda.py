@@ -59,7 +59,8 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
         product = cache.bind(choices[rows], device, rows, problem, weight)
         product(stream, at + first * k * x.itemsize, bias_at, out_at + first * n * x.itemsize, rows)
     if m <= most:
-        cache.products.get(cache.key(x, q, bias, batch_invariant), dict)[m] = product
+        key = cache.key(x, q, bias, batch_invariant)
+        cache.products.get(key, lambda: cache.Known(device, problem, weight, {})).keep(m, product)
     return out
 
 
@@ -77,13 +78,13 @@ def takes_halves(x: Tensor, q: QuantizedWeight, batch_invariant: bool) -> bool:
 
 
 def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
-    """x @ W.T + bias at the cost of little more than the launch, where this thread has had a product of so many rows
-    with this weight before. Otherwise None, whatever the reason; then the caller looks closer.
+    """x @ W.T + bias at the cost of little more than the launch, where this thread has had a product with this weight
+    before. Otherwise None, whatever the reason; then the caller looks closer.
 
     x, bias: any plain tensors that need no gradients.
     """
-    products = cache.products.entries.get(cache.key(x, q, bias, batch_invariant))
-    if products is None:
+    known = cache.products.entries.get(cache.key(x, q, bias, batch_invariant))
+    if known is None:
         return None
     n, k = q.shape
     index, sides = x.get_device(), x.shape
@@ -96,7 +97,7 @@ def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: b
         or x.is_neg()
         or q.packed.get_device() != index
         or torch._C._cuda_getDevice() != index
-        or (product := products.get(x.numel() // k)) is None
+        or (product := known.products.get(m := x.numel() // k) or _of_other_rows(known, m, batch_invariant)) is None
     ):
         return None
     at, bias_at = x.data_ptr(), 0
@@ -113,8 +114,20 @@ def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: b
     if (at | bias_at) % ALIGNMENT:
         return None
     out = x.new_empty((*sides[:-1], n))
-    product(torch._C._cuda_getCurrentRawStream(index), at, bias_at, out.data_ptr(), x.numel() // k)
+    product(torch._C._cuda_getCurrentRawStream(index), at, bias_at, out.data_ptr(), m)
     return out
+
+
+def _of_other_rows(known: cache.Known, m: int, batch_invariant: bool) -> Product | None:
+    """The product of m rows, which a known weight has not had yet; None where more than m has to be looked at, or the
+    dense weight is the faster way."""
+    problem, properties = known.problem, properties_of(known.device.index)
+    if m == 0 or batch_invariant or not problem.has_known_scales or properties.ptx < FIRST_WITH_BF16:
+        return None
+    choice = choose(m, problem, properties, False)
+    if choice is None:
+        return None
+    return known.keep(m, cache.bind(choice, known.device, m, problem, known.weight))
 
 
 def backward(grad: Tensor, q: QuantizedWeight) -> Callable[[Tensor], Tensor] | None:
