@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ class DeviceProperties:
         """The capability where kernels may hold PTX, and 0 where they may not (AMD, Triton's interpreter)."""
         return self.capability if self.kind == "cuda" else 0
 
-    @property
+    @cached_property
     def rates(self) -> Rates:
         """What estimates scale by; all are 1 where the device's own are not known."""
         if self.fitted or not self.bandwidth:
@@ -75,7 +75,7 @@ class DeviceProperties:
             self.l2_bytes / known.l2_bytes,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def as_fitted(self) -> DeviceProperties:
         """What choices go by: the device itself, but a Hopper GPU is taken for an H200 with so many multiprocessors.
 

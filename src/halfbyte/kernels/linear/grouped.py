@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -148,10 +149,10 @@ def kernel_of(plan: Plan) -> laid_out.LaidOutKernel:
     return gemm if isinstance(plan, GemmPlan) else streamk
 
 
+@lru_cache(1 << 12)  # asked for by each layer
 def variant(problem: Problem, grouping: Grouping, plan: Plan) -> Variant:
     """What is compiled."""
-    kernel = gemm if isinstance(plan, GemmPlan) else streamk
-    return Variant.of(kernel.source(), "90a", constants(problem, grouping, plan))
+    return Variant.of(kernel_of(plan).source(), "90a", constants(problem, grouping, plan))
 
 
 def constants(problem: Problem, grouping: Grouping, plan: Plan) -> dict[str, Constant]:

@@ -125,6 +125,7 @@ class GroupPlan(Generic[P]):
 class LaidOutKernel(Protocol):
     """The module `launch` of such a kernel."""
 
+    def source(self) -> str: ...
     def variant(self, problem: Problem, plan: Any, properties: DeviceProperties) -> Variant: ...
     def codebook(self, problem: Problem) -> tuple[float, bytes]:
         """What sums are multiplied by in the end, and the sixteen numbers of nibbles, fp32."""
