@@ -17,6 +17,8 @@ import halfbyte as hb
 from halfbyte import eager_fused
 from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.attention import reference
+from halfbyte.kernels.attention.fresh import Fresh
+from halfbyte.kernels.attention.fresh import supports as supports_fresh
 from halfbyte.kernels.attention.pages import Pages
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.norm import Norm
@@ -439,6 +441,37 @@ def test_attention(texts: int, heads: int, shared: int, new: int, tokens: int, s
             given = (tensor.double().cpu() for tensor in (query, keys, values))
             right = reference.attend(*given, None if seen is None else seen.cpu(), 0.25)
             assert relative_error(found.cpu(), right) < (8e-4 if dtype is torch.float16 else 6e-3)
+
+
+@pytest.mark.parametrize(
+    ("texts", "heads", "shared", "new", "tokens", "size", "value"),
+    [(1, 1, 1, 2, 2, 8, 1), (2, 6, 3, 5, 37, 80, 80), (3, 24, 1, 8, 70, 128, 64), (2, 20, 4, 1, 1000, 96, 256)],
+)
+def test_attention_of_new_tokens(
+    texts: int, heads: int, shared: int, new: int, tokens: int, size: int, value: int
+) -> None:
+    """Normed, rotated by a part of their heads, and put into the last places of the cache."""
+    kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
+    rotary = max(2, size // 4 * 2)
+    norms = [Norm(torch.randn(size, device="cuda").bfloat16(), epsilon, 1.0) for epsilon in (1e-6, 1e-3)]
+    query, key, added = (
+        torch.randn(texts, new, n, d + 3, device="cuda")[..., :d].transpose(1, 2).bfloat16()
+        for n, d in ((heads, size), (shared, size), (shared, value))
+    )
+    cos, sin = torch.randn(2, texts, new, rotary, device="cuda").bfloat16()
+    slot = torch.tensor(tokens - new, device="cuda")
+    fresh = Fresh(key, added, cos, sin, slot, *norms)
+    keys, values = (torch.randn(texts, shared, tokens, d, device="cuda").bfloat16() for d in (size, value))
+    exactly = [cache.double() for cache in (keys, values)]
+    turned = reference.put(query.double(), *exactly, Fresh(*(t.double() for t in fresh[:4]), *fresh[4:]))
+    places, last = torch.arange(tokens, device="cuda"), tokens - new + torch.arange(new, device="cuda")[:, None]
+    mask = (places <= last).expand(texts, 1, new, tokens).contiguous()
+    assert kernels.supports(query, keys, values, mask)
+    assert supports_fresh(fresh, query, keys, values)
+    found = kernels.attend(query, keys, values, mask, 0.25, fresh=fresh)
+    assert relative_error(found, reference.attend(turned, *exactly, mask, 0.25)) < 2e-2
+    assert relative_error(keys, exactly[0]) < 6e-3
+    assert torch.equal(values.double(), exactly[1])
 
 
 @pytest.mark.parametrize(("heads", "shared", "size"), [(3, 3, 16), (24, 1, 80), (6, 2, 128)])
