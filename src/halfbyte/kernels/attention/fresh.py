@@ -34,6 +34,16 @@ class Fresh(NamedTuple):
         return self.cos.shape[2] * (2 if self.halves else 1)
 
     @property
+    def cos_text(self) -> int:
+        """From one text's angles to the next one's, 0 where all have the same."""
+        return 0 if len(self.cos) == 1 else self.cos.stride(0)
+
+    def tensors(self, query: Tensor) -> tuple[Tensor, ...]:
+        """As kernels take them; the query stands for norms that there are not, and is not read as such."""
+        norms = (query if norm is None else norm.weight for norm in (self.query_norm, self.key_norm))
+        return (self.keys, self.values, self.cos, self.sin, self.slot, *norms)
+
+    @property
     def constants(self) -> dict[str, Any]:
         """What kernels are compiled for."""
         of_query, of_key = self.query_norm, self.key_norm

@@ -81,12 +81,10 @@ def put(query: Tensor, keys: Tensor, values: Tensor, fresh: Fresh) -> Tensor:
         }  # fmt: skip
         return texts * shared * new, constants
 
-    norms = [query if norm is None else norm.weight for norm in (fresh.query_norm, fresh.key_norm)]
-    cos_text = 0 if len(fresh.cos) == 1 else fresh.cos.stride(0)
     arguments = (
-        query, keys, values, out, fresh.keys, fresh.values, fresh.cos, fresh.sin, fresh.slot, *norms, tokens, shared,
-        *query.stride()[:3], *keys.stride()[:2], *values.stride()[:2], *fresh.keys.stride()[:3],
-        *fresh.values.stride()[:3], cos_text, fresh.cos.stride(1),
+        query, keys, values, out, *fresh.tensors(query), tokens, shared, *query.stride()[:3], *keys.stride()[:2],
+        *values.stride()[:2], *fresh.keys.stride()[:3], *fresh.values.stride()[:3], fresh.cos_text,
+        fresh.cos.stride(1),
     )  # fmt: skip
     key = (query.dtype, texts, group, new, size, value, *fresh.constants.values())
     launch(put_kernel, query.get_device(), arguments, key, configure)

@@ -217,11 +217,8 @@ def _described(fresh: Fresh | None, query: Tensor) -> tuple[dict[str, Any], tupl
     if fresh is None:
         names = ("ROTARY", "QUERY_NORM", "KEY_NORM", "QUERY_EPSILON", "KEY_EPSILON", "OFFSET", "HALVES")
         return {"FRESH": False, **dict.fromkeys(names, 0)}, (query,) * 7, (0,) * 5
-    norms = [query if norm is None else norm.weight for norm in (fresh.query_norm, fresh.key_norm)]
-    cos_text = 0 if len(fresh.cos) == 1 else fresh.cos.stride(0)
-    strides = (*fresh.keys.stride()[:2], *fresh.values.stride()[:2], cos_text)
-    tensors = (fresh.keys, fresh.values, fresh.cos, fresh.sin, fresh.slot, *norms)
-    return {"FRESH": True, **fresh.constants}, tensors, strides
+    strides = (*fresh.keys.stride()[:2], *fresh.values.stride()[:2], fresh.cos_text)
+    return {"FRESH": True, **fresh.constants}, fresh.tensors(query), strides
 
 
 def supports(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> bool:
