@@ -98,6 +98,16 @@ def test_a_group(gpu: Driver, nested: bool, biased: tuple[int, ...], monkeypatch
     assert torch.equal(found[1], right(x, gpu.group[1], biases[1]))
 
 
+def check_group(gpu: Driver, x: torch.Tensor, biases: list[torch.Tensor | None]) -> None:
+    """The products are right, and what the driver has seen is of them alone."""
+    gpu.seen.clear()
+    gpu.others.clear()
+    found = cuda.linear_group(x, gpu.group, biases)
+    assert found is not None
+    for y, q, bias in zip(found, gpu.group, biases, strict=True):
+        assert torch.equal(y, right(x, q, bias))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["nf4", "int4"])
 def test_a_group_whose_x_is_laid_out_once(gpu: Driver, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,12 +117,7 @@ def test_a_group_whose_x_is_laid_out_once(gpu: Driver, format: str, monkeypatch:
         x = torch.randn(m, 1024).bfloat16()
         biases = [None, torch.randn(9000).bfloat16(), None]
         for _ in range(2):
-            gpu.seen.clear()
-            gpu.others.clear()
-            found = cuda.linear_group(x, gpu.group, biases)
-            assert found is not None
-            for y, q, bias in zip(found, gpu.group, biases, strict=True):
-                assert torch.equal(y, right(x, q, bias))
+            check_group(gpu, x, biases)
             assert gpu.seen == [(hopper, m)] * 3
             assert gpu.others == [b"lay_out"]
 
@@ -142,12 +147,7 @@ def test_a_group_of_many_rows(gpu: Driver, x_bytes: int, monkeypatch: pytest.Mon
     biases = [torch.randn(600).bfloat16(), None]
     for m in (700, 690):  # as many tiles of x
         x = torch.randn(m, 1024).bfloat16()
-        gpu.seen.clear()
-        gpu.others.clear()
-        found = cuda.linear_group(x, gpu.group, biases)
-        assert found is not None
-        for y, q, bias in zip(found, gpu.group, biases, strict=True):
-            assert torch.equal(y, right(x, q, bias))
+        check_group(gpu, x, biases)
         plan = gemm.plan(m, problem_of(x, gpu.group[0], None), H200, False)
         rows = [min(plan.chunk, m - first) for first in range(0, m, plan.chunk)]
         assert len(rows) == (1 if x_bytes == 1 << 24 else 3)
