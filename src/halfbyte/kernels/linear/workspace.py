@@ -3,6 +3,7 @@ that it captures has one."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -53,10 +54,13 @@ def take(device: torch.device, stream: int, count: int) -> tuple[int, int, int]:
 
     Launches of a thread on a stream follow each other and share a workspace. So do those that one capture sees on a
     stream, but with nobody else: the graph may be replayed beside anything. It fills its workspace itself, once in
-    every replay, in memory of its own; to keep that is necessary only until the capture ends.
+    every replay, in memory of its own; to keep that is necessary only until the capture ends. Where nothing may be kept
+    even so long, each launch has a workspace.
     """
     make: Callable[[int, torch.device], Workspace]
     if torch.cuda.is_current_stream_capturing():
+        if _is_of_graph_trees(device):
+            return Workspace(max(count, LEAST), device).take(count)
         capture = capture_of(stream)
         if capture != kept.capture:
             kept.capture, kept.of_capture = capture, {}
@@ -69,6 +73,13 @@ def take(device: torch.device, stream: int, count: int) -> tuple[int, int, int]:
     if found is None or found.count < count:
         there[device, stream] = found = make(max(count, LEAST), device)
     return found.take(count)
+
+
+def _is_of_graph_trees(device: torch.device) -> bool:
+    """True if torch.compile is recording a graph of its own, in whose pool it wants nothing but the graph's results."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    manager = None if trees is None else trees.get_manager(device.index, create_if_none_exists=False)
+    return manager is not None and manager.in_recording
 
 
 def _lasting(count: int, device: torch.device) -> Workspace:
