@@ -17,7 +17,7 @@ from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, gemm_plan, is_valid, x_stages
+from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, gemm_plan, is_valid, one_after_another, x_stages
 from halfbyte.kernels.linear.tune import h200
 
 from .conftest import BF16, DEVICE, F16, NOISE, captured, check_product, poisoned, sixteen_bits, weight
@@ -161,7 +161,7 @@ def test_a_group_whose_x_is_laid_out_once(m: int, monkeypatch: pytest.MonkeyPatc
     group = [weight(n, 4096) for n in (3000, 3000, 3000)]
     biases = [torch.randn(3000, device=DEVICE).to(BF16), None, None]
     x = torch.randn((m, 4096), device=DEVICE).to(BF16)
-    chosen = lambda *given: GroupChoice(gemm, gemm.plan_group(*given))  # noqa: E731
+    chosen = lambda *given: GroupChoice(gemm, one_after_another(*given))  # noqa: E731
     monkeypatch.setattr(cuda, "choose_group", chosen)
     alone = []
     for q, bias in zip(group, biases, strict=True):

@@ -14,7 +14,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte.kernels.common.device import properties_of
-from halfbyte.kernels.linear import cuda, dispatch, laid_out
+from halfbyte.kernels.linear import cuda, dispatch, laid_out, side_by_side
 from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
@@ -332,8 +332,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("format", ["nf4", "int4"])
-def test_several_weights_of_one_x(format: str) -> None:
+def test_several_weights_of_one_x(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """x is laid out once; each gets the bits that this kernel gives it alone, in a graph too, whose x then changes."""
+    monkeypatch.setattr(side_by_side, "are_alike", lambda group: False)
+    dispatch.choose_group.cache_clear()
     for m, sizes in (
         (33, (9000, 5701, 8500)),
         (64, (9000, 6002)),
@@ -359,6 +361,7 @@ def test_several_weights_of_one_x(format: str) -> None:
                 assert torch.equal(y, alone)
                 assert torch.equal(out, alone)
             x.copy_(torch.randn_like(x))
+    dispatch.choose_group.cache_clear()
 
 
 def test_cuda_graphs_on_two_streams() -> None:

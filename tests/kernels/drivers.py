@@ -23,7 +23,7 @@ from halfbyte.kernels.common import driver, tensor_map
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.experts import reference as stacks
 from halfbyte.kernels.experts import sort
-from halfbyte.kernels.linear import cache, cuda, grouped, kernel, laid_out, reach, workspace
+from halfbyte.kernels.linear import cache, cuda, grouped, kernel, laid_out, reach, side_by_side, workspace
 from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.kernels.linear.simt import launch as exact
@@ -54,6 +54,7 @@ class Driver:
         self.grouping: Grouping | None = None  # of a stack whose pairs are sorted
         self.tile_m = 0  # of those
         self.names = [b""]
+        self.parts = [0]  # weights that a launch of each is for
         self.seen: list[tuple[Any, int]] = []  # kernel and rows of x
         self.capture = 0  # the number of the one that all streams are in
         self.others: list[bytes] = []  # names of kernels before and after products
@@ -76,10 +77,12 @@ class Driver:
         return 0 if threading.get_ident() in self.bound else 201
 
     def cuModuleLoadData(self, module: Any, code: bytes) -> int:
+        module._obj.value = int(code)
         return self._lack_of_context()
 
     def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
         self.names.append(name)
+        self.parts.append(module.value)
         function._obj.value = len(self.names) - 1
         return 0
 
@@ -116,9 +119,15 @@ class Driver:
             layout = laid_out.COPIED_LAYOUT if self.grouping.ordered else laid_out.LAYOUT
             self._grouped(ctypes.string_at(parameters[0], struct.calcsize("".join(layout))))
             return 0
+        for part in range(self.parts[function.value]):
+            self._one_product(kernel, parameters[0] + part * laid_out.ARGUMENTS_BYTES)
+        return 0
+
+    def _one_product(self, kernel: Any, arguments: int) -> None:
+        """Of one weight, whose arguments are at an address."""
         layout = laid_out.LAYOUT if kernel is hopper else kernel.LAYOUT
         ahead = 128 if self.back and self.like.shape[0] % 8 == 0 else 0  # the tensor map of x
-        first, *rest = struct.unpack_from("".join(layout), ctypes.string_at(parameters[0] + ahead, 320))
+        first, *rest = struct.unpack_from("".join(layout), ctypes.string_at(arguments + ahead, 324))
         packed = struct.unpack_from("Q", first)[0] if kernel is hopper else first
         x, bias, out = rest[5:8] if kernel is exact else rest[4:7]
         changing = len(struct.unpack(layout[1], bytes(struct.calcsize(layout[1]))))
@@ -130,16 +139,15 @@ class Driver:
         like = next((like for like in self.group if like.packed.data_ptr() == packed), None) or self.like
         if self.back:
             assert (k, n) == like.shape
-            assert not ahead or x == struct.unpack("Q", ctypes.string_at(parameters[0], 8))[0]
+            assert not ahead or x == struct.unpack("Q", ctypes.string_at(arguments, 8))[0]
             dense = self._dense(like, (packed, *rest[:4]))
             memory(out, (m, n), self.dtype).copy_(linear_exact(memory(x, (m, k), self.dtype), dense.t()))
-            return 0
+            return
         assert (n, k) == like.shape
         self._multiply(like, (packed, *rest[:4]), m, x, bias, out)
         if kernel is hopper and (other := rest[10]):
             there, y = memory(other, (m, n), self.dtype), memory(out, (m, n), self.dtype)
             y.copy_(pointwise.gated(there, y, self.activation) if self.activation else there + rest[-2] * y)
-        return 0
 
     def _decode(self, arguments: bytes) -> None:
         group = self.group or [self.like]
@@ -278,10 +286,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> It
     """The driver, while a GPU with these properties takes the place of the CPU."""
     there = Driver()
     monkeypatch.setattr(driver, "driver", lambda: there)
-    for module in (cuda, kernel, laid_out, decode, exact, tensor):
+    for module in (cuda, kernel, laid_out, side_by_side, decode, exact, tensor):
         monkeypatch.setattr(module, "properties_of", lambda index: properties)
     monkeypatch.setattr(reach, "without_kernels", lambda properties: None)
-    monkeypatch.setattr(driver, "cubin", lambda variant: b"")
+    monkeypatch.setattr(driver, "cubin", lambda variant: b"%d" % dict(variant.constants).get("parts", 1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(workspace, "_lasting", workspace.Workspace)  # whose streams there are none of
     monkeypatch.setattr(workspace.kept, "by_stream", {})

@@ -65,8 +65,9 @@ def test_what_is_not_fused() -> None:
 
 
 def test_with_more_rows_the_norm_is_alone() -> None:
-    """And sm90_streamk gates and adds."""
-    pair = (problem(25600, 5120),) * 2
+    """And sm90_streamk adds; it gates two that cannot have one launch."""
+    pair = (problem(25600, 5120), problem(25600, 5120, scale=torch.float32, nested=0))
+    assert choose_fused(32, pair[:1] * 2, GATE, H200) is None
     assert choose_fused(32, pair, GATE, H200) is None
     found = choose_fused(32, pair, replace(GATE, norm=None), H200)
     assert found is not None
@@ -130,7 +131,7 @@ def test_what_is_handed_over_where_x_is_laid_out(gpu: Driver, kind: str, monkeyp
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
     n, k = 64, 320
     gpu.group, gpu.activation = (
-        [make(n, k) for _ in range(1 if kind == "residual" else 2)],
+        [make(n, k), make(n, k, nested=False)][: 1 if kind == "residual" else 2],
         kind if kind == "silu" else "",
     )
     biases = [torch.randn(n).bfloat16(), None][: len(gpu.group)]

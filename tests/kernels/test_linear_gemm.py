@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -20,7 +21,15 @@ from halfbyte.kernels.linear.laid_out import span_of, supports
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.launch import constants, source
-from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, TILES_M, GemmPlan, gemm_plan, is_valid, x_stages
+from halfbyte.kernels.linear.sm90_gemm.plan import (
+    BACK_TILES_M,
+    TILES_M,
+    GemmPlan,
+    gemm_plan,
+    is_valid,
+    one_after_another,
+    x_stages,
+)
 from halfbyte.kernels.linear.tune import h200
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -56,25 +65,27 @@ def test_every_plan_is_valid(m: int, n: int, k: int, block_size: int, sms: int, 
 def test_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights for which x is laid out in one way, in as many chunks; chosen where that is said to save something."""
     pair = (nf4(28672, 8192),) * 2
+    unlike = (pair[0], replace(pair[0], scale=torch.float32, nested=0))  # of two kernels
     for m, chunks in ((256, 1), (1500, 2)):
         monkeypatch.setattr(h200, "GEMM_LAYING_OUT", 0.0)
         choose_group.cache_clear()
-        alone, together = gemm.plan(m, pair[0], H200, False), gemm.plan_group(m, pair, H200)
+        alone, together = gemm.plan(m, pair[0], H200, False), one_after_another(m, pair, H200)
         assert together is not None
         assert together.plans == (alone, alone)
         assert together.x_tiles(m) == -(-m // alone.tile_m)
         assert together.microseconds == 2 * alone.microseconds
-        assert choose_group(m, pair, H200) is None
+        assert choose_group(m, unlike, H200) is None
         monkeypatch.setattr(h200, "GEMM_LAYING_OUT", 1.5)
         choose_group.cache_clear()
-        choice = choose_group(m, pair, H200)
+        choice = choose_group(m, unlike, H200)
         assert choice is not None
         assert choice.kernel is gemm
-        assert choice.plan.microseconds == 2 * alone.microseconds - 1.5 * chunks
-        assert gemm.group_variant(pair, choice.plan, H200) is None
+        assert choice.plan == one_after_another(m, unlike, H200) == gemm.plan_group(m, unlike, H200)
+        assert choice.plan.microseconds == sum(p.microseconds for p in choice.plan.plans) - 1.5 * chunks
+        assert gemm.group_variant(unlike, choice.plan, H200) is None
     choose_group.cache_clear()
     for other in (nf4(28672, 4096), nf4(28672, 8192, 32), nf4(200, 8192), Problem(F16, 28672, 8192, "nf4", 64, F16)):
-        assert gemm.plan_group(256, (pair[0], other), H200) is None
+        assert one_after_another(256, (pair[0], other), H200) is None
     assert gemm.plan_group(256, pair[:1], H200) is None
 
 

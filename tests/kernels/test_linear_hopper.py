@@ -26,7 +26,7 @@ from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.launch import constants, source
-from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan, is_valid, streamk_plan
+from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan, is_valid, one_after_another, streamk_plan
 from halfbyte.kernels.linear.tune.h200 import STREAMK_NARROW_SIZE
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -154,20 +154,18 @@ def test_a_group_has_x_laid_out_in_one_way() -> None:
     for m in (33, 64, 65, 200):
         plans = [hopper.plan(m, one, H200, False) for one in group]
         assert [plan.resident > 0 for plan in plans] == [False, False, True]
-        together = hopper.plan_group(m, group[:2], H200)
+        together = one_after_another(m, group[:2], H200)
         assert together.plans == tuple(plans[:2])
         assert together.microseconds < sum(plan.microseconds for plan in plans[:2])
-        if m == 65:  # later sm90_gemm, which multiplies one by one, is faster
-            assert choose_group(m, group[:2], H200) == (hopper, together)
-        assert choose_group(m, group, H200) is None
+        assert one_after_another(m, group, H200) is None
         assert choose(m, group[2], H200, False).kernel in ((decode,) if m <= 64 else (hopper, gemm))  # a small one
     others = (replace(group[0], k=1024), replace(group[0], block_size=32), replace(group[0], dtype=F32))
     assert all(choose_group(200, (group[0], other), H200) is None for other in others)
     small = (group[0], replace(group[0], n=256, k=2304))
-    assert hopper.plan_group(200, small, H200) is None
+    assert one_after_another(200, small, H200) is None
     narrower = tuple(replace(one, n=n) for one, n in zip(group, (9000, 3000), strict=False))
     assert {hopper.plan(64, one, H200, False).tile_m for one in narrower} == {32, 64}
-    assert hopper.plan_group(64, narrower, H200) is None
+    assert one_after_another(64, narrower, H200) is None
 
 
 def test_how_many_clusters_run_at_once() -> None:

@@ -105,19 +105,27 @@ class Arguments:
     """The one structure that a kernel takes. Most of it is written once; some of it, side by side, for every launch.
 
     layout: the structure in three parts, as Python's struct module writes them: what comes before the fields that
-    change, those, and what comes after. before, after: the values that stay. Not to be shared between threads.
+    change, those, and what comes after. before, after: the values that stay. memory, at: where it is to be, as a part
+    of something larger. Not to be shared between threads.
     """
 
     __slots__ = ("_buffer", "parameters", "set")
 
-    def __init__(self, layout: tuple[str, str, str], before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        layout: tuple[str, str, str],
+        before: tuple[Any, ...],
+        after: tuple[Any, ...],
+        memory: Any = None,
+        at: int = 0,
+    ) -> None:
         whole, changing = struct.Struct("".join(layout)), struct.Struct(layout[1])
         zeros = changing.unpack(bytes(changing.size))
-        self._buffer = ctypes.create_string_buffer(whole.size)
-        whole.pack_into(self._buffer, 0, *before, *zeros, *after)
+        self._buffer = ctypes.create_string_buffer(whole.size) if memory is None else memory
+        whole.pack_into(self._buffer, at, *before, *zeros, *after)
         # Called with the fields that change.
-        self.set = partial(changing.pack_into, self._buffer, struct.calcsize(layout[0]))
-        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        self.set = partial(changing.pack_into, self._buffer, at + struct.calcsize(layout[0]))
+        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer) + at)
 
 
 class Launch:

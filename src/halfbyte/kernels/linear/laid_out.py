@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -22,9 +23,11 @@ from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
 UNIT_K = 256  # of K, a unit of work
 SWIZZLED = 128  # bytes of a row of x that wgmma takes at a time
 # Arguments in device/laid_out.cuh: x, bias, out, x laid out, partial, left, other, the length of left and m change.
-LAYOUT = ("128s4Q", "7Q2I", "6I2f64s")
+LAYOUT = ("128s4Q", "7Q2I", "7I2f64s")
 # The same with a tensor map of x ahead of them, which changes with x.
-COPIED_LAYOUT = ("", "128s128s4Q7Q2I", "6I2f64s")
+COPIED_LAYOUT = ("", "128s128s4Q7Q2I", "7I2f64s")
+# Of one weight, where a launch has several: device/laid_out.cuh aligns them for their tensor maps.
+ARGUMENTS_BYTES = -(-struct.calcsize("".join(LAYOUT)) // 64) * 64
 launches: ThreadCache[Hashable, tuple[Launch, Launch]] = ThreadCache()
 
 
@@ -113,10 +116,12 @@ def can_be_numbered(plan: GroupedPlan, experts: int, n: int, k: int) -> bool:
 
 @dataclass(frozen=True)
 class GroupPlan(Generic[P]):
-    """The plans of several weights, for which x is laid out once, and the estimate."""
+    """The plans of several weights, for which x is laid out once, and the estimate. is_one_launch: each weight has CTAs
+    of its own in one launch (side_by_side.py); else launches follow each other."""
 
     plans: tuple[P, ...]
     microseconds: float = field(compare=False)
+    is_one_launch: bool = False
 
     def x_tiles(self, m: int) -> int:
         return self.plans[0].x_tiles(m)
@@ -126,7 +131,7 @@ class LaidOutKernel(Protocol):
     """The module `launch` of such a kernel."""
 
     def source(self) -> str: ...
-    def variant(self, problem: Problem, plan: Any, properties: DeviceProperties) -> Variant: ...
+    def variant(self, problem: Problem, plan: Any, properties: DeviceProperties, parts: int = 1) -> Variant: ...
     def codebook(self, problem: Problem) -> tuple[float, bytes]:
         """What sums are multiplied by in the end, and the sixteen numbers of nibbles, fp32."""
 
@@ -237,38 +242,65 @@ def prepare(
 ) -> Part:
     """The launches of a product on the current device, of as many rows as there are tiles of x for m. factor: of the
     product where it is added to something."""
-    o, index = problem, device.index
+    o, index, given = problem, device.index, fixed_arguments(kernel, m, problem, weight, plan, factor)
+    compiled = kernel.variant(o, plan, properties_of(index))
+    key = index, given.x_units, plan, compiled
+    both = launches.get(key, lambda: make_launches(index, given.x_units, plan, compiled))
+    partial = plan.ctas * plan.copied_rows * plan.tile_m if given.fixes_up else 0
+    after = given.after(0)
+    if copies_x(o, plan.back):
+        copied = 2 * (o.n if plan.back else o.k), (SWIZZLED, plan.tile_m), given.fixed
+        return Part(device, *both, Arguments(COPIED_LAYOUT, (), after), 0, partial, copied)
+    return Part(device, *both, Arguments(LAYOUT, given.fixed, after), given.laid_out, partial)
+
+
+class FixedArguments(NamedTuple):
+    """What a launch is told of a weight, and what follows from it. x_units, laid_out: units of x that are laid out, and
+    their bytes, 0 where CTAs keep x. fixes_up: CTAs share tiles."""
+
+    fixed: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    factors: tuple[Any, ...]
+    x_units: int
+    laid_out: int
+    fixes_up: bool
+
+    def after(self, first_cta: int) -> tuple[Any, ...]:
+        return (*self.sizes, first_cta, *self.factors)
+
+
+def fixed_arguments(
+    kernel: LaidOutKernel, m: int, problem: Problem, weight: Addresses, plan: LaidOutPlan, factor: float | None = None
+) -> FixedArguments:
+    o = problem
     k, n = (o.n, o.k) if plan.back else (o.k, o.n)
     row_tiles, x_tiles, units = -(-n // plan.rows), plan.x_tiles(m), -(-k // UNIT_K)
-    compiled = kernel.variant(o, plan, properties_of(index))
-    key = index, x_tiles * units, plan, compiled
-    both = launches.get(key, lambda: make_launches(index, x_tiles * units, plan, compiled))
     fixes_up = plan.workers != row_tiles * x_tiles * (plan.cluster if plan.resident else 1)
-    partial = plan.ctas * plan.copied_rows * plan.tile_m if fixes_up else 0
     packed, *scales = weight
-    sizes = (n, k, row_tiles, x_tiles, units, plan.workers)
     box = (plan.copied_rows // 2, UNIT_K) if plan.back else (UNIT_K // 2, plan.copied_rows)
     weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), box)
     unit, codebook = kernel.codebook(o)
-    fixed, after = (weights, *scales), (*sizes, unit, 1.0 if factor is None else factor, codebook)
-    if copies_x(o, plan.back):
-        copied = 2 * k, (SWIZZLED, plan.tile_m), fixed
-        return Part(device, *both, Arguments(COPIED_LAYOUT, (), after), 0, partial, copied)
+    sizes, factors = (
+        (n, k, row_tiles, x_tiles, units, plan.workers),
+        (unit, 1.0 if factor is None else factor, codebook),
+    )
     laid_out = 0 if plan.resident else x_tiles * units * plan.tile_m * UNIT_K * 2
-    return Part(device, *both, Arguments(LAYOUT, fixed, after), laid_out, partial)
+    return FixedArguments((weights, *scales), sizes, factors, x_tiles * units, laid_out, fixes_up)
 
 
-def make_launches(index: int, x_units: int, plan: LaidOutPlan, compiled: Variant) -> tuple[Launch, Launch]:
-    """What lays x out, and the product."""
-    shared = int(dict(compiled.constants)["shared_bytes"])
+def make_launches(
+    index: int, x_units: int, plan: LaidOutPlan, compiled: Variant, ctas: int = 0
+) -> tuple[Launch, Launch]:
+    """What lays x out, and the product. ctas: of all weights, where there are several."""
+    shared, workers = int(dict(compiled.constants)["shared_bytes"]), ctas or plan.workers
     lay_out, multiply = kernels(index, compiled, (("lay_out", 0), ("multiply", shared)), carveout=100)
     pieces = x_units * plan.tile_m * UNIT_K // 8
     laying = pieces // 4 if dict(compiled.constants)["grouped"] else pieces  # threads, as device/lay_out.cuh has them
     return (
-        Launch(lay_out, (plan.workers + -(-laying // 128), 1), 128, overlaps=True),
+        Launch(lay_out, (workers + -(-laying // 128), 1), 128, overlaps=True),
         Launch(
             multiply,
-            (plan.ctas // plan.cluster, plan.cluster),
+            ((ctas or plan.ctas) // plan.cluster, plan.cluster),
             plan.threads,
             shared,
             cluster=plan.cluster if plan.cluster > 1 else 0,

@@ -79,7 +79,7 @@ def _is_of_graph_trees(device: torch.device) -> bool:
     """True if torch.compile is recording a graph of its own, in whose pool it wants nothing but the graph's results."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     manager = None if trees is None else trees.get_manager(device.index, create_if_none_exists=False)
-    return manager is not None and manager.in_recording
+    return manager is not None and manager.stream == torch.cuda.current_stream(device)
 
 
 def _lasting(count: int, device: torch.device) -> Workspace:

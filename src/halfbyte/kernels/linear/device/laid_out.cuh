@@ -26,10 +26,26 @@ struct Arguments : MapOfX<Config::copies_x> {
   float4* workspace;            // all SENTINEL before this launch
   float4* stale;                // sums of the launch before, which this one overwrites with SENTINEL
   const unsigned short* other;  // [m, n], or null
-  // depth_units: units of 256 along K. ctas: that share the units, or clusters.
-  u32 stale_count, m, n, k, row_tiles, column_tiles, depth_units, ctas;
+  // depth_units: units of 256 along K. ctas: that share the units, or clusters. first_cta: the number of their first.
+  u32 stale_count, m, n, k, row_tiles, column_tiles, depth_units, ctas, first_cta;
   float unit, result_scale, codebook[16];
 };
+
+// What a launch is told: of each weight that it multiplies x with. CTAs are dealt out to them, and each has one.
+struct Launched {
+  Arguments part[Config::parts];
+};
+// That of the weight of CTA number `cta`.
+__device__ __forceinline__ const Arguments& part_of(const Launched& launched, u32 cta) {
+  u32 part = 0;
+  if constexpr (Config::parts > 1)
+    for (int i = 1; i < Config::parts; i++) part += cta >= launched.part[i].first_cta;
+  return launched.part[part];
+}
+__device__ __forceinline__ u32 count_ctas(const Launched& launched) {
+  const Arguments& last = launched.part[Config::parts - 1];
+  return last.first_cta + last.ctas;
+}
 
 constexpr bool GATED = Config::activation != Activation::none;
 static_assert(!GATED || !Config::residual, "there is one other operand");

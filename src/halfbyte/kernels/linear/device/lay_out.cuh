@@ -1,6 +1,6 @@
 // The kernel that runs ahead of `multiply` where x is laid out in memory: it writes x in the swizzled tiles that wgmma
 // reads, with zeros beyond M and K. The includer has X_BYTES (of a unit), SPAN_WORDS and OWN (words of a span, and
-// those of one lane of a quad); its Arguments have x, laid_out, ctas, m, n, k, column_tiles and depth_units.
+// those of one lane of a quad); its Arguments are device/laid_out.cuh's.
 
 #include "ptx.cuh"
 #include "scale_rows.cuh"
@@ -12,15 +12,18 @@ constexpr u32 LAID_BLOCKS = Config::grouped ? 4 : 1;
 // out as [tile of x][K / 64][tile_m rows][128 bytes, whose 16-byte pieces are swizzled by the row]. A word is two
 // neighbouring k; piece j of a span holds word j of each of a quad's four lanes. With `grouped` a tile has the rows of
 // x that pairs of one expert want. With `back` the order of k stays, and K may be odd.
-extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant__ Launched launched) {
   // `multiply` waits for this kernel alone and reads W at once, so it may start only when all work before is done.
   wait_for_prior_kernel();
   launch_dependents();
-  if (blockIdx.x < a.ctas) {
-    if constexpr (!Config::back) prefetch_scales(a, blockIdx.x, threadIdx.x);
+  const u32 ctas = count_ctas(launched);
+  if (blockIdx.x < ctas) {
+    const Arguments& a = part_of(launched, blockIdx.x);
+    if constexpr (!Config::back) prefetch_scales(a, blockIdx.x - a.first_cta, threadIdx.x);
     return;
   }
-  const u32 index = (blockIdx.x - a.ctas) * 128 + threadIdx.x,
+  const Arguments& a = launched.part[0];
+  const u32 index = (blockIdx.x - ctas) * 128 + threadIdx.x,
             pieces = a.column_tiles * a.depth_units * (X_BYTES / 16) / LAID_BLOCKS;
   if (index >= pieces) return;
   const u32 piece = index % 8, row = index / 8 % Config::tile_m, first = index / (8 * Config::tile_m) * LAID_BLOCKS,

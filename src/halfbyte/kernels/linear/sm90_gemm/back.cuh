@@ -31,7 +31,7 @@ struct ColumnPlace {
 
 // This thread's operands of a step of a unit, as in kernel.cu.
 template <int Operands>
-__device__ __forceinline__ void decode(u32 (&operands)[Operands], const Arguments&, u32 stage, u32 scales,
+__device__ __forceinline__ void decode(u32 (&operands)[Operands], const float (&)[16], u32 stage, u32 scales,
                                        const ColumnPlace& mine, int step, u32 column) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {

@@ -37,6 +37,7 @@
 //   grouped, activation                      of experts; what gates
 //   orders, wide, scatters                   results are in the order of the next product's x; are fp32; go to
 //                                            their pairs' rows
+//   parts                                    weights that one launch multiplies with (device/laid_out.cuh)
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
 #include "device/scaled_table.cuh"
@@ -70,7 +71,7 @@ __device__ __forceinline__ void load(u32 (&words)[2], u32 at) {
 __device__ __forceinline__ void load(u32 (&words)[1], u32 at) { words[0] = load_number(at); }
 
 // This thread's operands of a step of a unit. stage, scales: addresses of the unit's. column: of the table.
-__device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const Arguments& a, u32 stage, u32 scales,
+__device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&codebook)[16], u32 stage, u32 scales,
                                        const RowPlace& mine, int step, u32 column) {
 #pragma unroll
   for (int s = 0; s < STEP_SPANS; s++) {
@@ -83,7 +84,7 @@ __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const Argument
     for (int half = 0; half < 2; half++) {
       const float scale = __uint_as_float(half ? both.y : both.x);
       if (Config::permutes && half) {
-        const ScaledTable table(a.codebook, scale);
+        const ScaledTable table(codebook, scale);
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
           u32 pairs[4];
@@ -110,7 +111,8 @@ template <> struct PlaceOf<true> {
   typedef ColumnPlace Place;
 };
 
-__device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
+__device__ __forceinline__ void multiply_units(const Arguments& a, const float (&codebook)[16], u32 first, u32 last,
+                                               u32 warp, u32 lane) {
   const u32 member = lane % 4, column = wide_column_of(shared(), lane);
   const PlaceOf<Config::back>::Place mine(warp, lane);
   const auto release = [&](u32 barrier) {
@@ -124,7 +126,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
   u32 used = 0;                       // the barrier of the stage of x that is multiplied; 0: none
   bool fresh = true;                  // the tile's sums are zero
   wait(shared() + W_FULL, 0);
-  decode(even, a, shared() + W_AT, shared() + SCALE, mine, 0, column);
+  decode(even, codebook, shared() + W_AT, shared() + SCALE, mine, 0, column);
   for (u32 unit = first; unit < last; unit++) {
     const u32 stage = shared() + W_AT + w.at * W_BYTES, scales = shared() + SCALE + w.at * SCALE_BYTES;
     const u32 empty = shared() + W_EMPTY + 8 * w.at;
@@ -144,11 +146,11 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
       used = shared() + X_EMPTY + 8 * x.at;
       x.next(Config::x_stages);
       if (step + 1 < UNIT_K / STEP_K) {
-        decode(next, a, stage, scales, mine, step + 1, column);
+        decode(next, codebook, stage, scales, mine, step + 1, column);
         if (step + 2 == UNIT_K / STEP_K) release(empty);
       } else if (unit + 1 < last) {
         wait(shared() + W_FULL + 8 * w.at, w.parity);
-        decode(next, a, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, mine, 0, column);
+        decode(next, codebook, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, mine, 0, column);
       }
     };
     turn(even, odd, 0), turn(odd, even, 1), turn(even, odd, 2), turn(odd, even, 3);
@@ -160,7 +162,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
       // In a cluster each CTA adds up and stores its own groups of eight rows of x.
       if constexpr (Config::cluster > 1) cluster_reduce<WARPS>(total, a, at, shared() + W_AT, warp, lane);
       if constexpr (Config::grouped) store_pairs(a, total, at, first_row(at) + mine.row, member);
-      else if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane))
+      else if (fix_up<Config::direct, WARPS>(total, a, at, own_number(a), warp, lane))
         store_tile(a, total, at, first_row(at) + mine.row, member, [](u32 i) { return is_own(i); });
       fresh = true;
     }
@@ -168,9 +170,10 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Launched launched) {
+  const Arguments& a = part_of(launched, number_in_launch());
   if ((u32(__cvta_generic_to_shared(memory)) & 0xffffff) != BASE) __trap();
-  u32 first = first_unit(a, own_number()), last = end_unit(a, own_number());
+  u32 first = first_unit(a, own_number(a)), last = end_unit(a, own_number(a));
   if constexpr (Config::cluster > 1) {  // each CTA has a part of the cluster's run, which is of one tile
     const u32 units = last - first;
     last = first + units * (own_rank() + 1) / Config::cluster, first += units * own_rank() / Config::cluster;
@@ -188,8 +191,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::consumer_registers));
-    make_wide_table<WARPS>(shared(), a.codebook, warp, lane);
+    const auto& codebook = launched.part[0].codebook;  // of all parts, and there at a place that is known
+    make_wide_table<WARPS>(shared(), codebook, warp, lane);
     sync_all();
-    multiply_units(a, first, last, warp, lane);
+    multiply_units(a, codebook, first, last, warp, lane);
   }
 }

@@ -13,7 +13,7 @@ import torch
 from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
-from halfbyte.kernels.linear import laid_out
+from halfbyte.kernels.linear import laid_out, side_by_side
 from halfbyte.kernels.linear.codebook import exact_codebook
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import GroupProduct, Product
@@ -73,20 +73,21 @@ def plan_group(m: int, group: Sequence[Problem], properties: DeviceProperties) -
 
 
 def group_variant(group: Sequence[Problem], plan: GemmGroup, properties: DeviceProperties) -> Variant | None:
-    """None: each takes what it takes alone."""
-    return None
+    """None where launches follow each other: each takes what it takes alone."""
+    return variant(group[0], plan.plans[0], properties, len(group)) if plan.is_one_launch else None
 
 
 def bind_group(
     device: torch.device, m: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: GemmGroup
 ) -> GroupProduct:
-    """The products with several weights on the current device, one after the other, of as many rows as there are tiles
-    of x for m; each chunk of x is laid out once."""
+    """The products with several weights on the current device, of as many rows as there are tiles of x for m; each
+    chunk of x is laid out once."""
     kernel, chunk = sys.modules[__name__], plan.plans[0].chunk
-    of_chunk = laid_out.bind_group(kernel, device, min(m, chunk), group, weights, plan.plans)
+    bind_chunk = side_by_side.bind if plan.is_one_launch else laid_out.bind_group
+    of_chunk = bind_chunk(kernel, device, min(m, chunk), group, weights, plan.plans)
     if m <= chunk:
         return of_chunk
-    of_rest = laid_out.bind_group(kernel, device, (m - 1) % chunk + 1, group, weights, plan.plans)
+    of_rest = bind_chunk(kernel, device, (m - 1) % chunk + 1, group, weights, plan.plans)
     row, out_rows = group[0].k * group[0].dtype.itemsize, [o.n * o.dtype.itemsize for o in group]
 
     def multiply(stream: int, x: int, m: int, results: Iterable[int]) -> None:
@@ -101,9 +102,9 @@ def bind_group(
 
 
 @lru_cache(1 << 12)  # asked for by each weight
-def variant(problem: Problem, plan: GemmPlan, properties: DeviceProperties) -> Variant:
-    """What is compiled."""
-    return Variant.of(source(), "90a", constants(problem, plan))
+def variant(problem: Problem, plan: GemmPlan, properties: DeviceProperties, parts: int = 1) -> Variant:
+    """What is compiled. parts: weights that one launch multiplies with."""
+    return Variant.of(source(), "90a", constants(problem, plan) | {"parts": parts})
 
 
 def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
@@ -122,7 +123,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "consumer_registers": consumer, "shared_bytes": plan.shared_bytes(span_of(problem)), "back": plan.back,
         "copies_x": copies_x(problem, plan.back),
         "activation": "Activation::none", "residual": False,
-        "grouped": False, "wide": False, "scatters": False, "orders": False,
+        "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
     }  # fmt: skip
 
 

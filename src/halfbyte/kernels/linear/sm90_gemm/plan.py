@@ -9,7 +9,7 @@ from functools import lru_cache
 from operator import itemgetter
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
-from halfbyte.kernels.linear import spread
+from halfbyte.kernels.linear import side_by_side, spread
 from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, can_be_numbered, copies_x, span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.spread import most_tiles
@@ -136,13 +136,12 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
         launches = -(-x_tiles // most)
         chunk = -(-x_tiles // launches)
         row_tiles, depth, stages = -(-n // 128), -(-k // UNIT_K), x_stages(tile_m)
-        tiles, part, whole = row_tiles * chunk, h200.GEMM_PART * tile_m / 256, h200.GEMM_TILE * tile_m / 256
+        tiles, (part, whole) = row_tiles * chunk, _ends(tile_m)
         # The last launch may have fewer tiles than the others, and every CTA has work in each.
         fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // chunk) - 1) * chunk)
         busy = []  # of the busiest CTA, workers and cluster
         for workers in {min(properties.sms, fewest), min(properties.sms, fewest, tiles)}:  # all, or one for each tile
-            parts = min(1 + workers / tiles, DIRECT) if workers != tiles else 0
-            busy.append((-(-tiles * depth // workers) * unit + parts * part + whole * tiles / workers, workers, 1))
+            busy.append((_busiest(tiles, depth, workers, tile_m, unit), workers, 1))
         cluster = h200.GEMM_CLUSTER
         most_shares = min(properties.clusters(cluster) // tiles, depth // cluster)  # every CTA has a unit
         for shares in range(1, most_shares + 1) if launches == 1 else ():
@@ -157,8 +156,58 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
     return next((plan for plan in plans if is_valid(plan, m, n, k, span, properties)), None)
 
 
+def _ends(tile_m: int) -> tuple[float, float]:
+    """µs of a part of a tile, and of a tile besides."""
+    return h200.GEMM_PART * tile_m / 256, h200.GEMM_TILE * tile_m / 256
+
+
+def _busiest(tiles: int, depth: int, workers: int, tile_m: int, unit: float) -> float:
+    """µs of the busiest of so many CTAs that share tiles."""
+    part, whole = _ends(tile_m)
+    parts = min(1 + workers / tiles, DIRECT) if workers != tiles else 0
+    return -(-tiles * depth // workers) * unit + parts * part + whole * tiles / workers
+
+
 def group_plan(m: int, group: Sequence[Problem], properties: DeviceProperties) -> GemmGroup | None:
-    """The plans for x [m, K] and several weights, each its own, or None where x is not laid out in one way for all."""
+    """The plans for x [m, K] and several weights: of one launch, or of launches that follow each other, whichever is
+    faster; None where x is not laid out in one way for all."""
+    found = (in_one_launch(m, group, properties), one_after_another(m, group, properties))
+    return min(filter(None, found), key=lambda plan: plan.microseconds, default=None)
+
+
+def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties) -> GemmGroup | None:
+    """Of weights that are alike: CTAs are dealt out to them."""
+    if not side_by_side.are_alike(group) or m < 1 or properties.ptx != 90:
+        return None
+    every, rates, found = side_by_side.merged(group), properties.rates, []
+    depth, reading = -(-every.k // UNIT_K), every.megabytes / (h200.GEMM_BANDWIDTH * rates.bandwidth)
+    for tile_m, unit in h200.GEMM_UNIT.items():
+        x_tiles = -(-m // tile_m)
+        launches = -(-x_tiles // max(1, h200.GEMM_X_BYTES // (2 * every.k * tile_m)))
+        chunk = -(-x_tiles // launches)
+        last = x_tiles - (-(-x_tiles // chunk) - 1) * chunk  # tiles of the last launch
+        row_tiles = [-(-o.n // 128) for o in group]
+        dealt = side_by_side.deal([rows * depth * last for rows in row_tiles], properties.sms)
+        choices = {dealt}
+        if sum(row_tiles) * chunk <= properties.sms and chunk == last:
+            choices.add(tuple(rows * chunk for rows in row_tiles))
+        for workers in choices:
+            each = zip(row_tiles, workers, strict=True)
+            busy = max(_busiest(rows * chunk, depth, ctas, tile_m, unit) for rows, ctas in each)
+            time = launches * (h200.GEMM_START + math.hypot(busy / rates.clock, reading))
+            shape = tile_m, 2, W_STAGES, x_stages(tile_m)
+            plans = tuple(GemmPlan(*shape, ctas, 1, chunk * tile_m, time) for ctas in workers)
+            found.append((time, plans))
+    valid = (
+        GemmGroup(plans, time, is_one_launch=True)
+        for time, plans in sorted(found, key=itemgetter(0))
+        if all(is_valid(p, m, o.n, o.k, span_of(o), properties) for p, o in zip(plans, group, strict=True))
+    )
+    return next(valid, None)
+
+
+def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProperties) -> GemmGroup | None:
+    """Each weight as alone, but that x is laid out once."""
     plans = tuple(found for problem in group if (found := gemm_plan(m, problem, properties)) is not None)
     ways = {(o.k, o.dtype, span_of(o), p.tile_m, p.chunk) for o, p in zip(group, plans, strict=False)}
     if len(plans) < len(group) or len(ways) > 1:

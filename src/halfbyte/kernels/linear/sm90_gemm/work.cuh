@@ -39,7 +39,11 @@ __device__ __forceinline__ u32 shared() { return Config::cluster > 1 ? u32(__cvt
 
 // The hardware starts CTAs in the order of blockIdx, and a CTA waits for CTAs of higher numbers only; so numbers go the
 // other way, and whoever is waited for has started. CTAs of a cluster have the same number.
-__device__ __forceinline__ u32 own_number() { return gridDim.x - 1 - blockIdx.x; }
+__device__ __forceinline__ u32 number_in_launch() { return gridDim.x - 1 - blockIdx.x; }
+// Among those that share the work with its weight.
+__device__ __forceinline__ u32 own_number(const Arguments& a) {
+  return number_in_launch() - (Config::parts > 1 ? a.first_cta : 0);
+}
 // Pipeline barriers and table are ready.
 __device__ __forceinline__ void sync_all() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
 // Of a tile, the first row of W.

@@ -46,7 +46,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   const auto row_at = [&](const WorkUnit& at, u32 i) { return row_of(a, at, first_row(at) + thread + 128 * i); };
   if constexpr (Config::resident > 0) {
     // The kernel before may be the one that writes W: until it has ended W may be prefetched, but not read.
-    prefetch_scales(a, own_number(), thread);
+    prefetch_scales(a, own_number(a), thread);
     if (thread == 0)
       asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map),
                    "r"(at.depth * (UNIT_K / 2)), "r"(at.row_tile * TILE_N)

@@ -36,6 +36,7 @@
 //   activation, residual                     what y is combined with (device/laid_out.cuh)
 //   grouped, wide, scatters                  of experts, whose `activation` is what gates: results are fp32; they go to
 //                                            their pairs' rows
+//   parts                                    weights that one launch multiplies with (device/laid_out.cuh)
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
 #include "fetch.cuh"
@@ -132,7 +133,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
         cluster_reduce<WARPS>(total, a, at, shared() + TILES, warp, lane);  // over W's stages, which are done with
         store(at);
       } else {
-        if (Config::grouped || fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane)) store(at);
+        if (Config::grouped || fix_up<Config::direct, WARPS>(total, a, at, own_number(a), warp, lane)) store(at);
 #pragma unroll
         for (int i = 0; i < SUMS; i++) total[i] = 0;
       }
@@ -178,9 +179,10 @@ __device__ __forceinline__ void lay_out_x(const Arguments& a, u32 first, u32 las
   sync_x();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Launched launched) {
+  const Arguments& a = part_of(launched, number_in_launch());
   if ((u32(__cvta_generic_to_shared(memory)) & 0xffffff) != BASE) __trap();
-  const u32 first = first_unit(a, own_number()), last = end_unit(a, own_number()), lane = threadIdx.x % 32;
+  const u32 first = first_unit(a, own_number(a)), last = end_unit(a, own_number(a)), lane = threadIdx.x % 32;
   if (Config::grouped && first == last) return wait_for_prior_kernel();  // what follows relies on it
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
   if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");

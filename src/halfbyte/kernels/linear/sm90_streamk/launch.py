@@ -11,7 +11,7 @@ import torch
 
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
-from halfbyte.kernels.linear import laid_out
+from halfbyte.kernels.linear import laid_out, side_by_side
 from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.fusion import Fusion
@@ -46,7 +46,10 @@ def plan_fused(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
 
 
 def group_variant(group: Sequence[Problem], plan: StreamKGroup, properties: DeviceProperties) -> Variant | None:
-    """That of the last, where it combines with what others have left; else each takes what it takes alone."""
+    """That of one launch for all; that of the last, where it combines with what others have left; else each takes what
+    it takes alone."""
+    if plan.is_one_launch:
+        return variant(group[0], plan.plans[0], properties, len(group))
     last = plan.plans[-1]
     return variant(group[-1], last, properties) if last.activation or last.residual else None
 
@@ -63,9 +66,9 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
 def bind_group(
     device: torch.device, m: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: StreamKGroup
 ) -> GroupProduct:
-    """The products with several weights on the current device, one after the other, of as many rows as there are tiles
-    of x for m; x is laid out once."""
-    return laid_out.bind_group(sys.modules[__name__], device, m, group, weights, plan.plans)
+    """The products with several weights on the current device, of as many rows as there are tiles of x for m."""
+    bind_all = side_by_side.bind if plan.is_one_launch else laid_out.bind_group
+    return bind_all(sys.modules[__name__], device, m, group, weights, plan.plans)
 
 
 def bind_fused(
@@ -81,9 +84,9 @@ def bind_fused(
 
 
 @lru_cache(1 << 12)  # asked for by each weight
-def variant(problem: Problem, plan: StreamKPlan, properties: DeviceProperties) -> Variant:
-    """What is compiled."""
-    return Variant.of(source(), "90a", constants(problem, plan))
+def variant(problem: Problem, plan: StreamKPlan, properties: DeviceProperties, parts: int = 1) -> Variant:
+    """What is compiled. parts: weights that one launch multiplies with."""
+    return Variant.of(source(), "90a", constants(problem, plan) | {"parts": parts})
 
 
 def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
@@ -98,7 +101,7 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,
         "copies_x": False, "activation": f"Activation::{plan.activation or 'none'}",
-        "grouped": False, "wide": False, "scatters": False, "orders": False,
+        "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from operator import itemgetter
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
-from halfbyte.kernels.linear import spread
+from halfbyte.kernels.linear import side_by_side, spread
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, can_be_numbered, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem
@@ -121,7 +121,8 @@ def streamk_plan(m: int, problem: Problem, properties: DeviceProperties, batch_i
         found = _invariant_plan(m, n, k, span, properties)
     else:
         tile_m = _tile_m(m, n, k)
-        found = _resident_plan(tile_m, m, n, k, span, properties) or _cut_plan(tile_m, m, n, k, span, properties)
+        of_one = _resident_plans(tile_m, m, (n,), k, span, properties)
+        found = (of_one[0], of_one[1][0]) if of_one else _cut_plan(tile_m, m, n, k, span, properties)
     if found is None:
         return None
     busy, plan = found
@@ -129,7 +130,61 @@ def streamk_plan(m: int, problem: Problem, properties: DeviceProperties, batch_i
 
 
 def group_plan(m: int, group: Sequence[Problem], properties: DeviceProperties) -> StreamKGroup | None:
-    """The plans for x [m, K] and several weights, or None where x is not laid out in one way for all."""
+    """The plans for x [m, K] and several weights: of one launch, or of launches that follow each other, whichever is
+    faster; None where x is not laid out in one way for all."""
+    found = (in_one_launch(m, group, properties), one_after_another(m, group, properties))
+    return min(filter(None, found), key=lambda plan: plan.microseconds, default=None)
+
+
+def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties) -> StreamKGroup | None:
+    """Of weights that are alike: CTAs are dealt out to them, in equal parts of the units or so that every CTA's are of
+    one tile, whose x it may keep."""
+    if not side_by_side.are_alike(group) or m < 1 or properties.ptx != 90:
+        return None
+    every, span, sides = side_by_side.merged(group), span_of(group[0]), [o.n for o in group]
+    tile_m = _tile_m(m, every.n, every.k)
+    found = _resident_plans(tile_m, m, sides, every.k, span, properties) or _shared_plans(
+        tile_m, m, sides, every.k, span, properties
+    )
+    if found is None:
+        return None
+    busy, plans = found
+    estimate = _microseconds(busy, plans[0], m, every, properties)
+    each = tuple(replace(plan, microseconds=estimate) for plan in plans)
+    return StreamKGroup(each, estimate, is_one_launch=True)
+
+
+def _shared_plans(
+    tile_m: int, m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
+) -> tuple[float, list[StreamKPlan]] | None:
+    """The plans of weights of so many rows in one launch, where x is laid out ahead; the time of the busiest CTA."""
+    depth, found = -(-k // UNIT_K), []
+    for (other, warpgroups), (stages, cost) in h200.STREAMK_TILES.items():
+        if other != tile_m:
+            continue
+        part = h200.STREAMK_PART[tile_m] * warpgroups
+        tiles = [-(-n // (64 * warpgroups)) * -(-m // tile_m) for n in sides]
+        dealt = side_by_side.deal([some * depth for some in tiles], properties.sms)
+        time = max(
+            -(-some * depth // ctas) * cost + h200.STREAMK_RUN[tile_m] + (ctas / some + 1) * part
+            for some, ctas in zip(tiles, dealt, strict=True)
+        )
+        found.append((time, [StreamKPlan(tile_m, warpgroups, stages, ctas) for ctas in dealt]))
+        time, shares = _best_shares(sum(tiles), depth, cost, h200.STREAMK_CUT[tile_m], part, properties.sms)
+        found.append((time, [StreamKPlan(tile_m, warpgroups, stages, some * shares) for some in tiles]))
+    return next(
+        (pair for pair in sorted(found, key=itemgetter(0)) if _are_valid(pair[1], m, sides, k, span, properties)), None
+    )
+
+
+def _are_valid(
+    plans: Sequence[StreamKPlan], m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
+) -> bool:
+    return all(is_valid(plan, m, n, k, span, properties) for plan, n in zip(plans, sides, strict=True))
+
+
+def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProperties) -> StreamKGroup | None:
+    """Each weight as alone, but that x is laid out once."""
     plans = tuple(found for problem in group if (found := streamk_plan(m, problem, properties, False)) is not None)
     if len(plans) < len(group) or any(found.resident for found in plans):
         return None
@@ -247,14 +302,16 @@ def _tile_m(m: int, n: int, k: int) -> int:
     return next((tile_m for tile_m in TILES_M if tile_m >= m), TILES_M[-1])
 
 
-def _resident_plan(
-    tile_m: int, m: int, n: int, k: int, span: int, properties: DeviceProperties
-) -> tuple[float, StreamKPlan] | None:
-    """The plan in which every CTA keeps its x, a part of one tile, with the time of the busiest CTA; None where there
-    is no room for that. Where all clusters of a tile's CTAs run at once, they add up among themselves."""
+def _resident_plans(
+    tile_m: int, m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
+) -> tuple[float, list[StreamKPlan]] | None:
+    """The plans of weights of so many rows in one launch in which every CTA keeps its x, a part of one tile, with the
+    time of the busiest CTA; None where there is no room for that. Where all clusters of a tile's CTAs run at once, they
+    add up among themselves."""
     depth, found = -(-k // UNIT_K), []
     for warpgroups, unit in h200.RESIDENT_UNIT.items():
-        tiles = -(-n // (64 * warpgroups)) * -(-m // tile_m)
+        each = [-(-n // (64 * warpgroups)) * -(-m // tile_m) for n in sides]
+        tiles = sum(each)
         scattered = warpgroups > 2 and k % h200.RESIDENT_SCALES_K != 0
         cost = unit * h200.RESIDENT_TILE_M[tile_m] * (h200.RESIDENT_SCATTERED if scattered else 1)
         for shares in range(1, min(depth, properties.sms // tiles) + 1):
@@ -263,10 +320,10 @@ def _resident_plan(
             adding = fix_up if cluster == 1 else h200.CLUSTER_PART * shares
             time = resident * cost + warpgroups * h200.RESIDENT_WARPGROUP + adding
             for stages in range(min(h200.RESIDENT_STAGES, max(resident, 2)), h200.RESIDENT_MOST_STAGES + 1):
-                shape = tile_m, warpgroups, stages, tiles * shares, resident, cluster
-                found.append((time, -stages, shape))
-    plans = ((time, StreamKPlan(*shape)) for time, _, shape in sorted(found, key=itemgetter(0, 1)))
-    return next((pair for pair in plans if is_valid(pair[1], m, n, k, span, properties)), None)
+                plans = [StreamKPlan(tile_m, warpgroups, stages, some * shares, resident, cluster) for some in each]
+                found.append((time, -stages, plans))
+    ordered = ((time, plans) for time, _, plans in sorted(found, key=itemgetter(0, 1)))
+    return next((pair for pair in ordered if _are_valid(pair[1], m, sides, k, span, properties)), None)
 
 
 def _best_shares(tiles: int, depth: int, cost: float, cut: float, part: float, sms: int) -> tuple[float, int]:

@@ -46,8 +46,12 @@ __device__ __forceinline__ float load_code(u32 address) {
 }
 // The hardware starts CTAs in the order of blockIdx, and a CTA waits for CTAs of higher numbers only; so numbers go the
 // other way, and whoever is waited for has started. CTAs of a cluster start together.
-__device__ __forceinline__ u32 own_number() {
+__device__ __forceinline__ u32 number_in_launch() {
   return Config::cluster > 1 ? blockIdx.x * Config::cluster + blockIdx.y : gridDim.x - 1 - blockIdx.x;
+}
+// Among those that share the work with its weight.
+__device__ __forceinline__ u32 own_number(const Arguments& a) {
+  return number_in_launch() - (Config::parts > 1 ? a.first_cta : 0);
 }
 
 // Of a tile, the first row of W.

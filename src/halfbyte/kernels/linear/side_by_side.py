@@ -1,0 +1,80 @@
+"""Several products with the same x in one launch: how CTAs are dealt out to weights, and how that is launched."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.common.driver import Arguments
+from halfbyte.kernels.linear import laid_out, workspace
+from halfbyte.kernels.linear.kernel import GroupProduct
+from halfbyte.kernels.linear.laid_out import ARGUMENTS_BYTES, LAYOUT, LaidOutKernel, LaidOutPlan
+from halfbyte.kernels.linear.problem import Addresses, Problem
+
+MOST = 4  # weights of a launch: each has 384 bytes of its arguments
+
+
+def are_alike(group: Sequence[Problem]) -> bool:
+    """True if the weights differ in their rows alone, so that one kernel is for all."""
+    return 1 < len(group) <= MOST and len({replace(o, n=0, bias=False) for o in group}) == 1
+
+
+def merged(group: Sequence[Problem]) -> Problem:
+    """All rows as those of one weight."""
+    return replace(group[0], n=sum(o.n for o in group))
+
+
+def deal(units: Sequence[int], ctas: int) -> tuple[int, ...]:
+    """How many of so many CTAs, at least one for each, take each weight's units of work, so that the busiest has as
+    little as can be. None is without a unit."""
+    dealt = [1] * len(units)
+    for _ in range(min(ctas, sum(units)) - len(units)):
+        dealt[max(range(len(units)), key=lambda i: units[i] / dealt[i])] += 1
+    return tuple(map(min, units, dealt))
+
+
+def bind(
+    kernel: LaidOutKernel,
+    device: torch.device,
+    m: int,
+    group: Sequence[Problem],
+    weights: Sequence[Addresses],
+    plans: Sequence[LaidOutPlan],
+) -> GroupProduct:
+    """The products with several weights on the current device, of as many rows as there are tiles of x for m."""
+    parts, properties = len(group), properties_of(device.index)
+    compiled = kernel.variant(group[0], plans[0], properties, parts)
+    prepared = [laid_out.fixed_arguments(kernel, m, *each) for each in zip(group, weights, plans, strict=True)]
+    first_ctas = (0, *accumulate(plan.ctas for plan in plans))
+    ctas, plan = first_ctas[-1], plans[0]
+    key = device.index, prepared[0].x_units, (plan, ctas), compiled
+    lay_out, multiply = laid_out.launches.get(
+        key, lambda: laid_out.make_launches(device.index, prepared[0].x_units, plan, compiled, ctas)
+    )
+    memory = ctypes.create_string_buffer(parts * ARGUMENTS_BYTES)
+    told = [
+        Arguments(LAYOUT, part.fixed, part.after(first), memory, place * ARGUMENTS_BYTES)
+        for place, (part, first) in enumerate(zip(prepared, first_ctas, strict=False))
+    ]
+    sums = plan.copied_rows * plan.tile_m  # of a CTA
+    partial = ctas * sums if any(part.fixes_up for part in prepared) else 0
+    room, x_bytes = [first * sums * 4 for first in first_ctas], prepared[0].laid_out
+
+    def run(stream: int, x: int, m: int, results: Iterable[int]) -> None:
+        place = torch.empty(x_bytes, dtype=torch.uint8, device=device) if x_bytes else None
+        at = 0 if place is None else place.data_ptr()
+        sums_at, left, count = workspace.take(device, stream, partial) if partial else (0, 0, 0)
+        addresses = iter(results)
+        for arguments, before in zip(told, room, strict=False):
+            bias, out = next(addresses), next(addresses)
+            arguments.set(x, bias, out, at, sums_at + before if partial else 0, left, 0, count // 4, m)
+        if place is not None:
+            lay_out(stream, told[0].parameters)
+        multiply(stream, told[0].parameters)
+
+    return run
