@@ -126,7 +126,7 @@ def _is_better_sorted(x: Tensor, stacks: Sequence[QuantizedWeight], pairs: int) 
 def is_better_sorted(pairs: int, experts: int, problems: Sequence[Problem], properties: DeviceProperties) -> bool:
     """Whether so few pairs are estimated to take less time once they are sorted: where experts have more than eight
     each, whose weights are then read once."""
-    routed = sum(routed_microseconds(pairs, experts, o.megabytes) for o in problems)
+    routed = sum(routed_microseconds(pairs, experts, o) for o in problems)
     return grouped.microseconds(pairs, experts, problems, properties) < routed
 
 

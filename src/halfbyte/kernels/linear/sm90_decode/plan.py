@@ -12,6 +12,7 @@ import torch
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear.fusion import ALONE, Fusion
+from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.spread import usual_tiles
 from halfbyte.kernels.linear.tune import h200
 
@@ -270,10 +271,16 @@ def routed_plan(
     return next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
 
 
-def routed_microseconds(pairs: int, experts: int, megabytes: float) -> float:
-    """The estimated time of so many pairs with a stack of so many bytes: each expert is read for every eight of its
-    pairs."""
-    return h200.ROUTED_START + usual_tiles(pairs, experts, 8) * megabytes / experts / h200.ROUTED_BANDWIDTH
+def routed_microseconds(pairs: int, experts: int, problem: Problem) -> float:
+    """The estimated time of so many pairs with a stack: each expert is read for every eight of its pairs. The rows of
+    the problem are those of all experts."""
+    reading = (
+        usual_tiles(pairs, experts, 8)
+        * problem.megabytes
+        / experts
+        / h200.ROUTED_BANDWIDTH[64 if problem.block_size >= 64 else 32]
+    )
+    return h200.ROUTED_START + reading
 
 
 def _turns(at_once: int, cluster: int, tiles: int, properties: DeviceProperties) -> int:

@@ -255,5 +255,6 @@ GROUPED_NARROW, GROUPED_SHORT_SPANS = 1.25, 1.2
 GROUPED_BACK_TIMES = {tile_m: GroupedTimes(unit, tile_m / 50) for tile_m, unit in BACK_UNIT.items()}
 # µs of the sort, and of a thousand pairs in it.
 SORT_START, SORT_PAIRS = 9.0, 0.6
-# µs of a launch for pairs that are not, and MB a µs that experts come with, once for every eight rows of x.
-ROUTED_START, ROUTED_BANDWIDTH = 5.5, 3.15
+# µs of a launch for pairs that are not, and MB a µs that experts come with, once for every eight rows of x; by weights
+# that share a scale.
+ROUTED_START, ROUTED_BANDWIDTH = 5.5, {64: 3.45, 32: 2.9}
