@@ -150,7 +150,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const float (
         if (step + 2 == UNIT_K / STEP_K) release(empty);
       } else if (unit + 1 < last) {
         wait(shared() + W_FULL + 8 * w.at, w.parity);
-        decode(next, codebook, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, mine, 0, column);
+        decode(next, codebook, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, mine, 0,
+               column);
       }
     };
     turn(even, odd, 0), turn(odd, even, 1), turn(even, odd, 2), turn(odd, even, 3);
