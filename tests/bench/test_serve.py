@@ -129,6 +129,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_record_of_both_providers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
+    told: list[int] = []  # how many tokens each request asks for
 
     @contextmanager
     def running(command: Any, variables: Any, port: int) -> Iterator[None]:
@@ -140,9 +141,10 @@ def test_a_record_of_both_providers(model: Path, tmp_path: Path, monkeypatch: py
     plain = loads.ask
 
     def ask_at(port: int) -> Any:
-        return lambda _, load, prompt: plain(port, load, prompt)
+        return lambda _, load, prompt: told.append(load.new_tokens) or plain(port, load, prompt)
 
     monkeypatch.setattr(servers, "running", running)
+    monkeypatch.setattr(bench, "UNTIMED_TOKENS", 2)
     options = [
         "--engine",
         "vllm",
@@ -165,6 +167,9 @@ def test_a_record_of_both_providers(model: Path, tmp_path: Path, monkeypatch: py
         ("halfbyte", 1, 2), ("halfbyte", 3, 6), ("without halfbyte", 1, 2), ("without halfbyte", 3, 6),
     ]  # fmt: skip
     assert all(row["same_as_alone"] == row["requests"] and row["tokens_per_s"] > 0 for row in record["rows"])
+    assert {(row["model"], row.get("checkpoint")) for row in record["rows"]} == {("model", None), ("model", "dense")}
+    # Prompts alone and again, then each load behind one request of each client.
+    assert told == 2 * [*[TOKENS] * 3, 2, *[TOKENS] * 2, *[2] * 3, *[TOKENS] * 6]
     (ours, none), (theirs, plugins) = asked
     assert (none, plugins) == ({}, {"VLLM_PLUGINS": "none"})
     assert ours[-2:] == theirs[-2:] == ["--seed", "1"]

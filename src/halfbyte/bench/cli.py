@@ -321,7 +321,7 @@ def serve(
     path = str(find_model(model).path)
     settings = Settings(
         chosen.name, counts, requests, prompt_tokens, new_tokens, seconds, dtype, seed,
-        path if baseline is None else baseline, tuple(context.args),
+        path if baseline is None else baseline, tuple(context.args), "" if Path(model).is_dir() else model,
     )  # fmt: skip
     runs.run_serving(path, settings, out)
 

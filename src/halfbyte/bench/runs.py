@@ -98,7 +98,8 @@ def run_serving(model: str, settings: Any, out: Path | None) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record = _empty_record("serve", bench.METHOD, device)
-    _run_each(record, itemgetter("model"), {model: partial(bench.serve_rows, model, settings, say)}, device, out)
+    work = {(settings.label(model), settings.engine): partial(bench.serve_rows, model, settings, say)}
+    _run_each(record, itemgetter("model", "engine"), work, device, out)
     terminal().print(bench.terminal_table(record))
     _check_right(record)
 

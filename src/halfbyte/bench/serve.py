@@ -1,8 +1,9 @@
 """`halfbyte bench serve`: throughput and latency of a served model, beside the same engine without halfbyte.
 
 Before a load is timed, every prompt is asked for once, alone: an answer that fails, or that repeats differently, makes
-an error and no time. Then each number of clients asks the same seeded requests of each server. Loads go to this
-machine only, and are bounded in requests and seconds.
+an error and no time. Then each number of clients asks the same seeded requests of each server, after a short load that
+is not timed: what a server compiles and captures for so many, it does once. Loads go to this machine only, and are
+bounded in requests and seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from halfbyte.bench import load as loads
@@ -20,11 +22,13 @@ from halfbyte.serving.choice import VLLM
 from halfbyte.terminal import Table
 
 METHOD = (
-    "clients on 127.0.0.1, one request at a time each, streamed and greedy; tokens of all answers over the time of the "
-    "load; ms from a request to its first token and from token to token, as clients see them"
+    "clients on 127.0.0.1, one request at a time each, streamed and greedy, after a short load that is not timed; "
+    "tokens of all answers over the time of the load; ms from a request to its first token and from token to token, as "
+    "clients see them"
 )
 CLIENTS = (1, 8, 32, 64)
 PROMPTS = 16  # different ones
+UNTIMED_TOKENS = 8  # of each answer before a load is timed
 WITHOUT = "without halfbyte"
 
 
@@ -32,7 +36,8 @@ WITHOUT = "without halfbyte"
 class Settings:
     """engine: of serving.choice.ENGINES. clients: at once, each a load of its own. requests: of each client.
     prompt_tokens: the mean; prompts have from half to one and a half times as many. baseline: the checkpoint that the
-    engine gets without halfbyte; "" leaves that out. more: arguments of the engine."""
+    engine gets without halfbyte; "" leaves that out. more: arguments of the engine. name: of the model, in rows; by
+    default that of its folder."""
 
     engine: str
     clients: Sequence[int] = CLIENTS
@@ -44,6 +49,10 @@ class Settings:
     seed: int = 0
     baseline: str = ""
     more: Sequence[str] = ()
+    name: str = ""
+
+    def label(self, model: str) -> str:
+        return self.name or Path(model).name
 
 
 def serve_rows(model: str, settings: Settings, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -53,10 +62,12 @@ def serve_rows(model: str, settings: Settings, say: Callable[[str], None]) -> It
     for provider, (path, command_of) in providers.items():
         if not path:
             continue
-        facts = {
-            "model": model, "engine": settings.engine, "provider": provider, "checkpoint": path,
+        facts: dict[str, Any] = {
+            "model": settings.label(model), "engine": settings.engine, "provider": provider,
             "prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens, "seed": settings.seed,
         }  # fmt: skip
+        if path != model:
+            facts["checkpoint"] = Path(path).name
         port = servers.free_port()
         command, variables = command_of(settings.engine, path, port, settings.dtype, settings.more)
         say(f"{model}: {settings.engine}, {provider}")
@@ -85,6 +96,7 @@ def _loads(port: int, load: Load, settings: Settings, say: Callable[[str], None]
     right = {answer.prompt: answer.text for answer in alone}
     for clients in settings.clients:
         say(f"{clients} clients")
+        loads.run(port, replace(load, requests=clients, new_tokens=min(UNTIMED_TOKENS, load.new_tokens)), clients)
         answers = loads.run(port, replace(load, requests=clients * settings.requests), clients)
         # In 16 bits a sum may round otherwise in a fuller batch, and two tokens that are as likely change places.
         same = sum(answer.text == right[answer.prompt] for answer in answers)
@@ -109,13 +121,13 @@ HEADS = ("", "clients", "tokens/s", "ratio", "first token ms, p50", "p99", "betw
 def cells(record: Mapping[str, Any]) -> Iterator[list[str]]:
     """The rows of a table. ratio: of tokens a second, to the engine without halfbyte."""
     rows = record["rows"]
-    plain = {(row["model"], row.get("clients")): row.get("tokens_per_s") for row in rows if row["provider"] == WITHOUT}
+    plain = {_load_of(row): row.get("tokens_per_s") for row in rows if row["provider"] == WITHOUT}
     for row in rows:
         name = f"{row['model']}, {row['engine']}, {row['provider']}"
         if "tokens_per_s" not in row:
             yield [name, str(row.get("clients", "")), row.get("error") or row.get("left_out", ""), *[""] * 5]
             continue
-        speed, other = row["tokens_per_s"], plain.get((row["model"], row["clients"]))
+        speed, other = row["tokens_per_s"], plain.get(_load_of(row))
         ratio = f"{speed / other:.2f}" if other and row["provider"] == OURS else ""
         times = [row[f"{kind}_ms_{rank}"] for kind in ("first", "between") for rank in ("p50", "p99")]
         failed = f", {row['failed']} failed" if row["failed"] else ""
@@ -126,6 +138,11 @@ def cells(record: Mapping[str, Any]) -> Iterator[list[str]]:
             ratio,
             *("" if t is None else f"{t:.2f}" for t in times),
         ]
+
+
+def _load_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What engines with and without halfbyte are both asked."""
+    return row["model"], row["engine"], row.get("clients")
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
