@@ -7,6 +7,7 @@ cuBLAS more than anything.
 
 import math
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear import cuda
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.linear.kernel import plan_for, run
-from halfbyte.kernels.linear.problem import problem_of
+from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm75 import launch as sm75
 from halfbyte.kernels.linear.sm80 import launch as sm80
 from halfbyte.kernels.linear.sm80.plan import is_valid as ring_fits
@@ -38,8 +39,10 @@ from halfbyte.kernels.linear.sm80_back.plan import is_valid as back_fits
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import DecodePlan, Scales, is_valid
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
+from halfbyte.kernels.linear.sm90_gemm import plan as gemm_plans
 from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan, x_stages
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
+from halfbyte.kernels.linear.sm90_streamk import plan as streamk_plans
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
 from halfbyte.kernels.linear.sm90_streamk.plan import is_valid as plan_fits
 from halfbyte.kernels.linear.tune import h200
@@ -251,6 +254,27 @@ def test_linear_of_a_row_among_others(k: int) -> None:
     whole = hb.linear(x, q, batch_invariant=True)
     for m in (1, 9, 17, 33):
         assert torch.equal(hb.linear(x[:m], q, batch_invariant=True), whole[:m])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's")
+@pytest.mark.parametrize(("sides", "k"), [((300, 130, 1), 1088), ((9, 8, 7, 6), 320), ((129, 129), 64)])
+@pytest.mark.parametrize("m", [1, 33, 65, 257])
+def test_several_weights_in_one_launch(m: int, sides: tuple[int, ...], k: int) -> None:
+    """By both kernels that can; twice, since a launch clears the sums that the one before has left."""
+    weights, on_cpu = zip(*(weight((n, k)) for n in sides), strict=True)
+    x, biases = numbers(m, k), [numbers(n) if n % 3 else None for n in sides]
+    group = tuple(problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True))
+    for kernel, plans in ((gemm, gemm_plans), (hopper, streamk_plans)):
+        plan = plans.in_one_launch(m, group, properties_of(0))
+        product = kernel.bind_group(x.device, m, group, tuple(map(addresses, weights)), plan)
+        for _ in range(2):
+            results = [torch.full((m, n), 777.0, device="cuda").to(x.dtype) for n in sides]
+            told = (
+                (0 if bias is None else bias.data_ptr(), y.data_ptr()) for bias, y in zip(biases, results, strict=True)
+            )
+            product(torch.cuda.current_stream().cuda_stream, x.data_ptr(), m, chain.from_iterable(told))
+            for y, q, bias in zip(results, on_cpu, biases, strict=True):
+                check_product(y, x, q, bias, 5e-3)
 
 
 @pytest.mark.parametrize(("n", "k"), [(4, 1024), (36, 3072), (20, 7168), (68, 320)])
