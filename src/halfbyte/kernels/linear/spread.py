@@ -11,7 +11,6 @@ from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.kernels.linear.tune.h200 import GroupedTimes
 
-NARROWEST = 8  # rows of x a tile
 SPREAD = 6  # standard deviations: an expert's pairs are never more than so many away from the mean
 
 
@@ -50,8 +49,6 @@ def microseconds(
     tiles = math.ceil(usual_tiles(pairs, experts, tile_m) * -(-n // rows))
     busy = -(-tiles // properties.sms) * (-(-k // UNIT_K) * times.unit + times.tile) / rates.clock
     reading = o.megabytes * wanted(pairs, experts) / experts / (h200.GROUPED_BANDWIDTH * rates.bandwidth)
-    times_that = h200.GROUPED_NARROW if tile_m == NARROWEST else 1.0
-    if span_of(o) == 32:
-        times_that *= h200.GROUPED_SHORT_SPANS
+    times_that = h200.GROUPED_NARROW.get(tile_m, 1) * h200.GROUPED_SPANS[span_of(o)]
     laying = h200.GROUPED_LAYING * pairs * k / 1e6 / rates.bandwidth
     return h200.GEMM_START + laying + times_that * max(busy, reading)

@@ -249,8 +249,8 @@ GROUPED_STREAMK = {
     (64, 2): (3, GroupedTimes(1.10, 1.02)), (64, 3): (2, GroupedTimes(1.53, 1.88)),
 }  # fmt: skip
 GROUPED_LAYING, GROUPED_BANDWIDTH = 1.1, 4.0
-# How many times that on an H200: in the narrowest tiles; and where 32 weights share a scale.
-GROUPED_NARROW, GROUPED_SHORT_SPANS = 1.25, 1.2
+# How many times that on an H200: by tile_m, where it is narrow; and by the weights that share a scale.
+GROUPED_NARROW, GROUPED_SPANS = {8: 1.25}, {64: 1.0, 32: 1.2}
 # The same on the way back, not measured yet: a unit as of one weight, and a tile by its rows.
 GROUPED_BACK_TIMES = {tile_m: GroupedTimes(unit, tile_m / 50) for tile_m, unit in BACK_UNIT.items()}
 # µs of the sort, and of a thousand pairs in it.
