@@ -80,7 +80,10 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
         "engine": (engine_report.markdown, None),
         "profile": (roofline.markdown, roofline_plot.roofline),
     }
-    shorter = {"linear": sweep.summary, "decode": whole_models.summary, "train": whole_models.training_summary}
+    shorter = {
+        "linear": sweep.summary, "decode": whole_models.summary, "train": whole_models.training_summary,
+        "engine": engine_report.summary,
+    }  # fmt: skip
     blocks: dict[str, str] = {}
     for path in sorted(results.glob("*/*.json")):
         record = records.read(path)

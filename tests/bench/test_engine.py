@@ -307,7 +307,10 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("tiny, 128 + 32 tokens: bitsandbytes was not timed any further: it was late", False),
     ]
     blocks = figures._blocks(tmp_path / "out", None)
-    assert blocks == {f"{path.parent.name}/engine": engine_report.markdown(record)}
+    machine = path.parent.name
+    short = engine_report.summary(record)
+    assert blocks == {f"{machine}/engine": engine_report.markdown(record), f"{machine}/engine-summary": short}
+    assert "| tiny | 8 | 800 | 1,600 | **2.0×** |" in short
     others = [row | {"commit": "abc"} for row in record["rows"] if row["provider"] == "halfbyte"]
     assert "tiny with halfbyte: commit abc" in engine_report.markdown(record | {"rows": [*record["rows"][:2], *others]})
 

@@ -73,6 +73,19 @@ def markdown(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", EXPLAINED, "", *told, *[""][: len(told)], provenance(record)])
 
 
+def summary(record: Mapping[str, Any]) -> str:
+    """Tokens a second of whole calls: one line for each model and number of requests."""
+    providers = _providers(record)
+    found = ["model", "requests at once", *(f"{name}, tokens/s" for name in providers), f"speed-up over {BASELINE}"]
+    lines = [line(found), line(["---", *["---:"] * (len(found) - 1)])]
+    for (_, requests), rows in by_case(record):
+        speeds = {name: row["tokens_per_s"] for name, row in rows.items()}
+        ratio = f"**{speeds[OURS] / speeds[BASELINE]:.1f}×**" if {OURS, BASELINE} <= speeds.keys() else ""
+        cells = [f"{speeds[name]:,.0f}" if name in speeds else "" for name in providers]
+        lines.append(line([next(iter(rows.values()))["model"], str(requests), *cells, ratio]))
+    return "\n".join([*lines, "", provenance(record)])
+
+
 def _providers(record: Mapping[str, Any]) -> Sequence[str]:
     return list(dict.fromkeys(row["provider"] for row in record["rows"] if "tokens_per_s" in row))
 
