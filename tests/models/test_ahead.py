@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,23 @@ def test_a_prompt_and_its_steps(tiny: Any, compiled: list[list[nvrtc.Variant]]) 
     there.forget()
     there.begin(tiny, 1, 300, False)
     assert set(compiled[3]) == set(first)
+
+
+def test_every_step_of_a_server(
+    tiny: Any, compiled: list[list[nvrtc.Variant]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a call with as many rows would compile is among them."""
+    monkeypatch.setattr(ahead, "Thread", lambda target, daemon: SimpleNamespace(start=target))
+    ahead.begin_serving(tiny, 900)
+    (every,) = compiled
+    for rows in (1, 33, 64, 200, 512, 640, 900):
+        Ahead().begin(tiny, 1, rows, False)
+        assert set(compiled.pop()) <= set(every)
+    assert ahead.rows_up_to(900)[-2:] == [896, 900]
+    assert ahead.rows_up_to(3) == [1, 2, 3]
+    monkeypatch.setattr(ahead, "_can_compile", lambda device: False)
+    ahead.begin_serving(tiny, 900)
+    assert len(compiled) == 1
 
 
 def test_steps_with_what_they_fuse(tiny: Any, compiled: list[list[nvrtc.Variant]]) -> None:

@@ -1,13 +1,14 @@
-"""Kernels for a call of `generate`, compiled side by side.
+"""Kernels for a call of `generate`, or for a server's steps, compiled side by side.
 
 The products of a prompt, and then those of a step, ask for their kernels one by one, and a machine that has none of
 them in its cache would wait a second for each. A call knows how many rows its products will have; so all CPUs begin
-with what they need before the first product is launched.
+with what they need before the first product is launched. A server comes to ask for every number of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Thread
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from halfbyte.models.products import Fused, Group, products_of, variant_of_produ
 from halfbyte.nn.experts import Experts4bit
 
 GUESSED = 8  # tokens of a step that looks at guesses
+# Numbers of rows of which each is looked at, and the steps beyond: kernels change less often.
+STEPS = ((1, 64), (8, 512), (64, 2048), (512, 1 << 16))
 
 
 class Ahead:
@@ -52,6 +55,26 @@ class Ahead:
             config = model.config.get_text_config(decoder=True)
             self.products = products_of(weights_of(model), config.to_dict())
         nvrtc.compile_ahead(_variants(self.products, model, sorted(new), properties_of(model.device.index)))
+
+
+def begin_serving(model: Any, most: int) -> None:
+    """Before a server's first step, which may have any number of rows up to so many, and later ones others. Planning
+    for all of them takes a second or two, so it is done aside, too."""
+    if not _can_compile(model.device):
+        return
+    config = model.config.get_text_config(decoder=True)
+    products = products_of(weights_of(model), config.to_dict())
+    variants = _variants(products, model, rows_up_to(most), properties_of(model.device.index))
+    Thread(target=lambda: nvrtc.compile_ahead(variants), daemon=True).start()
+
+
+def rows_up_to(most: int) -> list[int]:
+    """The numbers of rows up to so many for which kernels may differ."""
+    found, last = [most], 0
+    for step, end in STEPS:
+        found += range(last + step, min(end, most) + 1, step)
+        last = end
+    return sorted({row for row in found if row > 0})
 
 
 def _can_compile(device: torch.device) -> bool:

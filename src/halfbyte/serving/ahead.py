@@ -21,11 +21,9 @@ from halfbyte.kernels.linear import reach
 from halfbyte.kernels.linear.dispatch import variant_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
+from halfbyte.models.ahead import rows_up_to
 from halfbyte.serving.arrivals import Weight
 from halfbyte.serving.products import as_one
-
-# Numbers of rows of which each is looked at, and the steps beyond: kernels change less often.
-STEPS = ((1, 64), (8, 512), (64, 2048), (512, 1 << 16))
 
 
 class Ahead:
@@ -38,11 +36,7 @@ class Ahead:
 
     @cached_property
     def rows(self) -> list[int]:
-        found, last = [self.most], 0
-        for step, end in STEPS:
-            found += range(last + step, min(end, self.most) + 1, step)
-            last = end
-        return sorted({row for row in found if row > 0})
+        return rows_up_to(self.most)
 
     def linear(self, dtype: torch.dtype, weights: Sequence[Weight], has_bias: bool) -> None:
         """The products of x of this dtype with the weights of a layer (products.py)."""

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 
 from halfbyte.models.accelerate import accelerate
+from halfbyte.models.ahead import begin_serving
 from halfbyte.serving.choice import PATIENCE, Model
 from halfbyte.serving.claims import MXFP4_METHODS
 from halfbyte.serving.requests import PATHS, problem
 
+# Of a step, for which kernels are compiled while the server starts: beyond these they are no others.
+MOST_ROWS = 8192
 # Of a CPU's memory, which other programs need too, transformers would take nine tenths for its cache.
 CPU_MEMORY = 0.2
 
@@ -111,6 +114,7 @@ def _manager(theirs: type[Any], served: Model, name: str, format: str | None) ->
             else:
                 model = super()._load_model(place, *arguments, **options)
             print(accelerate(model), file=sys.stderr, flush=True)
+            begin_serving(model, MOST_ROWS)
             return model
 
         def _load_in_4bit(self) -> Any:
