@@ -109,4 +109,13 @@ def test_what_was_measured_before_ctrl_c_is_kept(
         runs.run_cases("dequantize", cases(2), CPU, 1, tmp_path)
     (kept,) = tmp_path.rglob("*.json")
     assert kept.name == "dequantize.json"
-    assert [row["case"] for row in records.read(kept)["rows"]] == ["2×3", "2×3", "3×3", "3×3"]
+    first = records.read(kept)
+    assert [row["case"] for row in first["rows"]] == ["2×3", "2×3", "3×3", "3×3"]
+    # A later run that ends earlier takes nothing away.
+    monkeypatch.setattr(records, "_commit", lambda: "later")
+    with pytest.raises(KeyboardInterrupt):
+        runs.run_cases("dequantize", cases(1), CPU, 1, tmp_path)
+    second = records.read(kept)
+    assert [row["case"] for row in second["rows"]] == ["2×3", "2×3", "3×3", "3×3"]
+    assert [row.get("commit") for row in second["rows"]] == [None, None, *2 * [first["environment"]["commit"]]]
+    assert second["environment"]["commit"] == "later"

