@@ -284,6 +284,14 @@ def test_wrong_tokens_fail_once_all_is_kept(tmp_path: Path, monkeypatch: pytest.
     assert len(records.read(path)["rows"]) == 3
 
 
+def test_other_numbers_of_tokens_are_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tokens in ("32", "16"):
+        Engines(monkeypatch, bf16=[told(1, [[1]])])
+        bench(tmp_path / "out", 0, "--providers", "bf16", "--new-tokens", tokens)
+    (path,) = tmp_path.glob("out/*/engine.json")
+    assert [row["new_tokens"] for row in records.read(path)["rows"]] == [32, 16]
+
+
 def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = [told(8, [[1]] * 8, 800.0), told(1, [[1]], 90.0)]
     ours = [told(8, [[1]] * 8, 1600.0), told(1, [[1]], 180.0)]
