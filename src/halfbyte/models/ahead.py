@@ -52,20 +52,21 @@ class Ahead:
         if not new or not _can_compile(model.device):
             return
         if self.products is None:
-            config = model.config.get_text_config(decoder=True)
-            self.products = products_of(weights_of(model), config.to_dict())
+            self.products = _products_of(model)
         nvrtc.compile_ahead(_variants(self.products, model, sorted(new), properties_of(model.device.index)))
 
 
 def begin_serving(model: Any, most: int) -> None:
-    """Before a server's first step, which may have any number of rows up to so many, and later ones others. Planning
-    for all of them takes a second or two, so it is done aside, too."""
+    """Before a server's first step. Its steps may have any number of rows up to `most`. Planning for all of them takes
+    a second or two, so a thread of its own does that, too."""
     if not _can_compile(model.device):
         return
-    config = model.config.get_text_config(decoder=True)
-    products = products_of(weights_of(model), config.to_dict())
-    variants = _variants(products, model, rows_up_to(most), properties_of(model.device.index))
+    variants = _variants(_products_of(model), model, rows_up_to(most), properties_of(model.device.index))
     Thread(target=lambda: nvrtc.compile_ahead(variants), daemon=True).start()
+
+
+def _products_of(model: Any) -> set[Group | Fused]:
+    return products_of(weights_of(model), model.config.get_text_config(decoder=True).to_dict())
 
 
 def rows_up_to(most: int) -> list[int]:

@@ -21,7 +21,7 @@ from halfbyte.serving.choice import PATIENCE, Model
 from halfbyte.serving.claims import MXFP4_METHODS
 from halfbyte.serving.requests import PATHS, problem
 
-# Of a step, for which kernels are compiled while the server starts: beyond these they are no others.
+# The most rows of a step whose kernels are compiled while the server starts. Larger steps take the same kernels.
 MOST_ROWS = 8192
 # Of a CPU's memory, which other programs need too, transformers would take nine tenths for its cache.
 CPU_MEMORY = 0.2

@@ -100,6 +100,7 @@ class GroupedPlan(LaidOutPlan, Protocol):
 
 
 P = TypeVar("P", bound=LaidOutPlan)
+WithPlan = tuple[Problem, Addresses, LaidOutPlan]  # a weight of a group
 
 
 def can_be_numbered(plan: GroupedPlan, experts: int, n: int, k: int) -> bool:
@@ -177,17 +178,10 @@ def bind(
     return multiply
 
 
-def bind_group(
-    kernel: LaidOutKernel,
-    device: torch.device,
-    m: int,
-    group: Sequence[Problem],
-    weights: Sequence[Addresses],
-    plans: Sequence[LaidOutPlan],
-) -> GroupProduct:
+def bind_group(kernel: LaidOutKernel, device: torch.device, m: int, each: Sequence[WithPlan]) -> GroupProduct:
     """The products with several weights on the current device, one after the other, of as many rows as there are tiles
     of x for m; x is laid out once."""
-    parts = [prepare(kernel, device, m, *each) for each in zip(group, weights, plans, strict=True)]
+    parts = [prepare(kernel, device, m, *one) for one in each]
     first = parts[0]
 
     def multiply(stream: int, x: int, m: int, results: Iterable[int]) -> None:

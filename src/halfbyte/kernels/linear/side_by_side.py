@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.driver import Arguments
 from halfbyte.kernels.linear import laid_out, workspace
 from halfbyte.kernels.linear.kernel import GroupProduct
-from halfbyte.kernels.linear.laid_out import ARGUMENTS_BYTES, LAYOUT, LaidOutKernel, LaidOutPlan
+from halfbyte.kernels.linear.laid_out import ARGUMENTS_BYTES, LAYOUT, GroupPlan, LaidOutKernel, WithPlan
 from halfbyte.kernels.linear.problem import Addresses, Problem
 
 MOST = 4  # weights of a launch: each has 384 bytes of its arguments
@@ -38,18 +39,25 @@ def deal(units: Sequence[int], ctas: int) -> tuple[int, ...]:
     return tuple(map(min, units, dealt))
 
 
-def bind(
+def bind_group(
     kernel: LaidOutKernel,
     device: torch.device,
     m: int,
     group: Sequence[Problem],
     weights: Sequence[Addresses],
-    plans: Sequence[LaidOutPlan],
+    plan: GroupPlan[Any],
 ) -> GroupProduct:
-    """The products with several weights on the current device, of as many rows as there are tiles of x for m."""
+    """The products with several weights on the current device, of as many rows as there are tiles of x for m: in one
+    launch, or in launches that follow each other, as planned."""
+    bind = _bind_one_launch if plan.is_one_launch else laid_out.bind_group
+    return bind(kernel, device, m, list(zip(group, weights, plan.plans, strict=True)))
+
+
+def _bind_one_launch(kernel: LaidOutKernel, device: torch.device, m: int, each: Sequence[WithPlan]) -> GroupProduct:
+    group, _, plans = zip(*each, strict=True)
     parts, properties = len(group), properties_of(device.index)
     compiled = kernel.variant(group[0], plans[0], properties, parts)
-    prepared = [laid_out.fixed_arguments(kernel, m, *each) for each in zip(group, weights, plans, strict=True)]
+    prepared = [laid_out.fixed_arguments(kernel, m, *one) for one in each]
     first_ctas = (0, *accumulate(plan.ctas for plan in plans))
     ctas, plan = first_ctas[-1], plans[0]
     key = device.index, prepared[0].x_units, (plan, ctas), compiled

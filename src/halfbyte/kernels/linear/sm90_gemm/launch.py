@@ -83,11 +83,10 @@ def bind_group(
     """The products with several weights on the current device, of as many rows as there are tiles of x for m; each
     chunk of x is laid out once."""
     kernel, chunk = sys.modules[__name__], plan.plans[0].chunk
-    bind_chunk = side_by_side.bind if plan.is_one_launch else laid_out.bind_group
-    of_chunk = bind_chunk(kernel, device, min(m, chunk), group, weights, plan.plans)
+    of_chunk = side_by_side.bind_group(kernel, device, min(m, chunk), group, weights, plan)
     if m <= chunk:
         return of_chunk
-    of_rest = bind_chunk(kernel, device, (m - 1) % chunk + 1, group, weights, plan.plans)
+    of_rest = side_by_side.bind_group(kernel, device, (m - 1) % chunk + 1, group, weights, plan)
     row, out_rows = group[0].k * group[0].dtype.itemsize, [o.n * o.dtype.itemsize for o in group]
 
     def multiply(stream: int, x: int, m: int, results: Iterable[int]) -> None:

@@ -67,8 +67,7 @@ def bind_group(
     device: torch.device, m: int, group: Sequence[Problem], weights: Sequence[Addresses], plan: StreamKGroup
 ) -> GroupProduct:
     """The products with several weights on the current device, of as many rows as there are tiles of x for m."""
-    bind_all = side_by_side.bind if plan.is_one_launch else laid_out.bind_group
-    return bind_all(sys.modules[__name__], device, m, group, weights, plan.plans)
+    return side_by_side.bind_group(sys.modules[__name__], device, m, group, weights, plan)
 
 
 def bind_fused(

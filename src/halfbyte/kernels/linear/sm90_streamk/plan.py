@@ -120,9 +120,8 @@ def streamk_plan(m: int, problem: Problem, properties: DeviceProperties, batch_i
     if batch_invariant:
         found = _invariant_plan(m, n, k, span, properties)
     else:
-        tile_m = _tile_m(m, n, k)
-        of_one = _resident_plans(tile_m, m, (n,), k, span, properties)
-        found = (of_one[0], of_one[1][0]) if of_one else _cut_plan(tile_m, m, n, k, span, properties)
+        of_one = _plans(_tile_m(m, n, k), m, (n,), k, span, properties)
+        found = None if of_one is None else (of_one[0], of_one[1][0])
     if found is None:
         return None
     busy, plan = found
@@ -143,44 +142,13 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
         return None
     every, span, sides = side_by_side.merged(group), span_of(group[0]), [o.n for o in group]
     tile_m = _tile_m(m, every.n, every.k)
-    found = _resident_plans(tile_m, m, sides, every.k, span, properties) or _shared_plans(
-        tile_m, m, sides, every.k, span, properties
-    )
+    found = _plans(tile_m, m, sides, every.k, span, properties)
     if found is None:
         return None
     busy, plans = found
     estimate = _microseconds(busy, plans[0], m, every, properties)
     each = tuple(replace(plan, microseconds=estimate) for plan in plans)
     return StreamKGroup(each, estimate, is_one_launch=True)
-
-
-def _shared_plans(
-    tile_m: int, m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
-) -> tuple[float, list[StreamKPlan]] | None:
-    """The plans of weights of so many rows in one launch, where x is laid out ahead; the time of the busiest CTA."""
-    depth, found = -(-k // UNIT_K), []
-    for (other, warpgroups), (stages, cost) in h200.STREAMK_TILES.items():
-        if other != tile_m:
-            continue
-        part = h200.STREAMK_PART[tile_m] * warpgroups
-        tiles = [-(-n // (64 * warpgroups)) * -(-m // tile_m) for n in sides]
-        dealt = side_by_side.deal([some * depth for some in tiles], properties.sms)
-        time = max(
-            -(-some * depth // ctas) * cost + h200.STREAMK_RUN[tile_m] + (ctas / some + 1) * part
-            for some, ctas in zip(tiles, dealt, strict=True)
-        )
-        found.append((time, [StreamKPlan(tile_m, warpgroups, stages, ctas) for ctas in dealt]))
-        time, shares = _best_shares(sum(tiles), depth, cost, h200.STREAMK_CUT[tile_m], part, properties.sms)
-        found.append((time, [StreamKPlan(tile_m, warpgroups, stages, some * shares) for some in tiles]))
-    return next(
-        (pair for pair in sorted(found, key=itemgetter(0)) if _are_valid(pair[1], m, sides, k, span, properties)), None
-    )
-
-
-def _are_valid(
-    plans: Sequence[StreamKPlan], m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
-) -> bool:
-    return all(is_valid(plan, m, n, k, span, properties) for plan, n in zip(plans, sides, strict=True))
 
 
 def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProperties) -> StreamKGroup | None:
@@ -251,24 +219,42 @@ def _microseconds(busy: float, plan: StreamKPlan, m: int, problem: Problem, prop
     return times.start + most + again + times.result * problem.result_megabytes(m)
 
 
-def _cut_plan(
-    tile_m: int, m: int, n: int, k: int, span: int, properties: DeviceProperties
-) -> tuple[float, StreamKPlan] | None:
-    """The plan where x is laid out ahead, with the time of the busiest CTA."""
+def _plans(
+    tile_m: int, m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
+) -> tuple[float, list[StreamKPlan]] | None:
+    """The plans of weights of so many rows in one launch, with the time of the busiest CTA: CTAs keep their x where
+    there is room for it."""
+    of_resident = _resident_plans(tile_m, m, sides, k, span, properties)
+    return of_resident or _cut_plans(tile_m, m, sides, k, span, properties)
+
+
+def _cut_plans(
+    tile_m: int, m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
+) -> tuple[float, list[StreamKPlan]] | None:
+    """The plans where x is laid out ahead, with the time of the busiest CTA."""
     depth, x_tiles = -(-k // UNIT_K), -(-m // tile_m)
     found = []
     for (other, warpgroups), (stages, cost) in h200.STREAMK_TILES.items():
         if other != tile_m:
             continue
-        tiles = -(-n // (64 * warpgroups)) * x_tiles
+        tiles = [-(-n // (64 * warpgroups)) * x_tiles for n in sides]
         part = h200.STREAMK_PART[tile_m] * warpgroups
-        time, shares = _best_shares(tiles, depth, cost, h200.STREAMK_CUT[tile_m], part, properties.sms)
-        found.append((time, (tile_m, warpgroups, stages, tiles * shares)))
-        ctas = min(properties.sms, tiles * depth)
-        time = -(-tiles * depth // ctas) * cost + h200.STREAMK_RUN[tile_m] + (ctas / tiles + 1) * part
-        found.append((time, (tile_m, warpgroups, stages, ctas)))
-    plans = ((time, StreamKPlan(*shape)) for time, shape in sorted(found, key=itemgetter(0)))
-    return next((pair for pair in plans if is_valid(pair[1], m, n, k, span, properties)), None)
+        time, shares = _best_shares(sum(tiles), depth, cost, h200.STREAMK_CUT[tile_m], part, properties.sms)
+        found.append((time, [StreamKPlan(tile_m, warpgroups, stages, some * shares) for some in tiles]))
+        dealt = side_by_side.deal([some * depth for some in tiles], properties.sms)
+        time = max(
+            -(-some * depth // ctas) * cost + h200.STREAMK_RUN[tile_m] + (ctas / some + 1) * part
+            for some, ctas in zip(tiles, dealt, strict=True)
+        )
+        found.append((time, [StreamKPlan(tile_m, warpgroups, stages, ctas) for ctas in dealt]))
+    ordered = sorted(found, key=itemgetter(0))
+    return next((pair for pair in ordered if _are_valid(pair[1], m, sides, k, span, properties)), None)
+
+
+def _are_valid(
+    plans: Sequence[StreamKPlan], m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
+) -> bool:
+    return all(is_valid(plan, m, n, k, span, properties) for plan, n in zip(plans, sides, strict=True))
 
 
 def _invariant_plan(
