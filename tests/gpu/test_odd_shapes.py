@@ -168,10 +168,9 @@ def test_linear_of_several_weights(k: int) -> None:
             x = numbers(m, k)
             biases = [numbers(q.shape[0]) if m % 2 else None for q, _ in group]
             found = cuda.linear_group(x, [q for q, _ in group], biases)
-            if m > 32:  # one launch is for no more, and nothing is gained by another kernel
-                assert found is None
+            assert (found is not None) or m > 32  # above, only where one launch is faster than three
+            if found is None:
                 continue
-            assert found is not None
             for y, (_, on_cpu), bias in zip(found, group, biases, strict=True):
                 check_product(y, x, on_cpu, bias)
 
