@@ -155,7 +155,7 @@ def test_backward_computes_layers_once_more_or_keeps_what_it_needs() -> None:
         model = models.load("tiny", torch.device("cpu"), torch.bfloat16, layers=1)
         forwards: list[int] = []
         layer = train._adapted(model, train._targets(model, False), checkpointing).base_model.model.model.layers[0]
-        layer.mlp.register_forward_hook(lambda *_, calls=forwards: calls.append(1))
+        layer.mlp.register_forward_pre_hook(lambda *_, calls=forwards: calls.append(1))
         train.Step(model).gradients(torch.arange(3, 19).view(1, -1))
         found[checkpointing] = len(forwards)
     assert found == {True: 2, False: 1}

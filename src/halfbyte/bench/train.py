@@ -208,13 +208,15 @@ class Step:
         before = [parameter.detach().clone() for parameter in self.parameters]
         optimizer = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, fused=True)
         losses = []
-        for _ in range(STEPS):
-            losses.append(self.gradients(ids).item())
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for parameter, value in zip(self.parameters, before, strict=True):
-                parameter.copy_(value)
+        try:
+            for _ in range(STEPS):
+                losses.append(self.gradients(ids).item())
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(self.parameters, before, strict=True):
+                    parameter.copy_(value)
         return losses
 
 
