@@ -8,8 +8,10 @@ import torch
 from rich.table import Table
 from typer.testing import CliRunner
 
+from halfbyte import ops
 from halfbyte.bench import calls, decode, runs, train, whole_models
 from halfbyte.cli import app
+from halfbyte.formats.bitsandbytes import from_bitsandbytes
 from halfbyte.kernels.common import slow
 from halfbyte.measure import decoder, models, records
 from halfbyte.measure.report import provenance
@@ -84,18 +86,131 @@ def test_errors_are_of_the_steps_that_graphs_make(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
+def test_dense_weights_are_timed_in_every_mode() -> None:
+    """As the other two are, for a CPU its one mode of a step."""
+    model = models.load("tiny", torch.device("cpu"), torch.bfloat16)
+    models.make_dense(model, torch.bfloat16)
+    settings = decode.Settings(context=16, new_tokens=4, rounds=3)
+    rows = list(decode._dense_rows(model, 2, settings, torch.device("cpu")))
+    assert [(row["provider"], row["mode"]) for row in rows] == [
+        ("bf16", mode) for mode in ("eager", "prefill", "generate")
+    ]
+    assert all(row["median_ms"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_train(tmp_path: Path) -> None:
-    record = run(tmp_path, "train", "--tokens", "16")
+    record = run(tmp_path, "train", "--tokens", "16,2x12")
     rows = record["rows"]
     assert isinstance(rows, list)
-    assert [row["provider"] for row in rows] == ["bitsandbytes", "halfbyte"]
-    assert rows[1]["gradients_apart"] < train.MOST_APART
-    assert whole_models.markdown(record, "tokens").count("| tiny |") == 1
+    providers = ["bitsandbytes", "halfbyte", "bf16"]
+    assert [
+        (row["provider"], row.get("texts", 1), row["tokens"]) for row in sorted(rows, key=lambda r: r["tokens"])
+    ] == [
+        *((provider, 2, 12) for provider in providers),
+        *((provider, 1, 16) for provider in providers),
+    ]
+    assert all(row["gradients_apart"] < train.MOST_APART for row in rows)
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(
+            1e3 * row.get("texts", 1) * row["tokens"] / row["median_ms"], rel=0.1
+        )
+    learned = {row["provider"]: row["losses"] for row in rows if row["tokens"] == 16}
+    assert not any("losses" in row for row in rows if row["tokens"] == 12)
+    for losses in learned.values():
+        assert len(losses) == 12
+        assert losses[-1] < 0.97 * losses[0]
+        assert losses == pytest.approx(learned["bitsandbytes"], rel=train.MOST_LOSS_APART)
+    assert all(row["loss"] == learned[row["provider"]][0] for row in rows if row["tokens"] == 16)
+
+    again = run(tmp_path, "train", "--tokens", "16", "--no-checkpointing")["rows"]
+    assert isinstance(again, list)
+    assert [(row["model"], row["tokens"]) for row in again] == [
+        *(("tiny", row["tokens"]) for row in rows), *3 * (("tiny, no checkpointing", 16),)
+    ]  # fmt: skip
+    assert {row["provider"]: row["loss"] for row in again[-3:]} == {
+        row["provider"]: row["loss"] for row in rows if row["tokens"] == 16
+    }
+
+    told = whole_models.markdown(record, "tokens").splitlines()
+    assert [line.split(" | ")[:3] for line in told if "| step |" in line] == [
+        ["| tiny", tokens, "step"] for tokens in ("16", "2 × 12")
+    ]
+    assert f"| tiny | halfbyte | {learned['halfbyte'][0]:.4f} | {learned['halfbyte'][1]:.4f} |" in "\n".join(told)
     rows = [row | {"peak_gb": 1.5} for row in rows]
     short = whole_models.training_summary(record | {"rows": rows}).splitlines()
-    assert short[0].startswith("| model | tokens a step | bitsandbytes, ms a step | halfbyte, ms a step | speed-up")
-    assert short[2].startswith("| tiny | 16 |")
+    assert short[0].startswith(
+        "| model | tokens a step | bitsandbytes, ms a step | bf16, ms a step | halfbyte, ms a step | "
+        "speed-up over bitsandbytes | speed-up over bf16 |"
+    )
+    assert all(
+        line.startswith(f"| tiny | {tokens} |") for tokens, line in zip(("16", "2 × 12"), short[2:4], strict=True)
+    )
     assert short[2].endswith("×** | 1.5 | 1.5 |")
+
+
+def test_backward_computes_layers_once_more_or_keeps_what_it_needs() -> None:
+    found = {}
+    for checkpointing in (True, False):
+        model = models.load("tiny", torch.device("cpu"), torch.bfloat16, layers=1)
+        forwards: list[int] = []
+        layer = train._adapted(model, train._targets(model, False), checkpointing).base_model.model.model.layers[0]
+        layer.mlp.register_forward_pre_hook(lambda *_, calls=forwards: calls.append(1))
+        train.Step(model).gradients(torch.arange(3, 19).view(1, -1))
+        found[checkpointing] = len(forwards)
+    assert found == {True: 2, False: 1}
+
+
+def test_dense_layers_have_the_same_adapters() -> None:
+    model = models.load("tiny", torch.device("cpu"), torch.bfloat16, layers=1)
+    targets = train._targets(model, False)
+    adapted = train._adapted(model, targets, True)
+    adapters = train._draw_adapters(adapted)
+    weight = next(module for _, module in models.four_bit(adapted)).weight
+    right = ops.dequantize(from_bitsandbytes(weight), torch.bfloat16)
+    dense = train._dense(adapted, targets, adapters, True)
+    assert not list(models.four_bit(dense))
+    assert adapters.keys() == {name for name, parameter in dense.named_parameters() if parameter.requires_grad}
+    assert all(torch.equal(dense.get_parameter(name), value) for name, value in adapters.items())
+    layer = dense.base_model.model.model.layers[0].self_attn.q_proj
+    assert type(layer).__module__ == "peft.tuners.lora.layer"
+    assert torch.equal(layer.base_layer.weight, right)
+    step = train.Step(dense)
+    ids = torch.arange(3, 19).view(1, -1)
+    losses = step.found(ids, learns=True).losses
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(dense.get_parameter(name), value) for name, value in adapters.items())
+
+
+@pytest.mark.slow
+def test_a_step_without_memory_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits stays: the same provider with fewer tokens, and the others."""
+    gradients = train.Step.gradients
+
+    def limited(step: train.Step, ids: torch.Tensor) -> torch.Tensor:
+        if ids.numel() > 16 and not list(models.four_bit(step.model)):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return gradients(step, ids)
+
+    monkeypatch.setattr(train.Step, "gradients", limited)
+    told: list[str] = []
+    settings = train.Settings(train.loads_of("16,2x12"), rounds=3, layers=1)
+    rows = list(train.train_rows("tiny", torch.device("cpu"), settings, told.append))
+    assert [(row["provider"], row["tokens"]) for row in rows] == [
+        ("bitsandbytes", 16), ("halfbyte", 16), ("bitsandbytes", 12), ("halfbyte", 12), ("bf16", 16)
+    ]  # fmt: skip
+    assert told[-1] == "tiny: 2 × 12 tokens without bf16: there is no memory for a step"
+    record = {"bench": "train", "rows": rows, "environment": records.environment(torch.device("cpu"))}
+    assert whole_models.markdown(record, "tokens").count("| step |") == 2
+
+
+def test_loads() -> None:
+    assert train.loads_of("512, 2x4096,3×7") == ((1, 512), (2, 4096), (3, 7))
+    for text in ("", "x", "0", "2x", "2x0", "1x2x3", "512,", "-1"):
+        with pytest.raises(ValueError, match="is no number of tokens; write 512, or 2x4096"):
+            train.loads_of(text)
+    result = CliRunner().invoke(app, ["bench", "train", "--model", "tiny", "--device", "cpu", "--tokens", "2x"])
+    assert result.exit_code == 2
 
 
 @pytest.mark.slow
@@ -112,10 +227,10 @@ def test_experts_run_in_4_bits_and_then_dense(tmp_path: Path, monkeypatch: pytes
     record = run(tmp_path, "train", "--model", "tiny-moe", "--tokens", "16")
     rows = record["rows"]
     assert isinstance(rows, list)
-    assert [row["provider"] for row in rows] == ["halfbyte", "bitsandbytes"]
+    assert [row["provider"] for row in rows] == ["halfbyte", "bitsandbytes", "bf16"]
     assert 0 < rows[0]["gradients_apart"] < train.MOST_APART_OF_EXPERTS
     alone = record | {"rows": rows[:1]}  # as where there is no memory for dense experts
-    assert whole_models.markdown(alone, "tokens").count("| tiny-moe |") == 1
+    assert whole_models.markdown(alone, "tokens").count("| tiny-moe | 16 |") == 1
     assert "tiny-moe" not in whole_models.training_summary(alone)
 
 
@@ -140,11 +255,11 @@ def test_experts_with_adapters(model: str, tmp_path: Path, monkeypatch: pytest.M
     rows = record["rows"]
     assert isinstance(rows, list)
     assert [(row["model"], row["provider"]) for row in rows] == [
-        *((model, provider) for provider in ("halfbyte", "bitsandbytes")),
+        *((model, provider) for provider in ("halfbyte", "bitsandbytes", "bf16")),
         *((f"{model}, experts adapted", provider) for provider in ("halfbyte", "bitsandbytes", train.GROUPED)),
     ]
-    assert {row["loss"] for row in rows[:2]} == {row["loss"] for row in frozen}
-    for some in (rows[:2], rows[2:]):
+    assert {row["loss"] for row in rows[:3]} == {row["loss"] for row in frozen}
+    for some in (rows[:3], rows[3:]):
         theirs = next(row["loss"] for row in some if row["provider"] == "bitsandbytes")
         assert all(row["loss"] == pytest.approx(theirs, rel=train.MOST_LOSS_APART) for row in some)
     assert all(row["gradients_apart"] < train.MOST_APART_OF_EXPERTS for row in rows)
@@ -159,6 +274,11 @@ def test_losses_that_differ_are_not_timed() -> None:
     train._agree({"halfbyte": found["halfbyte"]}, 0.05)
     with pytest.raises(ValueError, match=r"losses differ from bitsandbytes.*halfbyte.*nothing is timed"):
         train._agree(found, 0.05)
+    learned = {
+        name: train.Found(2.0, torch.ones(3), (2.0, last)) for name, last in (("bitsandbytes", 1.0), ("halfbyte", 1.02))
+    }
+    with pytest.raises(ValueError, match=r"losses of 12 steps differ from bitsandbytes.*halfbyte': 0\.02"):
+        train._agree(learned, 0.05)
 
 
 @pytest.mark.slow
@@ -209,6 +329,7 @@ def test_a_model_that_runs_otherwise_is_another_one() -> None:
     assert decode.Settings(context=32, new_tokens=16).label("m") == "m, 32 tokens of context, 16 new tokens"
     assert calls.Settings(prompt=32, tokens=16).label("m") == "m, 32 prompt tokens, 16 new tokens"
     assert train.Settings(layers=2, experts=True).label("m") == "m, 2 layers, experts adapted"
+    assert train.Settings(checkpointing=False).label("m") == "m, no checkpointing"
 
 
 def test_models_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

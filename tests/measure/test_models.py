@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfbyte.measure import models
-from halfbyte.measure.ab_run import ab_runs
+from halfbyte.measure.ab_run import ab_runs, dense_fits
 from halfbyte.measure.error import relative_error
 
 pytest.importorskip("transformers", minversion="5.10")
@@ -66,6 +66,8 @@ def test_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [(["halfbyte"], 2), (["bitsandbytes"], 0)]
     [run] = ab_runs(models.load("tiny", CPU, torch.bfloat16), torch.bfloat16, told.append)
     assert list(run.providers) == ["bitsandbytes", "halfbyte"]
+    assert dense_fits(run.ours, torch.bfloat16, told.append)
+    assert not dense_fits(load("mixtral", monkeypatch), torch.bfloat16, told.append)  # `ab_runs` has said why
     assert not told
 
 

@@ -242,26 +242,33 @@ def generate(
 def train(
     model: Annotated[str, typer.Option(help="As for decode.")] = "llama-3-8b",
     device: Device = None,
-    tokens: Annotated[str, typer.Option(help="Of one text a step, comma-separated.")] = "512,2048,8192",
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Of one text a step, or TEXTSxTOKENS; comma-separated. By default 512,2048,8192,2x4096."),
+    ] = None,
     layers: Annotated[int, typer.Option(min=0, help="Of a named shape; 0 for all of them.")] = 0,
     experts: Annotated[bool, typer.Option("--experts", help="Adapters on the experts of a mixture, too.")] = False,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing/--no-checkpointing", help="Whether backward computes layers once more.")
+    ] = True,
     rounds: Annotated[int, typer.Option(min=3, help="Samples of each provider; medians are reported.")] = 5,
     out: Out = None,
 ) -> None:
-    """A QLoRA step with PEFT: forward, backward and optimizer, beside bitsandbytes and Unsloth's way.
+    """A QLoRA step with PEFT: forward, backward and optimizer, beside bitsandbytes, Unsloth's way and LoRA over bf16.
 
     With --experts also beside PEFT's own adapters of dense experts, and beside grouped products with those.
     """
     from halfbyte.bench import runs, whole_models
-    from halfbyte.bench.train import Settings, train_rows
+    from halfbyte.bench.train import LOADS, METHOD, Settings, loads_of, train_rows
     from halfbyte.terminal import say
 
     names, where = _models(model), device_to_measure(device)
-    method = "wall clock of a step: rank 16 on every projection, gradient checkpointing, bf16 autocast, AdamW"
-    settings = Settings(counts_of(tokens), rounds, layers, experts)
+    with usage():
+        loads = loads_of(tokens or LOADS)
+    settings = Settings(loads, rounds, layers, experts, checkpointing)
     rows_of = partial(train_rows, device=where, settings=settings, say=say)
     table = partial(whole_models.terminal_table, key="tokens")
-    runs.run_models("train", method, names, settings.label, rows_of, table, where, out)
+    runs.run_models("train", METHOD, names, settings.label, rows_of, table, where, out)
 
 
 @app.command()

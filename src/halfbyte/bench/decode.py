@@ -20,7 +20,18 @@ import torch
 from torch import Tensor
 
 from halfbyte.measure import models, records
-from halfbyte.measure.ab_run import THEIRS, ABRun, ab_runs, clock, empty_cache, peak_gb, random_ids, times, written
+from halfbyte.measure.ab_run import (
+    THEIRS,
+    ABRun,
+    ab_runs,
+    clock,
+    dense_fits,
+    empty_cache,
+    peak_gb,
+    random_ids,
+    times,
+    written,
+)
 from halfbyte.measure.decoder import (
     MODES,
     MOST_APART,
@@ -95,10 +106,7 @@ def decode_rows(name: str, device: torch.device, settings: Settings, say: Callab
             for row in _batch_rows(ab_run, batch, settings, device, logits[batch], most_apart):
                 error = errors[row["provider"], _checked(row, device)]
                 yield facts | {"batch": batch} | row | {"relative_error": error}
-    if models.experts_of(model):  # there was no memory for dense ones
-        return
-    need = 2 * sum(module.out_features * module.in_features for _, module in models.four_bit(model))
-    if device.type == "cuda" and need < 0.9 * torch.cuda.mem_get_info(device)[0]:
+    if device.type == "cuda" and dense_fits(model, dtype, say):
         say(f"{name}: dense")
         models.make_dense(model, dtype)
         for batch in settings.batches:
@@ -149,10 +157,14 @@ def _batch_rows(
 
 
 def _dense_rows(model: Any, batch: int, settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
-    for mode in MODES:
+    prefills: list[float] = []
+    for mode in modes_of(device):
         decoder = Decoder(model, batch, settings.context, mode)
         measured = [decoder.sample() for _ in range(settings.rounds)]
+        if mode == "eager":
+            prefills = [decoder.prefill() for _ in range(settings.rounds)]
         yield {"provider": "bf16", "mode": mode, **times(measured), **_speed(batch, measured)}
+    yield {"provider": "bf16", "mode": "prefill", **times(prefills)}
     yield {"provider": "bf16", "mode": "generate", **_generate(model, batch, settings, device)}
 
 

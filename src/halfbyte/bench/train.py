@@ -1,10 +1,11 @@
 """`halfbyte bench train`: one QLoRA step (forward, backward, optimizer) with PEFT, as fine-tuning runs it.
 
-Rank 16 on every projection, adapters in fp32 under bf16 autocast, gradient checkpointing, AdamW. The very same model
-runs as bitsandbytes leaves it, accelerated, and in Unsloth's way: dequantize into memory, then torch's product. The
-losses, and the gradients of all adapters, are compared with bitsandbytes' before anything is timed. A model with
-experts runs accelerated first; then they are dequantized, because bitsandbytes leaves experts dense, and transformers
-multiplies with them by torch's grouped_mm.
+Rank 16 on every projection, adapters in fp32 under bf16 autocast, AdamW, with gradient checkpointing or without. The
+very same model runs as bitsandbytes leaves it, accelerated, and in Unsloth's way: dequantize into memory, then torch's
+product. Then its linear layers are dequantized, and PEFT puts the same adapters on the dense bf16 ones. The losses, the
+gradients of all adapters, and the losses of twelve steps that learn are compared with bitsandbytes' before anything is
+timed. A model with experts runs accelerated first; then they are dequantized, because bitsandbytes leaves experts
+dense, and transformers multiplies with them by torch's grouped_mm.
 
 Experts are frozen, or have adapters, too. Over dense experts these are PEFT's own, which adds B @ A to the whole stack,
 and once more the grouped products of halfbyte's, with the dense stacks by grouped_mm.
@@ -13,107 +14,162 @@ and once more the grouped products of halfbyte's, with the dense stacks by group
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfbyte.autocast import autocast_dtype
 from halfbyte.bench import baselines
+from halfbyte.bench.train_ways import grouped_way, tell_orientation, unsloth_way
 from halfbyte.measure import models, records
-from halfbyte.measure.ab_run import THEIRS, ABRun, ab_runs, clock, empty_cache, peak_gb, times
+from halfbyte.measure.ab_run import THEIRS, ABRun, ab_runs, clock, dense_fits, empty_cache, peak_gb, times
 from halfbyte.measure.error import relative_error
-from halfbyte.models import peft_experts
-from halfbyte.models.experts import Facts, facts_of, is_experts
-from halfbyte.nn.experts import BIAS, PROJECTIONS
+from halfbyte.nn.experts import PROJECTIONS
 
 RANK = 16
 # ‖gradient - bitsandbytes'‖ / ‖bitsandbytes'‖ of all adapters together: bf16 noise of the layers. Where two experts
 # have nearly the same score, that noise also chooses between them, and another expert has another gradient.
 MOST_APART, MOST_APART_OF_EXPERTS = 0.05, 0.6
 MOST_LOSS_APART = 0.01  # of a loss and bitsandbytes', relative
+STEPS, LEARNING_RATE = 12, 1e-4  # of the steps that learn
 GROUPED = "bf16 grouped_mm"  # the provider whose adapters of dense experts are grouped products
-TOKENS = (512, 2048, 8192)
+BF16 = "bf16"  # the provider with dense linear layers
+
+Ways = Mapping[str, Callable[[], AbstractContextManager[Any]]]  # by provider: within, its model computes its way
+
+
+class Load(NamedTuple):
+    """What a step trains on: so many texts, of so many tokens each."""
+
+    texts: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens" if self.texts == 1 else f"{self.texts} × {self.tokens} tokens"
+
+    def facts(self) -> dict[str, int]:
+        """What a row says of it."""
+        return {"tokens": self.tokens} if self.texts == 1 else {"texts": self.texts, "tokens": self.tokens}
+
+
+LOADS = "512,2048,8192,2x4096"
+METHOD = (
+    "wall clock of a step: rank 16 on every projection, bf16 autocast, AdamW, gradient checkpointing unless the "
+    "model's name says otherwise"
+)
+
+
+def loads_of(text: str) -> Sequence[Load]:
+    """Of comma-separated TOKENS or TEXTSxTOKENS. Raises ValueError for others."""
+    loads = []
+    for part in text.lower().replace("×", "x").split(","):
+        numbers = [number.strip() for number in part.split("x")]
+        if len(numbers) > 2 or not all(number.isdigit() and int(number) > 0 for number in numbers):
+            raise ValueError(f"{part!r} is no number of tokens; write 512, or 2x4096 for two texts of 4096 each")
+        loads.append(Load(*map(int, ["1", *numbers][-2:])))
+    return tuple(loads)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """tokens: of one text, a step each. rounds: samples of each provider. layers: of a named shape, 0 for all. experts:
-    whether these have adapters, too."""
+    """loads: a step each. rounds: samples of each provider. layers: of a named shape, 0 for all. experts: whether these
+    have adapters, too. checkpointing: whether backward computes layers once more instead of keeping what it needs."""
 
-    tokens: Sequence[int] = TOKENS
+    loads: Sequence[Load] = loads_of(LOADS)
     rounds: int = 5
     layers: int = 0
     experts: bool = False
+    checkpointing: bool = True
 
     def label(self, name: str) -> str:
         """What a record calls a model."""
-        return records.label(name, self.layers, "experts adapted" if self.experts else "")
+        adapted = "experts adapted" if self.experts else ""
+        return records.label(name, self.layers, adapted, "" if self.checkpointing else "no checkpointing")
 
 
 class Found(NamedTuple):
-    """gradients: of all adapters together, in host memory, so that no peak has them."""
+    """gradients: of all adapters together, in host memory, so that no peak has them. losses: of the steps that learn,
+    if they were made."""
 
     loss: float
     gradients: Tensor
+    losses: Sequence[float] = ()
 
 
 def train_rows(name: str, device: torch.device, settings: Settings, say: Callable[[str], None]) -> Iterator[Any]:
-    """Rows of a record for one model, a provider and a number of tokens each. Raises ValueError for a model without
-    experts to adapt, and for wrong losses or gradients."""
+    """Rows of a record for one model, a provider and a load each. Raises ValueError for a model without experts to
+    adapt, and for wrong losses or gradients."""
     say(f"{name}: loading")
     empty_cache(device)
     dtype = torch.bfloat16
-    model = _adapted(models.load(name, device, dtype, layers=settings.layers), settings.experts)
+    model = models.load(name, device, dtype, layers=settings.layers)
+    targets = _targets(model, settings.experts)
     most_apart = MOST_APART_OF_EXPERTS if models.experts_of(model) else MOST_APART
-    results: dict[int, dict[str, Found]] = {tokens: {} for tokens in settings.tokens}
-    rows: list[dict[str, Any]] = []
+    facts = {"model": settings.label(name), "layers": model.config.num_hidden_layers}
+    model = _adapted(model, targets, settings.checkpointing)
+    adapters = _draw_adapters(model)
+    results: dict[Load, dict[str, Found]] = {load: {} for load in settings.loads}
+    rows: list[tuple[Load, dict[str, Any]]] = []
+
+    def measure(ways: Ways, steps: Mapping[str, Step]) -> None:
+        for load in settings.loads:
+            say(f"{name}: {load}, {' and '.join(steps)}")
+            generator = torch.Generator().manual_seed(0)
+            ids = torch.randint(3, 1000, load, generator=generator, dtype=torch.int64, device="cpu").to(device)
+            found = _results(ways, steps, ids, load == min(settings.loads, key=lambda load: load.texts * load.tokens))
+            for provider in steps.keys() - found.keys():
+                say(f"{name}: {load} without {provider}: there is no memory for a step")
+            results[load] |= found
+            _agree(results[load], most_apart)
+            fitting = {provider: step for provider, step in steps.items() if provider in found}
+            rows.extend((load, row) for row in _rows(ways, fitting, ids, settings.rounds, device))
+
     for ab_run in ab_runs(model, dtype, say):
         if device.type == "cuda" and THEIRS in ab_run.providers:
-            ab_run.providers["unsloth's way"] = partial(_unsloth_way, model)
+            ab_run.providers["unsloth's way"] = partial(unsloth_way, model)
         if settings.experts and THEIRS in ab_run.providers:
             for one in (ab_run.ours, ab_run.theirs):
-                _tell_orientation(one)
-            ab_run.providers[GROUPED] = partial(_grouped_way, ab_run.ours)
-        steps = _steps(ab_run)
-        for tokens in settings.tokens:
-            say(f"{name}: {tokens} tokens, {' and '.join(steps)}")
-            generator = torch.Generator().manual_seed(0)
-            ids = torch.randint(3, 1000, (1, tokens), generator=generator, dtype=torch.int64, device="cpu").to(device)
-            results[tokens] |= _results(ab_run, steps, ids)
-            _agree(results[tokens], most_apart)
-            facts = {"model": settings.label(name), "layers": model.config.num_hidden_layers, "tokens": tokens}
-            rows += [facts | row for row in _rows(ab_run, steps, ids, settings.rounds, device)]
-    for row in rows:
-        found = results[row["tokens"]]
-        row["loss"] = round(found[row["provider"]].loss, 5)
+                tell_orientation(one)
+            ab_run.providers[GROUPED] = partial(grouped_way, ab_run.ours)
+        measure(ab_run.providers, _steps(ab_run))
+    del ab_run
+    if settings.experts:
+        say(f"{name}: without {BF16}, which is measured where experts have no adapters")
+    elif dense_fits(model, dtype, say):
+        model = _dense(model, targets, adapters, settings.checkpointing)
+        measure({BF16: nullcontext}, {BF16: Step(model)})
+    for load, row in rows:
+        found = results[load]
+        own = found[row["provider"]]
+        row["loss"] = round(own.loss, 5)
+        if own.losses:
+            row["losses"] = [round(loss, 5) for loss in own.losses]
         if THEIRS in found:
-            row["gradients_apart"] = _apart(found[row["provider"]].gradients, found[THEIRS].gradients)
-        yield row
+            row["gradients_apart"] = _apart(own.gradients, found[THEIRS].gradients)
+        yield facts | load.facts() | row
 
 
 def _rows(
-    ab_run: ABRun, steps: Mapping[str, Step], ids: Tensor, rounds: int, device: torch.device
+    ways: Ways, steps: Mapping[str, Step], ids: Tensor, rounds: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     peaks: dict[str, float | None] = {}
     samples: dict[str, list[float]] = {provider: [] for provider in steps}
     for provider, step in steps.items():
-        with ab_run.providers[provider]():
+        with ways[provider]():
             step(ids)
             empty_cache(device)
             step(ids)
             peaks[provider] = peak_gb(device)
     for turn in range(rounds):
         for provider in sorted(steps, reverse=bool(turn % 2)):
-            with ab_run.providers[provider]():
+            with ways[provider]():
                 samples[provider].append(clock(partial(steps[provider], ids), device))
     for provider, measured in samples.items():
         row = times(measured)
-        speed = round(1e3 * ids.shape[1] / row["median_ms"], 1)
+        speed = round(1e3 * ids.numel() / row["median_ms"], 1)
         yield {"provider": provider, "mode": "step", **row, "tokens_per_s": speed, "peak_gb": peaks[provider]}
 
 
@@ -138,27 +194,84 @@ class Step:
         loss.backward()
         return loss.detach()
 
+    def found(self, ids: Tensor, learns: bool) -> Found:
+        """What a step computes and, if it `learns`, what the loss of its text becomes from step to step."""
+        loss = self.gradients(ids)
+        gradients = [p.grad.flatten().cpu() for p in self.parameters if p.grad is not None]
+        # From here on the optimizer has its state, so that a step later on needs no more memory than this one.
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Found(loss.item(), torch.cat(gradients), self._losses(ids) if learns else ())
 
-def _adapted(model: Any, experts: bool) -> Any:
-    peft = baselines.require("peft")
+    def _losses(self, ids: Tensor) -> list[float]:
+        """By an optimizer that learns. Afterwards the adapters are what they were."""
+        before = [parameter.detach().clone() for parameter in self.parameters]
+        optimizer = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, fused=True)
+        losses = []
+        try:
+            for _ in range(STEPS):
+                losses.append(self.gradients(ids).item())
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(self.parameters, before, strict=True):
+                    parameter.copy_(value)
+        return losses
+
+
+class Targets(NamedTuple):
+    """What has adapters: names of linear layers, and of stacks of experts within their modules."""
+
+    linears: list[str]
+    stacks: list[str] | None
+
+
+def _targets(model: Any, experts: bool) -> Targets:
     names = sorted({path.rpartition(".")[2] for path, _ in models.four_bit(model)})
     stacks = sorted({f"{path.rpartition('.')[2]}.{name}" for path in models.experts_of(model) for name in PROJECTIONS})
     if experts and not stacks:
         raise ValueError("the model has no experts in 4 bits to adapt: leave --experts out")
+    return Targets(names, stacks if experts else None)
+
+
+def _adapted(model: Any, targets: Targets, checkpointing: bool) -> Any:
+    peft = baselines.require("peft")
     model.requires_grad_(False)
-    config = peft.LoraConfig(
-        r=RANK, lora_alpha=RANK, target_modules=names, target_parameters=stacks if experts else None
-    )
+    config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets.linears, target_parameters=targets.stacks)
     adapted = peft.get_peft_model(model, config)
+    adapted.train()
+    if checkpointing:
+        adapted.enable_input_require_grads()
+        adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return adapted
+
+
+def _draw_adapters(adapted: Any) -> dict[str, Tensor]:
+    """Values for adapters B, which are zeros at first: adapters A would have no gradient to compare. Returns a copy of
+    all adapters, by their names, in host memory."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:  # zeros at first; then adapters A would have no gradient to compare
+        if "lora_B" in name:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
             parameter.data.copy_(1e-2 * noise)
-    adapted.train()
-    adapted.enable_input_require_grads()
-    adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return adapted
+    trained = ((name, parameter) for name, parameter in adapted.named_parameters() if parameter.requires_grad)
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained}
+
+
+def _dense(adapted: Any, targets: Targets, adapters: Mapping[str, Tensor], checkpointing: bool) -> Any:
+    """The model with dense linear layers and the same adapters. What it was is gone: there may be no memory for both.
+
+    PEFT adapts it anew, for its wrappers of 4-bit layers do more than those of dense ones.
+    """
+    model = adapted.unload()
+    vars(model).pop("peft_config", None)  # some versions of PEFT leave it, and take what follows for second adapters
+    models.make_dense(model, torch.bfloat16)
+    dense = _adapted(model, targets, checkpointing)
+    for name, parameter in dense.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(adapters[name])
+    return dense
 
 
 def _steps(ab_run: ABRun) -> dict[str, Step]:
@@ -168,14 +281,16 @@ def _steps(ab_run: ABRun) -> dict[str, Step]:
     return {provider: theirs if provider == THEIRS else ours for provider in ab_run.providers}
 
 
-def _results(ab_run: ABRun, steps: Mapping[str, Step], ids: Tensor) -> dict[str, Found]:
+def _results(ways: Ways, steps: Mapping[str, Step], ids: Tensor, learns: bool) -> dict[str, Found]:
+    """Of those providers that have the memory for a step."""
     results: dict[str, Found] = {}
     for provider, step in steps.items():
-        with ab_run.providers[provider]():
-            loss = step.gradients(ids)
-        gradients = [p.grad.flatten().cpu() for p in step.parameters if p.grad is not None]
-        results[provider] = Found(loss.item(), torch.cat(gradients))
-        step.optimizer.zero_grad(set_to_none=True)
+        try:
+            with ways[provider]():
+                results[provider] = step.found(ids, learns)
+        except torch.OutOfMemoryError:
+            step.optimizer.zero_grad(set_to_none=True)
+        empty_cache(ids.device)
     return results
 
 
@@ -186,7 +301,12 @@ def _agree(results: Mapping[str, Found], most_apart: float) -> None:
     theirs = results[THEIRS]
     losses = {provider: abs(found.loss / theirs.loss - 1) for provider, found in results.items()}
     apart = {provider: _apart(found.gradients, theirs.gradients) for provider, found in results.items()}
-    for what, errors, most in (("losses", losses, MOST_LOSS_APART), ("gradients", apart, most_apart)):
+    learned = {provider: _losses_apart(found.losses, theirs.losses) for provider, found in results.items()}
+    for what, errors, most in (
+        ("losses", losses, MOST_LOSS_APART),
+        ("gradients", apart, most_apart),
+        (f"losses of {STEPS} steps", learned, MOST_LOSS_APART),
+    ):
         if wrong := {provider: error for provider, error in errors.items() if not error <= most}:
             raise ValueError(f"{what} differ from bitsandbytes' by {wrong}, more than {most}: nothing is timed")
 
@@ -195,75 +315,6 @@ def _apart(found: Tensor, right: Tensor) -> float:
     return float(f"{relative_error(found, right.double()):.3g}")
 
 
-@contextmanager
-def _unsloth_way(model: Any) -> Iterator[Any]:
-    """Every 4-bit layer as Unsloth multiplies in training: its sequence to dequantize, torch's product, twice."""
-    dequantize = baselines.Unsloth().dequantize
-    layers = [module for _, module in models.four_bit(model)]
-    for module in layers:
-        module.forward = MethodType(partial(_DequantizedLinear.run, dequantize), module)
-    try:
-        yield model
-    finally:
-        for module in layers:
-            del module.forward
-
-
-def _dense_wrappers(model: Any) -> list[Any]:
-    """PEFT's wrappers of dense experts, those within others included."""
-    wrappers = (module for module in model.modules() if peft_experts.is_wrapper(module))
-    return [wrapper for wrapper in wrappers if is_experts(wrapper.get_base_layer())]
-
-
-def _tell_orientation(model: Any) -> None:
-    """PEFT noted how parameters lie when it wrapped the 4-bit experts, [E, N, K]; gpt-oss' dense ones are [E, K, N]."""
-    for wrapper in _dense_wrappers(model):
-        wrapper._did_swap_in_out_features = not wrapper.get_base_layer().is_transposed
-
-
-@contextmanager
-def _grouped_way(model: Any) -> Iterator[Any]:
-    """Adapters of dense experts as halfbyte computes those of 4-bit ones."""
-    wrappers = _dense_wrappers(model)
-    for wrapper in wrappers:
-        facts = facts_of(wrapper.get_base_layer())
-        assert not isinstance(facts, str), facts
-        wrapper.forward = MethodType(partial(_grouped_experts, facts), wrapper)
-    try:
-        yield model
-    finally:
-        for wrapper in wrappers:
-            del wrapper.forward
-
-
-def _grouped_experts(
-    facts: Facts, wrapper: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    experts, dtype = wrapper.get_base_layer(), autocast_dtype(hidden_states) or hidden_states.dtype
-    rows = peft_experts.Rows(top_k_index.reshape(-1), facts.count)
-
-    def multiply(x: Tensor, name: str, rows: peft_experts.Rows) -> Tensor:
-        stack, bias = experts._parameters[name], experts._parameters.get(name + BIAS)
-        y = peft_experts.product(x, stack if facts.transposed else stack.transpose(1, 2), rows)
-        return y if bias is None else y + bias.to(dtype)[rows.expert.clamp(max=facts.count - 1)]
-
-    adapters = peft_experts.adapters_of(wrapper, facts.shapes, dtype)
-    return peft_experts.adapted(hidden_states.to(dtype), top_k_weights, rows, facts.activation, multiply, adapters)
-
-
-class _DequantizedLinear(torch.autograd.Function):
-    @staticmethod
-    def run(dequantize: Callable[..., Tensor], module: Any, x: Tensor) -> Tensor:
-        return _apply(x.to(module.compute_dtype), module.weight, dequantize)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, dequantize: Callable[..., Tensor]) -> Tensor:
-        ctx.weight, ctx.dequantize = weight, dequantize
-        return x @ dequantize(weight, weight.quant_state).t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return grad @ ctx.dequantize(ctx.weight, ctx.weight.quant_state), None, None
-
-
-_apply: Callable[..., Tensor] = _DequantizedLinear.apply
+def _losses_apart(found: Sequence[float], right: Sequence[float]) -> float:
+    """Of the step where they are furthest apart."""
+    return max((abs(one / other - 1) for one, other in zip(found, right, strict=True)), default=0.0)

@@ -9,14 +9,19 @@ from typing import Any
 from halfbyte.measure.report import BASELINE, COLORS, OURS, line, provenance, pyplot, title
 from halfbyte.terminal import Table, styled
 
+DENSE = "bf16"  # the provider with dense weights
+
 Group = dict[str, dict[str, Mapping[str, Any]]]
 
 
-def by_case(record: Mapping[str, Any], key: str) -> Iterator[tuple[tuple[str, int], Group]]:
-    """((model, batch or tokens), mode to provider to row), in the record's order."""
-    cases: dict[tuple[str, int], Group] = {}
+def by_case(record: Mapping[str, Any], key: str, form: str = "d") -> Iterator[tuple[tuple[str, str], Group]]:
+    """((model, batch or tokens), mode to provider to row), in the record's order. Where a step has several texts, they
+    stand before the tokens of each. form: of numbers."""
+    cases: dict[tuple[str, str], Group] = {}
     for row in record["rows"]:
-        cases.setdefault((row["model"], row[key]), {}).setdefault(row["mode"], {})[row["provider"]] = row
+        numbers = [row[name] for name in ("texts", key) if name in row]
+        case = row["model"], " × ".join(format(number, form) for number in numbers)
+        cases.setdefault(case, {}).setdefault(row["mode"], {})[row["provider"]] = row
     yield from cases.items()
 
 
@@ -41,7 +46,8 @@ def terminal_table(record: Mapping[str, Any], key: str = "batch") -> Table:
 
 
 def markdown(record: Mapping[str, Any], key: str = "batch") -> str:
-    """One line a case and mode, as in the terminal, with the peaks of memory."""
+    """One line a case and mode, as in the terminal, with the peaks of memory. Below, where they are known, the losses
+    of steps that learn."""
     providers = list(dict.fromkeys(row["provider"] for row in record["rows"]))
     header = ["model", key, "mode", *(f"{name}, ms" for name in providers), f"× {BASELINE}", "tokens/s", "peak, GB"]
     lines = [line(header), line(["---", "---:", "---", *["---:"] * (len(header) - 3)])]
@@ -52,10 +58,20 @@ def markdown(record: Mapping[str, Any], key: str = "batch") -> str:
             peaks = [rows[name]["peak_gb"] for name in (BASELINE, OURS) if rows.get(name, {}).get("peak_gb")]
             times = [_time(rows.get(name)) for name in providers]
             ratio = f"**{found}**" if (found := _ratio(rows)) else ""
-            lines.append(
-                line([model, str(number), mode, *times, ratio, speed, " / ".join(f"{peak:.1f}" for peak in peaks)])
-            )
-    return "\n".join([*lines, "", provenance(record)])
+            lines.append(line([model, number, mode, *times, ratio, speed, " / ".join(f"{peak:.1f}" for peak in peaks)]))
+    return "\n".join([*lines, "", *_losses(record), provenance(record)])
+
+
+def _losses(record: Mapping[str, Any]) -> list[str]:
+    """A table of them, one line a model and provider, and what follows it; nothing of a record without any."""
+    rows = [row for row in record["rows"] if "losses" in row]
+    if not rows:
+        return []
+    steps = max(len(row["losses"]) for row in rows)
+    header = ["model", "provider, loss at step", *map(str, range(1, steps + 1))]
+    lines = [line(header), line(["---", "---", *["---:"] * steps])]
+    lines += [line([row["model"], row["provider"], *(f"{loss:.4f}" for loss in row["losses"])]) for row in rows]
+    return [*lines, ""]
 
 
 def summary(record: Mapping[str, Any]) -> str:
@@ -68,7 +84,7 @@ def summary(record: Mapping[str, Any]) -> str:
         if BASELINE not in modes["generate"]:  # there was no memory for its dense experts
             continue
         theirs, ours = (modes["generate"][name]["tokens_per_s"] for name in (BASELINE, OURS))
-        lines.append(line([model, str(batch), f"{theirs:,.0f}", f"{ours:,.0f}", f"**{ours / theirs:.1f}×**"]))
+        lines.append(line([model, batch, f"{theirs:,.0f}", f"{ours:,.0f}", f"**{ours / theirs:.1f}×**"]))
     return "\n".join([*lines, "", provenance(record)])
 
 
@@ -82,31 +98,34 @@ def _sentence(record: Mapping[str, Any]) -> str:
     told = []
     for (model, batch), modes in by_case(record, "batch"):
         theirs, ours = (modes["generate"][name]["tokens_per_s"] for name in (BASELINE, OURS))
-        if batch == 1:
+        if batch == "1":
             told.append(f"`generate` with {model} makes {ours:.1f} tokens a second with {OURS}, {theirs:.1f} without")
     return f"On an {facts['device']} with {facts['threads']} threads, {' and '.join(told)}. {provenance(record)}"
 
 
 def training_summary(record: Mapping[str, Any]) -> str:
-    """One line a model and number of tokens: milliseconds of a step by each provider, and the peaks of memory."""
+    """One line a model and tokens of a step: milliseconds of a step by each provider, and the peaks of memory."""
     providers = sorted(dict.fromkeys(row["provider"] for row in record["rows"]), key=lambda name: name == OURS)
-    heads = ["model", "tokens a step", *(f"{name}, ms a step" for name in providers), f"speed-up over {BASELINE}"]
+    others = [name for name in (BASELINE, DENSE) if name in providers]
+    heads = ["model", "tokens a step", *(f"{name}, ms a step" for name in providers)]
+    heads += [f"speed-up over {name}" for name in others]
     heads += [f"peak memory, {name}, GB" for name in (BASELINE, OURS)]
     lines = [line(heads), line(["---", *["---:"] * (len(heads) - 1)])]
-    for (model, tokens), modes in by_case(record, "tokens"):
+    for (model, tokens), modes in by_case(record, "tokens", ","):
         rows = modes["step"]
-        if BASELINE not in rows:
+        if not {BASELINE, OURS} <= rows.keys():  # there was no memory for one of them
             continue
         times = [_time(rows.get(name)) for name in providers]
+        ratios = [f"**{found}×**" if (found := _ratio(rows, name)) else "" for name in others]
         peaks = [f"{rows[name]['peak_gb']:.1f}" for name in (BASELINE, OURS)]
-        lines.append(line([model, f"{tokens:,}", *times, f"**{_ratio(rows)}×**", *peaks]))
+        lines.append(line([model, tokens, *times, *ratios, *peaks]))
     return "\n".join([*lines, "", provenance(record)])
 
 
 BARS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # provider, mode, and how it is drawn
     (BASELINE, "generate", {"color": COLORS[BASELINE], "alpha": 0.45}),
     (BASELINE, "fused graph", {"color": COLORS[BASELINE]}),
-    ("bf16", "fused graph", {"color": "#8d99ae", "hatch": "//"}),
+    (DENSE, "fused graph", {"color": "#8d99ae", "hatch": "//"}),
     (OURS, "generate", {"color": COLORS[OURS], "alpha": 0.55}),
     (OURS, "fused graph", {"color": COLORS[OURS]}),
 )
@@ -147,7 +166,7 @@ def _time(row: Mapping[str, Any] | None) -> str:
     return f"{row['median_ms']:,.2f}" if row and "median_ms" in row else ""
 
 
-def _ratio(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    if OURS not in rows or BASELINE not in rows:
+def _ratio(rows: Mapping[str, Mapping[str, Any]], other: str = BASELINE) -> str:
+    if OURS not in rows or other not in rows:
         return ""
-    return f"{rows[BASELINE]['median_ms'] / rows[OURS]['median_ms']:.2f}"
+    return f"{rows[other]['median_ms'] / rows[OURS]['median_ms']:.2f}"

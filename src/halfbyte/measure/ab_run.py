@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.measure.models import experts_of, make_experts_dense
+from halfbyte.measure.models import experts_of, four_bit, make_experts_dense
 from halfbyte.measure.timing import summarize
 from halfbyte.models.accelerate import accelerate, restore
 
@@ -69,6 +69,21 @@ def ab_runs(model: Any, dtype: torch.dtype, say: Callable[[str], None]) -> Itera
     make_experts_dense(model, dtype)
     empty_cache(model.device)
     yield ABRun(model, THEIRS)
+
+
+def dense_fits(model: Any, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
+    """Whether there is memory for all 4-bit weights dequantized, one after the other, where they are. Says so if not.
+
+    Where `ab_runs` has left 4-bit experts, there was none for them, and it has said that.
+    """
+    if experts_of(model):
+        return False
+    need = sum(dtype.itemsize * module.in_features * module.out_features for _, module in four_bit(model))
+    empty_cache(model.device)
+    if model.device.type == "cuda" and need > 0.9 * torch.cuda.mem_get_info(model.device)[0]:
+        say(f"without bf16: there is no memory for {need / 1e9:.0f} GB of dense weights")
+        return False
+    return True
 
 
 def random_ids(model: Any, texts: int, tokens: int, seed: int) -> Tensor:

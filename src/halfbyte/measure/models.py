@@ -54,6 +54,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
         },
     ),
+    "qwen2.5-7b": (
+        "qwen2",
+        {
+            "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+            "num_key_value_heads": 4, "vocab_size": 152064,
+        },
+    ),
     "mistral-7b": (
         "mistral",
         {
