@@ -43,9 +43,32 @@ def products(
         x = rms_norm(x, norm)
         if activation or residual is not None:
             found = _in_one_launch(x, weights, biases, None, activation, residual)
-    if found is not None:
-        return found
-    results = eager.linear_group(x, weights, biases)
+    return _apart(x, weights, biases, activation, residual) if found is None else found
+
+
+def products_apart(
+    x: Tensor,
+    weights: Sequence[QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    norm: Norm | None = None,
+    activation: str = "",
+    residual: Residual | None = None,
+) -> list[Tensor]:
+    """As `products`, for the many rows of a prompt: what stands beside products has launches of its own."""
+    x, biases = eager.plain(x), [None if bias is None else eager.plain(bias) for bias in biases]
+    if norm is not None:
+        x = rms_norm(x, norm)
+    return _apart(x, weights, biases, activation, residual)
+
+
+def _apart(
+    x: Tensor,
+    weights: Sequence[QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    activation: str,
+    residual: Residual | None,
+) -> list[Tensor]:
+    results = eager.linear_group(x, weights, biases) if len(weights) > 1 else None
     if results is None:
         results = [eager.linear(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)]
     return finished(results, activation, residual)

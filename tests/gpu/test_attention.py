@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.attention.fresh import Fresh
+from halfbyte.kernels.attention.turn import turn
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.norm import Norm
 
@@ -125,6 +126,39 @@ def attend_new(query: Tensor, caches: list[Tensor], fresh: Fresh) -> tuple[Tenso
     mask = (torch.arange(tokens, device=DEVICE) <= slots).expand(len(query), 1, new, tokens).contiguous()
     spans = kernels.spans_of(mask, len(query))
     return kernels.attend(query, *caches, mask, 0.09, spans=spans, fresh=fresh), spans, mask
+
+
+@sixteen_bits
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+@pytest.mark.parametrize(("texts", "group", "tokens"), [(1, 4, 9), (3, 1, 300), (2, 24, 17), (1, 5, 1000)])
+@pytest.mark.parametrize("kind", ["norms", "halves", "plain"])
+def test_a_prompt_is_turned(kind: str, size: int, texts: int, group: int, tokens: int, dtype: torch.dtype) -> None:
+    """Into the beginning of a longer cache, past which nothing is written; angles are all texts' or each one's."""
+    shared = 3
+    joined = random(texts, tokens, (group + 2) * shared * size, dtype=dtype)
+    sizes = [group * shared * size, shared * size, shared * size]
+    query, key, new = (part.view(texts, tokens, -1, size).transpose(1, 2) for part in joined.split(sizes, -1))
+    angles = 3 * random(texts if kind == "norms" else 1, tokens, size // (4 if kind == "plain" else 2))
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    if kind != "halves":
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    norms = (Norm(random(size, dtype=dtype), 1e-6, 1.0), Norm(random(size, dtype=dtype), 1e-5, 1.0))
+    of_query, of_key = norms if kind == "norms" else (None, None)
+    shape = (texts, shared, tokens + 7, size)
+    exactly = [torch.zeros(shape, dtype=torch.float64, device=DEVICE)[:, :, :tokens] for _ in range(2)]
+    wide = [None if norm is None else norm._replace(weight=norm.weight.double()) for norm in (of_query, of_key)]
+    fresh = Fresh(key.double(), new.double(), cos.double(), sin.double(), None, *wide, kind == "halves")
+    right = reference.turn(query.double(), *exactly, fresh)
+    with poisoned(shape, dtype) as keys, poisoned(shape, dtype) as values:
+        rest = [tensor[:, :, tokens:].clone() for tensor in (keys, values)]
+        into = [tensor[:, :, :tokens] for tensor in (keys, values)]
+        found = turn(query, *into, Fresh(key, new, cos, sin, None, of_query, of_key, kind == "halves"))
+        assert found.shape == query.shape
+        assert error(found, right) < BOUND[dtype]
+        assert error(into[0], exactly[0]) < BOUND[dtype]
+        assert torch.equal(into[1].double(), exactly[1])
+        for tensor, before in zip((keys, values), rest, strict=True):
+            assert torch.equal(tensor[:, :, tokens:].view(torch.int16), before.view(torch.int16))
 
 
 def test_soft_caps_and_sinks() -> None:

@@ -278,7 +278,7 @@ def test_layers_of_every_family(family: str, texts: int, monkeypatch: pytest.Mon
 
     ours, our_tokens = run()
     assert [vars(layer).get(AGREES) for layer in layers] == [{1: True}] * 3
-    monkeypatch.setattr(fused, "layer_of", lambda module: None)
+    monkeypatch.setattr(fused, "whole_of", lambda module: None)
     hb.release(model)
     theirs, their_tokens = run()
     model.float()

@@ -12,7 +12,7 @@ from halfbyte.kernels.common.norm import Norm
 
 pytest.importorskip("triton")
 
-from halfbyte.kernels.attention import merge, put, spans
+from halfbyte.kernels.attention import merge, put, spans, turn
 from halfbyte.kernels.attention import triton as attention
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.fresh import supports as supports_fresh
@@ -89,3 +89,30 @@ def test_compiles(
             copies = [line for line in compiled.asm["ptx"].splitlines() if "cp.async.c" in line and "shared" in line]
             assert copies  # of keys and values, on their way while others are computed with
             assert all(", 0x10, " in line for line in copies)  # 16 bytes each
+
+
+@on_targets(
+    "texts, heads, shared, size, dtype, kind",
+    [
+        (1, 32, 8, 128, torch.bfloat16, ""),
+        (2, 64, 8, 64, torch.float16, "halves"),
+        (1, 128, 16, 128, torch.bfloat16, "norms"),
+        (4, 40, 10, 96, torch.float16, "norms"),
+        (1, 16, 8, 256, torch.bfloat16, "norms"),
+    ],
+)
+def test_turn_compiles(
+    texts: int, heads: int, shared: int, size: int, dtype: torch.dtype, kind: str, target: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    kept: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(turn, "launch", lambda *launch: kept.append(launch))
+    query = torch.empty(texts, 250, heads, size, dtype=dtype, device="meta").transpose(1, 2)
+    keys = torch.empty(texts, shared, 250, size, dtype=dtype, device="meta")
+    angles = torch.empty(1, 250, size // (2 if kind == "halves" else 1), dtype=dtype, device="meta")
+    norm = Norm(torch.empty(size, dtype=dtype, device="meta"), 1e-6, 1.0) if kind == "norms" else None
+    fresh = Fresh(keys, keys, angles, angles, None, norm, norm, kind == "halves")
+    assert supports_fresh(fresh, query, keys, keys)
+    assert turn.turn(query, keys, keys, fresh).shape == query.shape
+    grid, _ = compile_launch(kept[-1], target)
+    assert grid == texts * 250

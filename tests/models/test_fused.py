@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.kernels.linear.fusion import Fusion
-from halfbyte.models import fused
+from halfbyte.models import fused, whole
 from halfbyte.models.attention import StepAttention
-from halfbyte.models.fused import AGREES, agree, fused_layers
+from halfbyte.models.fused import AGREES, fused_layers
 from halfbyte.models.layers import FAMILIES as KNOWN
 from halfbyte.models.layers import activation_of, family_of_type, fusions, layer_of, norm_of
+from halfbyte.models.whole import agree
 from halfbyte.nn import Linear4bit
 
 from .families import FAMILIES, OF_EXPERTS, counted, generate, make, plainly, prompt
@@ -101,8 +102,8 @@ def test_what_is_warmed_is_what_is_fused(family: str, monkeypatch: pytest.Monkey
         asked[key] = Fusion(norm and (0.0, 0.0), activation, residual and 1.0, static=True)
         return theirs(x, weights, biases, norm, activation, residual)
 
-    theirs = fused.products
-    monkeypatch.setattr(fused, "products", products)
+    theirs = whole.products
+    monkeypatch.setattr(whole, "products", products)
     generate(model, prompt(1, 9), max_new_tokens=3)
     kind = family_of_type(model.config.model_type)
     assert kind is not None
@@ -132,7 +133,7 @@ def test_results_in_16_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> Non
     right = logits(model)
     model.to(torch.bfloat16)
     ours = logits(model)
-    monkeypatch.setattr(fused, "layer_of", lambda module: None)
+    monkeypatch.setattr(fused, "whole_of", lambda module: None)
     hb.release(model)
     theirs = logits(model)
     assert len(steps) == 3 * 5

@@ -180,8 +180,9 @@ def _generate(model: Any, batch: int, settings: Settings, device: torch.device) 
     elapsed = median(measured)
     speed = 1e3 * batch * settings.new_tokens / elapsed
     return {
-        "median_ms": round(elapsed / settings.new_tokens, 3), "samples": len(measured), "new_tokens": settings.new_tokens,
-        "first_ms": round(first, 1), "tokens_per_s": round(speed, 1), "peak_gb": peak,
+        "median_ms": round(elapsed / settings.new_tokens, 3), "samples": len(measured),
+        "new_tokens": settings.new_tokens, "first_ms": round(first, 1), "tokens_per_s": round(speed, 1),
+        "peak_gb": peak,
     }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from halfbyte.models.captured import Captured
 from halfbyte.models.experts import dense_module
 from halfbyte.models.graphs import Step, capturable
 from halfbyte.models.regions import compiled_regions
+from halfbyte.models.steps import pool_of
 from halfbyte.terminal import say
 
 CHECKED_LAYERS = 4  # that the fp32 reference has: all of a 70B model would not fit
@@ -102,9 +103,10 @@ class Decoder:
                 setattr(layer, COUNTER, self.context)
 
     def prefill(self) -> float:
-        """Milliseconds that the context takes."""
+        """Milliseconds that the context takes, as `generate` computes it."""
         self.cache.reset()
-        with torch.no_grad():
+        pool = pool_of(self.model)
+        with torch.no_grad(), nullcontext() if pool is None else pool.prompt_layers.at_work(self.device):
             return clock(
                 lambda: self.model(self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1), self.device
             )

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import nn
 
-from halfbyte.models import compressed_tensors, norms, paged, peft, peft_experts, transformers, unsloth
+from halfbyte.models import compressed_tensors, norms, paged, peft, peft_experts, prompt_layers, transformers, unsloth
 from halfbyte.models.linears import LAYERS
 
 
@@ -32,7 +32,7 @@ class Library(Protocol):
     def undo_in_library(self) -> None: ...
 
 
-OTHERS: tuple[Others, ...] = (peft, peft_experts, norms)
+OTHERS: tuple[Others, ...] = (peft, peft_experts, norms, prompt_layers)
 LIBRARIES: tuple[Library, ...] = (peft, unsloth, transformers, paged)
 
 

@@ -14,9 +14,9 @@ from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear.dispatch import choose_fused, variant_of
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.problem import Problem
-from halfbyte.models.fused import MOST_ROWS
 from halfbyte.models.layers import activation_of, family_of_type, fusions
 from halfbyte.models.projections import groups_of
+from halfbyte.models.whole import MOST_ROWS
 
 # The products of one launch: one, or those of fused projections.
 Group = tuple[Problem, ...]

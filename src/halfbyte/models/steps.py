@@ -29,6 +29,7 @@ from halfbyte.models.buckets import (
 from halfbyte.models.fingerprint import fingerprint
 from halfbyte.models.graphs import building
 from halfbyte.models.loop import TokenBuffers
+from halfbyte.models.prompt_layers import PromptLayers
 from halfbyte.models.rotation import Rotation
 from halfbyte.models.store import CacheStore
 
@@ -112,6 +113,7 @@ class StepPool:
         self.buckets: list[Bucket] = []  # the most recently used last
         self.fingerprint: Hashable = None
         self.ahead = Ahead()
+        self.prompt_layers = PromptLayers()
         self.layers: Counter[torch.device] = Counter()  # of a model with this fingerprint, by device
         self.memory = 0  # of these devices, as far as its cache can use it
 
@@ -138,6 +140,7 @@ class StepPool:
                 if self.fingerprint is not None:
                     self.ahead.forget()
                 self.fingerprint, self.layers = found, layers_by_device(model)
+                self.prompt_layers = PromptLayers()
                 self.memory = least_bytes(self.layers, total_bytes)
             bucket = self._take(model, kind, texts, tokens)
         try:

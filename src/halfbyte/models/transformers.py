@@ -133,7 +133,8 @@ def _fill(self: Any, input_ids: Any, generation_config: Any, model_kwargs: Any, 
     def fill() -> Any:
         if any(layer.is_initialized for layer in model_kwargs["past_key_values"].layers):  # a first attempt failed
             store.begin(len(input_ids))
-        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        with pool.prompt_layers.at_work(input_ids.device):
+            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     return pool.retried(fill)
 
@@ -196,6 +197,8 @@ def _is_left_to_us(model: Any, generation_config: Any, given: Any) -> bool:
         and generation_config.use_cache
         and not generation_config.is_assistant
         and given["model_kwargs"].get("past_key_values") is None
+        # transformers counts the tokens of a mask for the loss that this means, and a static cache's has others.
+        and not given["model_kwargs"].get("output_router_logits")
         and not _mixes_dtypes(model)
         and model.config._attn_implementation in ATTENTION
         and _needs(model, generation_config, given) < MOST_OF_FREE_MEMORY * _free_bytes(model)

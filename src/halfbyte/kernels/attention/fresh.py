@@ -1,5 +1,6 @@
 """New tokens' own queries, keys and values, as a layer's projections leave them. What attends to them norms and rotates
-them and puts them into the cache: of one token in the same launch, of several in one ahead."""
+them and puts them into the cache: of one token in the same launch, of several in one ahead (put.py), of a prompt, whose
+attention is torch's, in one as well (turn.py)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from halfbyte.kernels.common.norm import Norm
 class Fresh(NamedTuple):
     """keys, values: [texts, heads that share keys, new tokens, size], not rotated. cos, sin: [texts or 1, new tokens,
     rotary size]. slot: int64 without dimensions, the place of the first new token in the cache, behind which the others
-    go. query_norm, key_norm: of heads, before rotation, or None. halves: cos and sin have half the rotary size, and are
-    the same for both halves of it (gpt-oss).
+    go; None of a prompt, with which a cache begins. query_norm, key_norm: of heads, before rotation, or None. halves:
+    cos and sin have half the rotary size, and are the same for both halves of it (gpt-oss).
 
     All but slot in the dtype of the query, on its device, their last dimension contiguous.
     """
@@ -23,7 +24,7 @@ class Fresh(NamedTuple):
     values: Tensor
     cos: Tensor
     sin: Tensor
-    slot: Tensor
+    slot: Tensor | None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     halves: bool = False
@@ -39,9 +40,11 @@ class Fresh(NamedTuple):
         return 0 if len(self.cos) == 1 else self.cos.stride(0)
 
     def tensors(self, query: Tensor) -> tuple[Tensor, ...]:
-        """As kernels take them; the query stands for norms that there are not, and is not read as such."""
+        """As kernels take them, but for a slot that there is not; the query stands for norms that there are not, and is
+        not read as such."""
         norms = (query if norm is None else norm.weight for norm in (self.query_norm, self.key_norm))
-        return (self.keys, self.values, self.cos, self.sin, self.slot, *norms)
+        slot = () if self.slot is None else (self.slot,)
+        return (self.keys, self.values, self.cos, self.sin, *slot, *norms)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -56,7 +59,8 @@ class Fresh(NamedTuple):
 
 
 def supports(fresh: Fresh, query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `attend` is for them beside a query and a cache that it supports."""
+    """Whether `attend` is for them beside a query and a cache that it supports, and `turn` for those of a prompt, which
+    have no slot, beside what it writes."""
     texts, _, new, size = query.shape
     norms = [norm.weight for norm in (fresh.query_norm, fresh.key_norm) if norm is not None]
     tensors = (fresh.keys, fresh.values, fresh.cos, fresh.sin, *norms)
@@ -71,6 +75,5 @@ def supports(fresh: Fresh, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         and all(weight.shape == (size,) for weight in norms)
         and all(tensor.dtype is query.dtype and tensor.device == query.device for tensor in tensors)
         and all(tensor.stride(-1) == 1 for tensor in tensors)
-        and fresh.slot.dim() == 0
-        and fresh.slot.device == query.device
+        and (fresh.slot is None or (fresh.slot.dim() == 0 and fresh.slot.device == query.device))
     )

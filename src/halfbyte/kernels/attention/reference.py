@@ -42,12 +42,27 @@ def attend(
 def put(query: Tensor, keys: Tensor, values: Tensor, fresh: Fresh) -> Tensor:
     """What `attend` does with a `Fresh` before it attends: norm and rotate the query, which is returned, and put
     the new tokens' keys and values into the cache, from their slot on."""
-    query, key = normed(query, fresh.query_norm), normed(fresh.keys, fresh.key_norm)
+    assert fresh.slot is not None
     slots = fresh.slot + torch.arange(query.shape[2], dtype=torch.int64, device=query.device)
-    cos, sin = (torch.cat((t, t), -1) if fresh.halves else t for t in (fresh.cos, fresh.sin))
-    keys.index_copy_(2, slots, rotated(key, cos, sin).to(keys.dtype))
+    query, key = turned(query, fresh)
+    keys.index_copy_(2, slots, key.to(keys.dtype))
     values.index_copy_(2, slots, fresh.values.to(values.dtype))
-    return rotated(query, cos, sin)
+    return query
+
+
+def turn(query: Tensor, keys: Tensor, values: Tensor, fresh: Fresh) -> Tensor:
+    """As `turn` in turn.py, computed in the dtype of its arguments."""
+    query, key = turned(query, fresh)
+    keys.copy_(key)
+    values.copy_(fresh.values)
+    return query
+
+
+def turned(query: Tensor, fresh: Fresh) -> tuple[Tensor, Tensor]:
+    """Queries and new keys, normed and rotated."""
+    cos, sin = (torch.cat((t, t), -1) if fresh.halves else t for t in (fresh.cos, fresh.sin))
+    heads = normed(query, fresh.query_norm), normed(fresh.keys, fresh.key_norm)
+    return rotated(heads[0], cos, sin), rotated(heads[1], cos, sin)
 
 
 def normed(x: Tensor, norm: Norm | None) -> Tensor:

@@ -1,0 +1,165 @@
+"""A decoder layer as halfbyte computes it: products with what stands beside them, in place of transformers' modules.
+
+What attention does with the projections differs between a prompt (prompt_layers.py) and a step (fused.py). All else is
+here, and how a layer's result is compared with transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from halfbyte.eager_experts import route
+from halfbyte.eager_fused import finished, gated, products, products_apart, rms_norm
+from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common.norm import Norm
+from halfbyte.kernels.linear.fusion import Residual
+from halfbyte.models.layers import Block, DecoderLayer, layer_of
+from halfbyte.models.linears import layers_of
+from halfbyte.models.patch import is_hooked
+from halfbyte.nn.experts import Experts4bit
+
+MOST_ROWS = 64  # of x, with a norm, a gate or a sum in a product's launch; beyond, launches are little of the time
+SHARE, ROUNDINGS = 0.1, 2  # how far results may be apart: of what the layer adds, and in units of the last place
+
+Operands = tuple[tuple[QuantizedWeight, ...], tuple[Tensor | None, ...]]
+
+
+def whole_of(module: nn.Module) -> DecoderLayer | None:
+    """The parts of a decoder layer of which halfbyte computes some projections or the experts, or None."""
+    layer = None if module.training else layer_of(module)
+    if layer is None or any(map(is_hooked, layer.projections)):
+        return None
+    hosts = {part: layers_of(part) for part in layer.projections}
+    applied = any(host is not None and host.is_applied(part) for part, host in hosts.items())
+    return layer if applied or (layer.block is not None and isinstance(layer.block.experts, Experts4bit)) else None
+
+
+class WholeLayer:
+    """Computes the projections, the MLP and the experts of a decoder layer."""
+
+    def __init__(self, module: nn.Module, layer: DecoderLayer) -> None:
+        self.module, self.layer = module, layer
+
+    def _agrees(self, x: Tensor, attended: Tensor, ours: Tensor, theirs: Any, block_sees: list[Tensor]) -> bool:
+        """Of a layer with experts each half is compared by itself: a rounding in the first may choose other experts."""
+        if self.layer.block is None:
+            return agree(x, ours, theirs)
+        if len(block_sees) != 1:
+            return False
+        normed = rms_norm(attended, self.layer.second)
+        added = _first(self.layer.block.module(normed))
+        return agree(rms_norm(x, self.layer.second), normed, block_sees[0]) and agree(
+            attended, ours, torch.add(attended, added, alpha=self.layer.factor)
+        )
+
+    def _heads(self, x: Tensor) -> list[Tensor]:
+        """Query, key and value of x [texts, tokens, hidden], normed first: [texts, heads, tokens, size] each."""
+        layer: Any = self.layer
+        size = layer.attention.head_dim
+        new = self._project(layer.queries, x, layer.first)
+        if len(new) == 1:
+            of_keys = layer.attention.config.num_key_value_heads * size
+            new = list(new[0].split([new[0].shape[-1] - 2 * of_keys, of_keys, of_keys], dim=-1))
+        return [part.view(*x.shape[:2], -1, size).transpose(1, 2) for part in new]
+
+    def _feed(self, x: Tensor) -> Tensor:
+        """x and what the MLP or the experts add to it."""
+        layer = self.layer
+        if layer.block is not None:
+            return _add_experts(layer.block, rms_norm(x, layer.second), Residual(x, layer.factor))
+        assert layer.down is not None
+        if len(layer.gates) == 2:
+            (inner,) = self._project(layer.gates, x, layer.second, layer.activation)
+        else:
+            (both,) = self._project(layer.gates, x, layer.second)
+            gate, up = both.chunk(2, dim=-1)
+            inner = gated(gate, up, layer.activation)
+        return self._add((layer.down,), inner, x, layer.added[1] if layer.added else None)
+
+    def _add(self, module: tuple[nn.Module], x: Tensor, residual: Tensor, norm: Norm | None) -> Tensor:
+        """The residual plus a product of x, which is normed first if there is a norm."""
+        if norm is None:
+            return self._project(module, x, residual=Residual(residual, self.layer.factor))[0]
+        return rms_norm(self._project(module, x)[0].contiguous(), norm, residual)
+
+    def _project(
+        self,
+        modules: tuple[nn.Module, ...],
+        x: Tensor,
+        norm: Norm | None = None,
+        activation: str = "",
+        residual: Residual | None = None,
+    ) -> list[Tensor]:
+        """As `products`; of modules that are not all in 4 bits, with launches of their own."""
+        operands = self._operands(modules, x)
+        if operands is not None:
+            multiply = products if x.numel() <= MOST_ROWS * x.shape[-1] else products_apart
+            return multiply(x, *operands, norm, activation, residual)
+        if norm is not None:
+            x = rms_norm(x.contiguous(), norm)
+        return finished([module(x) for module in modules], activation, residual)
+
+    def _operands(self, modules: Sequence[nn.Module], x: Tensor) -> Operands | None:
+        """Weights and biases of projections that multiply in the dtype of x, or None."""
+        found = []
+        for module in modules:
+            host = layers_of(module)
+            inputs = None if host is None else host.operands(module, x)
+            if inputs is None or not inputs.dtype is inputs.result is x.dtype:
+                return None
+            found.append((inputs.q, None if inputs.bias is None else inputs.bias.to(x.dtype)))
+        return tuple(q for q, _ in found), tuple(bias for _, bias in found)
+
+
+def _add_experts(block: Block, x: Tensor, residual: Residual) -> Tensor:
+    """The residual and what a block of experts gives for x [texts, new tokens, hidden], normed."""
+    router, (value, factor) = block.router, residual
+    if router is None or router.weight.dtype is not x.dtype:
+        return torch.add(value, _first(block.module(x)), alpha=factor)
+    rows = x.view(-1, x.shape[-1])
+    dtype = x.dtype if router.narrow else torch.float32
+    scores = linear(rows, router.weight, router.bias)
+    ids, weights = route(scores, router.top_k, router.before, router.normalizes, dtype)
+    if isinstance(block.experts, Experts4bit) and "forward" not in vars(block.experts) and not is_hooked(block.experts):
+        return block.experts.added(rows, ids, weights, Residual(value.view_as(rows), factor)).view_as(x)
+    result: Tensor = block.experts(rows, ids, weights)
+    return torch.add(value, result.view_as(x), alpha=factor)
+
+
+def _first(found: Any) -> Tensor:
+    """The result of a block that may give its scores too."""
+    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def recorded(block: Block | None, inputs: list[Tensor]) -> Iterator[None]:
+    """Within, what a block of experts is given goes to `inputs` too."""
+    if block is None:
+        yield
+        return
+    handle = block.module.register_forward_pre_hook(lambda module, args: inputs.extend(args[:1]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def is_pair(position_embeddings: Any) -> bool:
+    return isinstance(position_embeddings, tuple) and len(position_embeddings) == 2
+
+
+def agree(x: Tensor, ours: Tensor, theirs: Any) -> bool:
+    """Whether two results [texts, new tokens, hidden] of a layer of x are the same but for rounding, in every row whose
+    numbers are finite."""
+    if not isinstance(theirs, Tensor) or theirs.shape != ours.shape or theirs.dtype is not ours.dtype:
+        return False
+    unit = torch.finfo(theirs.dtype).eps
+    x, ours, theirs = x.float(), ours.float(), theirs.float()
+    bound = SHARE * (theirs - x).norm(dim=-1) + ROUNDINGS * unit * theirs.norm(dim=-1)
+    return bool(((ours - theirs).norm(dim=-1) <= bound).logical_or(~theirs.isfinite().all(-1)).all())

@@ -1,0 +1,150 @@
+"""Decoder layers of prompts in few launches: the tokens, logits and caches of transformers' own, family by family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import halfbyte as hb
+from halfbyte.models import prompt_layers
+from halfbyte.models.layers import layer_of
+from halfbyte.models.prompt_layers import _PromptLayer
+from halfbyte.models.steps import pool_of
+
+from .families import FAMILIES, OF_EXPERTS, counted, generate, make, plainly, prompt
+from .test_fused import decoder_layers, in_4_bits
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("captures")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_layers, "ON_CPU", True)
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every layer whose attention was ours."""
+    return counted(monkeypatch, _PromptLayer, "_attend")
+
+
+def quantized(family: str, **options: Any) -> Any:
+    model = in_4_bits(make(family, **options))
+    hb.accelerate(model, experts="nf4" if family in OF_EXPERTS else None)
+    return model
+
+
+def agreed(model: Any) -> list[bool | None]:
+    pool = pool_of(model)
+    assert pool is not None
+    return [None if layer is None else layer.agrees for layer in pool.prompt_layers.known.values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES | OF_EXPERTS)
+def test_tokens_of_every_family(family: str, layers: list[int]) -> None:
+    """In windows that the prompt fills, and more than fills; of texts that are padded; and in a kept cache."""
+    model = quantized(family)
+    wanted: dict[str, Any] = {"max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True}
+    for texts, tokens, padding in ((1, 15, 0), (3, 25, 4), (1, 15, 0), (2, 90, 7)):
+        inputs = prompt(texts, tokens, padding)
+        layers.clear()
+        found = generate(model, inputs, **wanted)
+        assert len(layers) == 3
+        right = plainly(model, inputs, **wanted)
+        assert len(layers) == 3
+        assert torch.equal(found.sequences, right.sequences)
+        torch.testing.assert_close(torch.stack(found.logits), torch.stack(right.logits), rtol=1e-3, atol=1e-3)
+    assert agreed(model) == [True] * 3
+    hb.restore(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
+def test_other_loops(options: dict[str, Any], layers: list[int]) -> None:
+    model = quantized("llama")
+    inputs = prompt(1, 25)
+    found = generate(model, inputs, **options)
+    assert torch.equal(found, plainly(model, inputs, **options))
+
+
+def test_eager_attention(layers: list[int]) -> None:
+    model = quantized("qwen3")
+    model.set_attn_implementation("eager")
+    inputs = prompt(2, 25, 3)
+    assert torch.equal(generate(model, inputs), plainly(model, inputs))
+    assert len(layers) == 3
+
+
+def test_what_transformers_computes(layers: list[int]) -> None:
+    """Few tokens, a model that is asked by itself, and a layer that somebody listens to."""
+    model = quantized("llama")
+    generate(model, prompt(1, 8))
+    model(**prompt(1, 25))
+    assert not layers
+    handle = decoder_layers(model)[1].mlp.register_forward_hook(lambda module, args, output: None)
+    generate(model, prompt(1, 25))
+    assert len(layers) == 2
+    handle.remove()
+    generate(model, prompt(1, 25))
+    assert len(layers) == 2 + 3
+
+
+@pytest.mark.parametrize("wanted", ["attentions", "hidden_states"])
+def test_outputs_of_layers(wanted: str, layers: list[int]) -> None:
+    """transformers listens to layers from the call on that asks for what they give."""
+    model = quantized("mixtral")
+    model.set_attn_implementation("eager")
+    inputs = prompt(1, 25)
+    generate(model, inputs, max_new_tokens=3)
+    asked = {f"output_{wanted}": True, "return_dict_in_generate": True, "max_new_tokens": 3}
+    found, right = generate(model, inputs, **asked), plainly(model, inputs, **asked)
+    for one, other in zip(found[wanted][0], right[wanted][0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_router_logits(layers: list[int]) -> None:
+    """transformers makes a loss of them, too, by a mask that a static cache does not have."""
+    model = quantized("mixtral")
+    asked = {"output_router_logits": True, "return_dict_in_generate": True, "max_new_tokens": 3}
+    found, right = generate(model, prompt(1, 25), **asked), plainly(model, prompt(1, 25), **asked)
+    assert torch.equal(found.sequences, right.sequences)
+
+
+def test_a_model_that_is_trained_since(layers: list[int]) -> None:
+    model = quantized("llama")
+    inputs = prompt(1, 25)
+    generate(model, inputs)
+    layers.clear()
+    model.train()
+    generate(model, inputs)
+    assert not layers
+    model.eval()
+    generate(model, inputs)
+    assert len(layers) == 3
+
+
+def test_a_layer_that_computes_something_else(layers: list[int]) -> None:
+    """As that of a version to come might: it stays as it is."""
+    model = quantized("llama")
+    other = decoder_layers(model)[1]
+
+    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return hidden_states + 0.7 * (theirs(self, hidden_states, **kwargs) - hidden_states)
+
+    theirs = type(other).forward
+    other.__class__ = type(
+        "LlamaDecoderLayer", (type(other),), {"forward": forward, "__module__": type(other).__module__}
+    )
+    assert layer_of(other) is not None
+    inputs = prompt(2, 15)
+    with pytest.warns(UserWarning, match="leaves prompts in LlamaDecoderLayer to transformers"):
+        found = generate(model, inputs)
+    assert torch.equal(found, plainly(model, inputs))
+    assert agreed(model) == [True, False, True]
+    layers.clear()
+    assert torch.equal(generate(model, inputs), found)
+    assert len(layers) == 2
