@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -61,6 +62,33 @@ def test_tokens_of_every_family(family: str, layers: list[int]) -> None:
     assert agreed(model) == [True] * 3
     hb.restore(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_caches_of_others(family: str, attention: str, layers: list[int]) -> None:
+    """One that is longer than the prompt, one that grows, none at all; and a second prompt behind the first."""
+    from transformers import DynamicCache, StaticCache
+
+    model = quantized(family)
+    if family != "gpt_oss":
+        model.set_attn_implementation(attention)
+    pool = pool_of(model)
+    assert pool is not None
+    first, second = (prompt(2, tokens)["input_ids"] for tokens in (15, 12))
+    for make_cache in (
+        lambda: StaticCache(config=model.config, max_cache_len=40), lambda: DynamicCache(config=model.config), None,
+    ):  # fmt: skip
+        found: list[list[Tensor]] = []
+        for work in (pool.prompt_layers.at_work(model.device), nullcontext()):
+            cache = make_cache() if make_cache else None
+            with torch.no_grad(), work:
+                texts = (first, second) if cache is not None else (first,)
+                found.append([model(ids, past_key_values=cache, use_cache=cache is not None).logits for ids in texts])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    assert len(layers) == 5 * 3
+    assert agreed(model) == [True] * 3
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)

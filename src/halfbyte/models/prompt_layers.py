@@ -109,9 +109,15 @@ class _PromptLayer(WholeLayer):
         if self.agrees:
             attended = self._attend(x, **kwargs)
             return None if attended is None else self._feed(attended)
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        if cache is not None and int(cache.get_seq_length(cast(Any, self.layer.attention).layer_idx)) > 0:
+            return None  # only with an empty one it shows whether they agree
+        if isinstance(mask, Tensor):  # of a cache that is longer than the prompt
+            mask = mask[..., : x.shape[1]]
+        alone = {**kwargs, "past_key_values": None, "attention_mask": mask}
         block_sees: list[Tensor] = []
         with recorded(self.layer.block, block_sees):
-            theirs = type(self.module).forward(self.module, x, **{**kwargs, "past_key_values": None})
+            theirs = type(self.module).forward(self.module, x, **alone)
         attended = self._attend(x, **kwargs)
         if attended is None:
             return None
