@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from halfbyte.bench import runs
 from halfbyte.bench.case import Case, run, same_bits
 from halfbyte.bench.ceiling import copy_bandwidth
 from halfbyte.measure import records, timing
+from halfbyte.terminal import Table
 
 CPU = torch.device("cpu")
 
@@ -119,3 +120,30 @@ def test_what_was_measured_before_ctrl_c_is_kept(
     assert [row["case"] for row in second["rows"]] == ["2×3", "2×3", "3×3", "3×3"]
     assert [row.get("commit") for row in second["rows"]] == [None, None, *2 * [first["environment"]["commit"]]]
     assert second["environment"]["commit"] == "later"
+
+
+def test_a_model_that_was_measured_in_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its new rows take the place of the same in an earlier run; a run that comes to its end leaves no others."""
+
+    def rows(batches: Sequence[int], ms: float, stopped: bool) -> Iterator[dict[str, Any]]:
+        for batch in batches:
+            yield {"model": "one", "provider": "halfbyte", "mode": "graph", "batch": batch, "median_ms": ms}
+        if stopped:
+            raise KeyboardInterrupt
+
+    def measured(*given: Any) -> list[tuple[int, float]]:
+        def rows_of(name: str) -> Iterator[dict[str, Any]]:
+            return rows(*given)
+
+        runs.run_models("decode", "", ["one"], str, rows_of, lambda record: Table(), CPU, tmp_path)
+        return kept()
+
+    def kept() -> list[tuple[int, float]]:
+        (path,) = tmp_path.rglob("decode.json")
+        return [(row["batch"], row["median_ms"]) for row in records.read(path)["rows"]]
+
+    assert measured((1, 8), 1.0, False) == [(1, 1.0), (8, 1.0)]
+    with pytest.raises(KeyboardInterrupt):
+        measured((8, 32), 2.0, True)
+    assert kept() == [(8, 2.0), (32, 2.0), (1, 1.0)]
+    assert measured((32,), 3.0, False) == [(32, 3.0)]

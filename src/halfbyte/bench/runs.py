@@ -70,6 +70,10 @@ def _beside_other_cases(kept: Mapping[str, Any] | None, record: dict[str, Any]) 
     return record | {"rows": [row for case in (found | rows).values() for row in case]}
 
 
+# What tells rows of a whole model or of an engine apart.
+WHAT = ("provider", "mode", "batch", "texts", "tokens", "requests", "call", "text", "way")
+
+
 def run_models(
     bench: str,
     method: str,
@@ -80,13 +84,15 @@ def run_models(
     device: torch.device,
     out: Path | None,
 ) -> None:
-    """Whole models, one by one. The record is kept after each: a large one that fails takes nothing with it.
+    """Whole models, one by one. The record is kept after every row: a run that fails or is interrupted takes nothing
+    with it.
 
     label: what the rows call a model.
     """
     torch.manual_seed(0)
     record = _empty_record(bench, method, device)
-    _run_each(record, itemgetter("model"), {label(name): partial(rows_of, name) for name in names}, device, out)
+    work = {label(name): partial(rows_of, name) for name in names}
+    _run_each(record, itemgetter("model"), work, device, out, every_row=True)
     terminal().print(table(record))
 
 
@@ -164,19 +170,27 @@ def _run_each(
     """Fill the record with the rows of each, and keep it after each. All together take long: what ran before, on this
     machine as it is, stays in the record until it is measured again.
 
-    key: of a row, of which piece of work it is. same: as in `records.beside_earlier`. every_row: keep it after each.
+    key: of a row, of which piece of work it is. same: as in `records.beside_earlier`. every_row: keep it after each,
+    beside what an earlier run measured of that piece and this one has not yet.
     """
     commit = {"commit": record["environment"]["commit"]}
     found = records.beside_earlier(_kept(record["bench"], out, device), record, key, (), same)
     for name, rows_of in work.items():
         rows: list[dict[str, Any]] = []
+        earlier = found.get(name, [])
         for row in rows_of():
             rows.append(row | commit)
             if every_row:
-                _put(record, found, name, rows, device, out)
+                earlier = [other for other in earlier if _case(other) != _case(row)]
+                _put(record, found, name, [*rows, *earlier], device, out)
         _put(record, found, name, rows, device, out)
         if out is not None:
             terminal().print(f"kept in {_path_of(record['bench'], out, device)}")
+
+
+def _case(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a row of a piece of work is of."""
+    return tuple(row.get(name) for name in WHAT)
 
 
 def _put(

@@ -112,9 +112,9 @@ def train_rows(name: str, device: torch.device, settings: Settings, say: Callabl
     model = _adapted(model, targets, settings.checkpointing)
     adapters = _draw_adapters(model)
     results: dict[Load, dict[str, Found]] = {load: {} for load in settings.loads}
-    rows: list[tuple[Load, dict[str, Any]]] = []
+    waiting: dict[Load, list[dict[str, Any]]] = {load: [] for load in settings.loads}  # for bitsandbytes' gradients
 
-    def measure(ways: Ways, steps: Mapping[str, Step]) -> None:
+    def measure(ways: Ways, steps: Mapping[str, Step]) -> Iterator[dict[str, Any]]:
         for load in settings.loads:
             say(f"{name}: {load}, {' and '.join(steps)}")
             generator = torch.Generator().manual_seed(0)
@@ -125,7 +125,14 @@ def train_rows(name: str, device: torch.device, settings: Settings, say: Callabl
             results[load] |= found
             _agree(results[load], most_apart)
             fitting = {provider: step for provider, step in steps.items() if provider in found}
-            rows.extend((load, row) for row in _rows(ways, fitting, ids, settings.rounds, device))
+            waiting[load] += _rows(ways, fitting, ids, settings.rounds, device)
+            if THEIRS in results[load]:
+                yield from told(load)
+
+    def told(load: Load) -> Iterator[dict[str, Any]]:
+        while waiting[load]:
+            row = waiting[load].pop(0)
+            yield facts | load.facts() | row | _compared(row["provider"], results[load])
 
     for ab_run in ab_runs(model, dtype, say):
         if device.type == "cuda" and THEIRS in ab_run.providers:
@@ -134,22 +141,26 @@ def train_rows(name: str, device: torch.device, settings: Settings, say: Callabl
             for one in (ab_run.ours, ab_run.theirs):
                 tell_orientation(one)
             ab_run.providers[GROUPED] = partial(grouped_way, ab_run.ours)
-        measure(ab_run.providers, _steps(ab_run))
+        yield from measure(ab_run.providers, _steps(ab_run))
     del ab_run
     if settings.experts:
         say(f"{name}: without {BF16}, which is measured where experts have no adapters")
     elif dense_fits(model, dtype, say):
         model = _dense(model, targets, adapters, settings.checkpointing)
-        measure({BF16: nullcontext}, {BF16: Step(model)})
-    for load, row in rows:
-        found = results[load]
-        own = found[row["provider"]]
-        row["loss"] = round(own.loss, 5)
-        if own.losses:
-            row["losses"] = [round(loss, 5) for loss in own.losses]
-        if THEIRS in found:
-            row["gradients_apart"] = _apart(own.gradients, found[THEIRS].gradients)
-        yield facts | load.facts() | row
+        yield from measure({BF16: nullcontext}, {BF16: Step(model)})
+    for load in settings.loads:  # what bitsandbytes had no memory for
+        yield from told(load)
+
+
+def _compared(provider: str, results: Mapping[str, Found]) -> dict[str, Any]:
+    """What a row says of a provider's losses and gradients."""
+    own = results[provider]
+    row: dict[str, Any] = {"loss": round(own.loss, 5)}
+    if own.losses:
+        row["losses"] = [round(loss, 5) for loss in own.losses]
+    if THEIRS in results:
+        row["gradients_apart"] = _apart(own.gradients, results[THEIRS].gradients)
+    return row
 
 
 def _rows(
