@@ -19,7 +19,7 @@ from torch import nn
 from halfbyte.kernels.common.slow import has_triton
 from halfbyte.models import accelerate as accelerated
 
-PROMPT, NEW = 12, 6  # tokens: the first step compiles, the second is captured
+PROMPT, NEW = 12, 6  # tokens: the first step compiles, the second is captured; of 8 texts a prompt has many rows
 SIZES = ((1, 128), (1, 8192), (8, 128), (32, 128))  # texts, and tokens of the cache: kernels differ between these
 
 
