@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -10,16 +11,18 @@ import torch
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.models import prompt_layers
+from halfbyte.models import paged, prompt_layers
 from halfbyte.models.layers import layer_of
-from halfbyte.models.prompt_layers import _PromptLayer
+from halfbyte.models.prompt_layers import BATCHED, _PromptLayer
 from halfbyte.models.steps import pool_of
 
-from .families import FAMILIES, OF_EXPERTS, counted, generate, make, plainly, prompt
+from .families import DEVICE, FAMILIES, OF_EXPERTS, counted, generate, make, plainly, prompt
 from .test_fused import decoder_layers, in_4_bits
+from .test_paged import greedy, settings
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("captures")
+REQUESTS = [prompt(1, tokens) for tokens in (3, 27, 41, 9)]
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +65,30 @@ def test_tokens_of_every_family(family: str, layers: list[int]) -> None:
     assert agreed(model) == [True] * 3
     hb.restore(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "qwen3_moe"])
+def test_batches_of_requests(family: str, layers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks beside requests that decode, in windows that are full and not; a batch may have few tokens."""
+    monkeypatch.setattr(paged, "DEVICES", (DEVICE.type,))
+    model = quantized(family)
+    right = [plainly(model, {name: x[:1] for name, x in inputs.items()}, max_new_tokens=6) for inputs in REQUESTS]
+    for _ in range(2):  # the second manager compares layers anew
+        layers.clear()
+        found = model.generate_batch(
+            [inputs["input_ids"][0].tolist() for inputs in REQUESTS],
+            generation_config=greedy(), continuous_batching_config=settings(), warmup=False,
+        )  # fmt: skip
+        assert [one.generated_tokens for one in found.values()] == [
+            ids[0, inputs["input_ids"].shape[1] :].tolist() for ids, inputs in zip(right, REQUESTS, strict=True)
+        ]
+        assert len(layers) >= 3 * 6
+    batches = {vars(layer)[BATCHED] for layer in decoder_layers(model)}
+    assert [one.agrees for one in batches.pop().known.values() if one is not None] == [True] * 3
+    assert not batches
+    assert not any(layer.known for layer in (vars(one)[BATCHED] for one in decoder_layers(deepcopy(model))))
+    hb.restore(model)
+    assert not any(BATCHED in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])

@@ -26,6 +26,7 @@ from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.models.captured import current
 from halfbyte.models.patch import is_method_of
+from halfbyte.models.prompt_layers import begin_batches
 from halfbyte.models.steps import pool_of
 from halfbyte.nn.experts import Experts4bit
 
@@ -109,6 +110,7 @@ def init_continuous_batching(
         self.config._attn_implementation = before
         raise
     _managers.add(manager)
+    begin_batches(self)
     manager._original_attn_impl = before  # which it gives back to the model when it stops
     if manager.batch_processor is None and _has_tables(self.config):
         manager.continuous_batching_config.max_blocks_per_request = resolved.max_blocks_per_request

@@ -4,16 +4,16 @@ For a few hundred tokens that is what a prompt takes: a GPU is done with a launc
 So norms, the turn of heads and the way into the cache, and the gate of an MLP have one launch each, and projections of
 the same input have one together. Attention stays the one that transformers would have called.
 
-`accelerate` gives every decoder layer a forward that is its class's, but within a prompt of `generate`. The first
-prompt of a model computes each layer both ways. A layer that disagrees with transformers, of a version that computes
-something else, stays as it was.
+`accelerate` gives every decoder layer a forward that is its class's, but within a prompt of `generate` and in a batch
+of continuous batching, whose requests are one row of tokens to a layer. At first a model computes each layer both ways.
+A layer that disagrees with transformers, of a version that computes something else, stays as it was.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -32,6 +32,7 @@ from halfbyte.models.patch import has_forward_of_class, is_method_of, patch, unp
 from halfbyte.models.whole import WholeLayer, is_pair, recorded, whole_of
 
 ON_CPU = False  # where launches cost little; tests set it
+BATCHED = "_halfbyte_batched"  # attribute of decoder layers: the PromptLayers of a model that batches continuously
 STATIC = ("StaticLayer", "StaticSlidingWindowLayer")  # layers of a cache that transformers gives its memory at first
 
 _current: ContextVar[PromptLayers | None] = ContextVar("_current", default=None)
@@ -51,20 +52,40 @@ def apply(module: nn.Module) -> None:
 
 def undo(module: nn.Module) -> None:
     unpatch(forward, module)
+    vars(module).pop(BATCHED, None)
+
+
+def begin_batches(model: nn.Module) -> None:
+    """From now on batches of requests go through the same layers as prompts. The model must stay what it is."""
+    layers = PromptLayers()
+    for module in model.modules():
+        if is_method_of(forward, vars(module).get("forward")):
+            setattr(module, BATCHED, layers)
 
 
 def forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    layers = _current.get()
-    layer = None if layers is None or args else layers.of(module)
+    layers = None if args or torch.compiler.is_compiling() else _current.get() or _batched(module, kwargs)
+    layer = None if layers is None else layers.of(module)
     found = None if layer is None else layer(hidden_states, **kwargs)
     return type(module).forward(module, hidden_states, *args, **kwargs) if found is None else found
 
 
+def _batched(module: nn.Module, kwargs: Mapping[str, Any]) -> PromptLayers | None:
+    """The layers of a call with a cache of pages."""
+    if kwargs.get("cache") is None or torch.is_grad_enabled():
+        return None
+    found: PromptLayers | None = vars(module).get(BATCHED)
+    return found
+
+
 class PromptLayers:
-    """Those of one model, as long as it stays what it is."""
+    """Those of one model, as long as it stays what it is. A copy of the model begins with none."""
 
     def __init__(self) -> None:
         self.known: dict[nn.Module, _PromptLayer | None] = {}
+
+    def __reduce__(self) -> tuple[type[PromptLayers], tuple[()]]:
+        return type(self), ()
 
     def of(self, module: nn.Module) -> _PromptLayer | None:
         if module not in self.known:
@@ -100,7 +121,7 @@ class _PromptLayer(WholeLayer):
         if (
             self.agrees is False
             or x.dim() != 3
-            or x.shape[1] <= MOST_NEW
+            or (x.shape[1] <= MOST_NEW and kwargs.get("cache") is None)
             or not is_pair(kwargs.get("position_embeddings"))
             or any(one._forward_hooks for one in self.inside)  # transformers adds its own when it is asked for outputs
             or any(norm.weight.dtype is not x.dtype or norm.weight.device != x.device for norm in norms)
@@ -109,6 +130,8 @@ class _PromptLayer(WholeLayer):
         if self.agrees:
             attended = self._attend(x, **kwargs)
             return None if attended is None else self._feed(attended)
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # where nothing can be compared
+            return None
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         if cache is not None and int(cache.get_seq_length(cast(Any, self.layer.attention).layer_idx)) > 0:
             return None  # only with an empty one it shows whether they agree
