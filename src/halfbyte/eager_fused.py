@@ -1,7 +1,8 @@
-"""Products of a decoding step with what stands beside them: the norm of x before, a gate or a residual sum after.
+"""Products of a decoding step or a prompt with what stands beside them: the norm of x before, a gate or a residual sum
+after.
 
 One launch does it all where a kernel is for it, or all but the norm; else each has its own. There are neither gradients
-nor operators: it is for steps that are captured.
+nor operators.
 """
 
 from __future__ import annotations
@@ -27,47 +28,26 @@ def products(
     norm: Norm | None = None,
     activation: str = "",
     residual: Residual | None = None,
+    many: bool = False,
 ) -> list[Tensor]:
     """[x @ W.T + bias] of the weights, of the same K, on the current device.
 
     norm: of x, first. activation: of kernels/linear/fusion.py's; then there are two weights and the one result
-    activation(gate) * up. residual: of one weight, what its product is added to.
+    activation(gate) * up. residual: of one weight, what its product is added to. many: x has the many rows of a prompt,
+    where what stands beside a product has a launch of its own without anybody asking.
 
     x [..., K], and all others of its dtype. Kernels that run just ahead in the stream must not write the weights.
     """
     x, biases = eager.plain(x), [None if bias is None else eager.plain(bias) for bias in biases]
     if residual is not None:
         residual = residual._replace(value=eager.plain(residual.value))
-    found = _in_one_launch(x, weights, biases, norm, activation, residual)
+    found = None if many else _in_one_launch(x, weights, biases, norm, activation, residual)
     if found is None and norm is not None:
         x = rms_norm(x, norm)
-        if activation or residual is not None:
+        if not many and (activation or residual is not None):
             found = _in_one_launch(x, weights, biases, None, activation, residual)
-    return _apart(x, weights, biases, activation, residual) if found is None else found
-
-
-def products_apart(
-    x: Tensor,
-    weights: Sequence[QuantizedWeight],
-    biases: Sequence[Tensor | None],
-    norm: Norm | None = None,
-    activation: str = "",
-    residual: Residual | None = None,
-) -> list[Tensor]:
-    """As `products`, for the many rows of a prompt: what stands beside products has launches of its own."""
-    x, biases = eager.plain(x), [None if bias is None else eager.plain(bias) for bias in biases]
-    if norm is not None:
-        x = rms_norm(x, norm)
-    return _apart(x, weights, biases, activation, residual)
-
-
-def _apart(
-    x: Tensor,
-    weights: Sequence[QuantizedWeight],
-    biases: Sequence[Tensor | None],
-    activation: str,
-    residual: Residual | None,
-) -> list[Tensor]:
+    if found is not None:
+        return found
     results = eager.linear_group(x, weights, biases) if len(weights) > 1 else None
     if results is None:
         results = [eager.linear(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)]

@@ -95,12 +95,10 @@ def test_what_is_warmed_is_what_is_fused(family: str, monkeypatch: pytest.Monkey
     asked: dict[tuple[str, ...], Any] = {}
     names = {id(m.weight): name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, Linear4bit)}
 
-    def products(
-        x: Tensor, weights: Any, biases: Any, norm: Any = None, activation: str = "", residual: Any = None
-    ) -> Any:
+    def products(x: Tensor, weights: Any, biases: Any, norm: Any, activation: str, residual: Any, many: bool) -> Any:
         key = tuple(names[id(q)] for q in weights)
         asked[key] = Fusion(norm and (0.0, 0.0), activation, residual and 1.0, static=True)
-        return theirs(x, weights, biases, norm, activation, residual)
+        return theirs(x, weights, biases, norm, activation, residual, many)
 
     theirs = whole.products
     monkeypatch.setattr(whole, "products", products)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from halfbyte.eager_experts import route
-from halfbyte.eager_fused import finished, gated, products, products_apart, rms_norm
+from halfbyte.eager_fused import finished, gated, products, rms_norm
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear.fusion import Residual
@@ -99,8 +99,8 @@ class WholeLayer:
         """As `products`; of modules that are not all in 4 bits, with launches of their own."""
         operands = self._operands(modules, x)
         if operands is not None:
-            multiply = products if x.numel() <= MOST_ROWS * x.shape[-1] else products_apart
-            return multiply(x, *operands, norm, activation, residual)
+            many = x.numel() > MOST_ROWS * x.shape[-1]
+            return products(x, *operands, norm, activation, residual, many)
         if norm is not None:
             x = rms_norm(x.contiguous(), norm)
         return finished([module(x) for module in modules], activation, residual)
