@@ -134,12 +134,18 @@ def test_eager_attention(layers: list[int]) -> None:
     assert len(layers) == 3
 
 
-def test_what_transformers_computes(layers: list[int]) -> None:
-    """Few tokens, a model that is asked by itself, and a layer that somebody listens to."""
+def test_what_transformers_computes(layers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens, a model that is asked by itself, too many to begin with, and a layer that somebody listens to."""
     model = quantized("llama")
     generate(model, prompt(1, 8))
     model(**prompt(1, 25))
+    monkeypatch.setattr(prompt_layers, "MOST_COMPARED", 49)
+    generate(model, prompt(2, 25))
     assert not layers
+    for texts in (1, 2):
+        generate(model, prompt(texts, 25))
+    assert len(layers) == 2 * 3
+    layers.clear()
     handle = decoder_layers(model)[1].mlp.register_forward_hook(lambda module, args, output: None)
     generate(model, prompt(1, 25))
     assert len(layers) == 2

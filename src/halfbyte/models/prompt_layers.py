@@ -32,6 +32,8 @@ from halfbyte.models.patch import has_forward_of_class, is_method_of, patch, unp
 from halfbyte.models.whole import WholeLayer, is_pair, recorded, whole_of
 
 ON_CPU = False  # where launches cost little; tests set it
+# Rows that are computed both ways, which takes memory: a larger prompt is transformers' until a smaller one has come.
+MOST_COMPARED = 16384
 BATCHED = "_halfbyte_batched"  # attribute of decoder layers: the PromptLayers of a model that batches continuously
 STATIC = ("StaticLayer", "StaticSlidingWindowLayer")  # layers of a cache that transformers gives its memory at first
 
@@ -130,8 +132,8 @@ class _PromptLayer(WholeLayer):
         if self.agrees:
             attended = self._attend(x, **kwargs)
             return None if attended is None else self._feed(attended)
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # where nothing can be compared
-            return None
+        if x.numel() > MOST_COMPARED * x.shape[-1] or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None  # nothing can be compared
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         if cache is not None and int(cache.get_seq_length(cast(Any, self.layer.attention).layer_idx)) > 0:
             return None  # only with an empty one it shows whether they agree
