@@ -131,15 +131,22 @@ BARS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # provider, mode, and how
 )
 
 
+MOST_PANELS = 3  # side by side
+
+
 def plot(record: Mapping[str, Any], path: Path) -> None:
     """A panel a model: tokens a second of the modes that matter, a group of bars a batch. Needs matplotlib."""
     plt = pyplot()
     cases = list(by_case(record, "batch"))
     models = list(dict.fromkeys(model for (model, _), _ in cases))
+    lines = -(-len(models) // MOST_PANELS)
+    columns = -(-len(models) // lines)
     figure, panels = plt.subplots(
-        1, len(models), figsize=(1.5 + 3.2 * len(models), 3.6), layout="constrained", squeeze=False
+        lines, columns, figsize=(1.5 + 3.2 * columns, 0.6 + 3 * lines), layout="constrained", squeeze=False
     )
-    for panel, model in zip(panels.flat, models, strict=True):
+    for panel in panels.flat[len(models) :]:
+        panel.remove()
+    for panel, model in zip(panels.flat, models, strict=False):
         groups = [(batch, modes) for (name, batch), modes in cases if name == model]
         for number, (provider, mode, style) in enumerate(BARS):
             speeds = [modes.get(mode, {}).get(provider, {}).get("tokens_per_s", 0.0) for _, modes in groups]
@@ -154,7 +161,8 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
         panel.set_title(model, fontsize=9)
         panel.grid(axis="y", color="#e6e8eb", zorder=0)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0, 0].set_ylabel("tokens a second", fontsize=8)
+    for panel in panels[:, 0]:
+        panel.set_ylabel("tokens a second", fontsize=8)
     figure.suptitle(title(record), fontsize=10)
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
