@@ -33,8 +33,8 @@ def products(
     """[x @ W.T + bias] of the weights, of the same K, on the current device.
 
     norm: of x, first. activation: of kernels/linear/fusion.py's; then there are two weights and the one result
-    activation(gate) * up. residual: of one weight, what its product is added to. many: x has the many rows of a prompt,
-    where what stands beside a product has a launch of its own without anybody asking.
+    activation(gate) * up. residual: of one weight, what its product is added to. many: x has the many rows of a prompt;
+    a launch then does products alone, and what stands beside them has launches of its own.
 
     x [..., K], and all others of its dtype. Kernels that run just ahead in the stream must not write the weights.
     """
@@ -48,7 +48,7 @@ def products(
             found = _in_one_launch(x, weights, biases, None, activation, residual)
     if found is not None:
         return found
-    results = eager.linear_group(x, weights, biases) if len(weights) > 1 else None
+    results = eager.linear_group(x, weights, biases)
     if results is None:
         results = [eager.linear(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)]
     return finished(results, activation, residual)

@@ -107,7 +107,7 @@ def test_caches_of_others(family: str, attention: str, layers: list[int]) -> Non
         lambda: StaticCache(config=model.config, max_cache_len=40), lambda: DynamicCache(config=model.config), None,
     ):  # fmt: skip
         found: list[list[Tensor]] = []
-        for work in (pool.prompt_layers.at_work(model.device), nullcontext()):
+        for work in (pool.prompt_layers.at_work(), nullcontext()):
             cache = make_cache() if make_cache else None
             with torch.no_grad(), work:
                 texts = (first, second) if cache is not None else (first,)
@@ -152,6 +152,23 @@ def test_what_transformers_computes(layers: list[int], monkeypatch: pytest.Monke
     handle.remove()
     generate(model, prompt(1, 25))
     assert len(layers) == 2 + 3
+
+
+def test_what_may_change_within_a_prompt(layers: list[int]) -> None:
+    """Gradients, autocast, and hooks on a layer that is known by then."""
+    model = quantized("llama")
+    pool, mlp = pool_of(model), decoder_layers(model)[1].mlp
+    assert pool is not None
+    with torch.no_grad(), pool.prompt_layers.at_work():
+        for within in (nullcontext(), torch.enable_grad(), torch.autocast(DEVICE.type)):
+            with within:
+                model(**prompt(1, 25))
+            assert len(layers) == 3
+        for number, listen in enumerate((mlp.register_forward_hook, mlp.register_forward_pre_hook), start=1):
+            handle = listen(lambda *given: None)
+            model(**prompt(1, 25))
+            handle.remove()
+            assert len(layers) == 3 + 2 * number
 
 
 @pytest.mark.parametrize("wanted", ["attentions", "hidden_states"])

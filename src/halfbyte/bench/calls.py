@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.measure import models, records
-from halfbyte.measure.ab_run import OURS, ABRun, clock, empty_cache, random_ids, written
-from halfbyte.measure.report import line, provenance, title
+from halfbyte.measure.ab_run import ABRun, clock, empty_cache, random_ids, written
+from halfbyte.measure.report import OURS, line, provenance, title
 from halfbyte.models.accelerate import accelerate, release
 from halfbyte.models.steps import SHARE, pool_of
 from halfbyte.terminal import Table, styled

@@ -20,18 +20,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.measure import models, records
-from halfbyte.measure.ab_run import (
-    THEIRS,
-    ABRun,
-    ab_runs,
-    clock,
-    dense_fits,
-    empty_cache,
-    peak_gb,
-    random_ids,
-    times,
-    written,
-)
+from halfbyte.measure.ab_run import ABRun, ab_runs, clock, dense_fits, empty_cache, peak_gb, random_ids, times, written
 from halfbyte.measure.decoder import (
     MODES,
     MOST_APART,
@@ -41,6 +30,7 @@ from halfbyte.measure.decoder import (
     modes_of,
 )
 from halfbyte.measure.error import relative_error
+from halfbyte.measure.report import BASELINE, DENSE, OURS
 from halfbyte.models.accelerate import accelerate, restore
 from halfbyte.models.repacked import FASTER
 
@@ -122,7 +112,7 @@ def _allocated_gb(device: torch.device) -> float | None:
 def _checked(row: Mapping[str, Any], device: torch.device) -> str:
     """The mode of which the logits were held against fp32 for a row."""
     mode: str = row["mode"]
-    if mode == "generate" and row["provider"] == "halfbyte" and device.type == "cuda":
+    if mode == "generate" and row["provider"] == OURS and device.type == "cuda":
         return MODES[-1]
     return mode if mode in MODES else MODES[0]
 
@@ -165,9 +155,9 @@ def _dense_rows(model: Any, batch: int, settings: Settings, device: torch.device
         measured = [decoder.sample() for _ in range(settings.rounds)]
         if mode == "eager":
             prefills = [decoder.prefill() for _ in range(settings.rounds)]
-        yield {"provider": "bf16", "mode": mode, **times(measured), **_speed(batch, measured)}
-    yield {"provider": "bf16", "mode": "prefill", **times(prefills)}
-    yield {"provider": "bf16", "mode": "generate", **_generate(model, batch, settings, device)}
+        yield {"provider": DENSE, "mode": mode, **times(measured), **_speed(batch, measured)}
+    yield {"provider": DENSE, "mode": "prefill", **times(prefills)}
+    yield {"provider": DENSE, "mode": "generate", **_generate(model, batch, settings, device)}
 
 
 def _generate(model: Any, batch: int, settings: Settings, device: torch.device) -> dict[str, Any]:
@@ -190,9 +180,9 @@ def _generate(model: Any, batch: int, settings: Settings, device: torch.device) 
 
 def _agree(logits: Logits, most_apart: float) -> None:
     """Raise ValueError unless all agree with bitsandbytes', once these are there. A record has no rows before."""
-    if (THEIRS, MODES[0]) not in logits:
+    if (BASELINE, MODES[0]) not in logits:
         return
-    right = logits[THEIRS, MODES[0]].double()
+    right = logits[BASELINE, MODES[0]].double()
     for (provider, mode), result in logits.items():
         apart = relative_error(result, right)
         if not apart <= most_apart:

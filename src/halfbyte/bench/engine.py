@@ -32,7 +32,7 @@ from halfbyte.bench.engine_process import Job
 from halfbyte.bench.engine_trace import TOKENS_A_STEP, tokens_of
 from halfbyte.bench.servers import end, last_words
 from halfbyte.measure import records
-from halfbyte.measure.report import BASELINE, OURS
+from halfbyte.measure.report import BASELINE, DENSE, OURS
 from halfbyte.serving.claims import METHOD as HALFBYTE
 
 METHOD = (
@@ -66,7 +66,7 @@ DUMMY = {"load_format": "dummy"}
 PROVIDERS = {
     BASELINE: Provider(NF4_WEIGHTS),
     OURS: Provider(NF4_WEIGHTS, plugins=HALFBYTE),
-    "bf16": Provider(DENSE_CONFIG, DUMMY),
+    DENSE: Provider(DENSE_CONFIG, DUMMY),
     "marlin": Provider(INT4_CONFIG, DUMMY, "MarlinLinearKernel"),
     "machete": Provider(INT4_CONFIG, DUMMY, "MacheteLinearKernel"),
     f"{OURS}-int4": Provider(

@@ -30,10 +30,10 @@ from halfbyte.kernels.experts import router_reference
 from halfbyte.kernels.experts.reference import activate
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.measure.error import relative_error
-from halfbyte.measure.report import OURS
+from halfbyte.measure.report import DENSE, OURS
 from halfbyte.models.captured import Captured, current
 
-DENSE, HUMMING = "bf16", "humming"
+HUMMING = "humming"
 BLOCK = "block"
 # The largest ‖y - y64‖ / ‖y64‖ that passes: that of `bench linear`, and a little more for a block, whose peer rounds
 # after each of its steps.

@@ -25,8 +25,9 @@ from torch import Tensor
 from halfbyte.bench import baselines
 from halfbyte.bench.train_ways import grouped_way, tell_orientation, unsloth_way
 from halfbyte.measure import models, records
-from halfbyte.measure.ab_run import THEIRS, ABRun, ab_runs, clock, dense_fits, empty_cache, peak_gb, times
+from halfbyte.measure.ab_run import ABRun, ab_runs, clock, dense_fits, empty_cache, peak_gb, times
 from halfbyte.measure.error import relative_error
+from halfbyte.measure.report import BASELINE, DENSE
 from halfbyte.nn.experts import PROJECTIONS
 
 RANK = 16
@@ -36,7 +37,6 @@ MOST_APART, MOST_APART_OF_EXPERTS = 0.05, 0.6
 MOST_LOSS_APART = 0.01  # of a loss and bitsandbytes', relative
 STEPS, LEARNING_RATE = 12, 1e-4  # of the steps that learn
 GROUPED = "bf16 grouped_mm"  # the provider whose adapters of dense experts are grouped products
-BF16 = "bf16"  # the provider with dense linear layers
 
 Ways = Mapping[str, Callable[[], AbstractContextManager[Any]]]  # by provider: within, its model computes its way
 
@@ -126,7 +126,7 @@ def train_rows(name: str, device: torch.device, settings: Settings, say: Callabl
             _agree(results[load], most_apart)
             fitting = {provider: step for provider, step in steps.items() if provider in found}
             waiting[load] += _rows(ways, fitting, ids, settings.rounds, device)
-            if THEIRS in results[load]:
+            if BASELINE in results[load]:
                 yield from told(load)
 
     def told(load: Load) -> Iterator[dict[str, Any]]:
@@ -135,19 +135,19 @@ def train_rows(name: str, device: torch.device, settings: Settings, say: Callabl
             yield facts | load.facts() | row | _compared(row["provider"], results[load])
 
     for ab_run in ab_runs(model, dtype, say):
-        if device.type == "cuda" and THEIRS in ab_run.providers:
+        if device.type == "cuda" and BASELINE in ab_run.providers:
             ab_run.providers["unsloth's way"] = partial(unsloth_way, model)
-        if settings.experts and THEIRS in ab_run.providers:
+        if settings.experts and BASELINE in ab_run.providers:
             for one in (ab_run.ours, ab_run.theirs):
                 tell_orientation(one)
             ab_run.providers[GROUPED] = partial(grouped_way, ab_run.ours)
         yield from measure(ab_run.providers, _steps(ab_run))
     del ab_run
     if settings.experts:
-        say(f"{name}: without {BF16}, which is measured where experts have no adapters")
+        say(f"{name}: without {DENSE}, which is measured where experts have no adapters")
     elif dense_fits(model, dtype, say):
         model = _dense(model, targets, adapters, settings.checkpointing)
-        yield from measure({BF16: nullcontext}, {BF16: Step(model)})
+        yield from measure({DENSE: nullcontext}, {DENSE: Step(model)})
     for load in settings.loads:  # what bitsandbytes had no memory for
         yield from told(load)
 
@@ -158,8 +158,8 @@ def _compared(provider: str, results: Mapping[str, Found]) -> dict[str, Any]:
     row: dict[str, Any] = {"loss": round(own.loss, 5)}
     if own.losses:
         row["losses"] = [round(loss, 5) for loss in own.losses]
-    if THEIRS in results:
-        row["gradients_apart"] = _apart(own.gradients, results[THEIRS].gradients)
+    if BASELINE in results:
+        row["gradients_apart"] = _apart(own.gradients, results[BASELINE].gradients)
     return row
 
 
@@ -289,7 +289,7 @@ def _steps(ab_run: ABRun) -> dict[str, Step]:
     """One optimizer where there is one model: its state is in everybody's peak of memory."""
     ours = Step(ab_run.ours)
     theirs = ours if ab_run.theirs is ab_run.ours else Step(ab_run.theirs)
-    return {provider: theirs if provider == THEIRS else ours for provider in ab_run.providers}
+    return {provider: theirs if provider == BASELINE else ours for provider in ab_run.providers}
 
 
 def _results(ways: Ways, steps: Mapping[str, Step], ids: Tensor, learns: bool) -> dict[str, Found]:
@@ -307,9 +307,9 @@ def _results(ways: Ways, steps: Mapping[str, Step], ids: Tensor, learns: bool) -
 
 def _agree(results: Mapping[str, Found], most_apart: float) -> None:
     """Raise ValueError unless all agree with bitsandbytes', once these are there. A record has no rows before."""
-    if THEIRS not in results:
+    if BASELINE not in results:
         return
-    theirs = results[THEIRS]
+    theirs = results[BASELINE]
     losses = {provider: abs(found.loss / theirs.loss - 1) for provider, found in results.items()}
     apart = {provider: _apart(found.gradients, theirs.gradients) for provider, found in results.items()}
     learned = {provider: _losses_apart(found.losses, theirs.losses) for provider, found in results.items()}

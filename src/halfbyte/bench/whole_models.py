@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from halfbyte.measure.report import BASELINE, COLORS, OURS, line, provenance, pyplot, title
+from halfbyte.measure.report import BASELINE, COLORS, DENSE, OURS, line, provenance, pyplot, title
 from halfbyte.terminal import Table, styled
-
-DENSE = "bf16"  # the provider with dense weights
 
 Group = dict[str, dict[str, Mapping[str, Any]]]
 

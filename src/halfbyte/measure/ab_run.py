@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.measure.models import experts_of, four_bit, make_experts_dense
+from halfbyte.measure.report import BASELINE, DENSE, OURS
 from halfbyte.measure.timing import summarize
 from halfbyte.models.accelerate import accelerate, restore
-
-OURS, THEIRS = "halfbyte", "bitsandbytes"
 
 
 class ABRun:
@@ -31,7 +30,7 @@ class ABRun:
         # layers to it. So each has its own copy, and the model stays as it is.
         on_gpu = model.device.type == "cuda"
         self.ours, self.theirs = (model, model) if on_gpu else (copy.deepcopy(model), copy.deepcopy(model))
-        ways: dict[str, Callable[[], Any]] = {THEIRS: self._plain, OURS: self._accelerated}
+        ways: dict[str, Callable[[], Any]] = {BASELINE: self._plain, OURS: self._accelerated}
         self.providers = {provider: way for provider, way in ways.items() if only in (None, provider)}
 
     @contextmanager
@@ -62,13 +61,12 @@ def ab_runs(model: Any, dtype: torch.dtype, say: Callable[[str], None]) -> Itera
         dtype.itemsize * q.numel - q.nbytes for module in experts.values() for q in (module.gate_up, module.down)
     )
     del experts
-    empty_cache(model.device)
-    if model.device.type == "cuda" and need > 0.9 * torch.cuda.mem_get_info(model.device)[0]:
-        say(f"without {THEIRS} and dense weights: there is no memory for {need / 1e9:.0f} GB of dense experts")
+    if not _fits(need, model.device):
+        say(f"without {BASELINE} and dense weights: there is no memory for {need / 1e9:.0f} GB of dense experts")
         return
     make_experts_dense(model, dtype)
     empty_cache(model.device)
-    yield ABRun(model, THEIRS)
+    yield ABRun(model, BASELINE)
 
 
 def dense_fits(model: Any, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
@@ -79,11 +77,16 @@ def dense_fits(model: Any, dtype: torch.dtype, say: Callable[[str], None]) -> bo
     if experts_of(model):
         return False
     need = sum(dtype.itemsize * module.in_features * module.out_features for _, module in four_bit(model))
-    empty_cache(model.device)
-    if model.device.type == "cuda" and need > 0.9 * torch.cuda.mem_get_info(model.device)[0]:
-        say(f"without bf16: there is no memory for {need / 1e9:.0f} GB of dense weights")
+    if not _fits(need, model.device):
+        say(f"without {DENSE}: there is no memory for {need / 1e9:.0f} GB of dense weights")
         return False
     return True
+
+
+def _fits(need: int, device: torch.device) -> bool:
+    """Whether a GPU has memory for so many bytes, with a tenth of what is free to spare. A CPU always has."""
+    empty_cache(device)
+    return device.type != "cuda" or need <= 0.9 * torch.cuda.mem_get_info(device)[0]
 
 
 def random_ids(model: Any, texts: int, tokens: int, seed: int) -> Tensor:

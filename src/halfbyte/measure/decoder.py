@@ -106,7 +106,7 @@ class Decoder:
         """Milliseconds that the context takes, as `generate` computes it."""
         self.cache.reset()
         pool = pool_of(self.model)
-        with torch.no_grad(), nullcontext() if pool is None else pool.prompt_layers.at_work(self.device):
+        with torch.no_grad(), nullcontext() if pool is None else pool.prompt_layers.at_work():
             return clock(
                 lambda: self.model(self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1), self.device
             )

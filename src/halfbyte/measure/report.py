@@ -7,6 +7,7 @@ from typing import Any
 
 BASELINE = "bitsandbytes"
 OURS = "halfbyte"
+DENSE = "bf16"  # the provider with dense weights
 COLORS = {"halfbyte": "#d1495b", "bitsandbytes": "#66788a", "unsloth": "#a0aab4", "peft": "#c6cdd4"}
 
 

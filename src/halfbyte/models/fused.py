@@ -15,13 +15,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte.eager_fused import rms_norm
-from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.plan import MOST_NEW
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.models import prompt_layers
@@ -30,7 +30,7 @@ from halfbyte.models.layers import DecoderLayer, norm_of
 from halfbyte.models.patch import is_method_of
 from halfbyte.models.regions import put_back, uncompiled
 from halfbyte.models.rotation import slot_of
-from halfbyte.models.whole import MOST_ROWS, WholeLayer, is_pair, recorded, whole_of
+from halfbyte.models.whole import MOST_ROWS, WholeLayer, is_pair, whole_of
 
 # Attribute of a layer that was computed both ways: whether the results agree, by the number of new tokens of a text.
 AGREES = "_halfbyte_agrees"
@@ -94,28 +94,22 @@ class _Layer(WholeLayer):
         if agrees or (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()):
             ours = self._compute(hidden_states, **kwargs)
             return self.theirs(hidden_states, **kwargs) if ours is None else ours
-        block_sees: list[Tensor] = []
-        with uncompiled(), recorded(self.layer.block, block_sees):
-            theirs = self.theirs(hidden_states, **kwargs)
-        attended = self._attend(hidden_states, **kwargs)  # and puts the tokens into the cache a second time
-        if attended is None:
-            return theirs
-        ours = self._feed(attended)
-        agrees = self._agrees(hidden_states, attended, ours, theirs, block_sees)
-        setattr(self.module, AGREES, {**known, new: agrees})
-        if agrees:
-            return ours
-        warnings.warn(
-            f"halfbyte leaves {type(self.module).__name__} to transformers, whose version computes something else than "
-            "the versions that are known. Decoding is slower than it could be; please report this version",
-            stacklevel=2,
-        )
-        return theirs
+        # Each way puts the tokens into the cache, at the same place.
+        agrees, result = self._both_ways(hidden_states, partial(self._plainly, hidden_states, **kwargs), **kwargs)
+        if agrees is not None:
+            setattr(self.module, AGREES, {**known, new: agrees})
+        if agrees is False:
+            warnings.warn(
+                f"halfbyte leaves {type(self.module).__name__} to transformers, whose version computes something else "
+                "than the versions that are known. Decoding is slower than it could be; please report this version",
+                stacklevel=2,
+            )
+        return result
 
-    def _compute(self, x: Tensor, **others: Any) -> Tensor | None:
-        """The layer's result, or None where only transformers knows it, and nothing has happened."""
-        attended = self._attend(x, **others)
-        return None if attended is None else self._feed(attended)
+    @uncompiled()
+    def _plainly(self, x: Tensor, **kwargs: Any) -> Any:
+        """As transformers has it; compiled regions would not pay for a single time."""
+        return self.theirs(x, **kwargs)
 
     def _attend(
         self,
@@ -125,7 +119,6 @@ class _Layer(WholeLayer):
         past_key_values: Any = None,
         **others: Any,
     ) -> Tensor | None:
-        """x and what attention adds to it, or None."""
         layer, attention = self.layer, cast(Any, self.layer.attention)
         if x.dim() != 3 or x.shape[1] > MOST_NEW or past_key_values is None or not is_pair(position_embeddings):
             return None
@@ -133,10 +126,7 @@ class _Layer(WholeLayer):
         slot, mask = slot_of(kept), attention_mask
         if slot is None or not all(_may_fuse(x, norm) for norm in layer.norms):
             return None
-        query, key, value = self._heads(x)
-        cos, sin = position_embeddings
-        norms = layer.head_norms or (None, None)
-        fresh = Fresh(key, value, cos, sin, slot, norms[0], norms[1], layer.halves)
+        query, fresh = self._fresh(x, position_embeddings, slot)
         # Behind another layer's attention, which waited for all that came before it, only the projections are new.
         settled = not self.is_first
         seen = self.attention.of_new_tokens(

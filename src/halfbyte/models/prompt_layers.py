@@ -1,4 +1,4 @@
-"""Decoder layers of a prompt in a dozen launches each, where transformers has fifty and more.
+"""Decoder layers of a prompt in under twenty launches each, where transformers has fifty to seventy.
 
 For a few hundred tokens that is what a prompt takes: a GPU is done with a launch before Python has made the next one.
 So norms, the turn of heads and the way into the cache, and the gate of an MLP have one launch each, and projections of
@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,8 +29,8 @@ from halfbyte.kernels.attention.plan import MOST_NEW
 from halfbyte.kernels.common.slow import has_triton
 from halfbyte.models.caches import COUNTER
 from halfbyte.models.layers import DecoderLayer, family_of
-from halfbyte.models.patch import has_forward_of_class, is_method_of, patch, unpatch
-from halfbyte.models.whole import WholeLayer, is_pair, recorded, whole_of
+from halfbyte.models.patch import has_forward_of_class, is_hooked, is_method_of, patch, unpatch
+from halfbyte.models.whole import WholeLayer, is_pair, whole_of
 
 ON_CPU = False  # where launches cost little; tests set it
 # Rows that are computed both ways, which takes memory: a larger prompt is transformers' until a smaller one has come.
@@ -74,10 +75,7 @@ def forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any)
 
 def _batched(module: nn.Module, kwargs: Mapping[str, Any]) -> PromptLayers | None:
     """The layers of a call with a cache of pages."""
-    if kwargs.get("cache") is None or torch.is_grad_enabled():
-        return None
-    found: PromptLayers | None = vars(module).get(BATCHED)
-    return found
+    return None if kwargs.get("cache") is None else vars(module).get(BATCHED)
 
 
 class PromptLayers:
@@ -97,11 +95,8 @@ class PromptLayers:
         return self.known[module]
 
     @contextmanager
-    def at_work(self, device: torch.device) -> Iterator[None]:
-        """Within, this thread's model computes a prompt. No gradients, or transformers computes it."""
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
-            yield
-            return
+    def at_work(self) -> Iterator[None]:
+        """Within, this thread's model computes a prompt."""
         token = _current.set(self)
         try:
             yield
@@ -122,16 +117,17 @@ class _PromptLayer(WholeLayer):
         norms = self.layer.norms
         if (
             self.agrees is False
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(x.device.type)
             or x.dim() != 3
             or (x.shape[1] <= MOST_NEW and kwargs.get("cache") is None)
             or not is_pair(kwargs.get("position_embeddings"))
-            or any(one._forward_hooks for one in self.inside)  # transformers adds its own when it is asked for outputs
+            or any(map(is_hooked, self.inside))  # transformers adds its own when it is asked for outputs
             or any(norm.weight.dtype is not x.dtype or norm.weight.device != x.device for norm in norms)
         ):
             return None
         if self.agrees:
-            attended = self._attend(x, **kwargs)
-            return None if attended is None else self._feed(attended)
+            return self._compute(x, **kwargs)
         if x.numel() > MOST_COMPARED * x.shape[-1] or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None  # nothing can be compared
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
@@ -140,23 +136,15 @@ class _PromptLayer(WholeLayer):
         if isinstance(mask, Tensor):  # of a cache that is longer than the prompt
             mask = mask[..., : x.shape[1]]
         alone = {**kwargs, "past_key_values": None, "attention_mask": mask}
-        block_sees: list[Tensor] = []
-        with recorded(self.layer.block, block_sees):
-            theirs = type(self.module).forward(self.module, x, **alone)
-        attended = self._attend(x, **kwargs)
-        if attended is None:
-            return None
-        ours = self._feed(attended)
-        self.agrees = self._agrees(x, attended, ours, theirs, block_sees)
-        if not self.agrees:
+        self.agrees, result = self._both_ways(x, partial(type(self.module).forward, self.module, x, **alone), **kwargs)
+        if self.agrees is False:
             warnings.warn(
                 f"halfbyte leaves prompts in {type(self.module).__name__} to transformers, whose version computes "
                 "something else than the versions that are known. They are slower than they could be; please report "
                 "this version",
                 stacklevel=2,
             )
-            return cast(Tensor, theirs)
-        return ours
+        return None if self.agrees is None else cast(Tensor, result)
 
     def _attend(
         self,
@@ -166,19 +154,15 @@ class _PromptLayer(WholeLayer):
         past_key_values: Any = None,
         **others: Any,
     ) -> Tensor | None:
-        """x and what attention adds to it, or None."""
         layer, attention = self.layer, cast(Any, self.layer.attention)
-        query, key, value = self._heads(x)
-        cos, sin = position_embeddings
-        norms = layer.head_norms or (None, None)
-        fresh = Fresh(key, value, cos, sin, None, norms[0], norms[1], layer.halves)
-        if not supports_fresh(fresh, query, key, value):
+        query, fresh = self._fresh(x, position_embeddings, slot=None)
+        if not supports_fresh(fresh, query, fresh.keys, fresh.values):
             return None
         kept = None if past_key_values is None else past_key_values.layers[attention.layer_idx]
         if kept is not None and _begins(kept, query.shape[2]):
             query, keys, values = _put(kept, query, fresh)
         else:
-            keys, values = torch.empty_like(key), torch.empty_like(value)
+            keys, values = torch.empty_like(fresh.keys), torch.empty_like(fresh.values)
             query = _turn(query, keys, values, fresh)
             if past_key_values is not None:
                 keys, values = past_key_values.update(keys, values, attention.layer_idx)

@@ -133,7 +133,7 @@ def _fill(self: Any, input_ids: Any, generation_config: Any, model_kwargs: Any, 
     def fill() -> Any:
         if any(layer.is_initialized for layer in model_kwargs["past_key_values"].layers):  # a first attempt failed
             store.begin(len(input_ids))
-        with pool.prompt_layers.at_work(input_ids.device):
+        with pool.prompt_layers.at_work():
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     return pool.retried(fill)

@@ -6,7 +6,7 @@ here, and how a layer's result is compared with transformers' own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from halfbyte.eager_experts import route
 from halfbyte.eager_fused import finished, gated, products, rms_norm
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.models.layers import Block, DecoderLayer, layer_of
@@ -41,10 +42,32 @@ def whole_of(module: nn.Module) -> DecoderLayer | None:
 
 
 class WholeLayer:
-    """Computes the projections, the MLP and the experts of a decoder layer."""
+    """Computes a decoder layer but for what attention does, which prompts and steps have in classes of their own."""
 
     def __init__(self, module: nn.Module, layer: DecoderLayer) -> None:
         self.module, self.layer = module, layer
+
+    def _attend(self, x: Tensor, **kwargs: Any) -> Tensor | None:
+        """x and what attention adds to it, or None where only transformers knows that, and nothing has happened."""
+        raise NotImplementedError
+
+    def _compute(self, x: Tensor, **kwargs: Any) -> Tensor | None:
+        """The layer's result, or None as of `_attend`."""
+        attended = self._attend(x, **kwargs)
+        return None if attended is None else self._feed(attended)
+
+    def _both_ways(self, x: Tensor, by_transformers: Callable[[], Any], **kwargs: Any) -> tuple[bool | None, Any]:
+        """Whether the layer's result agrees with transformers', and the one to go on with: ours if it does. None where
+        there is only theirs."""
+        block_sees: list[Tensor] = []
+        with _recorded(self.layer.block, block_sees):
+            theirs = by_transformers()
+        attended = self._attend(x, **kwargs)
+        if attended is None:
+            return None, theirs
+        ours = self._feed(attended)
+        agrees = self._agrees(x, attended, ours, theirs, block_sees)
+        return agrees, ours if agrees else theirs
 
     def _agrees(self, x: Tensor, attended: Tensor, ours: Tensor, theirs: Any, block_sees: list[Tensor]) -> bool:
         """Of a layer with experts each half is compared by itself: a rounding in the first may choose other experts."""
@@ -58,15 +81,18 @@ class WholeLayer:
             attended, ours, torch.add(attended, added, alpha=self.layer.factor)
         )
 
-    def _heads(self, x: Tensor) -> list[Tensor]:
-        """Query, key and value of x [texts, tokens, hidden], normed first: [texts, heads, tokens, size] each."""
+    def _fresh(self, x: Tensor, position_embeddings: Any, slot: Tensor | None) -> tuple[Tensor, Fresh]:
+        """The query [texts, heads, tokens, size] of x [texts, tokens, hidden], normed first, and what comes with it."""
         layer: Any = self.layer
         size = layer.attention.head_dim
         new = self._project(layer.queries, x, layer.first)
         if len(new) == 1:
             of_keys = layer.attention.config.num_key_value_heads * size
             new = list(new[0].split([new[0].shape[-1] - 2 * of_keys, of_keys, of_keys], dim=-1))
-        return [part.view(*x.shape[:2], -1, size).transpose(1, 2) for part in new]
+        query, key, value = (part.view(*x.shape[:2], -1, size).transpose(1, 2) for part in new)
+        cos, sin = position_embeddings
+        query_norm, key_norm = layer.head_norms or (None, None)
+        return query, Fresh(key, value, cos, sin, slot, query_norm, key_norm, layer.halves)
 
     def _feed(self, x: Tensor) -> Tensor:
         """x and what the MLP or the experts add to it."""
@@ -138,7 +164,7 @@ def _first(found: Any) -> Tensor:
 
 
 @contextmanager
-def recorded(block: Block | None, inputs: list[Tensor]) -> Iterator[None]:
+def _recorded(block: Block | None, inputs: list[Tensor]) -> Iterator[None]:
     """Within, what a block of experts is given goes to `inputs` too."""
     if block is None:
         yield
