@@ -71,7 +71,7 @@ def _beside_other_cases(kept: Mapping[str, Any] | None, record: dict[str, Any]) 
 
 
 # What tells rows of a whole model or of an engine apart.
-WHAT = ("provider", "mode", "batch", "texts", "tokens", "requests", "call", "text", "way")
+WHAT = ("provider", "mode", "batch", "texts", "tokens", "requests", "clients", "call", "text", "way")
 
 
 def run_models(
@@ -108,13 +108,14 @@ def run_recovery(cases: Sequence[Any], device: torch.device, out: Path | None) -
 
 
 def run_serving(model: str, settings: Any, out: Path | None) -> None:
-    """Loads on servers of this machine. Raises ValueError for answers that failed, once all is printed and kept."""
+    """Loads on servers of this machine, each kept in the record as it ends. Raises ValueError for answers that failed,
+    once all is printed."""
     from halfbyte.bench import serve as bench
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record = _empty_record("serve", bench.METHOD, device)
     work = {(settings.label(model), settings.engine): partial(bench.serve_rows, model, settings, say)}
-    _run_each(record, itemgetter("model", "engine"), work, device, out)
+    _run_each(record, itemgetter("model", "engine"), work, device, out, every_row=True)
     terminal().print(bench.terminal_table(record))
     _check_right(record)
 

@@ -78,7 +78,8 @@ def _grouped_experts(
 class _DequantizedLinear(torch.autograd.Function):
     @staticmethod
     def run(dequantize: Callable[..., Tensor], module: Any, x: Tensor) -> Tensor:
-        return _apply(x.to(module.compute_dtype), module.weight, dequantize)
+        y = _apply(x.to(module.compute_dtype), module.weight, dequantize)
+        return y if module.bias is None else y + module.bias
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, dequantize: Callable[..., Tensor]) -> Tensor:
