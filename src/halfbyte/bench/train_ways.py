@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from halfbyte.autocast import autocast_dtype
 from halfbyte.bench import baselines
@@ -78,17 +79,16 @@ def _grouped_experts(
 class _DequantizedLinear(torch.autograd.Function):
     @staticmethod
     def run(dequantize: Callable[..., Tensor], module: Any, x: Tensor) -> Tensor:
-        y = _apply(x.to(module.compute_dtype), module.weight, dequantize)
-        return y if module.bias is None else y + module.bias
+        return _apply(x.to(module.compute_dtype), module.weight, module.bias, dequantize)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, dequantize: Callable[..., Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, dequantize: Callable[..., Tensor]) -> Tensor:
         ctx.weight, ctx.dequantize = weight, dequantize
-        return x @ dequantize(weight, weight.quant_state).t()
+        return linear(x, dequantize(weight, weight.quant_state), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return grad @ ctx.dequantize(ctx.weight, ctx.weight.quant_state), None, None
+        return grad @ ctx.dequantize(ctx.weight, ctx.weight.quant_state), None, None, None
 
 
 _apply: Callable[..., Tensor] = _DequantizedLinear.apply
