@@ -41,9 +41,14 @@ def outside() -> AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack()
 
 
+def is_scripting() -> bool:
+    """True under torch.jit.trace."""
+    return _get_tracing_state() is not None
+
+
 def refuse_script(function: str) -> None:
     """Raise RuntimeError under torch.jit.trace."""
-    if _get_tracing_state() is not None:
+    if is_scripting():
         raise RuntimeError(
             f"halfbyte.{function} cannot be recorded by torch.jit.trace; use torch.compile or torch.export instead"
         )

@@ -12,7 +12,7 @@ from halfbyte.kernels.common.norm import Norm
 
 pytest.importorskip("triton")
 
-from halfbyte.kernels.attention import merge, put, spans, turn
+from halfbyte.kernels.attention import merge, put, rotary, spans, turn
 from halfbyte.kernels.attention import triton as attention
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.fresh import supports as supports_fresh
@@ -114,5 +114,28 @@ def test_turn_compiles(
     fresh = Fresh(keys, keys, angles, angles, None, norm, norm, kind == "halves")
     assert supports_fresh(fresh, query, keys, keys)
     assert turn.turn(query, keys, keys, fresh).shape == query.shape
+    grid, _ = compile_launch(kept[-1], target)
+    assert grid == texts * 250
+
+
+@on_targets(
+    "texts, heads, shared, size, dtype, back",
+    [
+        (1, 32, 8, 128, torch.bfloat16, False),
+        (2, 64, 8, 64, torch.float16, True),
+        (1, 40, 40, 80, torch.bfloat16, True),
+        (4, 16, 8, 256, torch.float16, False),
+    ],
+)
+def test_rotate_compiles(
+    texts: int, heads: int, shared: int, size: int, dtype: torch.dtype, back: bool, target: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    kept: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(rotary, "launch", lambda *launch: kept.append(launch))
+    query, key = (torch.empty(texts, 250, n, size, dtype=dtype, device="meta").transpose(1, 2) for n in (heads, shared))
+    angles = torch.empty(1, 250, size, dtype=dtype, device="meta")
+    assert rotary.supports(query, key, angles, angles)
+    assert rotary.rotate(query, key, angles, angles, back)[0].stride() == query.stride()
     grid, _ = compile_launch(kept[-1], target)
     assert grid == texts * 250

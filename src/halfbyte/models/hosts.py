@@ -10,7 +10,17 @@ from typing import Protocol
 
 from torch import nn
 
-from halfbyte.models import compressed_tensors, norms, paged, peft, peft_experts, prompt_layers, transformers, unsloth
+from halfbyte.models import (
+    compressed_tensors,
+    norms,
+    paged,
+    peft,
+    peft_experts,
+    prompt_layers,
+    rotary,
+    transformers,
+    unsloth,
+)  # fmt: skip
 from halfbyte.models.linears import LAYERS
 
 
@@ -33,7 +43,7 @@ class Library(Protocol):
 
 
 OTHERS: tuple[Others, ...] = (peft, peft_experts, norms, prompt_layers)
-LIBRARIES: tuple[Library, ...] = (peft, unsloth, transformers, paged)
+LIBRARIES: tuple[Library, ...] = (peft, unsloth, rotary, transformers, paged)
 
 
 def apply_around(model: nn.Module) -> str:
