@@ -106,15 +106,28 @@ def written(model: Any, ids: Tensor, tokens: int, **options: Any) -> Tensor:
 
 def clock(run: Callable[[], Any], device: torch.device) -> float:
     """Milliseconds by the wall clock, from an idle device to an idle device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    result = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elapsed = time.perf_counter() - start
+    with _no_collection():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        result = run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elapsed = time.perf_counter() - start
     del result
     return 1e3 * elapsed
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python collects no garbage within: a whole model's takes long, and what came before would decide when it does."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def enough(ms: float, long: float, least: int, most: int) -> int:
