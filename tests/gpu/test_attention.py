@@ -130,7 +130,7 @@ def attend_new(query: Tensor, caches: list[Tensor], fresh: Fresh) -> tuple[Tenso
 
 @sixteen_bits
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
-@pytest.mark.parametrize(("texts", "group", "tokens"), [(1, 4, 9), (3, 1, 300), (2, 24, 17), (1, 5, 1000)])
+@pytest.mark.parametrize(("texts", "group", "tokens"), [(1, 4, 9), (3, 1, 300), (2, 24, 17), (1, 5, 1000), (2, 4, 1)])
 @pytest.mark.parametrize("kind", ["norms", "halves", "plain"])
 def test_a_prompt_is_turned(kind: str, size: int, texts: int, group: int, tokens: int, dtype: torch.dtype) -> None:
     """Into the beginning of a longer cache, past which nothing is written; angles are all texts' or each one's."""
@@ -152,7 +152,8 @@ def test_a_prompt_is_turned(kind: str, size: int, texts: int, group: int, tokens
     with poisoned(shape, dtype) as keys, poisoned(shape, dtype) as values:
         rest = [tensor[:, :, tokens:].clone() for tensor in (keys, values)]
         into = [tensor[:, :, :tokens] for tensor in (keys, values)]
-        found = turn(query, *into, Fresh(key, new, cos, sin, None, of_query, of_key, kind == "halves"))
+        for _ in range(3):  # Triton's launch, and from then on the driver's
+            found = turn(query, *into, Fresh(key, new, cos, sin, None, of_query, of_key, kind == "halves"))
         assert found.shape == query.shape
         assert error(found, right) < BOUND[dtype]
         assert error(into[0], exactly[0]) < BOUND[dtype]

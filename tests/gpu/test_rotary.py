@@ -50,10 +50,11 @@ def test_bits(texts: int, heads: int, shared: int, tokens: int, size: int, angle
 
     theirs = run()
     rotary.apply_to_library()
-    ours = run()
-    assert type(ours[0].grad_fn).__name__ == "_RotaryBackward"
-    for mine, right in zip(ours, theirs, strict=True):
-        assert torch.equal(mine, right)
+    for _ in range(3):  # Triton's launch, and from then on the driver's
+        ours = run()
+        assert type(ours[0].grad_fn).__name__ == "_RotaryBackward"
+        for mine, right in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, right)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
+from halfbyte.kernels.common.launch import SCRATCH, parameters_of
 from halfbyte.kernels.common.targets import CUDA_TARGETS, HIP_TARGETS, compile_for, pointer
 
 TARGETS: tuple[int | str, ...] = (*CUDA_TARGETS, *HIP_TARGETS)
@@ -25,11 +26,19 @@ def compile_launch(launch: Sequence[Any], target: int | str) -> tuple[Any, Any]:
     """What `kernels/common/launch.py` was asked for, compiled for a target: its grid there, and Triton's result."""
     kernel, _, arguments, _, configure = launch
     values = dict(zip(kernel.arg_names, arguments, strict=False))
-    signature = {n: pointer(v.dtype) if isinstance(v, torch.Tensor) else "i32" for n, v in values.items()}
-    unaligned = [name for name, value in values.items() if isinstance(value, int) and value % 16]
+    special = {param.name for param in kernel.params if not param.do_not_specialize}
+    ones = {name: 1 for name, value in values.items() if isinstance(value, int) and value == 1 and name in special}
+    taken = {name: value for name, value in values.items() if name not in ones}
+    signature = {n: pointer(v.dtype) if isinstance(v, torch.Tensor) else "i32" for n, v in taken.items()}
+    unaligned = [n for n, value in taken.items() if isinstance(value, int) and (value % 16 or n not in special)]
     grid, options = configure(gpu_of(target))
-    constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
+    constants = {name: options.pop(name) for name in kernel.arg_names if name in options} | ones
     compiled = compile_for(kernel, target, signature, constants, unaligned, **options)
+    if isinstance(target, int):
+        entry = compiled.asm["ptx"].partition(".entry")[2].partition(")")[0]
+        given = parameters_of(compiled, arguments)
+        assert entry.count(".param") == len(given) + SCRATCH
+        assert len(given) == len(taken)
     assert compiled.asm["ptx" if isinstance(target, int) else "hsaco"]
     return grid, compiled
 

@@ -101,21 +101,22 @@ def test_compiles(
         (1, 16, 8, 256, torch.bfloat16, "norms"),
     ],
 )
+@pytest.mark.parametrize("new", [250, 1])
 def test_turn_compiles(
-    texts: int, heads: int, shared: int, size: int, dtype: torch.dtype, kind: str, target: Any,
+    texts: int, heads: int, shared: int, size: int, dtype: torch.dtype, kind: str, target: Any, new: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     kept: list[tuple[Any, ...]] = []
     monkeypatch.setattr(turn, "launch", lambda *launch: kept.append(launch))
-    query = torch.empty(texts, 250, heads, size, dtype=dtype, device="meta").transpose(1, 2)
-    keys = torch.empty(texts, shared, 250, size, dtype=dtype, device="meta")
-    angles = torch.empty(1, 250, size // (2 if kind == "halves" else 1), dtype=dtype, device="meta")
+    query = torch.empty(texts, new, heads, size, dtype=dtype, device="meta").transpose(1, 2)
+    keys = torch.empty(texts, shared, new, size, dtype=dtype, device="meta")
+    angles = torch.empty(1, new, size // (2 if kind == "halves" else 1), dtype=dtype, device="meta")
     norm = Norm(torch.empty(size, dtype=dtype, device="meta"), 1e-6, 1.0) if kind == "norms" else None
     fresh = Fresh(keys, keys, angles, angles, None, norm, norm, kind == "halves")
     assert supports_fresh(fresh, query, keys, keys)
     assert turn.turn(query, keys, keys, fresh).shape == query.shape
     grid, _ = compile_launch(kept[-1], target)
-    assert grid == texts * 250
+    assert grid == texts * new
 
 
 @on_targets(
@@ -127,15 +128,16 @@ def test_turn_compiles(
         (4, 16, 8, 256, torch.float16, False),
     ],
 )
+@pytest.mark.parametrize("new", [250, 1])
 def test_rotate_compiles(
-    texts: int, heads: int, shared: int, size: int, dtype: torch.dtype, back: bool, target: Any,
+    texts: int, heads: int, shared: int, size: int, dtype: torch.dtype, back: bool, target: Any, new: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     kept: list[tuple[Any, ...]] = []
     monkeypatch.setattr(rotary, "launch", lambda *launch: kept.append(launch))
-    query, key = (torch.empty(texts, 250, n, size, dtype=dtype, device="meta").transpose(1, 2) for n in (heads, shared))
-    angles = torch.empty(1, 250, size, dtype=dtype, device="meta")
+    query, key = (torch.empty(texts, new, n, size, dtype=dtype, device="meta").transpose(1, 2) for n in (heads, shared))
+    angles = torch.empty(1, new, size, dtype=dtype, device="meta")
     assert rotary.supports(query, key, angles, angles)
-    assert rotary.rotate(query, key, angles, angles, back)[0].stride() == query.stride()
+    assert rotary.rotate(query, key, angles, angles, back)[0].stride() == torch.empty_like(query).stride()
     grid, _ = compile_launch(kept[-1], target)
-    assert grid == texts * 250
+    assert grid == texts * new

@@ -26,7 +26,7 @@ from halfbyte.kernels.common.thread_cache import ThreadCache
 
 # Triton appends pointers for its global and its profiling scratch memory, depending on its version. Our kernels need
 # neither, and the driver reads only as many parameters as the function has.
-_SCRATCH = 2
+SCRATCH = 2
 
 
 def launch(
@@ -74,10 +74,8 @@ class _DirectLaunch:
 
     __slots__ = ("_launch", "_parameters", "_places", "_values")
 
-    def __init__(self, run: Launch, arguments: Sequence[torch.Tensor | int]) -> None:
-        # An integer that is 1 is a constant to Triton, and no parameter.
-        parameters = [value for value in arguments if isinstance(value, torch.Tensor) or value != 1]
-        slots = len(parameters) + _SCRATCH
+    def __init__(self, run: Launch, parameters: Sequence[torch.Tensor | int]) -> None:
+        slots = len(parameters) + SCRATCH
         self._launch = run
         self._values = (ctypes.c_uint64 * slots)()
         self._places = []
@@ -118,7 +116,15 @@ def _direct_launch(
     if driver() is None or scratch or metadata.num_ctas > 1 or not isinstance(compiled.function, int):
         return None
     function, threads = ctypes.c_void_p(compiled.function), 32 * metadata.num_warps
-    return _DirectLaunch(Launch(function, (grid, 1), threads, metadata.shared, overlaps=overlaps), arguments)
+    run = Launch(function, (grid, 1), threads, metadata.shared, overlaps=overlaps)
+    return _DirectLaunch(run, parameters_of(compiled, arguments))
+
+
+def parameters_of(compiled: Any, arguments: Sequence[torch.Tensor | int]) -> list[torch.Tensor | int]:
+    """Those arguments that the compiled kernel still takes. An integer that is 1 has become a constant, unless its
+    kernel says `do_not_specialize` of it."""
+    kinds = compiled.src.signature.values()
+    return [value for value, kind in zip(arguments, kinds, strict=False) if kind != "constexpr"]
 
 
 launches: ThreadCache[Hashable, _DirectLaunch | _CompiledLaunch] = ThreadCache()
