@@ -362,3 +362,20 @@ def test_models_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: 
     found = run("c", "newer", torch="0.1")
     assert [row["model"] for row in found["rows"]] == ["c"]
     assert provenance(found).endswith("; commit newer.</sub>")
+
+
+def test_loads_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of some loads replaces all that was measured of these, a provider that it has not among it, and no other."""
+    cpu, facts_of_this = torch.device("cpu"), records.environment(torch.device("cpu"))
+
+    def run(commit: str, providers: str, *tokens: int) -> list[tuple[Any, ...]]:
+        monkeypatch.setattr(records, "environment", lambda device: facts_of_this | {"commit": commit})
+        rows = [{"model": "a", "tokens": n, "provider": provider} for n in tokens for provider in providers.split(",")]
+        runs.run_models("train", "by hand", ["a"], str, lambda _: rows, lambda _: Table(), cpu, tmp_path)
+        (path,) = tmp_path.glob("*/train.json")
+        return [(row["tokens"], row["provider"], row["commit"]) for row in records.read(path)["rows"]]
+
+    run("old", "x,y", 512, 2048)
+    assert run("new", "x", 2048, 8192) == [
+        (2048, "x", "new"), (8192, "x", "new"), (512, "x", "old"), (512, "y", "old")
+    ]  # fmt: skip

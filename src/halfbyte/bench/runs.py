@@ -70,8 +70,9 @@ def _beside_other_cases(kept: Mapping[str, Any] | None, record: dict[str, Any]) 
     return record | {"rows": [row for case in (found | rows).values() for row in case]}
 
 
-# What tells rows of a whole model or of an engine apart.
-WHAT = ("provider", "mode", "batch", "texts", "tokens", "requests", "clients", "call", "text", "way")
+# What tells rows of a whole model or of an engine apart: what it had to do, and the rest.
+LOAD = ("batch", "texts", "tokens", "requests", "clients")
+WHAT = (*LOAD, "provider", "mode", "call", "text", "way")
 
 
 def run_models(
@@ -172,7 +173,7 @@ def _run_each(
     machine as it is, stays in the record until it is measured again.
 
     key: of a row, of which piece of work it is. same: as in `records.beside_earlier`. every_row: keep it after each,
-    beside what an earlier run measured of that piece and this one has not yet.
+    beside what an earlier run measured of that piece and this one has not yet. What it measured of other loads stays.
     """
     commit = {"commit": record["environment"]["commit"]}
     found = records.beside_earlier(_kept(record["bench"], out, device), record, key, (), same)
@@ -182,16 +183,18 @@ def _run_each(
         for row in rows_of():
             rows.append(row | commit)
             if every_row:
-                earlier = [other for other in earlier if _case(other) != _case(row)]
+                earlier = [other for other in earlier if _facts(other, WHAT) != _facts(row, WHAT)]
                 _put(record, found, name, [*rows, *earlier], device, out)
-        _put(record, found, name, rows, device, out)
+        measured = {_facts(row, LOAD) for row in rows}
+        others = [row for row in earlier if _facts(row, LOAD) not in measured]
+        _put(record, found, name, [*rows, *others], device, out)
         if out is not None:
             terminal().print(f"kept in {_path_of(record['bench'], out, device)}")
 
 
-def _case(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a row of a piece of work is of."""
-    return tuple(row.get(name) for name in WHAT)
+def _facts(row: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    """Its own of these; None for one that it lacks."""
+    return tuple(row.get(name) for name in names)
 
 
 def _put(
