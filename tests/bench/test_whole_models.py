@@ -365,7 +365,7 @@ def test_models_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: 
 
 
 def test_loads_that_ran_before_stay_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of some loads replaces all that was measured of these, a provider that it has not among it, and no other."""
+    """A run of some loads replaces what was measured of these, of any provider, and nothing of others."""
     cpu, facts_of_this = torch.device("cpu"), records.environment(torch.device("cpu"))
 
     def run(commit: str, providers: str, *tokens: int) -> list[tuple[Any, ...]]:

@@ -15,7 +15,7 @@ import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.linear.dispatch import variant_of
 from halfbyte.measure import models
-from halfbyte.models import ahead
+from halfbyte.models import ahead, serving_ahead
 from halfbyte.models.ahead import Ahead, weights_of
 
 pytest.importorskip("transformers")
@@ -35,7 +35,7 @@ def tiny() -> Any:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[nvrtc.Variant]]:
     """What is compiled, call by call, as on an H200."""
     found: list[list[nvrtc.Variant]] = []
-    monkeypatch.setattr(ahead, "_can_compile", lambda device: True)
+    monkeypatch.setattr(ahead, "can_compile", lambda device: True)
     monkeypatch.setattr(ahead, "properties_of", lambda index: H200)
     monkeypatch.setattr(nvrtc, "compile_ahead", lambda variants: found.append(list(variants)))
     return found
@@ -63,17 +63,42 @@ def test_every_step_of_a_server(
     tiny: Any, compiled: list[list[nvrtc.Variant]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a call with as many rows would compile is among them."""
-    monkeypatch.setattr(ahead, "Thread", lambda target, daemon: SimpleNamespace(start=target))
-    ahead.begin_serving(tiny, 900)
+    monkeypatch.setattr(serving_ahead, "can_compile", lambda device: True)
+    monkeypatch.setattr(serving_ahead, "properties_of", lambda index: H200)
+    monkeypatch.setattr(serving_ahead, "Thread", lambda target, daemon: SimpleNamespace(start=target))
+    serving_ahead.begin_serving(tiny, 900)
     (every,) = compiled
     for rows in (1, 33, 64, 200, 512, 640, 900):
         Ahead().begin(tiny, 1, rows, False)
         assert set(compiled.pop()) <= set(every)
     assert ahead.rows_up_to(900)[-2:] == [896, 900]
     assert ahead.rows_up_to(3) == [1, 2, 3]
-    monkeypatch.setattr(ahead, "_can_compile", lambda device: False)
-    ahead.begin_serving(tiny, 900)
+    monkeypatch.setattr(serving_ahead, "can_compile", lambda device: False)
+    serving_ahead.begin_serving(tiny, 900)
     assert len(compiled) == 1
+
+
+def test_attention_of_a_server(tiny: Any, compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kind of layer once, with what its calls will say."""
+    pytest.importorskip("triton")
+    from halfbyte.kernels.attention import paged_ahead
+
+    asked: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(serving_ahead, "can_compile", lambda device: True)
+    monkeypatch.setattr(serving_ahead, "properties_of", lambda index: H200)
+    monkeypatch.setattr(serving_ahead, "Thread", lambda target, daemon: SimpleNamespace(start=target))
+    monkeypatch.setattr(serving_ahead.paged, "reason_against", lambda model: None)
+    monkeypatch.setattr(serving_ahead.paged, "page_of", lambda config: 256)
+    monkeypatch.setattr(paged_ahead, "compile_ahead", lambda *given, **options: asked.append((given, options)))
+    serving_ahead.begin_serving(tiny, 900)
+    ((given, options),) = asked
+    attention = tiny.model.layers[0].self_attn
+    assert given[1:6] == (
+        torch.bfloat16, tiny.config.num_attention_heads, tiny.config.num_key_value_heads, attention.head_dim,
+        attention.scaling,
+    )  # fmt: skip
+    assert given[6:] == (256, serving_ahead.MOST_REQUESTS, 900, serving_ahead.MOST_TOKENS)
+    assert options == {"softcap": None, "sinks": None, "window": 0}
 
 
 def test_steps_with_what_they_fuse(tiny: Any, compiled: list[list[nvrtc.Variant]]) -> None:

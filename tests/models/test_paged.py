@@ -180,7 +180,7 @@ def test_a_kept_manager_ends_with_ours(model: Any, calls: list[Any]) -> None:
 
 def test_another_attention_is_left_alone(model: Any) -> None:
     model.config._attn_implementation = "paged|eager"
-    assert paged._reason(model) == "paged|eager was asked for"
+    assert paged.reason_against(model) == "paged|eager was asked for"
     model.init_continuous_batching(greedy(), settings())
     assert model.config._attn_implementation == "paged|eager"
 

@@ -1,4 +1,4 @@
-"""Kernels for a call of `generate`, or for a server's steps, compiled side by side.
+"""Kernels for a call of `generate`, or for a server's steps (serving_ahead.py), compiled side by side.
 
 The products of a prompt, and then those of a step, ask for their kernels one by one, and a machine that has none of
 them in its cache would wait a second for each. A call knows how many rows its products will have; so all CPUs begin
@@ -8,7 +8,6 @@ with what they need before the first product is launched. A server comes to ask 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from threading import Thread
 from typing import Any
 
 import torch
@@ -28,6 +27,10 @@ from halfbyte.nn.experts import Experts4bit
 GUESSED = 8  # tokens of a step that looks at guesses
 # Numbers of rows of which each is looked at, and the steps beyond: kernels change less often.
 STEPS = ((1, 64), (8, 512), (64, 2048), (512, 1 << 16))
+MOST_REQUESTS, MOST_TOKENS = (
+    1024,
+    1 << 15,
+)  # of a server's step, and of one of its requests; more compile when they come
 
 
 class Ahead:
@@ -49,23 +52,14 @@ class Ahead:
         step = texts_bucket(texts) * (GUESSED if guesses else 1)
         new = {texts * tokens, step} - self.rows - {0}
         self.rows |= new
-        if not new or not _can_compile(model.device):
+        if not new or not can_compile(model.device):
             return
         if self.products is None:
-            self.products = _products_of(model)
-        nvrtc.compile_ahead(_variants(self.products, model, sorted(new), properties_of(model.device.index)))
+            self.products = products_of_model(model)
+        nvrtc.compile_ahead(variants(self.products, model, sorted(new), properties_of(model.device.index)))
 
 
-def begin_serving(model: Any, most: int) -> None:
-    """Before a server's first step. Its steps may have any number of rows up to `most`. Planning for all of them takes
-    a second or two, so a thread of its own does that, too."""
-    if not _can_compile(model.device):
-        return
-    variants = _variants(_products_of(model), model, rows_up_to(most), properties_of(model.device.index))
-    Thread(target=lambda: nvrtc.compile_ahead(variants), daemon=True).start()
-
-
-def _products_of(model: Any) -> set[Group | Fused]:
+def products_of_model(model: Any) -> set[Group | Fused]:
     return products_of(weights_of(model), model.config.get_text_config(decoder=True).to_dict())
 
 
@@ -78,7 +72,7 @@ def rows_up_to(most: int) -> list[int]:
     return sorted({row for row in found if row > 0})
 
 
-def _can_compile(device: torch.device) -> bool:
+def can_compile(device: torch.device) -> bool:
     return device.type == "cuda" and reach.without_kernels(properties_of(device.index)) is None
 
 
@@ -95,7 +89,7 @@ def weights_of(model: Any) -> dict[str, Problem]:
     return found
 
 
-def _variants(
+def variants(
     products: set[Group | Fused], model: Any, rows: list[int], properties: DeviceProperties
 ) -> Iterator[Variant]:
     """Of the fewest rows first: those of steps are needed by every call."""

@@ -24,6 +24,7 @@ from halfbyte.kernels.attention import reference
 from halfbyte.kernels.attention.pages import Pages
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import properties_of
+from halfbyte.models.batch_graphs import capture_once_it_pays
 from halfbyte.models.captured import current
 from halfbyte.models.patch import is_method_of
 from halfbyte.models.prompt_layers import begin_batches
@@ -83,7 +84,7 @@ def init_continuous_batching(
     before = self.config._attn_implementation
     if before == NAME:  # an earlier manager was not stopped
         before = vars(self).get(BEFORE, "sdpa")
-    if reason := _reason(self):
+    if reason := reason_against(self):
         if before in REPLACED and self.device.type in DEVICES:
             slow.warn("paged", f"continuous batching has transformers' own attention, which is slower: {reason}")
         return original(self, generation_config, continuous_batching_config, workload_hints)
@@ -111,6 +112,7 @@ def init_continuous_batching(
         raise
     _managers.add(manager)
     begin_batches(self)
+    capture_once_it_pays(manager)
     manager._original_attn_impl = before  # which it gives back to the model when it stops
     if manager.batch_processor is None and _has_tables(self.config):
         manager.continuous_batching_config.max_blocks_per_request = resolved.max_blocks_per_request
@@ -179,6 +181,37 @@ def attention(
     return out.to(query.dtype)[None], None
 
 
+def reason_against(model: Any) -> str | None:
+    """Why a manager for a model is left to transformers, or None."""
+    config = model.config
+    if model.device.type not in DEVICES:
+        return f"there is no kernel for {model.device.type} devices"
+    if config._attn_implementation not in (*REPLACED, NAME):
+        return f"{config._attn_implementation} was asked for"
+    if model.device.type == "cuda" and not slow.has_triton():
+        return "Triton is missing; pip install triton"
+    if config.get_text_config() is not config or not model._can_set_attn_implementation():
+        return f"{type(model).__name__} has its attention in a part of it, or one of its own"
+    if getattr(model, "_device_mesh", None) is not None or len({p.device for p in model.parameters()}) > 1:
+        return "the model is on several devices"
+    try:
+        from transformers.generation.continuous_batching.cache_allocators import (
+            FullAttentionCacheAllocator,  # noqa: F401
+        )
+        from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
+    except ImportError:
+        return "this version of transformers keeps its pages in another way; 5.23 is known"
+    size, heads, shared = find_head_dim(config), config.num_attention_heads, find_num_key_value_heads(config)
+    return _not_supported(model, size, heads, shared)
+
+
+def page_of(config: Any) -> int:
+    """Tokens of a page in a table that says where a decoding request's tokens lie; 0 where transformers has none."""
+    from transformers import ContinuousBatchingConfig
+
+    return int(ContinuousBatchingConfig().page_size) if _has_tables(config) else 0
+
+
 def _views(allocator: Any, layer: int) -> tuple[Tensor, Tensor]:
     """A layer's keys and values, [pages, tokens, heads, size]. A window's allocator has them as well, but refuses to
     say so, as flash-attn cannot read a page from its middle on."""
@@ -203,30 +236,6 @@ def _can_be_captured(model: Any) -> bool:
     experts = [module for module in model.modules() if isinstance(module, Experts4bit)]
     waits = any(serves(module.gate_up).startswith(ONE_BY_ONE) for module in experts)
     return pool_of(model) is not None and not waits
-
-
-def _reason(model: Any) -> str | None:
-    """Why a manager for a model is left to transformers, or None."""
-    config = model.config
-    if model.device.type not in DEVICES:
-        return f"there is no kernel for {model.device.type} devices"
-    if config._attn_implementation not in (*REPLACED, NAME):
-        return f"{config._attn_implementation} was asked for"
-    if model.device.type == "cuda" and not slow.has_triton():
-        return "Triton is missing; pip install triton"
-    if config.get_text_config() is not config or not model._can_set_attn_implementation():
-        return f"{type(model).__name__} has its attention in a part of it, or one of its own"
-    if getattr(model, "_device_mesh", None) is not None or len({p.device for p in model.parameters()}) > 1:
-        return "the model is on several devices"
-    try:
-        from transformers.generation.continuous_batching.cache_allocators import (
-            FullAttentionCacheAllocator,  # noqa: F401
-        )
-        from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
-    except ImportError:
-        return "this version of transformers keeps its pages in another way; 5.23 is known"
-    size, heads, shared = find_head_dim(config), config.num_attention_heads, find_num_key_value_heads(config)
-    return _not_supported(model, size, heads, shared)
 
 
 def _not_supported(model: Any, size: int, heads: int, shared: int) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from halfbyte.models.accelerate import accelerate
-from halfbyte.models.ahead import begin_serving
+from halfbyte.models.serving_ahead import begin_serving
 from halfbyte.serving.choice import PATIENCE, Model
 from halfbyte.serving.claims import MXFP4_METHODS
 from halfbyte.serving.requests import PATHS, problem

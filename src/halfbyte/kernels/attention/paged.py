@@ -12,7 +12,8 @@ or 4 a page. Flops: 4 · heads · size a pair of tokens that see each other.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,13 +24,14 @@ from halfbyte.kernels.attention.merge import added
 from halfbyte.kernels.attention.pages import Pages, PagesPlan, plan_pages
 from halfbyte.kernels.attention.plan import FEW_PARTS, MOST_PARTS
 from halfbyte.kernels.attention.triton import scored
-from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
 
 MOST_BYTES = 512  # of a head
 MOST_GROUP = 256  # heads that share keys
 MOST_REQUESTS = 1 << 14  # every program looks at where all of them end
+FEW_REQUESTS, SOME_REQUESTS = 64, 1024
 
 
 @triton.jit
@@ -87,7 +89,8 @@ def _turn(q, k, v, seen, highest, weights, total, SCALE: tl.constexpr, CAP: tl.c
     return higher, weights, total
 
 
-@triton.jit
+# A server's batches may have any number of requests: none must ask for a kernel of its own.
+@triton.jit(do_not_specialize=["requests", "parts", "request_places"])
 def attend_pages_kernel(
     query, new_keys, new_values, keys, values, places, query_ends, key_ends, sinks, out, sums, statistics, requests,
     heads, parts, query_token, query_head, new_key_token, new_key_head, new_value_token, new_value_head, row_size,
@@ -175,7 +178,7 @@ def attend_pages_kernel(
         tl.store(statistics + at_part * 2 * HELD + HELD + held, weights, held < HELD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "parts"])
 def add_pages_kernel(
     query_ends, key_ends, out, sums, statistics, requests, heads, parts,
     WINDOW: tl.constexpr, GROUP: tl.constexpr, NEW: tl.constexpr, ROWS: tl.constexpr, HELD: tl.constexpr,
@@ -250,9 +253,40 @@ def attend_pages(
         return out
     if requests > MOST_REQUESTS:
         raise ValueError(f"{requests} requests in a batch; {MOST_REQUESTS} are the most. Lower max_requests_per_batch")
-    index, group, alone = query.get_device(), heads // shared, pages.page > 0
-    width = size * query.itemsize // 2
-    plan = plan or plan_pages(properties_of(index), tokens, most_new, most_tokens, group, shared, width)
+    index, width = query.get_device(), size * query.itemsize // 2
+    plan = plan or plan_pages(properties_of(index), tokens, most_new, most_tokens, heads // shared, shared, width)
+    for one in launches_of(query, key, value, pages, query_ends, key_ends, out, plan, scale, softcap, sinks, window):
+        launch(one.kernel, index, one.arguments, one.known, one.configure)
+    return out
+
+
+class Launch(NamedTuple):
+    """known: what all constants follow from, beside the device."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    known: tuple[Any, ...]
+    configure: Callable[[DeviceProperties], tuple[int, dict[str, Any]]]
+
+
+def launches_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pages: Pages,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    out: Tensor,
+    plan: PagesPlan,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    window: int,
+) -> Iterator[Launch]:
+    """What `attend_pages` launches for these, of which sizes, dtypes and strides alone are looked at."""
+    tokens, heads, size = query.shape
+    shared, requests, alone = key.shape[1], len(query_ends) - 1, pages.page > 0
+    group = heads // shared
     rows, parts = group * plan.new, plan.parts
     tiles = plan.tiles(tokens, requests, alone) * shared * -(-rows // plan.rows)
     held, d = min(plan.rows, triton.next_power_of_2(rows)), max(16, triton.next_power_of_2(size))
@@ -264,8 +298,7 @@ def attend_pages(
     most = FEW_PARTS if parts <= FEW_PARTS else MOST_PARTS
     common = {
         "WINDOW": window, "GROUP": group, "NEW": plan.new, "ROWS": plan.rows, "HELD": held, "SIZE": size, "D": d,
-        "BLOCK": plan.block, "LEAST": plan.least, "PAGE": pages.page,
-        "REQUESTS": 1 if alone else triton.next_power_of_2(requests),
+        "BLOCK": plan.block, "LEAST": plan.least, "PAGE": pages.page, "REQUESTS": 1 if alone else _searched(requests),
     }  # fmt: skip
 
     def configure(_: Any) -> tuple[int, dict[str, Any]]:
@@ -274,7 +307,7 @@ def attend_pages(
             "num_warps": plan.warps, "num_stages": plan.stages,
         }  # fmt: skip
 
-    def configure_sum(properties: Any) -> tuple[int, dict[str, Any]]:
+    def configure_sum(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
         chunk = max(1, min(most, 8192 // d))
         return tiles * held, common | {
             "MOST": most, "CHUNK": chunk, "OVERLAPS": properties.ptx >= SINCE, "num_warps": 4
@@ -287,8 +320,12 @@ def attend_pages(
     )  # fmt: skip
     kinds = query.dtype, None if sinks is None else sinks.dtype, pages.places.dtype
     known = (kinds, scale, softcap, tiles, plan, *common.values())
-    launch(attend_pages_kernel, index, arguments, known, configure)
+    yield Launch(attend_pages_kernel, arguments, known, configure)
     if parts > 1:
         arguments = (query_ends, key_ends, out, sums, statistics, requests, shared, parts)
-        launch(add_pages_kernel, index, arguments, known, configure_sum)
-    return out
+        yield Launch(add_pages_kernel, arguments, known, configure_sum)
+
+
+def _searched(requests: int) -> int:
+    """Of how many requests a program looks at the ends: few kernels serve all numbers of requests."""
+    return int(max(FEW_REQUESTS if requests <= FEW_REQUESTS else SOME_REQUESTS, triton.next_power_of_2(requests)))

@@ -1,0 +1,51 @@
+"""Kernels for a server over transformers, compiled while it starts: its steps come to have any number of rows."""
+
+from __future__ import annotations
+
+from threading import Thread
+from typing import Any
+
+from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common.device import properties_of
+from halfbyte.models import paged
+from halfbyte.models.ahead import can_compile, products_of_model, rows_up_to, variants
+from halfbyte.models.captured import current
+
+# Of a step, and of one of its requests. What is beyond compiles when it comes.
+MOST_REQUESTS, MOST_TOKENS = 1024, 1 << 15
+
+
+def begin_serving(model: Any, most: int) -> None:
+    """Before a server's first step. Its steps may have any number of rows up to `most`. Planning for all of them takes
+    a second or two, so a thread of its own does that, too."""
+    if not can_compile(model.device):
+        return
+    ahead = variants(products_of_model(model), model, rows_up_to(most), properties_of(model.device.index))
+
+    def compile_all() -> None:
+        nvrtc.compile_ahead(ahead)
+        if paged.reason_against(model) is None:
+            _compile_attention(model, most)
+
+    Thread(target=compile_all, daemon=True).start()
+
+
+def _compile_attention(model: Any, most: int) -> None:
+    """Over pages: of each kind that layers have."""
+    from halfbyte.kernels.attention.paged_ahead import compile_ahead
+
+    config, kinds = model.config, set()
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "scaling"):
+            sinks, window = getattr(module, "sinks", None), getattr(module, "sliding_window", None)
+            softcap = getattr(module, "attn_logit_softcapping", None)
+            kinds.add(
+                (module.head_dim, float(module.scaling), softcap, None if sinks is None else sinks.dtype, window or 0)
+            )
+    shared = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    with current(model.device):
+        for size, scale, softcap, sinks, window in sorted(kinds, key=repr):
+            compile_ahead(
+                properties_of(model.device.index), model.dtype, config.num_attention_heads, shared, size, scale,
+                paged.page_of(config), MOST_REQUESTS, most, MOST_TOKENS, softcap=softcap, sinks=sinks, window=window,
+            )  # fmt: skip
