@@ -188,16 +188,33 @@ def test_a_server_that_does_not_start_is_left_out(model: Path, monkeypatch: pyte
     with answering() as server:
         monkeypatch.setattr(servers, "free_port", lambda: server.server_port)
         monkeypatch.setattr(servers, "with_halfbyte", lambda *_: (["sleep", "60"], {}))
-        rows = bench.serve_rows(str(model), settings, lambda step: None)
-        assert next(rows)["tokens"] == TOKENS
+        ours, theirs = (
+            bench.serve_rows(str(model), provider, settings, lambda step: None)
+            for provider in bench.providers_of(settings)
+        )
+        assert next(ours)["tokens"] == TOKENS
         monkeypatch.setattr(servers, "free_port", lambda: 9)
-        assert next(rows)["left_out"] == "ValueError: no such kind of model"
+        assert next(theirs)["left_out"] == "ValueError: no such kind of model"
     monkeypatch.setattr(servers, "with_halfbyte", lambda *_: failing)
     with pytest.raises(ValueError, match="the server did not start: ValueError: no such kind of model"):
-        next(bench.serve_rows(str(model), settings, lambda step: None))
+        next(bench.serve_rows(str(model), bench.OURS, settings, lambda step: None))
 
 
 def test_only_so_many_clients(model: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "serve", str(model), "--clients", "65"])
     assert result.exit_code == 2
     assert "64" in result.output
+
+
+def test_last_words_of_a_process(tmp_path: Path) -> None:
+    """The reason that was told first, without who told it; not the code that raised."""
+    log = tmp_path / "log"
+    log.write_text(
+        "(EngineCore pid=9) ERROR 11-26 17:30:24 [core.py:1330] ValueError: no such weight\n"
+        "    raise RuntimeError(\nRuntimeError: See root cause above.\n\n"
+    )
+    assert servers.last_words(log) == "ValueError: no such weight"
+    log.write_text("the end\n")
+    assert servers.last_words(log) == "the end"
+    log.write_text("")
+    assert servers.last_words(log) == "it said nothing"

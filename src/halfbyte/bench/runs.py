@@ -115,8 +115,11 @@ def run_serving(model: str, settings: Any, out: Path | None) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record = _empty_record("serve", bench.METHOD, device)
-    work = {(settings.label(model), settings.engine): partial(bench.serve_rows, model, settings, say)}
-    _run_each(record, itemgetter("model", "engine"), work, device, out, every_row=True)
+    work = {
+        (settings.label(model), settings.engine, provider): partial(bench.serve_rows, model, provider, settings, say)
+        for provider in bench.providers_of(settings)
+    }
+    _run_each(record, itemgetter("model", "engine", "provider"), work, device, out, every_row=True)
     terminal().print(bench.terminal_table(record))
     _check_right(record)
 

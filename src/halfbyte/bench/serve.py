@@ -55,33 +55,33 @@ class Settings:
         return self.name or Path(model).name
 
 
-def serve_rows(model: str, settings: Settings, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Rows of a record: a provider and a number of clients each."""
+def providers_of(settings: Settings) -> tuple[str, ...]:
+    """What serves, one after the other."""
+    return (OURS, WITHOUT) if settings.baseline else (OURS,)
+
+
+def serve_rows(model: str, provider: str, settings: Settings, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Rows of a record: of one of `providers_of`, each number of clients."""
     prompts = make_prompts(model, settings)
-    providers = {OURS: (model, servers.with_halfbyte), WITHOUT: (settings.baseline, servers.without)}
-    for provider, (path, command_of) in providers.items():
-        if not path:
-            continue
-        facts: dict[str, Any] = {
-            "model": settings.label(model), "engine": settings.engine, "provider": provider,
-            "prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens, "seed": settings.seed,
-        }  # fmt: skip
-        if path != model:
-            facts["checkpoint"] = Path(path).name
-        port = servers.free_port()
-        command, variables = command_of(settings.engine, path, port, settings.dtype, settings.more)
-        say(f"{model}: {settings.engine}, {provider}")
-        try:
-            with servers.running(command, variables, port):
-                load = Load(
-                    path, prompts, 0, settings.new_tokens, settings.seconds, settings.seed, settings.engine == VLLM
-                )
-                for row in _loads(port, load, settings, say):
-                    yield facts | row
-        except RuntimeError as error:
-            if provider == OURS:
-                raise ValueError(f"the server did not start: {error}") from error
-            yield facts | {"left_out": str(error)}
+    path, command_of = (model, servers.with_halfbyte) if provider == OURS else (settings.baseline, servers.without)
+    facts: dict[str, Any] = {
+        "model": settings.label(model), "engine": settings.engine, "provider": provider,
+        "prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens, "seed": settings.seed,
+    }  # fmt: skip
+    if path != model:
+        facts["checkpoint"] = Path(path).name
+    port = servers.free_port()
+    command, variables = command_of(settings.engine, path, port, settings.dtype, settings.more)
+    say(f"{model}: {settings.engine}, {provider}")
+    try:
+        with servers.running(command, variables, port):
+            load = Load(path, prompts, 0, settings.new_tokens, settings.seconds, settings.seed, settings.engine == VLLM)
+            for row in _loads(port, load, settings, say):
+                yield facts | row
+    except RuntimeError as error:
+        if provider == OURS:
+            raise ValueError(f"the server did not start: {error}") from error
+        yield facts | {"left_out": str(error)}
 
 
 def _loads(port: int, load: Load, settings: Settings, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:

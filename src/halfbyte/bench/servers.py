@@ -25,7 +25,8 @@ PATIENCE = 600.0  # seconds until a server answers
 FAREWELL = 30.0  # seconds from SIGTERM to SIGKILL
 
 _ERROR = re.compile("Error|Value error")  # the latter is pydantic's, below a line that says only where
-_ELSEWHERE = re.compile("WARNING|root cause above")  # no error; one of vLLM's whose reason another process told before
+# No error; one of vLLM's whose reason another process told before; a line of code in a traceback.
+_ELSEWHERE = re.compile(r"WARNING|root cause above|^\s*raise ")
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s+(\w+ [\d-]+ [\d:]+ \[\S+\] )?")  # of vLLM's lines: who, how bad, when, where
 
 
@@ -77,8 +78,9 @@ def running(command: Sequence[str], variables: Mapping[str, str], port: int) -> 
 def last_words(log: Path) -> str:
     """Why a process ended: the last error in what it said, or its last line."""
     words = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    words = [_PREFIX.sub("", line) for line in words]
     errors = [line for line in words if _ERROR.search(line) and not _ELSEWHERE.search(line)]
-    return _PREFIX.sub("", (errors or words or ["it said nothing"])[-1].strip())[:300]
+    return (errors or words or ["it said nothing"])[-1].strip()[:300]
 
 
 def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
