@@ -57,18 +57,24 @@ def markdown(record: Mapping[str, Any], key: str = "batch") -> str:
             times = [_time(rows.get(name)) for name in providers]
             ratio = f"**{found}**" if (found := _ratio(rows)) else ""
             lines.append(line([model, number, mode, *times, ratio, speed, " / ".join(f"{peak:.1f}" for peak in peaks)]))
-    return "\n".join([*lines, "", *_losses(record), provenance(record)])
+    return "\n".join([*lines, "", *_losses(record, key), provenance(record)])
 
 
-def _losses(record: Mapping[str, Any]) -> list[str]:
-    """A table of them, one line a model and provider, and what follows it; nothing of a record without any."""
-    rows = [row for row in record["rows"] if "losses" in row]
-    if not rows:
+def _losses(record: Mapping[str, Any], key: str) -> list[str]:
+    """A table of them, one line a case and provider, and what follows it; nothing of a record without any."""
+    learned = {
+        (*case, name): row["losses"]
+        for case, modes in by_case(record, key)
+        for rows in modes.values()
+        for name, row in rows.items()
+        if "losses" in row
+    }
+    if not learned:
         return []
-    steps = max(len(row["losses"]) for row in rows)
-    header = ["model", "provider, loss at step", *map(str, range(1, steps + 1))]
-    lines = [line(header), line(["---", "---", *["---:"] * steps])]
-    lines += [line([row["model"], row["provider"], *(f"{loss:.4f}" for loss in row["losses"])]) for row in rows]
+    steps = max(map(len, learned.values()))
+    header = ["model", key, "provider, loss at step", *map(str, range(1, steps + 1))]
+    lines = [line(header), line(["---", "---:", "---", *["---:"] * steps])]
+    lines += [line([*case, *(f"{loss:.4f}" for loss in losses)]) for case, losses in learned.items()]
     return [*lines, ""]
 
 

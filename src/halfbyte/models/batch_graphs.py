@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-TIMES = 8  # that a size is computed without a graph: what these lose is about what a capture costs
+TIMES = 3  # that a size is computed without a graph: what these lose is about what a capture costs
 
 
 def capture_once_it_pays(manager: Any) -> None:
