@@ -35,7 +35,7 @@ def tiny() -> Any:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[nvrtc.Variant]]:
     """What is compiled, call by call, as on an H200."""
     found: list[list[nvrtc.Variant]] = []
-    monkeypatch.setattr(ahead, "can_compile", lambda device: True)
+    monkeypatch.setattr(ahead.reach, "can_compile", lambda device: True)
     monkeypatch.setattr(ahead, "properties_of", lambda index: H200)
     monkeypatch.setattr(nvrtc, "compile_ahead", lambda variants: found.append(list(variants)))
     return found
@@ -63,7 +63,6 @@ def test_every_step_of_a_server(
     tiny: Any, compiled: list[list[nvrtc.Variant]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a call with as many rows would compile is among them."""
-    monkeypatch.setattr(serving_ahead, "can_compile", lambda device: True)
     monkeypatch.setattr(serving_ahead, "properties_of", lambda index: H200)
     monkeypatch.setattr(serving_ahead, "Thread", lambda target, daemon: SimpleNamespace(start=target))
     serving_ahead.begin_serving(tiny, 900)
@@ -73,7 +72,7 @@ def test_every_step_of_a_server(
         assert set(compiled.pop()) <= set(every)
     assert ahead.rows_up_to(900)[-2:] == [896, 900]
     assert ahead.rows_up_to(3) == [1, 2, 3]
-    monkeypatch.setattr(serving_ahead, "can_compile", lambda device: False)
+    monkeypatch.setattr(ahead.reach, "can_compile", lambda device: False)
     serving_ahead.begin_serving(tiny, 900)
     assert len(compiled) == 1
 
@@ -84,7 +83,6 @@ def test_attention_of_a_server(tiny: Any, compiled: Any, monkeypatch: pytest.Mon
     from halfbyte.kernels.attention import paged_ahead
 
     asked: list[tuple[Any, Any]] = []
-    monkeypatch.setattr(serving_ahead, "can_compile", lambda device: True)
     monkeypatch.setattr(serving_ahead, "properties_of", lambda index: H200)
     monkeypatch.setattr(serving_ahead, "Thread", lambda target, daemon: SimpleNamespace(start=target))
     monkeypatch.setattr(serving_ahead.paged, "reason_against", lambda model: None)

@@ -52,7 +52,7 @@ class Ahead:
         step = texts_bucket(texts) * (GUESSED if guesses else 1)
         new = {texts * tokens, step} - self.rows - {0}
         self.rows |= new
-        if not new or not can_compile(model.device):
+        if not new or not reach.can_compile(model.device):
             return
         if self.products is None:
             self.products = products_of_model(model)
@@ -70,10 +70,6 @@ def rows_up_to(most: int) -> list[int]:
         found += range(last + step, min(end, most) + 1, step)
         last = end
     return sorted({row for row in found if row > 0})
-
-
-def can_compile(device: torch.device) -> bool:
-    return device.type == "cuda" and reach.without_kernels(properties_of(device.index)) is None
 
 
 def weights_of(model: Any) -> dict[str, Problem]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.linear import reach
 from halfbyte.models import paged
-from halfbyte.models.ahead import can_compile, products_of_model, rows_up_to, variants
+from halfbyte.models.ahead import products_of_model, rows_up_to, variants
 from halfbyte.models.captured import current
 
 # Of a step, and of one of its requests. What is beyond compiles when it comes.
@@ -18,7 +19,7 @@ MOST_REQUESTS, MOST_TOKENS = 1024, 1 << 15
 def begin_serving(model: Any, most: int) -> None:
     """Before a server's first step. Its steps may have any number of rows up to `most`. Planning for all of them takes
     a second or two, so a thread of its own does that, too."""
-    if not can_compile(model.device):
+    if not reach.can_compile(model.device):
         return
     ahead = variants(products_of_model(model), model, rows_up_to(most), properties_of(model.device.index))
 

@@ -41,7 +41,7 @@ class Ahead:
     def linear(self, dtype: torch.dtype, weights: Sequence[Weight], has_bias: bool) -> None:
         """The products of x of this dtype with the weights of a layer (products.py)."""
         quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-        if not quantized or not _can_compile(device := quantized[0].device):
+        if not quantized or not reach.can_compile(device := quantized[0].device):
             return
         x = torch.empty(0, dtype=dtype, device=device)
         problems = tuple(problem_of(x, q, x if has_bias else None) for q in quantized)
@@ -57,7 +57,7 @@ class Ahead:
         self, dtype: torch.dtype, gate_up: QuantizedWeight, down: QuantizedWeight, activation: str, k: int, biases: bool
     ) -> None:
         """A block of experts, k of them for each token. With batch_invariant they are products by themselves."""
-        if self.batch_invariant or not _can_compile(gate_up.device):
+        if self.batch_invariant or not reach.can_compile(gate_up.device):
             return
         x = torch.empty(0, dtype=dtype, device=gate_up.device)
         bias = x if biases else None
@@ -67,10 +67,6 @@ class Ahead:
         self.seen.add((both, k))
         properties, count = properties_of(gate_up.device.index), gate_up.shape[0]
         _compile(variant for m in self.rows for variant in experts.variants(m, k, count, *both, activation, properties))
-
-
-def _can_compile(device: torch.device) -> bool:
-    return device.type == "cuda" and reach.without_kernels(properties_of(device.index)) is None
 
 
 def _compile(variants: Iterable[Variant | None]) -> None:

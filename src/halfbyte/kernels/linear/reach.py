@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.kernels.common import compiler
-from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import driver
 from halfbyte.kernels.linear.problem import FIRST_WITH_BF16, Problem
 from halfbyte.kernels.linear.sm75 import launch as sm75
@@ -45,6 +45,11 @@ def without_kernels(properties: DeviceProperties) -> Lack | None:
     if compiler.find() is None:
         return Lack("NVRTC, which compiles linear's kernels, is missing", compiler.install())
     return None
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether CUDA kernels of this folder run on a device, so that it is of use to compile some."""
+    return device.type == "cuda" and without_kernels(properties_of(device.index)) is None
 
 
 def without_scales(m: int, problem: Problem, properties: DeviceProperties) -> Lack | None:
