@@ -406,3 +406,23 @@ def test_a_trace_is_of_a_few_steps(llm: LLM, tmp_path: Path) -> None:
     assert sum(name == "aten::cumsum" for name, _, _ in found) == engine_trace.STEPS
     assert found[0][1] == 0
     assert [start for _, start, _ in found] == sorted(start for _, start, _ in found)
+
+
+def test_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers are compared with those of one GPU, and it is left alone where there is only one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "halfbyte-tp2" not in engine.by_default()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert engine.by_default() == list(engine.PROVIDERS)
+    engines = Engines(monkeypatch, halfbyte=[told(4, [[1, 2]] * 4)], halfbyte_tp2=[told(4, [[1, 2]] * 3 + [[1, 5]])])
+    bench(tmp_path, 0, "--providers", "halfbyte,halfbyte-tp2", "--requests", "4")
+    (path,) = tmp_path.glob("*/engine.json")
+    record = records.read(path)
+    assert [row.get("same_first") for row in record["rows"]] == [None, 0.75]
+    text = engine_report.markdown(record).splitlines()
+    assert text[0].endswith("| halfbyte | halfbyte-tp2 | × bitsandbytes | same first tokens | those of halfbyte-tp2 |")
+    assert text[2].endswith("|  |  | 75% |")
+    engines.said["halfbyte_tp2"] = [told(4, [[7, 2]] * 4)]
+    assert "most answers begin with another token than those of halfbyte" in " ".join(
+        bench(tmp_path, 1, "--providers", "halfbyte,halfbyte-tp2", "--requests", "4").split()
+    )

@@ -218,3 +218,28 @@ def test_last_words_of_a_process(tmp_path: Path) -> None:
     assert servers.last_words(log) == "the end"
     log.write_text("")
     assert servers.last_words(log) == "it said nothing"
+
+
+def test_a_named_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checkpoint and tokenizer are made for the run, and rows have its name."""
+    pytest.importorskip("transformers")
+    served: list[Path] = []
+
+    @contextmanager
+    def running(command: Any, variables: Any, port: int) -> Iterator[None]:
+        (path,) = [Path(part) for part in command if Path(part).is_dir()]
+        served.append(path)
+        assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {one.name for one in path.iterdir()}
+        with answering() as server:
+            monkeypatch.setattr(loads, "ask", lambda _, load, prompt: plain(server.server_port, load, prompt))
+            yield
+
+    plain = loads.ask
+    monkeypatch.setattr(servers, "running", running)
+    monkeypatch.setattr("halfbyte.serving.choice.is_installed", lambda name: True)
+    options = ["--engine", "vllm", "--clients", "1", "--requests", "1", "--new-tokens", str(TOKENS), "--baseline", ""]
+    result = CliRunner().invoke(app, ["bench", "serve", "tiny", *options, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.glob("*/serve.json")
+    assert [(row["model"], row["failed"]) for row in records.read(path)["rows"]] == [("tiny", 0)]
+    assert not served[0].exists()

@@ -297,7 +297,7 @@ def recover(
 @app.command(context_settings={"allow_extra_args": True})
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="The folder of a checkpoint, or its name on the hub.")],
+    model: Annotated[str, typer.Argument(help="As for decode; of named shapes llama-3-8b and the like.")],
     engine: Annotated[
         str | None, typer.Option(metavar="vllm|transformers", help="By default vLLM, if installed.")
     ] = None,
@@ -317,6 +317,7 @@ def serve(
 ) -> None:
     """A served model, tokens a second and latency, beside the same engine without halfbyte. -- precedes its options."""
     from halfbyte.bench import runs
+    from halfbyte.bench.engine_models import MODELS, Checkpoints
     from halfbyte.bench.serve import Settings
     from halfbyte.serving.choice import choose, find_model
 
@@ -325,12 +326,14 @@ def serve(
         raise typer.BadParameter(f"{max(counts)} clients are more than 64, the most that one machine is asked with")
     with usage():
         chosen = choose(engine)
-    path = str(find_model(model).path)
-    settings = Settings(
-        chosen.name, counts, requests, prompt_tokens, new_tokens, seconds, dtype, seed,
-        path if baseline is None else baseline, tuple(context.args), "" if Path(model).is_dir() else model,
-    )  # fmt: skip
-    runs.run_serving(path, settings, out)
+    with Checkpoints(0, nested=True) as checkpoints:
+        is_shape = model in MODELS and not Path(model).is_dir()
+        path = str(checkpoints.served(model) if is_shape else find_model(model).path)
+        settings = Settings(
+            chosen.name, counts, requests, prompt_tokens, new_tokens, seconds, dtype, seed,
+            path if baseline is None else baseline, tuple(context.args), "" if Path(model).is_dir() else model,
+        )  # fmt: skip
+        runs.run_serving(path, settings, out)
 
 
 @app.command()
@@ -338,7 +341,9 @@ def engine(
     model: Annotated[str, typer.Option(help="Named shapes with random weights, comma-separated.")] = "llama-3-8b",
     providers: Annotated[
         str | None,
-        typer.Option(help="bitsandbytes, halfbyte, bf16, marlin, machete, halfbyte-int4; by default all of them."),
+        typer.Option(
+            help="bitsandbytes, halfbyte, bf16, marlin, machete, halfbyte-int4, halfbyte-tp2; by default all."
+        ),
     ] = None,
     requests: Annotated[str, typer.Option(help="At once, comma-separated.")] = "1,8,32,64,256",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 128,
@@ -362,7 +367,7 @@ def engine(
         counts_of(requests), prompt_tokens, new_tokens, limit, layers, nested, eager, logs, trace
     )  # fmt: skip
     names = [name.strip() for name in model.split(",")]
-    chosen = list(bench.PROVIDERS) if providers is None else [name.strip() for name in providers.split(",")]
+    chosen = bench.by_default() if providers is None else [name.strip() for name in providers.split(",")]
     with usage():
         bench.check(names, chosen, settings)
     if not is_installed("vllm"):

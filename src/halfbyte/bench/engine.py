@@ -29,6 +29,7 @@ from halfbyte.bench.engine_models import (
     Checkpoints,
 )
 from halfbyte.bench.engine_process import Job
+from halfbyte.bench.engine_report import COMPARED, TP2
 from halfbyte.bench.engine_trace import TOKENS_A_STEP, tokens_of
 from halfbyte.bench.servers import end, last_words
 from halfbyte.measure import records
@@ -59,6 +60,10 @@ class Provider:
     kernel: str = ""
     plugins: str = "none"
 
+    @property
+    def gpus(self) -> int:
+        return int(self.arguments.get("tensor_parallel_size", 1))
+
 
 INT4_OPTIONS = {"quantization_config_dict_json": json.dumps({"format": "int4", "group_size": GROUP_SIZE})}
 DUMMY = {"load_format": "dummy"}
@@ -72,8 +77,8 @@ PROVIDERS = {
     f"{OURS}-int4": Provider(
         DENSE_CONFIG, DUMMY | {"quantization": HALFBYTE, "hf_overrides": INT4_OPTIONS}, plugins=HALFBYTE
     ),
+    TP2: Provider(NF4_WEIGHTS, {"tensor_parallel_size": 2}, plugins=HALFBYTE),
 }
-COMPARED = {OURS: BASELINE}  # whose tokens are to be alike
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,12 @@ class Settings:
     def label(self, model: str) -> str:
         """What a record calls a model."""
         return records.label(model, self.layers, "" if self.nested else "flat scales", "eager" if self.eager else "")
+
+
+def by_default() -> list[str]:
+    """The providers for whose engines this machine has the GPUs."""
+    there = max(1, torch.cuda.device_count())
+    return [name for name, provider in PROVIDERS.items() if provider.gpus <= there]
 
 
 def check(names: Sequence[str], providers: Sequence[str], settings: Settings) -> None:

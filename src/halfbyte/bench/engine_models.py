@@ -1,4 +1,5 @@
-"""Checkpoints for `halfbyte bench engine`, made of a model's sizes alone: random NF4 weights, or a configuration only.
+"""Checkpoints for `halfbyte bench engine` and `bench serve`, made of a model's sizes alone: random NF4 weights, or a
+configuration only.
 
 A checkpoint of NF4 weights is what bitsandbytes would save: its keys, its configuration, experts one by one. All of its
 4-bit weights are cut from one that was drawn and quantized, 16384 numbers after 16384 in random order, because to
@@ -121,6 +122,12 @@ class Checkpoints:
             write_config(path, sizes, holds, self.nested)
         return path
 
+    def served(self, model: str) -> Path:
+        """NF4 weights, and a tokenizer, which a server needs: a word for each token."""
+        path = self.get(model, NF4_WEIGHTS)
+        write_tokenizer(path, self.sizes(model).config.vocab_size)
+        return path
+
     def _drop(self) -> None:
         if self._folder is not None:
             self._folder.cleanup()
@@ -153,6 +160,21 @@ def write_config(path: Path, sizes: Sizes, holds: str, nested: bool) -> None:
             holds, block_sizes[holds], nested and holds == NF4_WEIGHTS, dtype, sorted(dense)
         )
     (path / "config.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def write_tokenizer(path: Path, vocabulary: int) -> None:
+    """Of the words t0, t1 and so on; special ones are those of the configuration (`models.config_of`). A chat is its
+    messages, one after the other."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{token}": token for token in range(vocabulary)}, unk_token="t3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t3", chat_template=template
+    )
+    tokenizer.save_pretrained(path)
 
 
 def write_weights(path: Path, sizes: Sizes, nested: bool) -> None:

@@ -10,12 +10,15 @@ from halfbyte.measure.report import BASELINE, OURS, line, provenance, title
 from halfbyte.terminal import Table, styled
 
 Rows = dict[str, Mapping[str, Any]]  # by provider
+TP2 = f"{OURS}-tp2"  # on two GPUs
+COMPARED = {OURS: BASELINE, TP2: OURS}  # whose tokens are to be alike
 
 EXPLAINED = (
     "Each cell has two speeds in tokens a second: that of whole calls and, after the slash, that of their decoding "
     "steps alone. The tokens beside a model's name are those of each prompt and of each answer. "
     f'"× {BASELINE}" is the speed of {OURS} over that of {BASELINE}, both of whole calls. "Same first tokens" is the '
-    f"share of {OURS}'s answers whose first {FIRST} tokens are those of {BASELINE}."
+    f"share of {OURS}'s answers whose first {FIRST} tokens are those of {BASELINE}. {TP2} is "
+    f"{OURS} on two GPUs, whose answers are compared with {OURS}'s."
 )
 
 
@@ -43,16 +46,17 @@ def notes(record: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def heads(record: Mapping[str, Any]) -> list[str]:
-    return ["", "requests", *_providers(record), f"× {BASELINE}", "same first tokens"]
+    others = [f"those of {name}" for name in _compared(record) if name != OURS]
+    return ["", "requests", *_providers(record), f"× {BASELINE}", "same first tokens", *others]
 
 
 def cells(record: Mapping[str, Any]) -> Iterator[list[str]]:
-    providers = _providers(record)
+    providers, compared = _providers(record), _compared(record)
     for (label, requests), rows in by_case(record):
         ours, base = rows.get(OURS), rows.get(BASELINE)
         ratio = f"{ours['tokens_per_s'] / base['tokens_per_s']:.2f}" if ours and base else ""
-        same = f"{ours['same_first']:.0%}" if ours and "same_first" in ours else ""
-        yield [label, str(requests), *(_speeds(rows.get(name)) for name in providers), ratio, same]
+        same = [_same(rows.get(name)) for name in compared]
+        yield [label, str(requests), *(_speeds(rows.get(name)) for name in providers), ratio, *same]
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
@@ -88,6 +92,16 @@ def summary(record: Mapping[str, Any]) -> str:
 
 def _providers(record: Mapping[str, Any]) -> Sequence[str]:
     return list(dict.fromkeys(row["provider"] for row in record["rows"] if "tokens_per_s" in row))
+
+
+def _compared(record: Mapping[str, Any]) -> list[str]:
+    """Ours, and others whose tokens were compared."""
+    measured = _providers(record)
+    return [OURS, *(name for name in COMPARED if name in measured and name != OURS)]
+
+
+def _same(row: Mapping[str, Any] | None) -> str:
+    return f"{row['same_first']:.0%}" if row and "same_first" in row else ""
 
 
 def _label(row: Mapping[str, Any]) -> str:
