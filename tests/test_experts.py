@@ -128,6 +128,8 @@ def test_grouped_linear_is_no_less_exact_than_dequantizing(
 def test_moe_is_no_less_exact_than_dequantizing(
     format: str, size: int, nested: bool, dtype: torch.dtype, activation: str
 ) -> None:
+    # In fp32 both are one or two roundings from what is right. Whose are fewer depends on how a CPU's library adds up.
+    slack = 1.25 if dtype == torch.float32 else 1.0
     for tokens in (1, 8, 100):
         block = Block(
             dtype, tokens, hidden=512, inner=256, biased=tokens != 8,
@@ -135,7 +137,7 @@ def test_moe_is_no_less_exact_than_dequantizing(
         )  # fmt: skip
         ours, right = block.ours(activation), block.dense(torch.float32, activation, exact=True)
         assert ours.dtype == dtype
-        assert relative_error(ours, right) <= relative_error(block.dense(dtype, activation), right)
+        assert relative_error(ours, right) <= relative_error(block.dense(dtype, activation), right) * slack
 
 
 @dtypes

@@ -123,7 +123,7 @@ def test_what_was_measured_before_ctrl_c_is_kept(
 
 
 def test_a_model_that_was_measured_in_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its new rows take the place of the same in an earlier run; a run that comes to its end leaves no others."""
+    """Its new rows take the place of the same in an earlier run; what it was not asked for stays."""
 
     def rows(batches: Sequence[int], ms: float, stopped: bool) -> Iterator[dict[str, Any]]:
         for batch in batches:
@@ -146,4 +146,4 @@ def test_a_model_that_was_measured_in_part(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(KeyboardInterrupt):
         measured((8, 32), 2.0, True)
     assert kept() == [(8, 2.0), (32, 2.0), (1, 1.0)]
-    assert measured((32,), 3.0, False) == [(32, 3.0)]
+    assert measured((32,), 3.0, False) == [(32, 3.0), (8, 2.0), (1, 1.0)]

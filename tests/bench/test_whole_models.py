@@ -136,7 +136,7 @@ def test_train(tmp_path: Path) -> None:
     assert [line.split(" | ")[:3] for line in told if "| step |" in line] == [
         ["| tiny", tokens, "step"] for tokens in ("16", "2 × 12")
     ]
-    assert f"| tiny | halfbyte | {learned['halfbyte'][0]:.4f} | {learned['halfbyte'][1]:.4f} |" in "\n".join(told)
+    assert f"| tiny | 16 | halfbyte | {learned['halfbyte'][0]:.4f} | {learned['halfbyte'][1]:.4f} |" in "\n".join(told)
     rows = [row | {"peak_gb": 1.5} for row in rows]
     short = whole_models.training_summary(record | {"rows": rows}).splitlines()
     assert short[0].startswith(
@@ -230,7 +230,7 @@ def test_experts_run_in_4_bits_and_then_dense(tmp_path: Path, monkeypatch: pytes
     assert [row["provider"] for row in rows] == ["halfbyte", "bitsandbytes", "bf16"]
     assert 0 < rows[0]["gradients_apart"] < train.MOST_APART_OF_EXPERTS
     alone = record | {"rows": rows[:1]}  # as where there is no memory for dense experts
-    assert whole_models.markdown(alone, "tokens").count("| tiny-moe | 16 |") == 1
+    assert whole_models.markdown(alone, "tokens").count("| tiny-moe | 16 | step |") == 1
     assert "tiny-moe" not in whole_models.training_summary(alone)
 
 

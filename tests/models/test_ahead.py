@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,7 +63,6 @@ def test_every_step_of_a_server(
 ) -> None:
     """What a call with as many rows would compile is among them."""
     monkeypatch.setattr(serving_ahead, "properties_of", lambda index: H200)
-    monkeypatch.setattr(serving_ahead, "Thread", lambda target, daemon: SimpleNamespace(start=target))
     serving_ahead.begin_serving(tiny, 900)
     (every,) = compiled
     for rows in (1, 33, 64, 200, 512, 640, 900):
@@ -84,7 +82,6 @@ def test_attention_of_a_server(tiny: Any, compiled: Any, monkeypatch: pytest.Mon
 
     asked: list[tuple[Any, Any]] = []
     monkeypatch.setattr(serving_ahead, "properties_of", lambda index: H200)
-    monkeypatch.setattr(serving_ahead, "Thread", lambda target, daemon: SimpleNamespace(start=target))
     monkeypatch.setattr(serving_ahead.paged, "reason_against", lambda model: None)
     monkeypatch.setattr(serving_ahead.paged, "page_of", lambda config: 256)
     monkeypatch.setattr(paged_ahead, "compile_ahead", lambda *given, **options: asked.append((given, options)))

@@ -17,18 +17,16 @@ MOST_REQUESTS, MOST_TOKENS = 1024, 1 << 15
 
 
 def begin_serving(model: Any, most: int) -> None:
-    """Before a server's first step. Its steps may have any number of rows up to `most`. Planning for all of them takes
-    a second or two, so a thread of its own does that, too."""
+    """Before a server's first step. Its steps may have any number of rows up to `most`. NVRTC goes on while the server
+    answers; attention is compiled when this returns, because Triton keeps Python's lock, and answers would wait."""
     if not reach.can_compile(model.device):
         return
     ahead = variants(products_of_model(model), model, rows_up_to(most), properties_of(model.device.index))
-
-    def compile_all() -> None:
-        nvrtc.compile_ahead(ahead)
-        if paged.reason_against(model) is None:
-            _compile_attention(model, most)
-
-    Thread(target=compile_all, daemon=True).start()
+    planning = Thread(target=nvrtc.compile_ahead, args=(ahead,), daemon=True)
+    planning.start()  # takes a second or two for so many rows
+    if paged.reason_against(model) is None:
+        _compile_attention(model, most)
+    planning.join()
 
 
 def _compile_attention(model: Any, most: int) -> None:

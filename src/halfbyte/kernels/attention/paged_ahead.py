@@ -10,6 +10,7 @@ from torch import Tensor
 from halfbyte.kernels.attention.paged import FEW_REQUESTS, SOME_REQUESTS, launches_of
 from halfbyte.kernels.attention.pages import FEW_TOKENS, Pages, plan_pages
 from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.common.patience import compiling
 
 PADDING = 64  # to which transformers rounds the tokens of a batch up, where it captures steps
 
@@ -53,7 +54,8 @@ def compile_ahead(
             kind = one.kernel, tuple(constants.items())
             if kind not in compiled:
                 compiled.add(kind)
-                one.kernel.warmup(*one.arguments, grid=(1,), **constants)
+                with compiling():
+                    one.kernel.warmup(*one.arguments, grid=(1,), **constants)
     return len(compiled)
 
 
