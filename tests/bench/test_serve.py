@@ -189,7 +189,7 @@ def test_a_server_that_does_not_start_is_left_out(model: Path, monkeypatch: pyte
         monkeypatch.setattr(servers, "free_port", lambda: server.server_port)
         monkeypatch.setattr(servers, "with_halfbyte", lambda *_: (["sleep", "60"], {}))
         ours, theirs = (
-            bench.serve_rows(str(model), provider, settings, lambda step: None)
+            bench.serve_rows(str(model), provider, ["a", "b"], settings, lambda step: None)
             for provider in bench.providers_of(settings)
         )
         assert next(ours)["tokens"] == TOKENS
@@ -197,7 +197,7 @@ def test_a_server_that_does_not_start_is_left_out(model: Path, monkeypatch: pyte
         assert next(theirs)["left_out"] == "ValueError: no such kind of model"
     monkeypatch.setattr(servers, "with_halfbyte", lambda *_: failing)
     with pytest.raises(ValueError, match="the server did not start: ValueError: no such kind of model"):
-        next(bench.serve_rows(str(model), bench.OURS, settings, lambda step: None))
+        next(bench.serve_rows(str(model), bench.OURS, ["a", "b"], settings, lambda step: None))
 
 
 def test_only_so_many_clients(model: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 
+from halfbyte.kernels.common.switched import no_collection
 from halfbyte.models.batch_graphs import TIMES, capture_once_it_pays
 
 pytest.importorskip("transformers")
@@ -27,11 +29,19 @@ class Runner:
         self.captured.append(self.inputs_and_outputs.key)
 
 
+class Manager:
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def _create_batch_processor(self) -> Any:
+        return SimpleNamespace(model_runner=self.runner)
+
+
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     made = Runner()
-    manager = SimpleNamespace(_create_batch_processor=lambda: SimpleNamespace(model_runner=made))
+    manager = Manager(made)
     capture_once_it_pays(manager)
     assert manager._create_batch_processor().model_runner is made
     return made
@@ -65,6 +75,18 @@ def test_each_of_two_pairs_has_its_own(runner: Runner) -> None:
 def test_decoding_does_not(runner: Runner) -> None:
     runner.inputs_and_outputs.use_block_table = True
     assert steps(runner, 1) == [1]
+
+
+def test_both_go_with_their_last_reference() -> None:
+    """A GPU's memory does not wait for Python's garbage collector."""
+    manager = Manager(Runner())
+    capture_once_it_pays(manager)
+    manager._create_batch_processor()
+    manager.runner.inputs_and_outputs = None  # whose key, above, knows its owner
+    watched = [ref(manager), ref(manager.runner)]
+    with no_collection:
+        del manager
+        assert [one() for one in watched] == [None, None]
 
 
 def test_where_sizes_are_not_told_all_is_theirs(runner: Runner) -> None:

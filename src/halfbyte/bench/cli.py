@@ -297,7 +297,7 @@ def recover(
 @app.command(context_settings={"allow_extra_args": True})
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="As for decode; of named shapes llama-3-8b and the like.")],
+    model: Annotated[str, typer.Argument(help="A folder, a name on the hub, or a named shape such as llama-3-8b.")],
     engine: Annotated[
         str | None, typer.Option(metavar="vllm|transformers", help="By default vLLM, if installed.")
     ] = None,
@@ -326,12 +326,12 @@ def serve(
         raise typer.BadParameter(f"{max(counts)} clients are more than 64, the most that one machine is asked with")
     with usage():
         chosen = choose(engine)
+    name = "" if Path(model).is_dir() else model
     with Checkpoints(0, nested=True) as checkpoints:
-        is_shape = model in MODELS and not Path(model).is_dir()
-        path = str(checkpoints.served(model) if is_shape else find_model(model).path)
+        path = str(checkpoints.served(name) if name in MODELS else find_model(model).path)
         settings = Settings(
             chosen.name, counts, requests, prompt_tokens, new_tokens, seconds, dtype, seed,
-            path if baseline is None else baseline, tuple(context.args), "" if Path(model).is_dir() else model,
+            path if baseline is None else baseline, tuple(context.args), name,
         )  # fmt: skip
         runs.run_serving(path, settings, out)
 

@@ -17,9 +17,9 @@ EXPLAINED = (
     "Each cell has two speeds in tokens a second: that of whole calls and, after the slash, that of their decoding "
     "steps alone. The tokens beside a model's name are those of each prompt and of each answer. "
     f'"× {BASELINE}" is the speed of {OURS} over that of {BASELINE}, both of whole calls. "Same first tokens" is the '
-    f"share of {OURS}'s answers whose first {FIRST} tokens are those of {BASELINE}. {TP2} is "
-    f"{OURS} on two GPUs, whose answers are compared with {OURS}'s."
+    f"share of {OURS}'s answers whose first {FIRST} tokens are those of {BASELINE}."
 )
+OF_TWO_GPUS = f" {TP2} is {OURS} on two GPUs; its answers are compared with those of {OURS} on one."
 
 
 def by_case(record: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int], Rows]]:
@@ -46,7 +46,7 @@ def notes(record: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def heads(record: Mapping[str, Any]) -> list[str]:
-    others = [f"those of {name}" for name in _compared(record) if name != OURS]
+    others = [f"those of {name}" for name in _compared(record)[1:]]
     return ["", "requests", *_providers(record), f"× {BASELINE}", "same first tokens", *others]
 
 
@@ -60,7 +60,7 @@ def cells(record: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
-    table = Table(title=title(record), caption=f"{EXPLAINED} Measured: {record['method']}.")
+    table = Table(title=title(record), caption=f"{_explained(record)} Measured: {record['method']}.")
     for place, head in enumerate(heads(record)):
         table.add_column(head, justify="right" if place else "left")
     for row in cells(record):
@@ -74,7 +74,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     found = heads(record)
     lines = [line(["model", *found[1:]]), line(["---", *["---:"] * (len(found) - 1)]), *map(line, cells(record))]
     told = [f"- {note}" for note, _ in notes(record)]
-    return "\n".join([*lines, "", EXPLAINED, "", *told, *[""][: len(told)], provenance(record)])
+    return "\n".join([*lines, "", _explained(record), "", *told, *[""][: len(told)], provenance(record)])
 
 
 def summary(record: Mapping[str, Any]) -> str:
@@ -95,9 +95,13 @@ def _providers(record: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _compared(record: Mapping[str, Any]) -> list[str]:
-    """Ours, and others whose tokens were compared."""
+    """Ours, and behind it others whose tokens were compared."""
     measured = _providers(record)
     return [OURS, *(name for name in COMPARED if name in measured and name != OURS)]
+
+
+def _explained(record: Mapping[str, Any]) -> str:
+    return EXPLAINED + OF_TWO_GPUS * (TP2 in _providers(record))
 
 
 def _same(row: Mapping[str, Any] | None) -> str:

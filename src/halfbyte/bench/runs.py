@@ -115,8 +115,11 @@ def run_serving(model: str, settings: Any, out: Path | None) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record = _empty_record("serve", bench.METHOD, device)
+    prompts = bench.make_prompts(model, settings)
     work = {
-        (settings.label(model), settings.engine, provider): partial(bench.serve_rows, model, provider, settings, say)
+        (settings.label(model), settings.engine, provider): partial(
+            bench.serve_rows, model, provider, prompts, settings, say
+        )
         for provider in bench.providers_of(settings)
     }
     _run_each(record, itemgetter("model", "engine", "provider"), work, device, out, every_row=True)

@@ -60,9 +60,10 @@ def providers_of(settings: Settings) -> tuple[str, ...]:
     return (OURS, WITHOUT) if settings.baseline else (OURS,)
 
 
-def serve_rows(model: str, provider: str, settings: Settings, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def serve_rows(
+    model: str, provider: str, prompts: Sequence[str], settings: Settings, say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
     """Rows of a record: of one of `providers_of`, each number of clients."""
-    prompts = make_prompts(model, settings)
     path, command_of = (model, servers.with_halfbyte) if provider == OURS else (settings.baseline, servers.without)
     facts: dict[str, Any] = {
         "model": settings.label(model), "engine": settings.engine, "provider": provider,

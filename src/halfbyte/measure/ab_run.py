@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.common.switched import no_collection
 from halfbyte.measure.models import experts_of, four_bit, make_experts_dense
 from halfbyte.measure.report import BASELINE, DENSE, OURS
 from halfbyte.measure.timing import summarize
@@ -105,8 +106,9 @@ def written(model: Any, ids: Tensor, tokens: int, **options: Any) -> Tensor:
 
 
 def clock(run: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds by the wall clock, from an idle device to an idle device."""
-    with _no_collection():
+    """Milliseconds by the wall clock, from an idle device to an idle device. Python collects no garbage meanwhile: a
+    whole model's takes long, and what came before would decide when it does."""
+    with no_collection:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
@@ -116,18 +118,6 @@ def clock(run: Callable[[], Any], device: torch.device) -> float:
         elapsed = time.perf_counter() - start
     del result
     return 1e3 * elapsed
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Python collects no garbage within: a whole model's takes long, and what came before would decide when it does."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def enough(ms: float, long: float, least: int, most: int) -> int:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -19,21 +20,25 @@ TIMES = 3  # that a size is computed without a graph: what these lose is about w
 
 
 def capture_once_it_pays(manager: Any) -> None:
-    """For all steps of a manager of transformers', which makes its runner of steps later."""
-    theirs = manager._create_batch_processor
-    manager._create_batch_processor = partial(_create_batch_processor, theirs)
+    """For all steps of a manager of transformers', which makes its runner of steps later. Neither is held in a circle
+    of references: with them go the graphs and the cache, most of a GPU's memory."""
+    manager._create_batch_processor = partial(_create_batch_processor, ref(manager))
 
 
-def _create_batch_processor(theirs: Callable[[], Any]) -> Any:
-    processor = theirs()
+def _create_batch_processor(of: ref[Any]) -> Any:
+    manager: Any = of()  # alive, as it calls this
+    processor = type(manager)._create_batch_processor(manager)
     runner = getattr(processor, "model_runner", None)
     if runner is not None and hasattr(type(runner), "_capture_graph"):
-        runner._capture_graph = partial(_capture_graph, runner, Counter())
+        runner._capture_graph = partial(_capture_graph, ref(runner), Counter())
     return processor
 
 
-def _capture_graph(runner: Any, seen: Counter[Any], forward: Callable[..., None], stream: Any, *arguments: Any) -> None:
+def _capture_graph(
+    of: ref[Any], seen: Counter[Any], forward: Callable[..., None], stream: Any, *arguments: Any
+) -> None:
     """Instead of a runner's own, which computes a batch, captures it, and keeps the graph for its size."""
+    runner: Any = of()
     ahead = runner.inputs_and_outputs
     size = _size_of(ahead)
     seen[size] += 1

@@ -31,9 +31,12 @@ def begin_serving(model: Any, most: int) -> None:
 
 def _compile_attention(model: Any, most: int) -> None:
     """Over pages: of each kind that layers have."""
+    from transformers.generation.continuous_batching.utils import find_num_key_value_heads
+
     from halfbyte.kernels.attention.paged_ahead import compile_ahead
 
     config, kinds = model.config, set()
+    shared, page = find_num_key_value_heads(config), paged.page_of(config)
     for module in model.modules():
         if hasattr(module, "layer_idx") and hasattr(module, "scaling"):
             sinks, window = getattr(module, "sinks", None), getattr(module, "sliding_window", None)
@@ -41,10 +44,9 @@ def _compile_attention(model: Any, most: int) -> None:
             kinds.add(
                 (module.head_dim, float(module.scaling), softcap, None if sinks is None else sinks.dtype, window or 0)
             )
-    shared = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     with current(model.device):
         for size, scale, softcap, sinks, window in sorted(kinds, key=repr):
             compile_ahead(
                 properties_of(model.device.index), model.dtype, config.num_attention_heads, shared, size, scale,
-                paged.page_of(config), MOST_REQUESTS, most, MOST_TOKENS, softcap=softcap, sinks=sinks, window=window,
+                page, MOST_REQUESTS, most, MOST_TOKENS, softcap=softcap, sinks=sinks, window=window,
             )  # fmt: skip

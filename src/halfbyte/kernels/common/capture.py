@@ -11,15 +11,13 @@ graph in the thread that captures another one ends that capture with an error.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
-from halfbyte.kernels.common.switched import SwitchedOff
+from halfbyte.kernels.common.switched import no_collection
 
-_resting = SwitchedOff(gc.isenabled, lambda on: gc.enable() if on else gc.disable())
 _streams: dict[int, torch.cuda.Stream] = {}  # that capture, by device; torch's own is on the device that captured first
 
 
@@ -32,7 +30,7 @@ def capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     stream, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
     captures = _streams.get(stream.device_index) or _streams.setdefault(stream.device_index, torch.cuda.Stream())
     try:
-        with _resting, torch.cuda.graph(graph, pool=pool, stream=captures, capture_error_mode="thread_local"):
+        with no_collection, torch.cuda.graph(graph, pool=pool, stream=captures, capture_error_mode="thread_local"):
             yield
     except BaseException:
         if torch.cuda.current_stream() != stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 
@@ -27,3 +28,7 @@ class SwitchedOff:
             self.inside -= 1
             if not self.inside:
                 self.switch(self.was_on)
+
+
+# Python's garbage collector.
+no_collection = SwitchedOff(gc.isenabled, lambda on: gc.enable() if on else gc.disable())
