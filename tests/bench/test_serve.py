@@ -214,6 +214,12 @@ def test_last_words_of_a_process(tmp_path: Path) -> None:
         "    raise RuntimeError(\nRuntimeError: See root cause above.\n\n"
     )
     assert servers.last_words(log) == "ValueError: no such weight"
+    log.write_text(
+        "Fatal Python error: Illegal instruction\n\nCurrent thread 0x7f (most recent call first):\n"
+        "(EngineCore pid=9) ERROR 11-26 20:28:37 [core.py:1512] RuntimeError: cancelled\n"
+        "EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.\n"
+    )
+    assert servers.last_words(log) == "Fatal Python error: Illegal instruction"
     log.write_text("the end\n")
     assert servers.last_words(log) == "the end"
     log.write_text("")

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from halfbyte.bench import serving_cli
+from halfbyte.bench.options import Dtype, Format, Nested, Out, Rounds, Shapes, check_dtype, models_of, shapes_of
 from halfbyte.options import NAMES, Device, counts_of, device_to_measure, usage
 
 app = typer.Typer(
@@ -17,13 +19,6 @@ app = typer.Typer(
     help="Measure against the peers: correctness first, then time, in one run.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Shapes = Annotated[str | None, typer.Option(help="Comma-separated weights, such as 4096x4096,14336x4096.")]
-Dtype = Annotated[str, typer.Option(help="Of the dense weights: float16, bfloat16 or float32.")]
-Format = Annotated[str, typer.Option(help="nf4 or fp4.")]
-Nested = Annotated[bool, typer.Option("--nested/--flat", help="Scales in one byte, or in four.")]
-Rounds = Annotated[int, typer.Option(min=3, help="Samples of each provider; medians are reported.")]
-Out = Annotated[Path | None, typer.Option(help="Keep the record as a file in OUT/<device>.")]
 
 
 @app.callback()
@@ -111,9 +106,9 @@ def search(
     from halfbyte.bench import runs
     from halfbyte.bench import search as searches
 
-    _check_dtype(dtype)
+    check_dtype(dtype)
     where = device_to_measure(device)
-    given = [(v, d, getattr(torch, dtype)) for v, d in _shapes(shapes)]
+    given = [(v, d, getattr(torch, dtype)) for v, d in shapes_of(shapes)]
     runs.run_cases("search", searches.search_cases(where, given), where, rounds, out)
 
 
@@ -185,7 +180,7 @@ def nearest(
     from halfbyte.bench import runs
     from halfbyte.bench.nearest import Settings
 
-    shapes = _shapes(shape)
+    shapes = shapes_of(shape)
     if len(shapes) != 1:
         raise typer.BadParameter(f"shape {shape!r} is not one shape; write 256000x4096")
     runs.run_nearest(Settings(shapes[0], k=k, processes=processes, rounds=rounds), device_to_measure(device), out)
@@ -209,7 +204,7 @@ def decode(
     from halfbyte.bench.decode import METHOD, Settings, decode_rows
     from halfbyte.terminal import say
 
-    names, where = _models(model), device_to_measure(device)
+    names, where = models_of(model), device_to_measure(device)
     settings = Settings(counts_of(batch), context, new_tokens, rounds, layers)
     rows_of = partial(decode_rows, device=where, settings=settings, say=say)
     runs.run_models("decode", METHOD, names, settings.label, rows_of, whole_models.terminal_table, where, out)
@@ -232,7 +227,7 @@ def generate(
 
     if rounds >= prompt:
         raise typer.BadParameter(f"{rounds} prompts, each shorter than the last, need one of more than {prompt} tokens")
-    names, where = _models(model), device_to_measure(device)
+    names, where = models_of(model), device_to_measure(device)
     settings = calls.Settings(prompt, new_tokens, layers, rounds, first)
     rows_of = partial(calls.call_rows, device=where, settings=settings, say=say)
     runs.run_models("generate", calls.METHOD, names, settings.label, rows_of, calls.terminal_table, where, out)
@@ -262,7 +257,7 @@ def train(
     from halfbyte.bench.train import LOADS, METHOD, Settings, loads_of, train_rows
     from halfbyte.terminal import say
 
-    names, where = _models(model), device_to_measure(device)
+    names, where = models_of(model), device_to_measure(device)
     with usage():
         loads = loads_of(tokens or LOADS)
     settings = Settings(loads, rounds, layers, experts, checkpointing)
@@ -294,85 +289,8 @@ def recover(
     runs.run_recovery(chosen, where, out)
 
 
-@app.command(context_settings={"allow_extra_args": True})
-def serve(
-    context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A folder, a name on the hub, or a named shape such as llama-3-8b.")],
-    engine: Annotated[
-        str | None, typer.Option(metavar="vllm|transformers", help="By default vLLM, if installed.")
-    ] = None,
-    baseline: Annotated[
-        str | None, typer.Option(help="What the engine serves without halfbyte; by default the same. '': nothing.")
-    ] = None,
-    clients: Annotated[str, typer.Option(help="At once, comma-separated, 64 at most.")] = "1,8,32,64",
-    requests: Annotated[int, typer.Option(min=1, max=100, help="Of each client.")] = 4,
-    prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="The mean; from half to one and a half times as many.")
-    ] = 128,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 64,
-    seconds: Annotated[float, typer.Option(min=1, max=3600, help="After so long a load begins no request.")] = 600,
-    dtype: Annotated[str, typer.Option(help="Of activations: auto, float16, bfloat16 or float32.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of prompts and their order.")] = 0,
-    out: Out = None,
-) -> None:
-    """A served model, tokens a second and latency, beside the same engine without halfbyte. -- precedes its options."""
-    from halfbyte.bench import runs
-    from halfbyte.bench.engine_models import MODELS, Checkpoints
-    from halfbyte.bench.serve import Settings
-    from halfbyte.serving.choice import choose, find_model
-
-    counts = counts_of(clients)
-    if max(counts) > 64:
-        raise typer.BadParameter(f"{max(counts)} clients are more than 64, the most that one machine is asked with")
-    with usage():
-        chosen = choose(engine)
-    name = "" if Path(model).is_dir() else model
-    with Checkpoints(0, nested=True) as checkpoints:
-        path = str(checkpoints.served(name) if name in MODELS else find_model(model).path)
-        settings = Settings(
-            chosen.name, counts, requests, prompt_tokens, new_tokens, seconds, dtype, seed,
-            path if baseline is None else baseline, tuple(context.args), name,
-        )  # fmt: skip
-        runs.run_serving(path, settings, out)
-
-
-@app.command()
-def engine(
-    model: Annotated[str, typer.Option(help="Named shapes with random weights, comma-separated.")] = "llama-3-8b",
-    providers: Annotated[
-        str | None,
-        typer.Option(
-            help="bitsandbytes, halfbyte, bf16, marlin, machete, halfbyte-int4, halfbyte-tp2; by default all."
-        ),
-    ] = None,
-    requests: Annotated[str, typer.Option(help="At once, comma-separated.")] = "1,8,32,64,256",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 128,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 128,
-    layers: Annotated[int, typer.Option(min=0, help="Of a model; 0 for all of them.")] = 0,
-    nested: Nested = True,
-    eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile and CUDA graphs.")] = False,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds of each engine, its start among them.")] = 600,
-    logs: Annotated[Path | None, typer.Option(help="Keep what engines say in this folder.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Also write the kernels of a few steps; of one provider and --requests.")
-    ] = None,
-    out: Out = None,
-) -> None:
-    """vLLM's engine over random weights of a model's shape: halfbyte beside vLLM's own kernels, 4-bit and bf16."""
-    from halfbyte.bench import engine as bench
-    from halfbyte.bench import runs
-    from halfbyte.serving.choice import is_installed
-
-    settings = bench.Settings(
-        counts_of(requests), prompt_tokens, new_tokens, limit, layers, nested, eager, logs, trace
-    )  # fmt: skip
-    names = [name.strip() for name in model.split(",")]
-    chosen = bench.by_default() if providers is None else [name.strip() for name in providers.split(",")]
-    with usage():
-        bench.check(names, chosen, settings)
-    if not is_installed("vllm"):
-        raise ImportError("the bench runs vLLM's engine, which is not installed: pip install vllm")
-    runs.run_engine(names, chosen, settings, out)
+app.command(context_settings={"allow_extra_args": True})(serving_cli.serve)
+app.command()(serving_cli.engine)
 
 
 @app.command()
@@ -430,11 +348,11 @@ def _run(
     from halfbyte.bench import runs
     from halfbyte.bench.dequantize import CPU_SHAPES, GPU_SHAPES
 
-    _check_dtype(dtype)
+    check_dtype(dtype)
     if format not in formats:
         raise typer.BadParameter(f"format {format!r} is not {' or '.join(formats)}, the formats that the peers have")
     device = device_to_measure(device_name)
-    sizes = _shapes(shapes) or (defaults or {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES})[device.type]
+    sizes = shapes_of(shapes) or (defaults or {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES})[device.type]
     has_nested = format != "int4"
     cases = make_cases(device, sizes, getattr(torch, dtype), format, nested and has_nested)
     # What is not measured as usual has a record of its own, whose name says so.
@@ -446,33 +364,3 @@ def _run(
     if has_nested and not nested:
         name.append("flat")
     runs.run_cases(bench, cases, device, rounds, out, "-".join(name), asked)
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype not in ("float16", "bfloat16", "float32"):
-        raise typer.BadParameter(f"dtype {dtype!r} is not float16, bfloat16 or float32")
-
-
-def _models(text: str) -> list[str]:
-    """The names of a comma-separated list, each of a model that there is."""
-    from halfbyte.measure.models import check
-
-    names = [name.strip() for name in text.split(",")]
-    with usage():
-        check(names)
-    return names
-
-
-def _shapes(text: str | None) -> Sequence[tuple[int, int]]:
-    """[(N, K), ...] of "NxK,NxK"."""
-    if text is None:
-        return ()
-    shapes = []
-    for part in text.split(","):
-        sides = part.lower().replace("×", "x").split("x")
-        if len(sides) != 2 or not all(side.strip().isdigit() and int(side) > 0 for side in sides):
-            raise typer.BadParameter(f"{part!r} is not a shape; write 4096x4096, several with commas")
-        if int(sides[0]) * int(sides[1]) % 2:
-            raise typer.BadParameter(f"{part!r} has an odd number of weights, which not every peer takes")
-        shapes.append((int(sides[0]), int(sides[1])))
-    return shapes

@@ -19,15 +19,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench.engine_models import (
-    DENSE_CONFIG,
-    DTYPE,
-    GROUP_SIZE,
-    INT4_CONFIG,
-    MODELS,
-    NF4_WEIGHTS,
-    Checkpoints,
-)
+from halfbyte.bench.engine_models import DENSE_CONFIG, GROUP_SIZE, INT4_CONFIG, MODELS, NF4_WEIGHTS, Checkpoints
 from halfbyte.bench.engine_process import Job
 from halfbyte.bench.engine_report import COMPARED, TP2
 from halfbyte.bench.engine_trace import TOKENS_A_STEP, tokens_of
@@ -84,8 +76,8 @@ PROVIDERS = {
 @dataclass(frozen=True)
 class Settings:
     """requests: at once, each number a cell. limit: seconds of an engine, from its start on. layers: of so many only, 0
-    for all. nested: scales of the NF4 checkpoint. eager: no torch.compile, no CUDA graphs. logs: the folder for what
-    engines say. trace: the file for the kernels of a few steps of the first number of requests."""
+    for all. nested: scales of the NF4 checkpoint. dtype: of activations. eager: no torch.compile, no CUDA graphs. logs:
+    the folder for what engines say. trace: the file for the kernels of a few steps of the first number of requests."""
 
     requests: Sequence[int] = REQUESTS
     prompt_tokens: int = 128
@@ -93,6 +85,7 @@ class Settings:
     limit: float = 600.0
     layers: int = 0
     nested: bool = True
+    dtype: str = "bfloat16"
     eager: bool = False
     logs: Path | None = None
     trace: Path | None = None
@@ -107,7 +100,8 @@ class Settings:
 
     def label(self, model: str) -> str:
         """What a record calls a model."""
-        return records.label(model, self.layers, "" if self.nested else "flat scales", "eager" if self.eager else "")
+        scales, how = "" if self.nested else "flat scales", "eager" if self.eager else ""
+        return records.label(model, self.layers, scales, "" if self.dtype == "bfloat16" else self.dtype, how)
 
 
 def by_default() -> list[str]:
@@ -183,7 +177,7 @@ class Bench:
         """Of vllm.LLM: a text model without its texts, greedy, no prompt cached from call to call."""
         settings, most = self.settings, max(self.settings.requests)
         arguments: dict[str, Any] = {
-            "skip_tokenizer_init": True, "generation_config": "vllm", "dtype": str(DTYPE).removeprefix("torch."),
+            "skip_tokenizer_init": True, "generation_config": "vllm", "dtype": settings.dtype,
             "seed": 0, "max_model_len": settings.length, "max_num_seqs": most, "enable_prefix_caching": False,
             "max_num_batched_tokens": max(TOKENS_A_STEP, settings.length), "disable_log_stats": True,
             "enforce_eager": settings.eager, "worker_extension_cls": "halfbyte.bench.engine_worker.EngineFacts",
@@ -191,7 +185,7 @@ class Bench:
         if torch.cuda.is_available():
             config = self.checkpoints.sizes(model).config
             heads, size = config.num_key_value_heads, config.head_dim
-            token = 2 * DTYPE.itemsize * config.num_hidden_layers * heads * size
+            token = 2 * getattr(torch, settings.dtype).itemsize * config.num_hidden_layers * heads * size
             # All requests at once, and a tenth more: without it vLLM runs the largest batch first, to see what is left.
             arguments["kv_cache_memory_bytes"] = int(1.1 * most * settings.length * token) + (64 << 20)
             if not settings.eager:
@@ -218,12 +212,13 @@ def environment(provider: str, in_process: bool = False) -> dict[str, str]:
 
     Nothing is fetched, and no use is reported. DeepGEMM and FlashInfer's sampler are off by default: vLLM fails where
     it finds one of them and not the compiler that it needs, and no linear layer of these models calls them. The driver
-    may keep more of what it compiles than its 1 GB, so that engines after the first start sooner.
+    may keep more of what it compiles than its 1 GB, so that engines after the first start sooner. Of a process that a
+    signal ends, Python tells which signal that was.
     """
     asked = {
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false", "VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "CUDA_CACHE_MAXSIZE": str(4 << 30),
+        "CUDA_CACHE_MAXSIZE": str(4 << 30), "PYTHONFAULTHANDLER": "1",
     }  # fmt: skip
     fixed = {"VLLM_PLUGINS": PROVIDERS[provider].plugins}
     if kernel := PROVIDERS[provider].kernel:

@@ -24,9 +24,9 @@ from halfbyte.serving.transformers_server import CPU_MEMORY
 PATIENCE = 600.0  # seconds until a server answers
 FAREWELL = 30.0  # seconds from SIGTERM to SIGKILL
 
-_ERROR = re.compile("Error|Value error")  # the latter is pydantic's, below a line that says only where
-# No error; one of vLLM's whose reason another process told before; a line of code in a traceback.
-_ELSEWHERE = re.compile(r"WARNING|root cause above|^\s*raise ")
+_ERROR = re.compile("Error|Value error|Fatal Python error")  # pydantic's, below a line that says only where; a signal
+# No error; those of vLLM whose reason another process told before; a line of code in a traceback.
+_ELSEWHERE = re.compile(r"WARNING|root cause above|\(above\) for the root cause|RuntimeError: cancelled|^\s*raise ")
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s+(\w+ [\d-]+ [\d:]+ \[\S+\] )?")  # of vLLM's lines: who, how bad, when, where
 
 
@@ -66,8 +66,9 @@ def running(command: Sequence[str], variables: Mapping[str, str], port: int) -> 
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, env={**os.environ, **variables}, stdout=output, stderr=output, start_new_session=True
-            )
+                command, env={"PYTHONFAULTHANDLER": "1", **os.environ, **variables}, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
         try:
             _wait(process, port, log)
             yield

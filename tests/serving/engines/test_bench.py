@@ -20,7 +20,10 @@ pytestmark = pytest.mark.timeout(3 * SECONDS + 60)
 
 def bench(tmp_path: Path, cache: Path, *options: str) -> list[dict[str, object]]:
     command = [sys.executable, "-m", "halfbyte", "bench", "engine", "--requests", "3", "--prompt-tokens", "16"]
-    command += ["--new-tokens", "12", "--eager", "--limit", str(SECONDS), "--out", str(tmp_path), *options]
+    # Not bfloat16: on a CPU with AMX, vLLM 0.32's attention then ends with an illegal instruction for two query heads a
+    # key head, as these models have.
+    command += ["--new-tokens", "12", "--eager", "--dtype", "float32", "--limit", str(SECONDS)]
+    command += ["--out", str(tmp_path), *options]
     variables = environment(cache, 2) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     del variables["VLLM_ENABLE_V1_MULTIPROCESSING"]  # which is as users have it
     finish(command, variables, tmp_path / "log", 3 * SECONDS)
