@@ -16,8 +16,9 @@ RESULTS ?= benchmarks/results
 TOOLS := memcheck racecheck initcheck
 
 CUDA := $(shell find src -name '*.cu' -o -name '*.cuh')
-# Few tests at a time for each worker, so that the slow ones, which come first, are shared out.
-PARALLEL = $(PY) -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --maxschedchunk 4
+# Whoever is done takes tests from the others: dealt out as they come, all quick ones go to one worker while another is
+# at the slow ones, which come first.
+PARALLEL = $(PY) -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format; clang_format()'
 LINT_IMPORTS = $(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-dev.txt)

@@ -1,6 +1,44 @@
 """Triton kernels on the CPU, in Triton's interpreter. It replaces the whole of Triton when that is imported, so these
 tests have a process of their own: kernels/test_interpreted.py runs them with TRITON_INTERPRET=1, as anyone may."""
 
-import os
+from __future__ import annotations
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if IS_INTERPRETED else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _language_is_patched_once_a_launch() -> Iterator[None]:
+    """The interpreter does so again for every call of one function by another, which is half of its time."""
+    if not IS_INTERPRETED:
+        yield
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch, at_work = interpreter._patch_lang, set[int]()
+
+    def patch_once(function: Any) -> Any:
+        modules = {id(each) for each in function.__globals__.values() if each in (language, language.core)}
+        if modules <= at_work:
+            return interpreter._LangPatchScope()
+        scope = patch(function)
+        if not at_work:  # a launch begins, and ends when this is restored
+
+            def restore() -> None:
+                at_work.clear()
+                type(scope).restore(scope)
+
+            scope.restore = restore
+        at_work.update(modules)
+        return scope
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interpreter, "_patch_lang", patch_once)
+        yield

@@ -1,4 +1,4 @@
-"""Runs tests/interpreter, where Triton kernels are interpreted on the CPU, each file in a process of its own."""
+"""Runs tests/interpreter, where Triton kernels are interpreted on the CPU, in processes of their own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import pytest
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton")
+PROCESSES = 3  # few, as each imports for seconds; more than one, for machines with several cores
 FILES = sorted((Path(__file__).parents[1] / "interpreter").glob("test_*.py"))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_interpreted(file: Path) -> None:
-    command = [sys.executable, "-m", "pytest", str(file), "-p", "no:cacheprovider", "-p", "no:randomly"]
+@pytest.mark.parametrize("first", range(PROCESSES))
+def test_interpreted(first: int) -> None:
+    files = map(str, FILES[first::PROCESSES])
+    command = [sys.executable, "-m", "pytest", *files, "-p", "no:cacheprovider", "-p", "no:randomly"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
