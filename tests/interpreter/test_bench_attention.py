@@ -12,12 +12,12 @@ from halfbyte.bench import attention as bench
 from halfbyte.bench.case import make_record, run
 
 
-@pytest.mark.parametrize("model", ["32x8x64", "gemma-2-9b", "gpt-oss-120b"])
+@pytest.mark.parametrize("model", ["gemma-2-9b", "gpt-oss-120b"])
 def test_providers_agree(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "input_sets", lambda *_: 2)
     torch.manual_seed(0)
     rows = []
-    for load in bench.loads_of("1x64x32,2x130x130x3"):
+    for load in bench.loads_of("1x64x32,2x66x66x3"):
         case = bench._case(f"{model} {load}", bench.models_of(model)[model], load, torch.float16, torch.device("cpu"))
         assert case.sets == 2
         rows += run(case, 1)

@@ -1,16 +1,17 @@
-// CUDA C++ as C++: what a kernel's source needs to run on a CPU, one thread for each of a CTA's, one CTA after the other
-// in the order of blockIdx. Numbers are those of a GPU but for the order of an MMA's sums.
+// CUDA C++ as C++: what a kernel's source needs to run on a CPU, one CTA after the other in the order of blockIdx. A
+// thread runs until it has to wait for others; the last goes first in every other CTA, so that a wait that is missing
+// shows, whoever should have waited. Numbers are those of a GPU but for the order of an MMA's sums.
 //
 // Copies to shared memory happen when a thread waits for them, not before, and shared memory begins full of NaN: so a
 // kernel that waits too little computes nonsense here. Reads of what is not in `readable` are counted.
 
-#include <atomic>
-#include <barrier>
+#include <ucontext.h>
+
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <thread>
 #include <vector>
 
 #define __device__
@@ -39,21 +40,46 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 
 // -- A CTA -------------------------------------------------------------------------------------------------------------
 
-struct Warp {
-  std::barrier<> barrier{32};
-  unsigned a[32][4], b[32][2], words[32];
-};
 struct Copy {
   unsigned to;
   const void* from;
   bool exists;
 };
-inline Index gridDim;
-inline thread_local Index threadIdx, blockIdx;
-inline thread_local Warp* own_warp;
-inline thread_local std::barrier<>* own_cta;
-inline thread_local unsigned char* memory;  // dynamic shared memory, whose address is 0
-inline thread_local std::deque<std::vector<Copy>> copy_groups{{}};
+struct Warp;
+struct Thread {
+  ucontext_t state;
+  std::vector<unsigned char> stack;
+  Index index;
+  Warp* warp;
+  std::deque<std::vector<Copy>> copies;
+};
+inline std::deque<Thread*> ready;  // to run, the one that is running in front
+inline ucontext_t after_all;
+struct Barrier {
+  unsigned threads;
+  std::vector<Thread*> waiting = {};
+  void arrive_and_wait() {
+    Thread* self = ready.front();
+    if (waiting.size() + 1 == threads) {
+      ready.insert(ready.end(), waiting.begin(), waiting.end());
+      return waiting.clear();
+    }
+    waiting.push_back(self);
+    ready.pop_front();
+    if (ready.empty()) abort();  // all wait for each other
+    swapcontext(&self->state, &ready.front()->state);
+  }
+};
+struct Warp {
+  Barrier barrier{32};
+  unsigned a[32][4], b[32][2], words[32];
+};
+inline Index gridDim, blockIdx;
+inline Barrier* own_cta;
+inline unsigned char* memory;  // dynamic shared memory, whose address is 0
+#define threadIdx (ready.front()->index)
+#define own_warp (ready.front()->warp)
+#define copy_groups (ready.front()->copies)
 
 inline size_t __cvta_generic_to_shared(const void* place) { return static_cast<const unsigned char*>(place) - memory; }
 inline void __syncthreads() { own_cta->arrive_and_wait(); }
@@ -81,7 +107,8 @@ inline void matrices(unsigned (&to)[4], unsigned at, bool transposed) {
   for (unsigned i = 0; i < 4; i++) {
     to[i] = 0;
     for (unsigned half = 0; half < 2; half++) {
-      const unsigned row = transposed ? lane % 4 * 2 + half : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + half;
+      const unsigned row = transposed ? lane % 4 * 2 + half : lane / 4,
+                     column = transposed ? lane / 4 : lane % 4 * 2 + half;
       unsigned from = 0;
       for (unsigned j = 0; j < 8; j++) {
         const unsigned place = __shfl_sync(~0u, at, 8 * i + j);
@@ -100,7 +127,7 @@ struct Range {
   uint64_t begin, end;
 };
 inline std::vector<Range> readable;
-inline std::atomic<unsigned> wrong_reads;
+inline unsigned wrong_reads;
 inline void check(const void* from, size_t bytes) {
   const uint64_t at = reinterpret_cast<uint64_t>(from);
   for (const Range& range : readable)
@@ -205,6 +232,17 @@ inline void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, u
 
 // -- A launch ----------------------------------------------------------------------------------------------------------
 
+// What a thread does, from its beginning to the next one's turn.
+template <class Arguments> struct Body {
+  static inline void (*kernel)(Arguments);
+  static inline const Arguments* arguments;
+  static void run() {
+    kernel(*arguments);
+    ready.pop_front();
+    setcontext(ready.empty() ? &after_all : &ready.front()->state);
+  }
+};
+
 // Runs `kernel` and returns how often it read what it may not.
 template <class Arguments>
 unsigned launch(void (*kernel)(Arguments), const void* arguments, size_t bytes, unsigned ctas, unsigned threads,
@@ -212,22 +250,31 @@ unsigned launch(void (*kernel)(Arguments), const void* arguments, size_t bytes, 
   alignas(64) Arguments a;
   if (sizeof a != bytes) return ~0u;
   std::memcpy(static_cast<void*>(&a), arguments, bytes);
+  Body<Arguments>::kernel = kernel, Body<Arguments>::arguments = &a;
   readable.assign(ranges, ranges + count);
   wrong_reads = 0;
   gridDim = {ctas, 1, 1};
+  std::vector<Thread> all(threads);
   for (unsigned cta = 0; cta < ctas; cta++) {
     std::vector<unsigned char> room(shared_bytes + 1024, 0xff);
-    unsigned char* begin = room.data() + (1024 - reinterpret_cast<uint64_t>(room.data()) % 1024) % 1024;
-    std::barrier<> barrier(threads);
+    memory = room.data() + (1024 - reinterpret_cast<uint64_t>(room.data()) % 1024) % 1024;
+    blockIdx = {cta, 0, 0};
+    Barrier barrier{threads};
+    own_cta = &barrier;
     std::vector<Warp> warps(threads / 32);
-    std::vector<std::thread> all;
-    for (unsigned thread = 0; thread < threads; thread++)
-      all.emplace_back([&, thread] {
-        threadIdx = {thread, 0, 0}, blockIdx = {cta, 0, 0};
-        own_warp = &warps[thread / 32], own_cta = &barrier, memory = begin;
-        kernel(a);
-      });
-    for (std::thread& one : all) one.join();
+    for (unsigned place = 0; place < threads; place++) {
+      const unsigned number = cta % 2 ? threads - 1 - place : place;
+      Thread& one = all[number];
+      one.index = {number, 0, 0}, one.warp = &warps[number / 32];
+      one.copies = {{}};
+      one.stack.resize(1 << 17);
+      getcontext(&one.state);
+      one.state.uc_stack.ss_sp = one.stack.data(), one.state.uc_stack.ss_size = one.stack.size();
+      one.state.uc_link = nullptr;
+      makecontext(&one.state, Body<Arguments>::run, 0);
+      ready.push_back(&one);
+    }
+    swapcontext(&after_all, &ready.front()->state);
   }
   return wrong_reads;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import shorten
 from typing import Any
 
 from halfbyte.bench.engine_process import FIRST
@@ -12,6 +13,7 @@ from halfbyte.terminal import Table, styled
 Rows = dict[str, Mapping[str, Any]]  # by provider
 TP2 = f"{OURS}-tp2"  # on two GPUs
 COMPARED = {OURS: BASELINE, TP2: OURS}  # whose tokens are to be alike
+MOST_TOLD = 200  # characters of a note in a document; the record has all of it
 
 EXPLAINED = (
     "Each cell has two speeds in tokens a second: that of whole calls and, after the slash, that of their decoding "
@@ -73,7 +75,7 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
 def markdown(record: Mapping[str, Any]) -> str:
     found = heads(record)
     lines = [line(["model", *found[1:]]), line(["---", *["---:"] * (len(found) - 1)]), *map(line, cells(record))]
-    told = [f"- {note}" for note, _ in notes(record)]
+    told = [f"- {shorten(note, MOST_TOLD, placeholder=' …')}" for note, _ in notes(record)]
     return "\n".join([*lines, "", _explained(record), "", *told, *[""][: len(told)], provenance(record)])
 
 
