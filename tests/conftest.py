@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,19 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that no worker is left alone with it in the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+MODULES = 300  # so many new ones are left out of collections from then on
+_modules = 0  # when that was done last
+
+
+def pytest_runtest_logfinish() -> None:
+    """What libraries define is not looked at again in every collection. Benches collect often, half a second each."""
+    global _modules
+    if len(sys.modules) >= _modules + MODULES:
+        _modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,9 @@ from halfbyte.measure import models, records
 from halfbyte.models.accelerate import is_accelerated
 
 
-def test_every_row(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "PROCESSES", 1)
     options = ["--model", "tiny", "--device", "cpu", "--layers", "1", "--prompt", "64", "--new-tokens", "8"]
     result = CliRunner().invoke(app, ["bench", "generate", *options, "--rounds", "3", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output

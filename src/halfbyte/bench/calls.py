@@ -32,6 +32,7 @@ from halfbyte.models.accelerate import accelerate, release
 from halfbyte.models.steps import SHARE, pool_of
 from halfbyte.terminal import Table, styled
 
+PROCESSES = 3  # whose first calls are timed
 CYCLE = 61  # tokens after which a text repeats
 LOUD = 200.0  # times its size, the embedding drowns what layers add
 GUESSES = 7  # tokens guessed at once: with the one that is known, as many rows as cost no more than one
@@ -81,7 +82,7 @@ def call_rows(name: str, device: torch.device, settings: Settings, say: Callable
     empty_cache(device)
     if settings.first:
         say(f"{name}: first calls, in processes of their own")
-        taken = [_first_call(name, device, settings) for _ in range(3)]
+        taken = [_first_call(name, device, settings) for _ in range(PROCESSES)]
         yield facts | {"call": "first of a process", "overhead_ms": round(median(taken), 1), "samples": len(taken)}
 
 
