@@ -205,7 +205,11 @@ def test_every_fp16_and_bf16_is_read_and_written() -> None:
 @pytest.mark.skipif("NUMBA_CPU_FEATURES" in os.environ, reason="runs inside itself")
 @pytest.mark.parametrize(
     ("cpu_name", "features"),
-    [("haswell", "+avx,+avx2,+fma,+f16c"), ("nehalem", "+ssse3,+sse4.2"), ("x86-64", "+sse2")],
+    [
+        ("haswell", "+avx,+avx2,+fma,+f16c"),
+        ("x86-64", "+sse2"),
+        pytest.param("nehalem", "+ssse3,+sse4.2", marks=pytest.mark.compile_all),
+    ],
 )
 def test_on_other_cpus(cpu_name: str, features: str, tmp_path: Path) -> None:
     """The same tests, compiled for CPUs without AVX-512, without AVX2, without a byte shuffle."""

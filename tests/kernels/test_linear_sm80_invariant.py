@@ -86,7 +86,7 @@ def test_on_hopper_its_own_kernel_stays() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "capability", [80, 120, *(pytest.param(one, marks=pytest.mark.compile_all) for one in (86, 89, 90))]
+    "capability", [80, *(pytest.param(one, marks=pytest.mark.compile_all) for one in (86, 89, 90, 120))]
 )
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_compiles_into_registers(problem: Problem, capability: int, tmp_path: Path) -> None:
