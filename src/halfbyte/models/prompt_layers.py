@@ -111,6 +111,8 @@ class _PromptLayer(WholeLayer):
         super().__init__(module, layer)
         self.agrees: bool | None = None
         self.inside = list(module.modules())[1:]
+        attention: Any = layer.attention
+        self.window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
 
     def __call__(self, x: Tensor, **kwargs: Any) -> Tensor | None:
         """The layer's result; None where transformers has to compute it, and nothing has happened."""
@@ -170,10 +172,9 @@ class _PromptLayer(WholeLayer):
             others["softcap"] = layer.softcap
         if layer.sinks is not None:
             others["s_aux"] = layer.sinks
-        window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
         seen, _ = _interface(attention)(
             attention, query, keys, values, attention_mask,
-            dropout=0.0, scaling=attention.scaling, sliding_window=window, **others,
+            dropout=0.0, scaling=attention.scaling, sliding_window=self.window, **others,
         )  # fmt: skip
         seen = seen.reshape(*x.shape[:2], -1).contiguous()
         return self._add((layer.out,), seen, x, layer.added[0] if layer.added else None)

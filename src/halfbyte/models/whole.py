@@ -46,6 +46,7 @@ class WholeLayer:
 
     def __init__(self, module: nn.Module, layer: DecoderLayer) -> None:
         self.module, self.layer = module, layer
+        self.hosts = {part: layers_of(part) for part in layer.projections}
 
     def _attend(self, x: Tensor, **kwargs: Any) -> Tensor | None:
         """x and what attention adds to it, or None where only transformers knows that, and nothing has happened."""
@@ -135,7 +136,7 @@ class WholeLayer:
         """Weights and biases of projections that multiply in the dtype of x, or None."""
         found = []
         for module in modules:
-            host = layers_of(module)
+            host = self.hosts[module]
             inputs = None if host is None else host.operands(module, x)
             if inputs is None or not inputs.dtype is inputs.result is x.dtype:
                 return None
