@@ -101,7 +101,7 @@ class Settings:
     def label(self, model: str) -> str:
         """What a record calls a model."""
         scales, how = "" if self.nested else "flat scales", "eager" if self.eager else ""
-        return records.label(model, self.layers, scales, "" if self.dtype == "bfloat16" else self.dtype, how)
+        return records.label(model, self.layers, scales, "" if self.dtype == Settings.dtype else self.dtype, how)
 
 
 def by_default() -> list[str]:

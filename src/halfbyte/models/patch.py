@@ -53,9 +53,8 @@ class OurHook:
 
 def is_hooked(module: nn.Module) -> bool:
     """True for a module with hooks of others."""
-    if not module._forward_hooks and not module._forward_pre_hooks:  # soon, as it is asked of every layer of a prompt
-        return False
-    return bool(module._forward_hooks) or not all(isinstance(x, OurHook) for x in module._forward_pre_hooks.values())
+    ahead = module._forward_pre_hooks  # mostly none, and then no generator is made: prompts ask this of every layer
+    return bool(module._forward_hooks) or (bool(ahead) and not all(isinstance(x, OurHook) for x in ahead.values()))
 
 
 def replace_everywhere(old: Callable[..., Any], new: Callable[..., Any]) -> int:
