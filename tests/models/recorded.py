@@ -25,7 +25,7 @@ SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::nonzero")
 class Recording(TorchDispatchMode):
     """In the place of captured.Graph."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
         super().__init__()
         self.device, self.nbytes = device, 0
         self.operations: list[tuple[Callable[..., Any], Any, Any, Any]] = []
@@ -72,8 +72,8 @@ def recordings() -> Iterator[list[Recording]]:
     """Within, what is captured on the CPU is recorded; gives all recordings that were made."""
     made: list[Recording] = []
 
-    def make(device: torch.device) -> Recording:
-        made.append(Recording(device))
+    def make(device: torch.device, pool: Any = None) -> Recording:
+        made.append(Recording(device, pool))
         return made[-1]
 
     with mock.patch.dict(captured.GRAPHS, {"cpu": make}):

@@ -135,9 +135,8 @@ def test_eager_attention(layers: list[int]) -> None:
 
 
 def test_what_transformers_computes(layers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens, a model that is asked by itself, too many to begin with, and a layer that somebody listens to."""
+    """A model that is asked by itself, too many tokens to begin with, and a layer that somebody listens to."""
     model = quantized("llama")
-    generate(model, prompt(1, 8))
     model(**prompt(1, 25))
     monkeypatch.setattr(prompt_layers, "MOST_COMPARED", 49)
     generate(model, prompt(2, 25))
@@ -155,11 +154,13 @@ def test_what_transformers_computes(layers: list[int], monkeypatch: pytest.Monke
 
 
 def test_what_may_change_within_a_prompt(layers: list[int]) -> None:
-    """Gradients, autocast, and hooks on a layer that is known by then."""
+    """Few tokens, gradients, autocast, and hooks on a layer that is known by then."""
     model = quantized("llama")
     pool, mlp = pool_of(model), decoder_layers(model)[1].mlp
     assert pool is not None
     with torch.no_grad(), pool.prompt_layers.at_work():
+        model(**prompt(1, 8))
+        assert not layers
         for within in (nullcontext(), torch.enable_grad(), torch.autocast(DEVICE.type)):
             with within:
                 model(**prompt(1, 25))

@@ -19,7 +19,7 @@ from halfbyte.kernels.experts import cuda as experts
 from halfbyte.kernels.linear import reach
 from halfbyte.kernels.linear.problem import Problem, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
-from halfbyte.models.buckets import texts_bucket
+from halfbyte.models.buckets import experts_per_token, most_prompt_rows, prompt_bucket, texts_bucket
 from halfbyte.models.linears import layers_of
 from halfbyte.models.products import Fused, Group, products_of, variant_of_product
 from halfbyte.nn.experts import Experts4bit
@@ -50,7 +50,8 @@ class Ahead:
     def begin(self, model: Any, texts: int, tokens: int, guesses: bool) -> None:
         """Before a prompt of so many texts and tokens each. guesses: its steps look at guessed tokens."""
         step = texts_bucket(texts) * (GUESSED if guesses else 1)
-        new = {texts * tokens, step} - self.rows - {0}
+        rows = texts * prompt_bucket(texts, tokens)
+        new = {rows if rows <= most_prompt_rows(model) else texts * tokens, step} - self.rows - {0}
         self.rows |= new
         if not new or not reach.can_compile(model.device):
             return
@@ -94,7 +95,7 @@ def variants(
             if (variant := variant_of_product(m, product, properties, False)) is not None:
                 yield variant
     config = model.config.get_text_config(decoder=True)
-    k = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "experts_per_token", None) or 0)
+    k = experts_per_token(config)
     blocks = [module for module in model.modules() if isinstance(module, Experts4bit)] if k else []
     seen = set()
     for module in blocks:

@@ -16,6 +16,10 @@ import torch
 
 LEAST_TOKENS = 128
 ALIGNMENT = 64  # of a cache that is longer than the model's longest text
+LEAST_PROMPT = 16  # tokens of a text
+MOST_PROMPT = 2048  # rows on a graph
+# Rows times weights of a layer that a row meets from which on a GPU takes longer than Python, about 1 ms a layer.
+MOST_WORK = 2.5e11
 
 
 def texts_bucket(texts: int) -> int:
@@ -37,6 +41,13 @@ def tokens_bucket(tokens: int, most: int) -> int:
     return min(size, most)
 
 
+def prompt_bucket(texts: int, tokens: int) -> int:
+    """Tokens of the texts of a prompt on a graph: the first number not below `tokens` with a multiple of 32 rows in
+    all, of 64 from 256 on; of many texts at least a multiple of 16 each."""
+    step = max(LEAST_PROMPT, (32 if texts * tokens <= 256 else 64) // texts)
+    return -(-tokens // step) * step
+
+
 def longest_text(model: Any) -> int:
     """Tokens of the longest text that a model of transformers was made for."""
     found: Any = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -49,6 +60,29 @@ def cache_bytes(model: Any, texts: int, tokens: int) -> int:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * head * tokens * texts * model.dtype.itemsize)
+
+
+def most_prompt_rows(model: Any) -> int:
+    """Rows of the largest prompt that is computed on a graph: a GPU does not wait for Python in a larger one."""
+    return min(MOST_PROMPT, int(MOST_WORK / layer_weights(model.config.get_text_config(decoder=True))))
+
+
+def layer_weights(config: Any) -> int:
+    """Weights of a decoder layer that a token meets, experts that are not chosen left out.
+
+    config: of the model's text part.
+    """
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    attention = 2 * (config.num_attention_heads + keys) * head
+    experts = experts_per_token(config)
+    inner = getattr(config, "moe_intermediate_size", None) if experts else None
+    return int(config.hidden_size * (attention + 3 * max(1, experts) * (inner or config.intermediate_size)))
+
+
+def experts_per_token(config: Any) -> int:
+    """0 in dense models."""
+    return int(getattr(config, "num_experts_per_tok", None) or getattr(config, "experts_per_token", None) or 0)
 
 
 def layers_by_device(model: Any) -> Counter[torch.device]:

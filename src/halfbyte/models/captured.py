@@ -36,13 +36,13 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 class Graph:
     """What a function does on one GPU until it goes on elsewhere."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.graph = device, torch.cuda.CUDAGraph()
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
+        self.device, self.graph, self.pool = device, torch.cuda.CUDAGraph(), pool
         self.nbytes = 0  # that it keeps for its intermediate results
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        with current(self.device), capture(self.graph):
+        with current(self.device), capture(self.graph, self.pool):
             before = torch.cuda.memory_reserved(self.device)  # here, because a capture begins with an emptied cache
             yield
             self.nbytes = max(0, torch.cuda.memory_reserved(self.device) - before)
@@ -60,10 +60,14 @@ class Captured(Carrier):
 
     On a GPU only its kernels run again; whatever Python does in `function` happened once, during the capture. Raises
     the RuntimeError with which CUDA refused the capture.
+
+    pool: of memory for intermediate results, by default one of its own. Those that share it must not run at the same
+    time, and overwrite each other's outputs.
     """
 
-    def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
+    def __init__(self, function: Callable[[], Any], device: torch.device, pool: Any = None) -> None:
         super().__init__()
+        self.pool = pool
         self.stages: list[tuple[list[tuple[Tensor, Tensor]], Graph]] = []  # what is copied (from, to) ahead of which
         self.function: Callable[[], Any] | None = None
         if device.type not in GRAPHS:
@@ -125,7 +129,7 @@ class Captured(Carrier):
         self.before = self._allocations()
 
     def _begin(self, device: torch.device, copies: list[tuple[Tensor, Tensor]]) -> None:
-        graph = self.kind(device)
+        graph = self.kind(device, self.pool)
         self.stages.append((copies, graph))
         self.open.enter_context(graph.capture())
         self.before = self._allocations()

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfbyte.models.ahead import Ahead
 from halfbyte.models.buckets import (
@@ -29,6 +29,7 @@ from halfbyte.models.buckets import (
 from halfbyte.models.fingerprint import fingerprint
 from halfbyte.models.graphs import building
 from halfbyte.models.loop import TokenBuffers
+from halfbyte.models.prompt_graphs import PromptGraphs
 from halfbyte.models.prompt_layers import PromptLayers
 from halfbyte.models.rotation import Rotation
 from halfbyte.models.store import CacheStore
@@ -113,7 +114,7 @@ class StepPool:
         self.buckets: list[Bucket] = []  # the most recently used last
         self.fingerprint: Hashable = None
         self.ahead = Ahead()
-        self.prompt_layers = PromptLayers()
+        self.prompt_layers, self.prompt_graphs = PromptLayers(), PromptGraphs()
         self.layers: Counter[torch.device] = Counter()  # of a model with this fingerprint, by device
         self.memory = 0  # of these devices, as far as its cache can use it
 
@@ -140,7 +141,7 @@ class StepPool:
                 if self.fingerprint is not None:
                     self.ahead.forget()
                 self.fingerprint, self.layers = found, layers_by_device(model)
-                self.prompt_layers = PromptLayers()
+                self.prompt_layers, self.prompt_graphs = PromptLayers(), PromptGraphs()
                 self.memory = least_bytes(self.layers, total_bytes)
             bucket = self._take(model, kind, texts, tokens)
         try:
@@ -152,6 +153,13 @@ class StepPool:
                 bucket.record({model.device, *bucket.store.devices})
                 with self.lock:
                     self._give_back(bucket)
+
+    def prompt(self, model: Any, ids: Tensor, inputs: Mapping[str, Any], store: CacheStore) -> Any:
+        """What the model returns for a prompt, computed on a graph or as one is; None where it must be computed as the
+        caller has it. As of `PromptGraphs.compute`, within a lease."""
+        if len(self.layers) > 1:
+            return None
+        return self.prompt_graphs.compute(model, self.prompt_layers, ids, inputs, store, self._limit())
 
     def retried(self, function: Callable[[], T]) -> T:
         """What `function` returns; where memory is short, everything that is kept and not in use is freed first."""
@@ -201,7 +209,7 @@ class StepPool:
         return int(SHARE * self.memory)
 
     def _nbytes(self) -> int:
-        return sum(bucket.nbytes for bucket in self.buckets)
+        return sum(bucket.nbytes for bucket in self.buckets) + self.prompt_graphs.nbytes
 
     def _trim(self, most: int) -> None:
         """Drop what was used least recently until at most so many bytes are kept, or everything is in use."""
@@ -210,8 +218,11 @@ class StepPool:
                 return
             if not bucket.is_busy:
                 self._drop(bucket)
+        if self._nbytes() > most:
+            self.prompt_graphs.close(wait=False)
 
     def _forget(self) -> None:
+        self.prompt_graphs.close()
         for bucket in list(self.buckets):
             bucket.is_stale = True
             if not bucket.is_busy:

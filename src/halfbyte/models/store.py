@@ -57,13 +57,13 @@ class CacheStore:
                 del layer.lazy_initialization
         self.caches.clear()
 
-    def begin(self, texts: int) -> Any:
+    def begin(self, texts: int, clears: bool = True) -> Any:
         """The StaticCache of `texts` texts, at most `rows`: empty, and as short as the prompt until `grow`.
 
         It is the same object in every call, because captured steps count in it. All memory is zeros again: a masked
-        value that is not finite would still spoil a sum.
+        value that is not finite would still spoil a sum. clears: False where all of it will be overwritten.
         """
-        self.clear()
+        self.clear(clears)
         cache = self.caches.get(texts)
         if cache is None:
             cache = self.caches[texts] = self.make()
@@ -79,9 +79,11 @@ class CacheStore:
         begin_short(cache)
         return cache
 
-    def clear(self) -> None:
+    def clear(self, memory: bool = True) -> None:
+        """Count no tokens. memory: and make it zeros."""
         with torch.inference_mode(False), torch.no_grad():
-            if kept := [tensor for pair in self.layers if pair is not None for tensor in pair]:
+            kept = [tensor for pair in self.layers if pair is not None for tensor in pair]
+            if memory and kept:
                 torch._foreach_zero_(kept)
             for counters in self.counters.values():
                 counters.zero_()
@@ -116,17 +118,22 @@ class CacheStore:
 
     def allocate(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The memory of a layer, which has none, for keys and values [texts, heads, tokens, head size] like these."""
+        length = self.lengths[index]
+        with torch.inference_mode(False), torch.no_grad():
+            made = (
+                torch.zeros((self.rows, like.shape[1], length, like.shape[3]), dtype=like.dtype, device=like.device)
+                for like in (keys, values)
+            )
+            return self.keep(index, next(made), next(made))
+
+    def keep(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Let this be the memory of a layer, which has none."""
         with torch.inference_mode(False), torch.no_grad():
             if keys.device not in self.counters:
                 # Each is aligned to 16 bytes, so that Triton compiles one kernel.
                 pairs = torch.zeros((len(self.layers), 2), dtype=torch.int64, device=keys.device)
                 self.counters[keys.device] = pairs[:, 0]
-            length = self.lengths[index]
-            made = (
-                torch.zeros((self.rows, like.shape[1], length, like.shape[3]), dtype=like.dtype, device=like.device)
-                for like in (keys, values)
-            )
-            kept = self.layers[index] = next(made), next(made)
+        kept = self.layers[index] = keys, values
         return kept
 
     def copy_to(self, cache: Any, texts: int, seen: int, shift: int | None = None) -> None:

@@ -133,8 +133,12 @@ def _fill(self: Any, input_ids: Any, generation_config: Any, model_kwargs: Any, 
     def fill() -> Any:
         if any(layer.is_initialized for layer in model_kwargs["past_key_values"].layers):  # a first attempt failed
             store.begin(len(input_ids))
+        wants_more = generation_config.output_hidden_states or generation_config.output_attentions
         with pool.prompt_layers.at_work():
-            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            found = None if wants_more else pool.prompt(self, input_ids, model_kwargs, store)
+            if found is None:
+                found = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            return found
 
     return pool.retried(fill)
 

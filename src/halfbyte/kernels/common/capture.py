@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -22,12 +23,14 @@ _streams: dict[int, torch.cuda.Stream] = {}  # that capture, by device; torch's 
 
 
 @contextmanager
-def capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     """Capture what runs inside into `graph`, on the current device and a stream of its own.
+
+    pool: a handle of `torch.cuda.graph_pool_handle`; by default a new one.
 
     Raises what the inside raises, or the RuntimeError with which CUDA refused to capture it.
     """
-    stream, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+    stream, pool = torch.cuda.current_stream(), pool or torch.cuda.graph_pool_handle()
     captures = _streams.get(stream.device_index) or _streams.setdefault(stream.device_index, torch.cuda.Stream())
     try:
         with no_collection, torch.cuda.graph(graph, pool=pool, stream=captures, capture_error_mode="thread_local"):
