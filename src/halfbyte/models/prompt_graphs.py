@@ -67,12 +67,15 @@ class PromptGraphs:
         if not self.lock.acquire(blocking=wait):
             return
         try:
-            if self.done is not None:
-                self.done.synchronize()
+            self._wait()
             self.prompts.clear()
             self.memory, self.pool, self.done = [], None, None
         finally:
             self.lock.release()
+
+    def _wait(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()
 
     def compute(
         self, model: Any, layers: PromptLayers, ids: Tensor, inputs: Mapping[str, Any], store: CacheStore, most: int
@@ -96,6 +99,7 @@ class PromptGraphs:
             if prompt is None:
                 prompt = self.prompts[key] = _Prompt(model, texts, length, masks, store)
                 while len(self.prompts) > MOST_GRAPHS:
+                    self._wait()
                     self.prompts.popitem(last=False)
             self.prompts.move_to_end(key)
             prompt.fill(ids, inputs["position_ids"], inputs.get("attention_mask"))
