@@ -34,7 +34,8 @@ def in_4_bits(model: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # so that it matters
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                parameter.add_(0.2 * noise.to(parameter.device))
     return model.requires_grad_(False)
 
 
