@@ -136,7 +136,8 @@ def _batch_rows(
             with ab_run.providers[provider]():
                 for mode in modes:
                     samples[provider, mode].append(decoders[provider, mode].sample())
-                decoders[provider, "eager"].prefill()  # the first one after `accelerate` compares every layer
+                for _ in range(2):  # the first one after `accelerate` compares every layer, the second one is captured
+                    decoders[provider, "eager"].prefill()
                 prefills[provider].append(decoders[provider, "eager"].prefill())
     for (provider, mode), measured in samples.items():
         yield {"provider": provider, "mode": mode, **times(measured), **_speed(batch, measured)}
