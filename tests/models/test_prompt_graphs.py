@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte.measure.kept import prompt_ms
 from halfbyte.models import buckets, prompt_graphs, prompt_layers
 from halfbyte.models.buckets import layer_weights, most_prompt_rows, prompt_bucket
 from halfbyte.models.captured import Captured
 from halfbyte.models.prompt_graphs import PromptGraphs
 from halfbyte.models.steps import StepPool, pool_of
 
-from .families import FAMILIES, OF_EXPERTS, counted, generate, make, plainly, prompt
+from .families import DEVICE, FAMILIES, OF_EXPERTS, counted, generate, make, plainly, prompt
 from .test_fused import in_4_bits
 
 pytest.importorskip("transformers")
@@ -96,8 +97,10 @@ def test_tokens_of_every_family(family: str, captured: list[int], computed: list
     for tokens in (20, 25, 31):
         agree_with_a_plain_call(model, prompt(3, tokens, padding=4))
         agree_with_a_plain_call(model, prompt(3, tokens))
-    is_eager = model.config._attn_implementation == "eager"  # one graph for both, as there is a mask anyway
-    assert len(captured) == 3 + (0 if is_eager else 1)
+    if DEVICE.type == "cuda" and family in OF_EXPERTS:  # in fp32 experts wait for the host, so the first capture fails
+        assert len(captured) == 1
+    else:  # with eager attention one graph for both, as there is a mask anyway
+        assert len(captured) == 3 + (model.config._attn_implementation == "sdpa")
     hb.restore(model)
 
 
@@ -260,3 +263,14 @@ def test_threads_share_graphs() -> None:
     for index, results in found.items():
         assert all(torch.equal(result, right[index]) for result in results)
     assert len(found) == 4
+
+
+def test_a_measured_prompt_is_one_of_generate(captured: list[int]) -> None:
+    model = quantized("llama")
+    ids = prompt(1, 25)["input_ids"]
+    assert all((prompt_ms(model, ids) or 0) > 0 for _ in range(3))
+    assert len(captured) == 1
+    agree_with_a_plain_call(model, prompt(1, 25))
+    assert prompt_ms(make("llama"), ids) is None
+    model.config.sliding_window = 20
+    assert prompt_ms(model, ids) is None

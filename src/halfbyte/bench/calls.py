@@ -27,6 +27,7 @@ from torch import Tensor
 
 from halfbyte.measure import models, records
 from halfbyte.measure.ab_run import ABRun, clock, empty_cache, random_ids, written
+from halfbyte.measure.kept import prompt_ms
 from halfbyte.measure.report import OURS, line, provenance, title
 from halfbyte.models.accelerate import accelerate, release
 from halfbyte.models.steps import SHARE, pool_of
@@ -120,9 +121,15 @@ def _overhead(model: Any, length: int, tokens: int, decoding: float, device: tor
     """Milliseconds of a call beyond its prompt and its steps. The prompt is computed by itself afterwards."""
     taken = _timed(model, length, tokens, device)
     ids = random_ids(model, 1, length, seed=length)
+    return taken - median(_prompt_ms(model, ids, device) for _ in range(3)) - decoding
+
+
+def _prompt_ms(model: Any, ids: Tensor, device: torch.device) -> float:
+    found = prompt_ms(model, ids)
+    if found is not None:
+        return found
     with torch.no_grad():
-        prompts = [clock(lambda: model(ids, use_cache=True, logits_to_keep=1), device) for _ in range(3)]
-    return taken - median(prompts) - decoding
+        return clock(lambda: model(ids, use_cache=True, logits_to_keep=1), device)
 
 
 def _speculation(model: Any, device: torch.device, settings: Settings) -> Iterator[dict[str, Any]]:

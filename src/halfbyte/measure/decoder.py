@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from halfbyte.measure import models
 from halfbyte.measure.ab_run import ab_runs, clock, enough, random_ids
 from halfbyte.measure.error import relative_error
-from halfbyte.measure.kept import KeptSteps, can_keep
+from halfbyte.measure.kept import KeptSteps, can_keep, prompt_ms
 from halfbyte.models.accelerate import is_accelerated
 from halfbyte.models.caches import COUNTER
 from halfbyte.models.captured import Captured
@@ -103,28 +103,9 @@ class Decoder:
                 setattr(layer, COUNTER, self.context)
 
     def prefill(self) -> float:
-        """Milliseconds that the context takes as `generate` computes it: in an accelerated model on a graph from the
-        third time on."""
-        from transformers import StaticCache
-
-        pool = pool_of(self.model)
-        if pool is None:
-            return self._fill()
-        texts, tokens = self.ids.shape
-        positions = torch.arange(tokens, dtype=torch.int64, device=self.device).expand(texts, tokens)
-        with torch.no_grad(), pool.lease(self.model, StaticCache, texts, tokens) as bucket:
-            if bucket is not None:
-                inputs = {
-                    "past_key_values": bucket.store.begin(texts), "position_ids": positions, "use_cache": True,
-                    "logits_to_keep": 1,
-                }  # fmt: skip
-                found: list[Any] = []
-                run = partial(pool.prompt, self.model, self.ids, inputs, bucket.store)
-                with pool.prompt_layers.at_work():
-                    elapsed = clock(lambda: found.append(run()), self.device)
-                if found != [None]:
-                    return elapsed
-            return self._fill()
+        """Milliseconds that the context takes as `generate` computes it."""
+        found = prompt_ms(self.model, self.ids)
+        return self._fill() if found is None else found
 
     def _fill(self) -> float:
         """Compute the context into the cache of the steps, as it is."""

@@ -1,4 +1,4 @@
-"""Steps of an accelerated model as `generate` captures them: on a kept cache, with layers in few launches."""
+"""Prompts and steps of an accelerated model as `generate` computes them: on kept caches, layers in few launches."""
 
 from __future__ import annotations
 
@@ -7,16 +7,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.measure.ab_run import clock
 from halfbyte.models.caches import grow
 from halfbyte.models.graphs import building
 from halfbyte.models.rotation import Rotation, mask_names
 from halfbyte.models.stepping import built
+from halfbyte.models.steps import pool_of
 from halfbyte.models.store import CacheStore
 
 
 def can_keep(model: Any) -> bool:
     """True for a model whose masks `generate` knows how to make inside a step."""
     return mask_names(model.config.get_text_config(decoder=True)) is not None
+
+
+def prompt_ms(model: Any, ids: Tensor) -> float | None:
+    """Milliseconds that `generate` takes for a prompt [texts, tokens], on a graph from the third one of its size on.
+    None where it computes the prompt as any other call of the model."""
+    from transformers import StaticCache
+
+    pool, (texts, tokens) = pool_of(model), ids.shape
+    if pool is None:
+        return None
+    positions = torch.arange(tokens, dtype=torch.int64, device=ids.device).expand(texts, tokens)
+    with torch.no_grad(), pool.lease(model, StaticCache, texts, tokens) as bucket:
+        if bucket is None:
+            return None
+        inputs = {"position_ids": positions, "past_key_values": bucket.store.begin(texts), "use_cache": True}
+        found: list[Any] = []
+
+        def run() -> None:
+            found.append(pool.prompt(model, ids, inputs | {"logits_to_keep": 1}, bucket.store))
+
+        with pool.prompt_layers.at_work():
+            elapsed = clock(run, ids.device)
+        return None if found[0] is None else elapsed
 
 
 class KeptSteps:
