@@ -124,10 +124,10 @@ def test_texts_of_different_lengths(attention: str, captured: list[int]) -> None
 
 def test_caches_of_any_length_share_a_graph(captured: list[int]) -> None:
     model = quantized("qwen2")
-    for new in (3, 120, 200, 380):
+    for new in (3, 100, 165):
         agree_with_a_plain_call(model, prompt(1, 30), max_new_tokens=new)
     assert len(captured) == 1
-    assert len(pool(model).buckets) == 4
+    assert len(pool(model).buckets) == 3
 
 
 @pytest.mark.parametrize(
