@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
+from itertools import chain
 from math import inf, prod
 from typing import Any
 
@@ -33,7 +34,8 @@ from halfbyte.models.rotation import mask_names
 from halfbyte.models.store import CacheStore
 
 MOST_GRAPHS = 24  # the least recently used goes
-SHARE = 0.25  # of the memory that may be kept between calls, for keys and values of prompts
+LEAST_MEMORY = 256  # rows that graphs have room for; prompts up to 512, 1024, ... rows share another
+SHARE = 0.25  # of the memory that may be kept between calls, for prompts
 INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 MOVING = ("dynamic", "longrope")  # rotary embeddings that ask for the longest position
 
@@ -49,7 +51,7 @@ class PromptGraphs:
         self.prompts: OrderedDict[Hashable, _Prompt] = OrderedDict()
         self.is_ours: bool | None = None  # whether all layers are; None before the first prompt
         self.captures = True
-        self.memory: list[Pair] = []  # for each layer keys and values of the largest prompt, flat
+        self.memory: dict[int, list[Pair]] = {}  # by rows: for each layer room for their keys and values, flat
         self.shapes: list[Shape] = []
         self.pool: Any = None  # of the graphs' intermediate results
         self.done: torch.cuda.Event | None = None  # recorded behind the last prompt's work
@@ -60,7 +62,8 @@ class PromptGraphs:
     @property
     def nbytes(self) -> int:
         graphs = [prompt.nbytes for prompt in list(self.prompts.values())]
-        return sum(graphs) + sum(tensor.nbytes for pair in self.memory for tensor in pair)
+        layers = chain.from_iterable(list(self.memory.values()))
+        return sum(graphs) + sum(tensor.nbytes for pair in layers for tensor in pair)
 
     def close(self, wait: bool = True) -> None:
         """Give all memory back. wait: for a thread that computes a prompt; otherwise leave it what it uses."""
@@ -69,7 +72,7 @@ class PromptGraphs:
         try:
             self._wait()
             self.prompts.clear()
-            self.memory, self.pool, self.done = [], None, None
+            self.memory, self.pool, self.done = {}, None, None
         finally:
             self.lock.release()
 
@@ -83,7 +86,7 @@ class PromptGraphs:
         """What the model returns for a prompt [texts, tokens], whose keys and values are then in the empty cache of
         the inputs; None where the prompt must be computed as it is, and nothing has happened.
 
-        most: bytes that may be kept for keys and values.
+        most: bytes that may be kept.
         """
         texts, tokens = ids.shape
         length = prompt_bucket(texts, tokens)
@@ -128,28 +131,29 @@ class PromptGraphs:
         self.shapes = [(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype) for keys, values in pairs]
 
     def _capture(self, model: Any, prompt: _Prompt, device: torch.device, most: float) -> None:
-        rows = most_prompt_rows(model)
-        if cache_bytes(model, 1, rows) > most:
-            self.captures = False
+        rows = min(max(LEAST_MEMORY, 1 << (prompt.ids.numel() - 1).bit_length()), most_prompt_rows(model))
+        if rows not in self.memory and self.nbytes + cache_bytes(model, 1, rows) > most:
             return
         try:
-            if not self.memory:
+            if rows not in self.memory:
                 with torch.inference_mode(False):
-                    self.memory = [
+                    self.memory[rows] = [
                         (
                             torch.empty(rows * heads * key, dtype=dtype, device=device),
                             torch.empty(rows * heads * value, dtype=dtype, device=device),
                         )
                         for heads, key, value, dtype in self.shapes
                     ]
-                self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-            prompt.use(self.memory, self.shapes)
+            if self.pool is None and device.type == "cuda":
+                self.pool = torch.cuda.graph_pool_handle()
+            prompt.use(self.memory[rows], self.shapes)
             with building:
                 prompt.captured = Captured(prompt.run, device, self.pool)
         except RuntimeError as error:
             self.captures = False
-            self.memory, self.pool = [], None
             prompt.forget()
+            if not any(other.captured for other in self.prompts.values()):
+                self.memory, self.pool = {}, None
             warnings.warn(
                 f"halfbyte: prompts of {type(model).__name__} cannot be captured in CUDA graphs and go on without: "
                 f"{error}",
