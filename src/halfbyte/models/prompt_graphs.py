@@ -36,7 +36,7 @@ from halfbyte.models.store import CacheStore
 MOST_GRAPHS = 24  # the least recently used goes
 LEAST_MEMORY = 256  # rows that graphs have room for; prompts up to 512, 1024, ... rows share another
 SHARE = 0.25  # of the memory that may be kept between calls, for prompts
-INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # of a model that we know
 MOVING = ("dynamic", "longrope")  # rotary embeddings that ask for the longest position
 
 Pair = tuple[Tensor, Tensor]

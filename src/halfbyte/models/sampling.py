@@ -21,13 +21,13 @@ from halfbyte.models.caches import grow
 from halfbyte.models.captured import current
 from halfbyte.models.driven import StandIn, attends_to_all, room
 from halfbyte.models.loop import AHEAD, Kind, TokenBuffers, TokenStep, choose, run
+from halfbyte.models.prompt_graphs import INPUTS
 from halfbyte.models.rotation import Rotation, mask_names
 from halfbyte.models.rules import Rule, rules_of
 from halfbyte.models.steps import Bucket, StepPool, pool_of
 
 OURS = "_halfbyte_ours"  # attribute of a function: transformers' own
 TOKENS = "_halfbyte_tokens"  # attribute of a cache that `generate` made for our asking: how many it must hold
-INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # of a model that we know
 LOOPS = {"generation_config", "stopping_criteria", "logits_processor", "synced_gpus", "streamer"}  # of its loops
 GUESSES = {"assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"}  # of the one that speculates
 PREPARES = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")  # what may be of transformers only
