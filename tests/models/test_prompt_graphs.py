@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,16 +19,11 @@ from halfbyte.models.prompt_graphs import PromptGraphs
 from halfbyte.models.steps import StepPool, pool_of
 
 from .families import DEVICE, FAMILIES, OF_EXPERTS, counted, generate, make, plainly, prompt
-from .test_fused import in_4_bits
+from .test_prompt_layers import on_cpu, quantized  # noqa: F401
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("captures")
 WANTED: dict[str, Any] = {"max_new_tokens": 5, "output_logits": True, "return_dict_in_generate": True}
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_layers, "ON_CPU", True)
 
 
 @pytest.fixture
@@ -40,12 +36,6 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every prompt that is filled up, captured or not."""
     return counted(monkeypatch, prompt_graphs._Prompt, "compute")
-
-
-def quantized(family: str, **options: Any) -> Any:
-    model = in_4_bits(make(family, **options))
-    hb.accelerate(model, experts="nf4" if family in OF_EXPERTS else None)
-    return model
 
 
 def pool(model: Any) -> StepPool:
@@ -149,9 +139,12 @@ def test_what_goes_as_before(family: str, inputs: Any, options: dict[str, Any], 
 
 
 def test_models_that_go_as_before(computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rotary embedding that looks for the longest position, and too many rows."""
+    """A rotary embedding that looks for the longest position, inputs of its own, and too many rows."""
     moving = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     generate(quantized("llama", rope_parameters=moving), prompt(1, 25))
+    model = quantized("llama")
+    model.prepare_inputs_for_generation = partial(type(model).prepare_inputs_for_generation, model)
+    generate(model, prompt(1, 25))
     model = quantized("llama")
     monkeypatch.setattr(buckets, "MOST_PROMPT", 31)
     generate(model, prompt(1, 25))

@@ -17,7 +17,7 @@ from halfbyte.models.prompt_layers import BATCHED, _PromptLayer
 from halfbyte.models.steps import pool_of
 
 from .families import DEVICE, FAMILIES, OF_EXPERTS, counted, generate, make, plainly, prompt
-from .test_fused import decoder_layers, in_4_bits
+from .test_fused import accelerated, decoder_layers, in_4_bits
 from .test_paged import greedy, settings
 
 pytest.importorskip("transformers")
@@ -37,9 +37,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def quantized(family: str, **options: Any) -> Any:
-    model = in_4_bits(make(family, **options))
-    hb.accelerate(model, experts="nf4" if family in OF_EXPERTS else None)
-    return model
+    return accelerated(in_4_bits(make(family, **options)))
 
 
 def agreed(model: Any) -> list[bool | None]:

@@ -33,11 +33,14 @@ def prompt_ms(model: Any, ids: Tensor) -> float | None:
     with torch.no_grad(), pool.lease(model, StaticCache, texts, tokens) as bucket:
         if bucket is None:
             return None
-        inputs = {"position_ids": positions, "past_key_values": bucket.store.begin(texts), "use_cache": True}
+        inputs = {
+            "past_key_values": bucket.store.begin(texts), "position_ids": positions, "use_cache": True,
+            "logits_to_keep": 1,
+        }  # fmt: skip
         found: list[Any] = []
 
         def run() -> None:
-            found.append(pool.prompt(model, ids, inputs | {"logits_to_keep": 1}, bucket.store))
+            found.append(pool.prompt(model, ids, inputs, bucket.store))
 
         with pool.prompt_layers.at_work():
             elapsed = clock(run, ids.device)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from itertools import chain
 from math import inf, prod
 from typing import Any
@@ -29,14 +29,14 @@ from halfbyte.models.buckets import cache_bytes, most_prompt_rows, prompt_bucket
 from halfbyte.models.caches import COUNTER
 from halfbyte.models.captured import Captured, can_replay, current
 from halfbyte.models.graphs import building
+from halfbyte.models.preparation import INPUTS, is_plain, rotary_kinds
 from halfbyte.models.prompt_layers import PromptLayers
-from halfbyte.models.rotation import mask_names
+from halfbyte.models.rotation import as_numbers, mask_names
 from halfbyte.models.store import CacheStore
 
 MOST_GRAPHS = 24  # the least recently used goes
 LEAST_MEMORY = 256  # rows that graphs have room for; prompts up to 512, 1024, ... rows share another
 SHARE = 0.25  # of the memory that may be kept between calls, for prompts
-INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # of a model that we know
 MOVING = ("dynamic", "longrope")  # rotary embeddings that ask for the longest position
 
 Pair = tuple[Tensor, Tensor]
@@ -90,21 +90,20 @@ class PromptGraphs:
         """
         texts, tokens = ids.shape
         length = prompt_bucket(texts, tokens)
-        if self.is_ours is False or not _fits(model, texts, length, store) or not _is_plain(model, ids, inputs):
+        if self.is_ours is False or not _fits(model, texts, length, store) or not _takes(model, ids, inputs):
             return None
         masks = _masks(model, inputs.get("attention_mask"))
         key = (texts, length, masks, torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision())
         with self.lock, current(ids.device):
             if self.done is not None:
                 torch.cuda.current_stream().wait_event(self.done)
-            prompt = self.prompts.get(key)
-            is_new = prompt is None
-            if prompt is None:
-                prompt = self.prompts[key] = _Prompt(model, texts, length, masks, store)
+            if is_new := key not in self.prompts:
+                self.prompts[key] = _Prompt(model, texts, length, masks, store)
                 while len(self.prompts) > MOST_GRAPHS:
                     self._wait()
                     self.prompts.popitem(last=False)
             self.prompts.move_to_end(key)
+            prompt = self.prompts[key]
             prompt.fill(ids, inputs["position_ids"], inputs.get("attention_mask"))
             if prompt.captured is None and self.captures and self.is_ours and not is_new:
                 self._capture(model, prompt, ids.device, most * SHARE)
@@ -121,10 +120,11 @@ class PromptGraphs:
 
     def _look(self, layers: PromptLayers, prompt: _Prompt) -> None:
         """Find out after a prompt whether all layers are ours."""
-        found = [None if layer is None else layer.agrees for layer in layers.known.values()]
-        if not found or None in found or False in found:
-            undecided = found and all(layer is not None for layer in layers.known.values()) and False not in found
-            self.is_ours = None if undecided else False
+        found = [False if layer is None else layer.agrees for layer in layers.known.values()]
+        if not found or False in found:
+            self.is_ours = False
+            return
+        if None in found:  # somebody listens to a layer
             return
         self.is_ours = True
         pairs = [(layer.keys, layer.values) for layer in prompt.cache.layers]
@@ -195,7 +195,7 @@ class _Prompt:
             seen = self.earlier
             if mask is not None:
                 seen = seen & pad(mask.bool(), (0, len(seen) - tokens))[:, None, None, :]
-            self.mask.copy_(seen if self.mask.dtype is torch.bool else _as_numbers(seen, self.mask.dtype))
+            self.mask.copy_(seen if self.mask.dtype is torch.bool else as_numbers(seen, self.mask.dtype))
 
     def use(self, memory: list[Pair], shapes: list[Shape]) -> None:
         """Let keys and values be parts of this memory."""
@@ -230,10 +230,6 @@ def _named(mask: Tensor, config: Any) -> Any:
     return dict.fromkeys(names, mask) if isinstance(names, tuple) else mask
 
 
-def _as_numbers(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
-
-
 def _part(flat: Tensor, *shape: int) -> Tensor:
     return flat[: prod(shape)].view(shape)
 
@@ -260,10 +256,9 @@ def _fits(model: Any, texts: int, length: int, store: CacheStore) -> bool:
     return texts * length <= most_prompt_rows(model) and length <= store.tokens and length < window
 
 
-def _is_plain(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> bool:
+def _takes(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> bool:
     """Whether nothing else goes in and out than what a prompt on a graph has."""
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    config = model.config.get_text_config(decoder=True)
     return (
         can_replay(model.device)
         and ids.device == model.device
@@ -275,8 +270,8 @@ def _is_plain(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> bool:
         and (mask is None or mask.shape == ids.shape)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(ids.device.type)
-        and mask_names(config) is not None
-        and not any(kind in MOVING for kind in _rotary_kinds(config))
+        and not any(kind in MOVING for kind in rotary_kinds(model.config.get_text_config(decoder=True)))
+        and is_plain(model)
     )
 
 
@@ -285,11 +280,3 @@ def _masks(model: Any, mask: Tensor | None) -> torch.dtype | None:
     if model.config._attn_implementation != "sdpa":
         return model.dtype  # type: ignore[no-any-return]
     return None if mask is None or bool(mask.all()) else torch.bool
-
-
-def _rotary_kinds(config: Any) -> Iterator[Any]:
-    """Of a model, whose kinds of layers may have their own."""
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for part in (found, *found.values()):
-        if isinstance(part, Mapping):
-            yield part.get("rope_type")

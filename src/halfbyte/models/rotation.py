@@ -33,6 +33,11 @@ def mask_names(config: Any) -> tuple[str, ...] | str | None:
     return None if getattr(config, "attention_chunk_size", None) is not None else FULL
 
 
+def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to add: zero where a token is seen."""
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
+
+
 class Rotation:
     """All rows of a store that has its memory, for steps of one token each.
 
@@ -101,9 +106,7 @@ class Rotation:
             held = place - torch.remainder(place - self.shift - self.places[: self.window], self.window)
             mask = visible.index_select(1, held.clamp(min=0)) & (held >= 0)
         mask = mask[:, None, None]
-        if self.floats is None:
-            return mask
-        return torch.where(mask, torch.zeros((), dtype=self.floats, device=mask.device), torch.finfo(self.floats).min)
+        return mask if self.floats is None else as_numbers(mask, self.floats)
 
 
 def write_at_slots(layer: Any) -> None:

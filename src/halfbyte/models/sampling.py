@@ -21,7 +21,7 @@ from halfbyte.models.caches import grow
 from halfbyte.models.captured import current
 from halfbyte.models.driven import StandIn, attends_to_all, room
 from halfbyte.models.loop import AHEAD, Kind, TokenBuffers, TokenStep, choose, run
-from halfbyte.models.prompt_graphs import INPUTS
+from halfbyte.models.preparation import INPUTS, KNOWN, is_known, is_plain, is_theirs
 from halfbyte.models.rotation import Rotation, mask_names
 from halfbyte.models.rules import Rule, rules_of
 from halfbyte.models.steps import Bucket, StepPool, pool_of
@@ -30,12 +30,7 @@ OURS = "_halfbyte_ours"  # attribute of a function: transformers' own
 TOKENS = "_halfbyte_tokens"  # attribute of a cache that `generate` made for our asking: how many it must hold
 LOOPS = {"generation_config", "stopping_criteria", "logits_processor", "synced_gpus", "streamer"}  # of its loops
 GUESSES = {"assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"}  # of the one that speculates
-PREPARES = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")  # what may be of transformers only
 CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
-PROMPTS = {"token_type_ids", "mm_token_type_ids", "pixel_values", "mm_encoder_outputs"}  # of a prompt with images
-# Models whose own preparation does not concern a step, and what else their prompts may have: that of Gemma 3 is for
-# images in the prompt, that of Phi 3 for a rotary embedding that switches (see `_is_plain`).
-KNOWN: dict[str, set[str]] = {"Gemma3ForConditionalGeneration": PROMPTS, "Phi3ForCausalLM": set()}
 
 
 def mark(cache: Any, tokens: int) -> None:
@@ -149,9 +144,9 @@ def _rules(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> list[Rule] 
     """The logits processors for a captured loop; None where transformers' own loop must run."""
     config, criteria = kwargs["generation_config"], kwargs["stopping_criteria"]
     if (
-        not set(kwargs) - LOOPS <= INPUTS | (KNOWN[type(model).__name__] if _is_known(model) else set())
+        not set(kwargs) - LOOPS <= INPUTS | (KNOWN[type(model).__name__] if is_known(model) else set())
         or not _is_simple(model, input_ids, kwargs)
-        or any(type(c).__name__ not in CRITERIA or not _is_theirs(type(c)) for c in criteria)
+        or any(type(c).__name__ not in CRITERIA or not is_theirs(type(c)) for c in criteria)
         or not isinstance(kwargs.get("logits_to_keep", 0), int)
         or criteria.max_length is None
         or criteria.max_length > config.max_length
@@ -172,30 +167,8 @@ def _is_simple(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> bool:
         and input_ids.device == model.device
         and input_ids.dim() == 2
         and input_ids.numel() > 0
-        and _is_plain(model)
+        and is_plain(model)
     )
-
-
-def _is_theirs(kind: type) -> bool:
-    return kind.__module__.startswith("transformers.")
-
-
-def _is_plain(model: Any) -> bool:
-    """True where `generate` prepares the model's inputs and masks as it does for most."""
-    from transformers import GenerationMixin
-
-    text = model.config.get_text_config(decoder=True)
-    if any(name in vars(model) for name in PREPARES) or mask_names(text) is None:
-        return False
-    if _is_known(model):
-        rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-        return bool(rope.get("rope_type") != "longrope")
-    own = any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in PREPARES)
-    return not own and not hasattr(model, "create_masks_for_generate")
-
-
-def _is_known(model: Any) -> bool:
-    return type(model).__name__ in KNOWN and _is_theirs(type(model))
 
 
 OURS_OF = {"_sample": _on_kept_cache, "_assisted_decoding": _guessing, "_beam_search": _driven}  # by transformers' loop

@@ -82,8 +82,7 @@ class CacheStore:
     def clear(self, memory: bool = True) -> None:
         """Count no tokens. memory: and make it zeros."""
         with torch.inference_mode(False), torch.no_grad():
-            kept = [tensor for pair in self.layers if pair is not None for tensor in pair]
-            if memory and kept:
+            if memory and (kept := [tensor for pair in self.layers if pair is not None for tensor in pair]):
                 torch._foreach_zero_(kept)
             for counters in self.counters.values():
                 counters.zero_()
