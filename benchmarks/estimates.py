@@ -69,20 +69,36 @@ def weights() -> Iterator[Weight]:
 
 def measure(path: Path, sms: Sequence[int], device: torch.device, properties: DeviceProperties) -> None:
     """µs of every kernel that supports a problem, of sm80 also on grids for each number of `sms`, and of the dense way
-    from 64 rows on."""
+    from 64 rows on. Weights that the file has already are left out, so that a measurement can be gone on with.
+
+    Raises ValueError where the file is not of this form.
+    """
+    known = _weights_in(path, device_name(device)) if path.exists() else None
+    rest = [weight for weight in weights() if weight not in (known or ())]
     variants = {
         kernel.variant(o, plan, properties)
-        for weight in weights()
+        for weight in rest
         for m in ROWS
         for o in [problem(*weight, properties.ptx)]
         for kernel, _, plan in _plans(m, o, sms, properties)
     }
     with ThreadPoolExecutor() as pool:
         list(track(pool.map(nvrtc.cubin, variants), "compiling", len(variants)))
-    rows = [row for weight in track(list(weights()), "measuring") for row in _measured(weight, sms, device, properties)]
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerows([FIELDS, *rows])
+        if known is None:
+            writer.writerow(FIELDS)
+        for weight in track(rest, "measuring"):
+            writer.writerows(list(_measured(weight, sms, device, properties)))  # all rows of a weight or none
+            file.flush()
+
+
+def _weights_in(path: Path, device: str) -> set[Weight]:
+    with path.open(newline="", encoding="utf-8") as file:
+        if (columns := next(csv.reader(file), [])) != list(FIELDS):
+            raise ValueError(f"{path} has the columns {','.join(columns)} instead of {','.join(FIELDS)}")
+    cells = (cell for cell in read_cells(path) if cell.device == device)
+    return {(cell.format, cell.block_size, cell.nested, cell.n, cell.k) for cell in cells}
 
 
 def _plans(

@@ -71,6 +71,26 @@ def test_measure_and_report(
     assert "all        chosen / fastest" in told
 
 
+def test_a_measurement_goes_on_where_it_was_left(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties, path, device = properties_like(GPUS[0]), tmp_path / "estimates.csv", torch.device("cpu")
+    monkeypatch.setattr(script, "device_name", lambda device: GPUS[0].name)
+    script.measure(path, [], device, properties)
+    whole = path.read_text(encoding="utf-8")
+    first = next(script.weights())
+    lines = whole.splitlines(keepends=True)
+    left = [line for line in lines if line.split(",")[2:7] == [str(value) for value in first]]
+    path.write_text("".join([lines[0], *left]), encoding="utf-8")
+    script.measure(path, [], device, properties)
+    assert path.read_text(encoding="utf-8") == whole
+    script.measure(path, [], device, properties)
+    assert path.read_text(encoding="utf-8") == whole
+    path.write_text("format,m\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="has the columns format,m instead of"):
+        script.measure(path, [], device, properties)
+
+
 def test_the_report_of_the_h200(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tenth of what was measured there: the medians of estimates are right."""
     lines = (ROOT / "benchmarks/results/h200/estimates.csv").read_text(encoding="utf-8").splitlines()
