@@ -3,8 +3,8 @@
     python benchmarks/estimates.py measure benchmarks/results/h200/estimates.csv     # two minutes on a GPU
     python benchmarks/estimates.py report benchmarks/results/h200/estimates.csv      # anywhere
 
-With `--sms 36,40,58,108` it also measures sm80 on grids for so many multiprocessors, under plans for a GPU that has no
-more. On another GPU than an H200 the report says how well its predictions carry over: no constant was fitted there.
+With `--sms 36,40,58,108` it also measures sm80 while all other multiprocessors are held, under plans for a GPU that has
+no more. On another GPU than an H200 the report says how well its predictions carry over: no constant was fitted there.
 
 The constants of tune/h200.py were fitted to such a file by least squares of the logarithms, class by class.
 """
@@ -15,8 +15,9 @@ import argparse
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ from halfbyte.kernels.linear.dispatch import KERNELS, choose
 from halfbyte.kernels.linear.kernel import Kernel, Plan, run
 from halfbyte.kernels.linear.problem import Problem, problem_of
 from halfbyte.kernels.linear.sm80 import launch as sm80
+from halfbyte.measure.fewer import only
 from halfbyte.measure.records import device_name
-from halfbyte.measure.timing import time_all
+from halfbyte.measure.timing import Provider, Timing, time_all
 
 SHAPES = (
     *((512, 2048), (768, 2048), (2048, 2048), (1536, 1536), (8960, 1536), (1536, 8960), (896, 4864), (2560, 2560)),
@@ -67,77 +69,95 @@ def weights() -> Iterator[Weight]:
         yield from ((*kind, n, k) for n, k in (SHAPES if i < 2 else SHAPES[::3]) if k % 128 == 0)
 
 
-def measure(path: Path, sms: Sequence[int], device: torch.device, properties: DeviceProperties) -> None:
-    """µs of every kernel that supports a problem, of sm80 also on grids for each number of `sms`, and of the dense way
-    from 64 rows on. Weights that the file has already are left out, so that a measurement can be gone on with.
+@dataclass(frozen=True)
+class Measurement:
+    """On a device. sms: multiprocessors that sm80 is also kept to. known: products and kernels that are left out."""
+
+    device: torch.device
+    properties: DeviceProperties
+    sms: Sequence[int]
+    known: frozenset[tuple[Cell, str]]
+
+    def variants(self, weight: Weight) -> Iterator[nvrtc.Variant]:
+        """What is to be compiled."""
+        o = problem(*weight, self.properties.ptx)
+        for m in ROWS:
+            for kernel, _, plan in self._plans(m, weight, o):
+                yield kernel.variant(o, plan, self.properties)
+
+    def rows(self, weight: Weight) -> Iterator[tuple[object, ...]]:
+        """Those of the file that are missing."""
+        format, block_size, nested, n, k = weight
+        size = {"group_size" if format == "int4" else "block_size": block_size}
+        device, dtype = self.device, problem(*weight, self.properties.ptx).dtype
+
+        def quantized() -> hb.QuantizedWeight:
+            dense = torch.randn((n, k), dtype=torch.float32, device=device).to(dtype)
+            return hb.quantize(dense, format, nested=nested, **size)
+
+        sets = input_sets(quantized().nbytes, device)
+        qs = [quantized() for _ in range(sets)]
+        for m in ROWS:
+            xs = [torch.randn((m, k), dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
+            outs = [x.new_empty((m, n)) for x in xs]
+            found: dict[int, dict[str, Provider]] = defaultdict(dict)
+            for kernel, some, plan in self._plans(m, weight, problem_of(xs[0], qs[0], None)):
+                found[some][kernel.NAME] = partial(_run, kernel, plan, xs, qs, outs)
+            if m >= 64 and self._is_missing(weight, m, self.properties.sms, DENSE):
+                found[self.properties.sms][DENSE] = partial(_run_dense, xs, qs, dtype)
+            for some, providers in found.items():
+                for name, timing in self._time(providers, sets, some).items():
+                    yield *self._cell(weight, m, some), name, round(timing.median, 3)
+
+    def _time(self, providers: Mapping[str, Provider], sets: int, sms: int) -> dict[str, Timing]:
+        for provider in providers.values():
+            provider(0)  # what it loads and allocates cannot wait until others let multiprocessors go
+        with only(sms, self.device):
+            return time_all(providers, sets, self.device, rounds=5)
+
+    def _plans(self, m: int, weight: Weight, o: Problem) -> Iterator[tuple[Kernel[Any], int, Plan]]:
+        """Kernels with their plans, and the multiprocessors that these are for."""
+        limited = [(sm80, self.properties.limited(some)) for some in self.sms if some < self.properties.sms]
+        for kernel, facts in [*((kernel, self.properties) for kernel in KERNELS), *limited]:
+            if m <= MOST_ROWS.get(kernel.NAME, m) and self._is_missing(weight, m, facts.sms, kernel.NAME):
+                plan = kernel.plan(m, o, facts, False)
+                if plan is not None:
+                    yield kernel, facts.sms, plan
+
+    def _is_missing(self, weight: Weight, m: int, sms: int, kernel: str) -> bool:
+        return (self._cell(weight, m, sms), kernel) not in self.known
+
+    def _cell(self, weight: Weight, m: int, sms: int) -> Cell:
+        return Cell(device_name(self.device), sms, *weight, m)
+
+
+def measure(path: Path, sms: Sequence[int], every: int, device: torch.device, properties: DeviceProperties) -> None:
+    """µs of every kernel that supports a problem, of sm80 also on each number of `sms`, and of the dense way from 64
+    rows on, for one weight in `every`. What the file has already is left out, so that a measurement can be gone on
+    with.
 
     Raises ValueError where the file is not of this form.
     """
-    known = _weights_in(path, device_name(device)) if path.exists() else None
-    rest = [weight for weight in weights() if weight not in (known or ())]
-    variants = {
-        kernel.variant(o, plan, properties)
-        for weight in rest
-        for m in ROWS
-        for o in [problem(*weight, properties.ptx)]
-        for kernel, _, plan in _plans(m, o, sms, properties)
-    }
+    whole = not path.exists()
+    measurement = Measurement(device, properties, sms, frozenset() if whole else _known(path))
+    chosen = list(weights())[::every]
+    variants = {variant for weight in chosen for variant in measurement.variants(weight)}
     with ThreadPoolExecutor() as pool:
         list(track(pool.map(nvrtc.cubin, variants), "compiling", len(variants)))
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        if known is None:
+        if whole:
             writer.writerow(FIELDS)
-        for weight in track(rest, "measuring"):
-            writer.writerows(list(_measured(weight, sms, device, properties)))  # all rows of a weight or none
+        for weight in track(chosen, "measuring"):
+            writer.writerows(list(measurement.rows(weight)))  # all rows of a weight or none
             file.flush()
 
 
-def _weights_in(path: Path, device: str) -> set[Weight]:
+def _known(path: Path) -> frozenset[tuple[Cell, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         if (columns := next(csv.reader(file), [])) != list(FIELDS):
             raise ValueError(f"{path} has the columns {','.join(columns)} instead of {','.join(FIELDS)}")
-    cells = (cell for cell in read_cells(path) if cell.device == device)
-    return {(cell.format, cell.block_size, cell.nested, cell.n, cell.k) for cell in cells}
-
-
-def _plans(
-    m: int, o: Problem, sms: Sequence[int], properties: DeviceProperties
-) -> Iterator[tuple[Kernel[Any], int, Plan]]:
-    """Kernels with their plans, and the multiprocessors that these are for."""
-    limited = [(sm80, properties.limited(some)) for some in sms if some < properties.sms]
-    for kernel, facts in [*((kernel, properties) for kernel in KERNELS), *limited]:
-        if m <= MOST_ROWS.get(kernel.NAME, m) and (plan := kernel.plan(m, o, facts, False)) is not None:
-            yield kernel, facts.sms, plan
-
-
-def _measured(
-    weight: Weight, sms: Sequence[int], device: torch.device, properties: DeviceProperties
-) -> Iterator[tuple[object, ...]]:
-    format, block_size, nested, n, k = weight
-    size = {"group_size" if format == "int4" else "block_size": block_size}
-    dtype, name = problem(*weight, properties.ptx).dtype, device_name(device)
-
-    def quantized() -> hb.QuantizedWeight:
-        dense = torch.randn((n, k), dtype=torch.float32, device=device).to(dtype)
-        return hb.quantize(dense, format, nested=nested, **size)
-
-    sets = input_sets(quantized().nbytes, device)
-    qs = [quantized() for _ in range(sets)]
-    for m in ROWS:
-        xs = [torch.randn((m, k), dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
-        outs = [x.new_empty((m, n)) for x in xs]
-        found = {
-            f"{kernel.NAME} {some}": (kernel.NAME, some, partial(_run, kernel, plan, xs, qs, outs))
-            for kernel, some, plan in _plans(m, problem_of(xs[0], qs[0], None), sms, properties)
-        }
-        if m >= 64:
-            dense = partial(_run_dense, xs, qs, dtype)
-            found[DENSE] = (DENSE, properties.sms, dense)
-        timings = time_all({label: provider for label, (*_, provider) in found.items()}, sets, device, rounds=5)
-        for label, timing in timings.items():
-            kernel_name, some, _ = found[label]
-            yield *Cell(name, some, *weight, m), kernel_name, round(timing.median, 3)
+    return frozenset((cell, kernel) for cell, measured in read_cells(path).items() for kernel in measured)
 
 
 def _run(kernel: Kernel[Any], plan: Plan, xs: list, qs: list, outs: list, i: int) -> None:
@@ -187,13 +207,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=("measure", "report"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--sms", default="", help="numbers of multiprocessors that sm80 is kept to, comma-separated")
+    parser.add_argument("--every", type=int, default=1, help="measure one weight in so many")
     given = parser.parse_args(arguments)
     if given.command == "report":
         report(given.path)
         return
     sms = [int(some) for some in given.sms.split(",") if some]
     device = torch.device("cuda", torch.cuda.current_device())
-    measure(given.path, sms, device, properties_of(device.index))
+    measure(given.path, sms, given.every, device, properties_of(device.index))
 
 
 if __name__ == "__main__":
