@@ -110,8 +110,8 @@ class Measurement:
                     yield *self._cell(weight, m, some), name, round(timing.median, 3)
 
     def _time(self, providers: Mapping[str, Provider], sets: int, sms: int) -> dict[str, Timing]:
-        for provider in providers.values():
-            provider(0)  # what it loads and allocates cannot wait until others let multiprocessors go
+        if sms != self.properties.sms:  # what is loaded and allocated cannot wait until others let multiprocessors go
+            time_all(providers, 1, self.device, rounds=1)
         with only(sms, self.device):
             return time_all(providers, sets, self.device, rounds=5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,6 +29,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
     spec.loader.exec_module(module)
 
     def time_all(providers: Mapping[str, Any], sets: int, device: torch.device, rounds: int) -> dict[str, Timing]:
