@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from halfbyte import figures
 from halfbyte.bench import predictions, predictions_report
-from halfbyte.bench.predictions import DENSE, FIELDS, FITTED, Cell, errors, errors_of, estimates, read_cells
+from halfbyte.bench.predictions import DENSE, FIELDS, FITTED, Cell, errors, errors_of, estimates, parts_of, read_cells
 from halfbyte.cli import app
 from halfbyte.kernels.common.gpus import GPUS
 from halfbyte.measure import records
@@ -71,23 +71,38 @@ def test_errors_are_medians_by_device_multiprocessors_and_kernel(tmp_path: Path)
     assert (dense["products"], dense["median_ratio"], dense["median_error"]) == (3, 2.0, 1.0)
 
 
+def test_parts_of_a_gpu_are_those_measured_on_every_number_of_multiprocessors(tmp_path: Path) -> None:
+    few, other = CELL._replace(sms=40), CELL._replace(m=64)
+    unshown = CELL._replace(n=512)
+    rows = [(CELL, 20.0), (few, 40.0), (other, 30.0), (unshown, 5.0), (unshown._replace(sms=40), 5.0)]
+    write(tmp_path / "h100/estimates.csv", FIELDS, *((*cell, "sm80", time) for cell, time in rows))
+    (row,) = parts_of(tmp_path)
+    assert (row["device"], row["case"], row["m"], row["sms"]) == (H100, "4096×4096", 16, [40, 132])
+    weight = 4096 * 4096 * (1 / 2 + 1 / 64)  # nibbles, and a byte of scale for each 64; scales of those are few
+    expected = [(weight + 2 * 2 * 16 * 4096) / 1e3 / time / sms for sms, time in ((40, 40), (132, 20))]
+    assert row["gigabytes_per_s"] == pytest.approx(expected, rel=1e-2)
+
+
 def test_an_unknown_gpu_says_how_to_mend_it() -> None:
     with pytest.raises(ValueError, match="no known GPU is called 'NVIDIA X'; give it a row in halfbyte/kernels"):
         errors({CELL._replace(device="NVIDIA X"): {"sm80": 1.0}})
 
 
 def test_the_command(tmp_path: Path) -> None:
-    write(tmp_path / "h100/estimates.csv", FIELDS, (*CELL, "sm80", 10.0))
+    write(tmp_path / "h100/estimates.csv", FIELDS, (*CELL, "sm80", 10.0), (*CELL._replace(sms=40), "sm80", 20.0))
     command = ["bench", "predict", "--results", str(tmp_path), "--out", str(tmp_path)]
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "RTX 4070 Laptop" in result.output
     record = records.read(tmp_path / "predictions.json")
-    assert [row["device"] for row in record["errors"]] == [H100]
+    assert [(row["device"], row["sms"]) for row in record["errors"]] == [(H100, 132), (H100, 40)]
     blocks = predictions_report.blocks(record)
     assert blocks == figures._predictions(tmp_path / "predictions.json")
-    assert set(blocks) == {f"predictions/{name}" for name in ("nf4", "int4", "dense", "errors")}
-    assert all(f"<sub>Predicted{', not measured' * (not name.endswith('errors'))}" in blocks[name] for name in blocks)
+    assert set(blocks) == {f"predictions/{name}" for name in ("nf4", "int4", "dense", "errors", "parts")}
+    signs = {"errors": "Predicted times over", "parts": "Measured; "}
+    for name, text in blocks.items():
+        assert f"<sub>{signs.get(name.removeprefix('predictions/'), 'Predicted, not measured')}" in text
     assert "| RTX 4090 | 4096×4096 | sm80 | " in blocks["predictions/nf4"]
     assert "| H100 80GB HBM3 | 132 | sm80 | 1 | " in blocks["predictions/errors"]
+    assert "| measured on | weight | M |" in blocks["predictions/parts"]
     assert figures._predictions(tmp_path / "nowhere.json") == {}

@@ -31,6 +31,7 @@ ROWS = (1, 8, 16, 64, 256)
 WEIGHTS = {"nf4": ("nf4", 64, True), "int4": ("int4", 128, False)}  # format, block size, nested
 DENSE = "dense"
 FOLDER_FILE = "estimates.csv"
+PART_SHAPES, PART_ROWS = ((4096, 4096), (4096, 14336), (8192, 28672)), (1, 16, 64)  # of which parts of a GPU are shown
 
 
 class Cell(NamedTuple):
@@ -82,13 +83,18 @@ def rows() -> Iterator[dict[str, Any]]:
                 o = problem(*weight, n, k, gpu.capability)
                 for m in ROWS:
                     kernel, microseconds = _predicted(m, o, properties)
-                    megabytes = o.megabytes + m * k * o.dtype.itemsize / 1e6 + o.result_megabytes(m)
+                    megabytes = _megabytes(m, o)
                     yield {
                         "gpu": gpu.name, "target": gpu.target, "format": name, "case": f"{n}×{k}", "m": m,
                         "kernel": kernel, "microseconds": round(microseconds, 2),
                         "of_bandwidth": round(megabytes * 1e3 / microseconds / gpu.bandwidth, 4),
                         "dense_microseconds": round(dense_microseconds(m, o, properties), 2),
                     }  # fmt: skip
+
+
+def _megabytes(m: int, o: Problem) -> float:
+    """Of W, of x and of the result."""
+    return o.megabytes + m * o.k * o.dtype.itemsize / 1e6 + o.result_megabytes(m)
 
 
 def _predicted(m: int, o: Problem, properties: DeviceProperties) -> tuple[str, float]:
@@ -154,3 +160,27 @@ def errors(cells: Mapping[Cell, Mapping[str, float]]) -> list[dict[str, Any]]:
 def errors_of(results: Path) -> list[dict[str, Any]]:
     """Of every file of measured times under `results`."""
     return [row for path in sorted(results.glob(f"*/{FOLDER_FILE}")) for row in errors(read_cells(path))]
+
+
+# -- Parts of a GPU ----------------------------------------------------------------------------------------------------
+
+
+def parts_of(results: Path) -> list[dict[str, Any]]:
+    """A row for each weight and number of rows of x that sm80 multiplied on all of a GPU's multiprocessors and on some
+    of them: how many, and GB/s of each."""
+    return [row for path in sorted(results.glob(f"*/{FOLDER_FILE}")) for row in _parts(read_cells(path))]
+
+
+def _parts(cells: Mapping[Cell, Mapping[str, float]]) -> Iterator[dict[str, Any]]:
+    measured = {cell: times[sm80.NAME] for cell, times in cells.items() if sm80.NAME in times}
+    counts = sorted({cell.sms for cell in measured})
+    for cell in measured:
+        same = [cell._replace(sms=sms) for sms in counts]
+        kind = cell.format, cell.block_size, cell.nested
+        shown = kind == WEIGHTS[cell.format] and (cell.n, cell.k) in PART_SHAPES and cell.m in PART_ROWS
+        if shown and cell.sms == counts[-1] and len(counts) > 1 and all(one in measured for one in same):
+            megabytes = _megabytes(cell.m, cell.problem)
+            yield {
+                "device": cell.device, "format": cell.format, "case": f"{cell.n}×{cell.k}", "m": cell.m, "sms": counts,
+                "gigabytes_per_s": [round(megabytes * 1e3 / measured[one] / one.sms, 2) for one in same],
+            }  # fmt: skip

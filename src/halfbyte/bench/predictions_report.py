@@ -13,24 +13,26 @@ BRANDS = ("NVIDIA ", "GeForce ", "Tesla ")
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
-    """Markdown by name: a table for each format, the dense way's, and that of errors."""
+    """Markdown by name: a table for each format, the dense way's, that of errors, and that of parts of a GPU."""
     found = {f"predictions/{name}": _markdown(*_of_format(record, name)) for name in FORMATS}
     found["predictions/dense"] = _markdown(*_of_dense(record))
     facts = record["environment"]
     sign = f"{facts['date']}; commit {facts['commit']}.</sub>"
     texts = {name: f"{text}\n\n<sub>Predicted, not measured; {sign}" for name, text in found.items()}
     errors = f"{_markdown(*_errors(record))}\n\n<sub>Predicted times over measured ones; {sign}"
-    return texts | {"predictions/errors": errors}
+    parts = f"{_markdown(*_parts(record))}\n\n<sub>Measured; {sign}"
+    return texts | {"predictions/errors": errors, "predictions/parts": parts}
 
 
 def terminal_tables(record: Mapping[str, Any]) -> list[Table]:
     named = {title: _of_format(record, name) for name, title in FORMATS.items()}
     named |= {"the dense way": _of_dense(record), "predicted over measured": _errors(record)}
+    named |= {"a multiprocessor's GB/s, measured": _parts(record)}
     tables = []
     for title, (header, lines) in named.items():
         if not lines:
             continue
-        table = Table(title=f"predicted: {title}")
+        table = Table(title=title if title.endswith("measured") else f"predicted: {title}")
         for i, heading in enumerate(header):
             table.add_column(heading, justify="right" if i >= 2 else "left")
         for cells in lines:
@@ -70,6 +72,19 @@ def _errors(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         ]
         for row in record["errors"]
     ]  # fmt: skip
+    return header, lines
+
+
+def _parts(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """GB/s of a multiprocessor, by how many there are."""
+    rows = record["parts"]
+    counts = sorted({sms for row in rows for sms in row["sms"]})
+    header = ["measured on", "weight", "M", *(f"{sms} SMs" for sms in counts)]
+    lines = []
+    for row in rows:
+        speeds = dict(zip(row["sms"], row["gigabytes_per_s"], strict=True))
+        cells = [f"{speeds[sms]:.1f}" if sms in speeds else "" for sms in counts]
+        lines.append([short_name(row["device"]), f"{row['case']}, {row['format'].upper()}", str(row["m"]), *cells])
     return header, lines
 
 

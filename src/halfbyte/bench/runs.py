@@ -240,6 +240,7 @@ def run_predictions(results: Path, out: Path | None) -> None:
         "environment": {name: facts[name] for name in ("date", "halfbyte", "commit")},
         "rows": list(predictions.rows()),
         "errors": predictions.errors_of(results),
+        "parts": predictions.parts_of(results),
     }
     for table in predictions_report.terminal_tables(record):
         terminal().print(table)

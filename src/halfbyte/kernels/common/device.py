@@ -79,8 +79,8 @@ class DeviceProperties:
     def as_fitted(self) -> DeviceProperties:
         """What choices go by: the device itself, but a Hopper GPU is taken for an H200 with so many multiprocessors.
 
-        The constants of Hopper's kernels were fitted on an H200, where they tell close competitors apart. Whether they
-        still do when they are scaled to the slower memory of an H100 has not been measured.
+        The constants of Hopper's kernels were fitted on an H200, where they tell close competitors apart. They do on an
+        H100 as well: benchmarks/estimates.py reports what its choices lose against the fastest.
         """
         return replace(self, fitted=True) if self.capability == HOPPER else self
 
