@@ -20,7 +20,7 @@ from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import plan_for
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm75 import launch as tensor
-from halfbyte.kernels.linear.sm75.launch import constants, grid, source
+from halfbyte.kernels.linear.sm75.launch import constants, source
 from halfbyte.kernels.linear.sm75.plan import Sm75Plan, is_valid, sm75_plan
 from halfbyte.kernels.linear.tune.h200 import SM75_WARPS
 
@@ -59,7 +59,7 @@ def test_every_plan_is_valid(
     assert plan.mma_k == (8 if capability == 75 else 16)
     columns = -(-m // (8 * plan.m_tiles))
     assert m > 4 * plan.m_tiles or plan.m_tiles == 1  # no tile of x is for more than twice as many rows as there are
-    across, down = grid(n, columns, plan, sms)
+    across, down = plan.grid(n, columns, sms)
     assert across == columns * plan.splits
     assert 1 <= down <= -(-n // plan.rows)
     assert down == 1 or across * down <= sms * plan.resident_ctas

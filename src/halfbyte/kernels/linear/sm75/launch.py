@@ -70,7 +70,7 @@ def _launches(index: int, x_tiles: int, n: int, plan: Sm75Plan, compiled: Varian
     product, combine = kernels(index, compiled, (("product", plan.sum_bytes), ("combine", 0)))
     sums = -(-x_tiles * 8 * plan.m_tiles * n // 256)
     return (
-        Launch(product, grid(n, x_tiles, plan, properties_of(index).sms), 32 * plan.warps, plan.sum_bytes),
+        Launch(product, plan.grid(n, x_tiles, properties_of(index).sms), 32 * plan.warps, plan.sum_bytes),
         Launch(combine, (sums, 1), 256),
     )
 
@@ -93,10 +93,3 @@ def constants(problem: Problem, plan: Sm75Plan) -> dict[str, Constant]:
 def source() -> str:
     path = Path(__file__).with_name("kernel.cu")
     return read_source(path, root=path.parents[1])
-
-
-def grid(n: int, x_tiles: int, plan: Sm75Plan, sms: int) -> tuple[int, int]:
-    """CTAs for `x_tiles` tiles of x: along x these times the splits, along y those that stride over the tiles of W, as
-    many as the SMs hold at once."""
-    across, tiles = x_tiles * plan.splits, -(-n // plan.rows)
-    return across, min(tiles, max(1, sms * plan.resident_ctas // across))

@@ -36,6 +36,12 @@ class Sm75Plan:
         """Tiles of x [m, K]."""
         return -(-m // (8 * self.m_tiles))
 
+    def grid(self, n: int, x_tiles: int, sms: int) -> tuple[int, int]:
+        """CTAs for `x_tiles` tiles of x: along x these times the splits, along y those that stride over the tiles of W,
+        as many as the SMs hold at once."""
+        across, tiles = x_tiles * self.splits, -(-n // self.rows)
+        return across, min(tiles, max(1, sms * self.resident_ctas // across))
+
     @property
     def warps(self) -> int:
         return self.n_warps * self.k_warps
@@ -79,28 +85,13 @@ def sm75_plan(
     """The plan for x [m, k] of `dtype` and W [n, k], or None where this kernel is not for them.
 
     As few tiles of x as there can be, as many warps on a SM as fit, and splits only where there are fewer tiles of 16
-    rows than SMs. Then the least time of the busiest SM, which is reckoned in cycles and was not measured: of a warp's
-    span, what its loads take of the L1 pipe and what x takes of the L2's bandwidth, but never less than a lone warp
-    needs; of a turn, what filling the pipeline and adding up take; of a second launch, that. No plan is faster than the
-    bytes of W come from memory.
+    rows than SMs. Of these the plan that asks least of the busiest SM's L1 pipe. By the estimate others are faster, but
+    nobody has measured them: the times that it was fitted to are those of the plans that are chosen so.
     """
     if m < 1:
         return None
     span = 64 if k % 64 == 0 and block_size % 64 == 0 else 32
     step = 8 if properties.ptx == 75 else 16
-
-    def cost(plan: Sm75Plan) -> float:
-        ctas = -(-n // plan.rows) * -(-m // (8 * plan.m_tiles)) * plan.splits
-        tiles = -(-ctas // properties.sms)
-        turns = -(-tiles // plan.resident_ctas)
-        spans = -(-(k // plan.span) // (plan.k_warps * plan.splits))
-        x = h200.SM75_SPAN_X * min(m, 8 * plan.m_tiles) / plan.n_warps
-        busy = tiles * plan.warps * (h200.SM75_SPAN + h200.SM75_SPAN_M_TILE * plan.m_tiles + x)
-        launch = h200.SM75_LAUNCH if plan.splits > 1 else 0
-        return spans * max(busy, h200.SM75_LONE_SPAN * turns) + h200.SM75_TURN * turns + launch
-
-    cycle = h200.SM75_CYCLE / properties.rates.clock
-    reading = n * k / 2 / 1e6 / (h200.MOST_BANDWIDTH * properties.rates.bandwidth)
     enough = next((columns for columns in h200.SM75_WARPS if 8 * columns >= m), max(h200.SM75_WARPS))
     for columns in sorted((columns for columns in h200.SM75_WARPS if columns <= enough), reverse=True):
         most_splits = h200.SM75_SPLITS if -(-n // 16) * -(-m // (8 * columns)) < properties.sms else 1
@@ -113,6 +104,39 @@ def sm75_plan(
                 for splits in range(1, most_splits + 1)
             )
             valid = (plan for plan in plans if is_valid(plan, n, k, block_size, dtype, properties))
-            if (best := min(valid, key=cost, default=None)) is not None:
-                return replace(best, microseconds=h200.SM75_START + max(cycle * cost(best), reading))
+            best = min(valid, key=lambda plan: _cycles(plan, m, n, k, properties.sms, 0), default=None)
+            if best is not None:
+                return replace(best, microseconds=_microseconds(best, m, n, k, properties))
     return None
+
+
+def _microseconds(plan: Sm75Plan, m: int, n: int, k: int, properties: DeviceProperties) -> float:
+    """The estimated time: of the busiest SM, or of reading W's nibbles where that takes longer, as with `simt`.
+
+    A warp takes a span step by step, each of which waits for the one before: for x, and for one MMA after the other.
+    So it is as slow by itself as among others, as long as these leave the L1 pipe time.
+    """
+    lone = h200.SM75_LONE_SPAN[plan.span] * (1 + h200.SM75_LONE_M_TILE * plan.m_tiles)
+    busy = h200.SM75_CYCLE / properties.rates.clock * _cycles(plan, m, n, k, properties.sms, lone)
+    reading = n * k / 2 / 1e6 / (h200.MOST_BANDWIDTH * properties.rates.bandwidth)
+    return h200.SM75_START + max(reading, busy)
+
+
+def _cycles(plan: Sm75Plan, m: int, n: int, k: int, sms: int, lone: float) -> float:
+    """Of the busiest SM: for each span of its warps what loads take of the L1 pipe, but never less than a warp needs by
+    itself, `lone`; for each turn filling the pipeline and adding up; and a second launch.
+
+    CTAs take a tile of W and of x each turn. In the last one there may be fewer of them, and of warps on a SM.
+    """
+    across, down = plan.grid(n, plan.x_tiles(m), sms)
+    at_once = min(across * down, sms * plan.resident_ctas)
+    turns, left = divmod(across * -(-n // plan.rows), at_once)
+    x = h200.SM75_SPAN_X * min(m, 8 * plan.m_tiles) / plan.n_warps
+    pipe = h200.SM75_SPAN + h200.SM75_SPAN_M_TILE * plan.m_tiles + x
+    spans = -(-(k // plan.span) // (plan.k_warps * plan.splits))
+
+    def turn(ctas: int) -> float:
+        return spans * max(lone, -(-ctas // sms) * plan.warps * pipe) + h200.SM75_TURN
+
+    launch = h200.SM75_LAUNCH if plan.splits > 1 else 0
+    return turns * turn(at_once) + (turn(left) if left else 0) + launch

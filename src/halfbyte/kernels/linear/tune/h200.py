@@ -134,15 +134,17 @@ RESIDENT_STAGES, RESIDENT_MOST_STAGES = 3, 4
 
 # -- sm75: a model in cycles ------------------------------------------------------------------------------------------
 
-# µs of a launch, and of a cycle as the model counts them; fitted, within 25 %.
-SM75_START, SM75_CYCLE = 3.43, 0.000706
+# µs of a launch, and of a cycle.
+SM75_START, SM75_CYCLE = 2.76, 1 / 1980
 # On a SM, by groups of eight rows of x: warps beyond which registers do not hold the sums. The most CTAs that share K.
 SM75_WARPS = {1: 16, 2: 16, 4: 12, 8: 8}
 SM75_SPLITS = 8
-# A warp's span: what its loads of W take of the L1 pipe, those of x for each group of rows, and each row of x of L2.
+# Cycles, reckoned and not fitted. Of a warp's span: what its loads of W take of the L1 pipe, those of x for each group
+# of rows, and each row of x of L2. Filling the pipeline and adding up, for each turn; a second launch.
 SM75_SPAN, SM75_SPAN_M_TILE, SM75_SPAN_X = 50, 16, 3
-# A lone warp's span; filling the pipeline and adding up, for each turn; a second launch.
-SM75_LONE_SPAN, SM75_TURN, SM75_LAUNCH = 400, 800, 6000
+SM75_TURN, SM75_LAUNCH = 800, 6000
+# What a warp by itself takes for a span of 64 or of 32 weights, and how much of that again for each group of rows.
+SM75_LONE_SPAN, SM75_LONE_M_TILE = {64: 1075, 32: 861}, 0.11
 # What bf16 x as fp16 takes beside the product (halves.py): nine small launches, which were not measured.
 HALVES = 30.0
 
