@@ -15,15 +15,20 @@ import torch
 from torch import Tensor
 
 import halfbyte as hb
+from halfbyte.measure import models
 from halfbyte.measure.error import relative_error
 from halfbyte.models.buckets import prompt_bucket
 from halfbyte.models.prompt_graphs import PromptGraphs
 from halfbyte.models.steps import pool_of
 
-from .test_models import generate, model, prompt  # noqa: F401
+from .test_models import SIDES, generate, model, prompt  # noqa: F401
 
 pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.filterwarnings("error:halfbyte. prompts of")  # a capture that is refused
+# A capture that is refused, of a prompt or of a step.
+pytestmark = [
+    pytest.mark.filterwarnings("error:halfbyte. prompts of"),
+    pytest.mark.filterwarnings("error:halfbyte. .* cannot be captured"),
+]
 
 
 def logits(model: Any, ids: Tensor, padding: int = 0, **options: Any) -> Tensor:  # noqa: F811
@@ -60,6 +65,18 @@ def test_bits(model: Any, texts: int, tokens: int, padding: int, attention: str)
     on_graphs = any(prompt.captured is not None for prompt in graphs(model).prompts.values())
     assert on_graphs == (prompt_bucket(texts, tokens) < window(model))
     assert relative_error(first, logits(model, ids, padding, disable_compile=True)) < 0.03
+
+
+def test_plans_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN takes heads of 128 numbers, and plans for the strides of keys, which are a graph's own."""
+    sizes = SIDES | {"hidden_size": 512, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    monkeypatch.setitem(models.SHAPES, "small", ("llama", sizes))
+    loaded = models.load("small", torch.device("cuda"), torch.bfloat16)
+    hb.accelerate(loaded)
+    for tokens in (40, 100, 250, 500, 1000):
+        for _ in range(3):
+            generate(loaded, prompt(1, tokens))
+    assert all(kept.captured is not None for kept in graphs(loaded).prompts.values())
 
 
 def test_streams(model: Any) -> None:  # noqa: F811

@@ -14,7 +14,7 @@ import halfbyte as hb
 from halfbyte.measure.kept import prompt_ms
 from halfbyte.models import buckets, prompt_graphs, prompt_layers
 from halfbyte.models.buckets import layer_weights, most_prompt_rows, prompt_bucket
-from halfbyte.models.captured import Captured
+from halfbyte.models.captured import Captured, Graph
 from halfbyte.models.prompt_graphs import PromptGraphs
 from halfbyte.models.steps import StepPool, pool_of
 
@@ -209,6 +209,30 @@ def test_no_memory_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(4):
         agree_with_a_plain_call(model, prompt(1, 25))
     assert pool(model).prompt_graphs.nbytes == 0
+
+
+def test_a_capture_meets_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What libraries plan for the place of keys and values is planned in a run that is not captured."""
+    monkeypatch.setitem(prompt_graphs.GRAPHS, DEVICE.type, Graph)  # or a CPU would have no such run
+    model, ran = quantized("llama"), []
+    run, make = prompt_graphs._Prompt.run, prompt_graphs.Captured
+
+    def running(self: Any) -> Any:
+        outputs = run(self)
+        ran.append(self.cache.layers[0].keys.data_ptr())
+        return outputs
+
+    def making(*given: Any) -> Any:
+        assert ran[-1] == pool(model).prompt_graphs.memory[256][0][0].data_ptr()
+        if DEVICE.type == "cpu":
+            monkeypatch.delitem(prompt_graphs.GRAPHS, "cpu")
+        return make(*given)
+
+    monkeypatch.setattr(prompt_graphs._Prompt, "run", running)
+    monkeypatch.setattr(prompt_graphs, "Captured", making)
+    for _ in range(3):
+        agree_with_a_plain_call(model, prompt(1, 25))
+    assert any(kept.captured for kept in pool(model).prompt_graphs.prompts.values())
 
 
 def test_a_capture_that_fails(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from halfbyte.models.buckets import cache_bytes, most_prompt_rows, prompt_bucket
 from halfbyte.models.caches import COUNTER
-from halfbyte.models.captured import Captured, can_replay, current
+from halfbyte.models.captured import GRAPHS, Captured, can_replay, current
 from halfbyte.models.graphs import building
 from halfbyte.models.preparation import INPUTS, is_plain, rotary_kinds
 from halfbyte.models.prompt_layers import PromptLayers
@@ -147,6 +147,9 @@ class PromptGraphs:
             if self.pool is None and device.type == "cuda":
                 self.pool = torch.cuda.graph_pool_handle()
             prompt.use(self.memory[rows], self.shapes)
+            if device.type in GRAPHS:
+                # cuDNN plans attention when it first meets keys that lie so, and allocates what a capture must not.
+                prompt.run()
             with building:
                 prompt.captured = Captured(prompt.run, device, self.pool)
         except RuntimeError as error:

@@ -60,10 +60,14 @@ class Stepper:
 
     def _capture(self) -> None:
         try:
-            self.captured = self.retried(lambda: Captured(self._built_step, self.device))
+            self.captured = self.retried(self._captured)
         except RuntimeError as error:
             self.works = False
             warn_of_no_graph(self.model, error)
+
+    def _captured(self) -> Captured:
+        with building:  # before the capture begins: all threads' captures are on one stream
+            return Captured(self._built_step, self.device)
 
 
 @contextmanager
