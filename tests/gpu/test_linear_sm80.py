@@ -13,7 +13,7 @@ from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, problem_of
 from halfbyte.kernels.linear.sm80 import launch as ring
 from halfbyte.kernels.linear.sm80.invariant import Order, invariant_plan, shapes_of
-from halfbyte.kernels.linear.sm80.plan import Sm80Plan, folds, is_valid, sm80_plan, span_of
+from halfbyte.kernels.linear.sm80.plan import Sm80Plan, every_shape, folds, is_valid, sm80_plan, span_of
 from halfbyte.kernels.linear.tune import h200
 
 from .conftest import (
@@ -90,8 +90,8 @@ def plans(m: int, q: hb.QuantizedWeight, dtype: torch.dtype) -> Iterator[Sm80Pla
     tiles, as many as there can be, and numbers between."""
     x, properties = torch.empty((m, q.shape[1]), dtype=dtype, device=DEVICE), properties_of(0)
     problem = problem_of(x, q, None)
-    for columns, shapes in h200.SM80_SHAPES.items():
-        for row_groups, n_warps, k_warps, tile_k, resident in shapes:
+    for columns in h200.SM80_COLUMNS:
+        for row_groups, n_warps, k_warps, tile_k, resident in every_shape(columns):
             own = tile_k // k_warps
             for span in {*(span_of(problem, row_groups, columns, most) for most in (own, 64)), 32}:
                 shape = Sm80Plan(row_groups, columns, n_warps, k_warps, tile_k, span, 3, resident, 1)

@@ -20,7 +20,15 @@ from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.linear.problem import Problem, problem_of
 from halfbyte.kernels.linear.sm80 import launch as ring
 from halfbyte.kernels.linear.sm80.launch import variant
-from halfbyte.kernels.linear.sm80.plan import REGISTERS, Sm80Plan, has_integers, is_valid, sm80_plan, span_of
+from halfbyte.kernels.linear.sm80.plan import (
+    REGISTERS,
+    Sm80Plan,
+    every_shape,
+    has_integers,
+    is_valid,
+    sm80_plan,
+    span_of,
+)
 from halfbyte.kernels.linear.tune import h200
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
@@ -109,7 +117,7 @@ def test_compiles_into_registers(capability: int, offset: int, tmp_path: Path) -
     """A third of the shapes that the planner chooses from: nothing is spilled, and what a CTA takes is as reckoned."""
     properties = properties_for(f"sm_{capability}")
     problems = (nf4(), int4(), replace(nf4(block_size=32), scale=torch.float32, nested=0, dtype=F16), int4(dtype=BF16))
-    cases = [(columns, shape) for columns, shapes in h200.SM80_SHAPES.items() for shape in shapes]
+    cases = [(columns, shape) for columns in h200.SM80_COLUMNS for shape in every_shape(columns)]
     for (columns, shape), problem in zip(cases[offset::3], cycle(problems)):
         row_groups, n_warps, k_warps, tile_k, resident = shape
         span = span_of(problem, row_groups, columns, tile_k // k_warps)

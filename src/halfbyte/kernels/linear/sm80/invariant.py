@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem
-from halfbyte.kernels.linear.sm80.plan import SPANS, Sm80Plan, with_stages
+from halfbyte.kernels.linear.sm80.plan import SPANS, Sm80Plan, every_shape, with_stages
 from halfbyte.kernels.linear.tune import h200
 
 
@@ -73,7 +73,7 @@ def _order(problem: Problem, properties: DeviceProperties) -> Order | None:
 def _orders(problem: Problem) -> Iterator[Order]:
     """All that shapes have; with spans of 32 only where K or blocks leave no other."""
     spans = [span for span in SPANS if (problem.k | problem.block_size) % span == 0 and span > SPANS[-1]] or SPANS[-1:]
-    shapes = [shape for of_width in h200.SM80_SHAPES.values() for shape in of_width]
+    shapes = [shape for columns in h200.SM80_COLUMNS for shape in every_shape(columns)]
     for k_warps, own_k in sorted({(k, tile_k // k if k > 1 else 0) for _, _, k, tile_k, _ in shapes}):
         for span in spans:
             for shares in range(1, h200.SM80_SHARES + 1):
@@ -88,8 +88,8 @@ def _fastest(order: Order, m: int, problem: Problem, properties: DevicePropertie
 
 def shapes_of(order: Order, m: int, problem: Problem) -> Iterator[Sm80Plan]:
     """Of all widths, those that have this order; without stages."""
-    for columns, shapes in h200.SM80_SHAPES.items():
-        for row_groups, n_warps, k_warps, tile_k, resident in shapes:
+    for columns in h200.SM80_COLUMNS:
+        for row_groups, n_warps, k_warps, tile_k, resident in every_shape(columns):
             if k_warps == order.k_warps and order.own_k in (0, tile_k // k_warps):
                 one = Sm80Plan(row_groups, columns, n_warps, k_warps, tile_k, order.span, 0, resident, 1, True)
                 yield replace(one, ctas=order.shares * one.tiles(m, problem))

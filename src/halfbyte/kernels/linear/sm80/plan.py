@@ -171,19 +171,33 @@ def _registers(plan: Sm80Plan, problem: Problem) -> int:
 
 
 def sm80_plan(m: int, problem: Problem, properties: DeviceProperties) -> Sm80Plan | None:
-    """The plan for x [m, K], or None where this kernel is not for it: that with the least estimated time."""
+    """The plan for x [m, K], or None where this kernel is not for it: that with the least estimated time, of a small
+    shape only where no other fits."""
     if m < 1 or properties.ptx < 80 or problem.k % 32:
         return None
     columns = next((columns for columns in h200.SM80_COLUMNS if 8 * columns >= m), max(h200.SM80_COLUMNS))
-    found = []
-    for row_groups, n_warps, k_warps, tile_k, resident in h200.SM80_SHAPES[columns]:
-        span = span_of(problem, row_groups, columns, tile_k // k_warps)
-        shape = Sm80Plan(row_groups, columns, n_warps, k_warps, tile_k, span, 0, resident, 1)
-        # All CTAs that there is room for, but none that takes no part.
-        ctas = min(math.prod(shape.sizes(m, problem.n, problem.k)), properties.sms * resident)
-        if (plan := with_stages(replace(shape, ctas=ctas), m, problem, properties)) is not None:
-            found.append(plan)
-    return min(found, key=lambda plan: plan.microseconds, default=None)
+    for shapes in (h200.SM80_SHAPES[columns], h200.SM80_SMALL_SHAPES[columns]):
+        plans = [plan for shape in shapes if (plan := _plan(columns, shape, m, problem, properties)) is not None]
+        if plans:
+            return min(plans, key=lambda plan: plan.microseconds)
+    return None
+
+
+def every_shape(columns: int) -> tuple[tuple[int, ...], ...]:
+    """Of tune/h200.py, for so many groups of eight rows of x."""
+    return *h200.SM80_SHAPES[columns], *h200.SM80_SMALL_SHAPES[columns]
+
+
+def _plan(
+    columns: int, shape: tuple[int, ...], m: int, problem: Problem, properties: DeviceProperties
+) -> Sm80Plan | None:
+    """A shape of tune/h200.py as a plan."""
+    row_groups, n_warps, k_warps, tile_k, resident = shape
+    span = span_of(problem, row_groups, columns, tile_k // k_warps)
+    whole = Sm80Plan(row_groups, columns, n_warps, k_warps, tile_k, span, 0, resident, 1)
+    # All CTAs that there is room for, but none that takes no part.
+    ctas = min(math.prod(whole.sizes(m, problem.n, problem.k)), properties.sms * resident)
+    return with_stages(replace(whole, ctas=ctas), m, problem, properties)
 
 
 def with_stages(shape: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties) -> Sm80Plan | None:
