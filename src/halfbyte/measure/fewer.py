@@ -41,7 +41,7 @@ def only(sms: int, device: torch.device) -> Iterator[None]:
         yield
         return
     held = properties.sms - sms
-    told = torch.zeros(2 + held, dtype=torch.int32, pin_memory=True)
+    told = torch.zeros(2 + held, dtype=torch.int32, device="cpu", pin_memory=True)
     stream = torch.cuda.Stream(device)
     pointer, nanoseconds = ctypes.c_uint64(told.data_ptr()), ctypes.c_uint64(int(1e9 * LONGEST))
     parameters = (ctypes.c_void_p * 2)(ctypes.addressof(pointer), ctypes.addressof(nanoseconds))
