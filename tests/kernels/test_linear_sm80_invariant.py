@@ -62,8 +62,9 @@ def test_what_it_is_not_for() -> None:
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if 80 <= gpu.capability < 90], ids=lambda gpu: gpu.name)
 def test_it_is_chosen_where_it_is_faster(gpu: Gpu) -> None:
-    """By the estimates for a typical number of rows; and then for every number. Where it is not, it is nearly."""
-    properties = properties_like(gpu)
+    """By the estimates for a typical number of rows; and then for every number. On an RTX 3090 `sm75` is nearly
+    as fast with NF4, and once faster."""
+    properties, most = properties_like(gpu), 1.1 if gpu.name == "NVIDIA GeForce RTX 3090" else 1.0
     for n, k in ((4096, 4096), (14336, 4096), (28672, 8192), (1024, 8192)):
         for problem in (nf4(n, k), int4(n, k), nf4(n, k, 32, F16)):
             ring, other = (
@@ -72,7 +73,7 @@ def test_it_is_chosen_where_it_is_faster(gpu: Gpu) -> None:
             )
             assert ring is not None
             assert other is not None
-            assert ring.microseconds < 1.1 * other.microseconds
+            assert ring.microseconds < most * other.microseconds
             faster = "sm80" if ring.microseconds < other.microseconds else "sm75"
             kernels = {dispatch.choose(m, problem, properties, True).kernel.NAME for m in (1, 20, INVARIANT_ROWS)}
             assert kernels == {faster}

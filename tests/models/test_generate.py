@@ -538,14 +538,14 @@ def test_a_step_that_cannot_be_captured_goes_on_without(llama: Any, monkeypatch:
 
 
 @pytest.mark.slow
-def test_a_hundred_calls_of_mixed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_hundred_calls_of_mixed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept stays within its share, and no token is wrong."""
     model = hooked(make("gemma3"))
     limit = 3_000_000
     monkeypatch.setattr(steps, "SHARE", limit / steps.total_bytes(DEVICE))
     generator = torch.Generator().manual_seed(0)
     sizes = set()
-    for number in range(100):
+    for number in range(200):
         texts, tokens = (int(torch.randint(1, most, (), generator=generator)) for most in (7, 250))
         inputs = prompt(texts, tokens, padding=min(number % 4, tokens - 1))
         options = {"max_new_tokens": 2 + number % 5} | ({"max_time": 100.0} if number % 7 == 0 else {})

@@ -159,7 +159,11 @@ def errors(cells: Mapping[Cell, Mapping[str, float]]) -> list[dict[str, Any]]:
 
 def errors_of(results: Path) -> list[dict[str, Any]]:
     """Of every file of measured times under `results`."""
-    return [row for path in sorted(results.glob(f"*/{FOLDER_FILE}")) for row in errors(read_cells(path))]
+    return [row for cells in _measured(results) for row in errors(cells)]
+
+
+def _measured(results: Path) -> Iterator[dict[Cell, dict[str, float]]]:
+    return map(read_cells, sorted(results.glob(f"*/{FOLDER_FILE}")))
 
 
 # -- Parts of a GPU ----------------------------------------------------------------------------------------------------
@@ -168,7 +172,7 @@ def errors_of(results: Path) -> list[dict[str, Any]]:
 def parts_of(results: Path) -> list[dict[str, Any]]:
     """A row for each weight and number of rows of x that sm80 multiplied on all of a GPU's multiprocessors and on some
     of them: how many, and GB/s of each."""
-    return [row for path in sorted(results.glob(f"*/{FOLDER_FILE}")) for row in _parts(read_cells(path))]
+    return [row for cells in _measured(results) for row in _parts(cells)]
 
 
 def _parts(cells: Mapping[Cell, Mapping[str, float]]) -> Iterator[dict[str, Any]]:

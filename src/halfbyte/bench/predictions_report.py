@@ -25,14 +25,14 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def terminal_tables(record: Mapping[str, Any]) -> list[Table]:
-    named = {title: _of_format(record, name) for name, title in FORMATS.items()}
-    named |= {"the dense way": _of_dense(record), "predicted over measured": _errors(record)}
+    named = {f"predicted: {title}": _of_format(record, name) for name, title in FORMATS.items()}
+    named |= {"predicted: the dense way": _of_dense(record), "predicted over measured": _errors(record)}
     named |= {"a multiprocessor's GB/s, measured": _parts(record)}
     tables = []
     for title, (header, lines) in named.items():
         if not lines:
             continue
-        table = Table(title=title if title.endswith("measured") else f"predicted: {title}")
+        table = Table(title=title)
         for i, heading in enumerate(header):
             table.add_column(heading, justify="right" if i >= 2 else "left")
         for cells in lines:

@@ -18,7 +18,7 @@ import torch
 
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.driver import Launch, kernels
-from halfbyte.kernels.common.nvrtc import Variant
+from halfbyte.kernels.common.nvrtc import Variant, read_source
 
 LONGEST = 30.0  # seconds, after which multiprocessors are let go, so that a mistake does not stop the GPU for ever
 START = 5.0  # seconds that may pass until all are held
@@ -67,9 +67,10 @@ def _wait_until_held(running: torch.Tensor) -> None:
             raise RuntimeError(f"{int(running.sum())} of {len(running)} multiprocessors could be held")
 
 
-@cache
 def variant(capability: int) -> Variant:
-    return Variant.of(Path(__file__).with_name("hold.cu").read_text(encoding="utf-8"), capability, {})
+    """What is compiled."""
+    path = Path(__file__).with_name("hold.cu")
+    return Variant.of(read_source(path, root=path.parent), capability, {})
 
 
 @cache

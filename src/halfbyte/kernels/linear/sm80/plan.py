@@ -176,7 +176,7 @@ def sm80_plan(m: int, problem: Problem, properties: DeviceProperties) -> Sm80Pla
     if m < 1 or properties.ptx < 80 or problem.k % 32:
         return None
     columns = next((columns for columns in h200.SM80_COLUMNS if 8 * columns >= m), max(h200.SM80_COLUMNS))
-    for shapes in (h200.SM80_SHAPES[columns], h200.SM80_SMALL_SHAPES[columns]):
+    for shapes in (h200.SM80_SHAPES[columns], h200.SM80_SMALL_SHAPES.get(columns, ())):
         plans = [plan for shape in shapes if (plan := _plan(columns, shape, m, problem, properties)) is not None]
         if plans:
             return min(plans, key=lambda plan: plan.microseconds)
@@ -185,7 +185,7 @@ def sm80_plan(m: int, problem: Problem, properties: DeviceProperties) -> Sm80Pla
 
 def every_shape(columns: int) -> tuple[tuple[int, ...], ...]:
     """Of tune/h200.py, for so many groups of eight rows of x."""
-    return *h200.SM80_SHAPES[columns], *h200.SM80_SMALL_SHAPES[columns]
+    return *h200.SM80_SHAPES[columns], *h200.SM80_SMALL_SHAPES.get(columns, ())
 
 
 def _plan(

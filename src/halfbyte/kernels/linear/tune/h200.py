@@ -173,10 +173,9 @@ SM80_SHAPES = {
 }  # fmt: skip
 # Where none of these fits into shared memory.
 SM80_SMALL_SHAPES = {
-    1: (), 2: (), 4: (),
     6: ((2, 4, 2, 128, 1), (2, 8, 1, 64, 1)),
     8: ((2, 8, 1, 128, 1), (2, 4, 2, 128, 1), (2, 8, 1, 64, 1)),
-}  # fmt: skip
+}
 SM80_STAGES = 6  # more gain nothing
 # Instructions for a pair of weights: looked up, computed, computed where nibbles are four apart; and what a stage takes
 # besides.
