@@ -17,8 +17,11 @@ from halfbyte.kernels.common.norm import Norm
 
 from .conftest import BF16, DEVICE, F16, captured, error, needs_two_gpus, on_another_stream, poisoned, sixteen_bits
 
+front = pytest.importorskip("halfbyte.kernels.attention.attend")
 kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
+both = pytest.mark.parametrize("attend", [front.attend, kernels.attend], ids=["chosen", "triton"])
 BOUND = {F16: 8e-4, BF16: 6e-3}
+Attend = Callable[..., Tensor]
 
 
 def causal(spans: list[tuple[int, int]], new: int, tokens: int, device: torch.device = DEVICE) -> Tensor:
@@ -39,14 +42,13 @@ def exact(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *oth
 @sixteen_bits
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize(("texts", "group", "new"), [(1, 1, 1), (1, 4, 1), (3, 8, 1), (3, 4, 4), (2, 8, 8)])
-@pytest.mark.parametrize("one_launch", [True, False])
-def test_long_caches(size: int, texts: int, group: int, new: int, one_launch: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("way", ["chosen", "one launch", "two launches"])
+def test_long_caches(size: int, texts: int, group: int, new: int, way: str, dtype: torch.dtype) -> None:
     """What lies outside of the spans, in front of the cache and behind it is neither read nor written."""
     shared, tokens = 2, 4500
     spans = [(3, 4100), (1000, 1000 + new), (0, tokens)][:texts]
     mask = causal(spans, new, tokens)
     query = random(texts, shared * group, new, size, dtype=dtype)
-    plan = kernels.plan_for(properties_of(0), texts * shared, tokens, size, group * new)
     shape = (texts, shared, tokens, size)
     with poisoned(shape, dtype) as keys, poisoned(shape, dtype) as values:
         keys.copy_(random(*shape, dtype=dtype))
@@ -56,14 +58,19 @@ def test_long_caches(size: int, texts: int, group: int, new: int, one_launch: bo
             for tensor in (keys, values):
                 tensor[text, :, :first] = float("nan")
                 tensor[text, :, end:] = float("nan")
-        found = kernels.attend(query, keys, values, mask, 0.09, plan=replace(plan, one_launch=one_launch))
+        if way == "chosen":
+            found = front.attend(query, keys, values, mask, 0.09)
+        else:
+            plan = kernels.plan_for(properties_of(0), texts * shared, tokens, size, group * new)
+            found = kernels.attend(query, keys, values, mask, 0.09, plan=replace(plan, one_launch=way == "one launch"))
     assert error(found, right) < BOUND[dtype]
 
 
+@both
 @sixteen_bits
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 @pytest.mark.parametrize(("texts", "group"), [(1, 4), (3, 1), (3, 8), (2, 24)])
-def test_a_new_token(size: int, texts: int, group: int, dtype: torch.dtype) -> None:
+def test_a_new_token(attend: Attend, size: int, texts: int, group: int, dtype: torch.dtype) -> None:
     """It is normed, rotated and put into the cache by one of many programs; all attend to it, replay after replay."""
     shared, tokens = 2, 3000
     joined = random(texts, 1, (group + 2) * shared * size, dtype=dtype)
@@ -74,7 +81,9 @@ def test_a_new_token(size: int, texts: int, group: int, dtype: torch.dtype) -> N
     norms = Norm(random(size, dtype=dtype), 1e-6, 1.0), Norm(random(size, dtype=dtype), 1e-5, 1.0)
     slot = torch.zeros((), dtype=torch.int64, device=DEVICE)
     caches = [random(texts, shared, tokens, size, dtype=dtype) for _ in range(2)]
-    graph, (found, spans, mask) = captured(lambda: attend_new(query, caches, Fresh(key, new, cos, sin, slot, *norms)))
+    graph, (found, spans, mask) = captured(
+        lambda: attend_new(attend, query, caches, Fresh(key, new, cos, sin, slot, *norms))
+    )
     for place in (0, 1, 63, 64, 2999, 777):
         slot.fill_(place)
         exactly = [cache.double() for cache in caches]
@@ -90,10 +99,11 @@ def test_a_new_token(size: int, texts: int, group: int, dtype: torch.dtype) -> N
         assert torch.equal(caches[1][:, :, place].double(), exactly[1][:, :, place])
 
 
+@both
 @sixteen_bits
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 @pytest.mark.parametrize(("texts", "group", "new"), [(1, 4, 8), (3, 1, 2), (3, 8, 5), (2, 24, 8)])
-def test_several_new_tokens(size: int, texts: int, group: int, new: int, dtype: torch.dtype) -> None:
+def test_several_new_tokens(attend: Attend, size: int, texts: int, group: int, new: int, dtype: torch.dtype) -> None:
     """They see one another through the cache, into which they have just been put, replay after replay."""
     shared, tokens = 2, 3000
     joined = random(texts, new, (group + 2) * shared * size, dtype=dtype)
@@ -104,7 +114,9 @@ def test_several_new_tokens(size: int, texts: int, group: int, new: int, dtype: 
     norms = Norm(random(size, dtype=dtype), 1e-6, 1.0), Norm(random(size, dtype=dtype), 1e-5, 1.0)
     slot = torch.zeros((), dtype=torch.int64, device=DEVICE)
     caches = [random(texts, shared, tokens, size, dtype=dtype) for _ in range(2)]
-    graph, (found, _, mask) = captured(lambda: attend_new(query, caches, Fresh(key, added, cos, sin, slot, *norms)))
+    graph, (found, _, mask) = captured(
+        lambda: attend_new(attend, query, caches, Fresh(key, added, cos, sin, slot, *norms))
+    )
     for place in (0, 1, 63, 2999 - new, 777):
         slot.fill_(place)
         exactly = [cache.double() for cache in caches]
@@ -119,13 +131,13 @@ def test_several_new_tokens(size: int, texts: int, group: int, new: int, dtype: 
         assert torch.equal(caches[1].double(), exactly[1])
 
 
-def attend_new(query: Tensor, caches: list[Tensor], fresh: Fresh) -> tuple[Tensor, Tensor, Tensor]:
+def attend_new(attend: Attend, query: Tensor, caches: list[Tensor], fresh: Fresh) -> tuple[Tensor, Tensor, Tensor]:
     """With a mask that shows each token what lies up to its slot, made on the device."""
     tokens, new = caches[0].shape[2], query.shape[2]
     slots = fresh.slot + torch.arange(new, device=DEVICE)[:, None]
     mask = (torch.arange(tokens, device=DEVICE) <= slots).expand(len(query), 1, new, tokens).contiguous()
     spans = kernels.spans_of(mask, len(query))
-    return kernels.attend(query, *caches, mask, 0.09, spans=spans, fresh=fresh), spans, mask
+    return attend(query, *caches, mask, 0.09, spans=spans, fresh=fresh), spans, mask
 
 
 @sixteen_bits
@@ -162,32 +174,34 @@ def test_a_prompt_is_turned(kind: str, size: int, texts: int, group: int, tokens
             assert torch.equal(tensor[:, :, tokens:].view(torch.int16), before.view(torch.int16))
 
 
-def test_soft_caps_and_sinks() -> None:
+@both
+def test_soft_caps_and_sinks(attend: Attend) -> None:
     mask = causal([(5, 700), (0, 64)], 4, 1024)
     query, keys, values = random(2, 16, 4, 64), random(2, 2, 1024, 64), random(2, 2, 1024, 64)
     numbers = torch.where(mask, 0.0, torch.finfo(BF16).min).to(BF16)
     for cap, sinks in ((5.0, None), (None, random(16)), (30.0, random(16).float())):
         right = exact(query, keys, values, mask, cap, sinks)
         for seen in (mask, numbers):
-            found = kernels.attend(query, keys, values, seen, 0.09, softcap=cap, sinks=sinks)
+            found = attend(query, keys, values, seen, 0.09, softcap=cap, sinks=sinks)
             assert error(found, right) < BOUND[BF16]
 
 
-def attention_of(mask: Tensor, layers: int) -> Callable[[], list[Tensor]]:
+def attention_of(attend: Attend, mask: Tensor, layers: int) -> Callable[[], list[Tensor]]:
     """Layers over one cache each, with the spans of one mask."""
     given = [(random(len(mask), 8, 1, 128), *(random(len(mask), 2, 4096, 128) for _ in "kv")) for _ in range(layers)]
 
     def attention() -> list[Tensor]:
         spans = kernels.spans_of(mask, len(mask))
-        return [kernels.attend(*layer, mask, 0.09, spans=spans) for layer in given]
+        return [attend(*layer, mask, 0.09, spans=spans) for layer in given]
 
     return attention
 
 
-def test_a_graph_follows_its_mask() -> None:
+@both
+def test_a_graph_follows_its_mask(attend: Attend) -> None:
     """A bucket that fills: the same graph reads more and more, and the counters of parts are ready every time."""
     mask = causal([(0, 1), (7, 20)], 1, 4096)
-    attention = attention_of(mask, 3)
+    attention = attention_of(attend, mask, 3)
     graph, results = captured(attention)
     for end in (20, 21, 500, 4096, 30):
         mask.copy_(causal([(0, end), (7, end)], 1, 4096))
@@ -196,9 +210,10 @@ def test_a_graph_follows_its_mask() -> None:
         assert all(map(torch.equal, replayed, attention()))
 
 
-def test_several_streams() -> None:
+@both
+def test_several_streams(attend: Attend) -> None:
     mask = causal([(0, 4000)], 1, 4096)
-    attention = attention_of(mask, 8)
+    attention = attention_of(attend, mask, 8)
     right = attention()
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
@@ -211,11 +226,12 @@ def test_several_streams() -> None:
         assert all(map(torch.equal, results, right))
 
 
+@both
 @needs_two_gpus
-def test_on_another_device() -> None:
+def test_on_another_device(attend: Attend) -> None:
     other = torch.device("cuda", 1)
     mask = causal([(0, 900), (3, 4)], 2, 1024, other)
     query, keys, values = (random(2, heads, n, 64, device=other) for heads, n in ((4, 2), (2, 1024), (2, 1024)))
     with torch.cuda.device(other):
-        found = kernels.attend(query, keys, values, mask, 0.09)
+        found = attend(query, keys, values, mask, 0.09)
     assert error(found, exact(query, keys, values, mask)) < BOUND[BF16]

@@ -98,7 +98,7 @@ def test_tokens_are_those_of_steps_without_a_graph(model: Any, batch: int, repla
 
 
 def test_attention_of_steps_is_ours(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
+    kernels = pytest.importorskip("halfbyte.kernels.attention.attend")
     asked: list[Any] = []
     attend = kernels.attend
 

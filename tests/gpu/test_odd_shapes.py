@@ -7,7 +7,8 @@ cuBLAS more than anything.
 
 import math
 from dataclasses import replace
-from itertools import chain
+from functools import partial
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -448,19 +449,20 @@ def test_append_to_a_cache(texts: int, heads: int, tokens: int, key: int, value:
     ],
 )
 def test_attention(texts: int, heads: int, shared: int, new: int, tokens: int, size: int, value: int) -> None:
+    front = pytest.importorskip("halfbyte.kernels.attention.attend")
     kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
     rows = heads // shared * new
     usual = kernels.plan_for(properties_of(0), texts * shared, tokens, max(size, value), rows)
-    for dtype, one_launch in ((torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, False)):
+    ways = [partial(kernels.attend, plan=replace(usual, one_launch=one)) for one in (True, False)]
+    for dtype, attend in product((torch.float16, torch.bfloat16), (front.attend, *ways)):
         query = torch.randn(texts, new, heads, size + 3, device="cuda")[..., :size].transpose(1, 2).to(dtype)
         keys, values = (torch.randn(texts, shared, tokens, d, device="cuda").to(dtype) for d in (size, value))
         mask = torch.rand(texts, 1, new, tokens, device="cuda") < 0.7
         mask[..., 0] = True
-        plan = replace(usual, one_launch=one_launch)
         for seen in (mask, mask[:1], None):
             assert kernels.supports(query, keys, values, seen)
-            found = kernels.attend(query, keys, values, seen, 0.25, plan=plan)
-            assert torch.equal(found, kernels.attend(query, keys, values, seen, 0.25, plan=plan))
+            found = attend(query, keys, values, seen, 0.25)
+            assert torch.equal(found, attend(query, keys, values, seen, 0.25))
             given = (tensor.double().cpu() for tensor in (query, keys, values))
             right = reference.attend(*given, None if seen is None else seen.cpu(), 0.25)
             assert relative_error(found.cpu(), right) < (8e-4 if dtype is torch.float16 else 6e-3)
@@ -468,17 +470,27 @@ def test_attention(texts: int, heads: int, shared: int, new: int, tokens: int, s
 
 @pytest.mark.parametrize(
     ("texts", "heads", "shared", "new", "tokens", "size", "value"),
-    [(1, 1, 1, 2, 2, 8, 1), (2, 6, 3, 5, 37, 80, 80), (3, 24, 1, 8, 70, 128, 64), (2, 20, 4, 1, 1000, 96, 256)],
+    [
+        (1, 1, 1, 2, 2, 8, 1),
+        (2, 6, 3, 5, 37, 80, 80),
+        (3, 24, 1, 8, 70, 128, 64),
+        (2, 20, 4, 1, 1000, 96, 256),
+        (3, 20, 4, 7, 1001, 128, 128),
+        (33, 14, 2, 1, 57, 64, 64),
+    ],
 )
+@pytest.mark.parametrize("padding", [0, 3])
 def test_attention_of_new_tokens(
-    texts: int, heads: int, shared: int, new: int, tokens: int, size: int, value: int
+    texts: int, heads: int, shared: int, new: int, tokens: int, size: int, value: int, padding: int
 ) -> None:
-    """Normed, rotated by a part of their heads, and put into the last places of the cache."""
+    """Normed, rotated by a part of their heads, and put into the last places of the cache. padding: numbers behind
+    each head, which leave heads where no kernel loads 16 bytes at once."""
     kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
+    front = pytest.importorskip("halfbyte.kernels.attention.attend")
     rotary = max(2, size // 4 * 2)
     norms = [Norm(torch.randn(size, device="cuda").bfloat16(), epsilon, 1.0) for epsilon in (1e-6, 1e-3)]
     query, key, added = (
-        torch.randn(texts, new, n, d + 3, device="cuda")[..., :d].transpose(1, 2).bfloat16()
+        torch.randn(texts, new, n, d + padding, device="cuda").bfloat16()[..., :d].transpose(1, 2)
         for n, d in ((heads, size), (shared, size), (shared, value))
     )
     cos, sin = torch.randn(2, texts, new, rotary, device="cuda").bfloat16()
@@ -491,7 +503,7 @@ def test_attention_of_new_tokens(
     mask = (places <= last).expand(texts, 1, new, tokens).contiguous()
     assert kernels.supports(query, keys, values, mask)
     assert supports_fresh(fresh, query, keys, values)
-    found = kernels.attend(query, keys, values, mask, 0.25, fresh=fresh)
+    found = front.attend(query, keys, values, mask, 0.25, fresh=fresh)
     assert relative_error(found, reference.attend(turned, *exactly, mask, 0.25)) < 2e-2
     assert relative_error(keys, exactly[0]) < 6e-3
     assert torch.equal(values.double(), exactly[1])

@@ -28,6 +28,9 @@ struct Index {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(8) float2 {
+  float x, y;
+};
 struct alignas(8) uint2 {
   unsigned x, y;
 };
@@ -35,6 +38,7 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -95,6 +99,18 @@ template <class T> T __shfl_sync(unsigned, T value, unsigned from) {
 // The same among `width` neighbours.
 template <class T> T __shfl_sync(unsigned mask, T value, unsigned from, unsigned width) {
   return __shfl_sync(mask, value, threadIdx.x % 32 / width * width + from % width);
+}
+template <class T> T __shfl_xor_sync(unsigned mask, T value, unsigned other) {
+  return __shfl_sync(mask, value, threadIdx.x % 32 ^ other);
+}
+inline void __syncwarp() { own_warp->barrier.arrive_and_wait(); }
+// movmatrix: of a matrix of eight by eight, whose row lane / 4 a lane has two numbers of, the same of its column.
+inline unsigned turned(unsigned pair) {
+  const unsigned lane = threadIdx.x % 32, shift = lane / 4 % 2 * 16;
+  unsigned found = 0;
+  for (unsigned half = 0; half < 2; half++)
+    found |= (__shfl_sync(~0u, pair, (lane % 4 * 2 + half) * 4 + lane / 8) >> shift & 0xffff) << 16 * half;
+  return found;
 }
 inline bool __any_sync(unsigned, bool value) {
   bool any = false;
@@ -165,6 +181,7 @@ inline float __uint_as_float(unsigned bits) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
+inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
 inline float __fadd_rn(float a, float b) {
   volatile float sum = a + b;
   return sum;

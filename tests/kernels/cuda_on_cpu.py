@@ -31,6 +31,8 @@ FUNCTIONS = {
     "scaled": "float scaled(float number, float scale) { return __fmul_rn(number, scale); }",
     "load_matrices": "void load_matrices(u32 (&to)[4], u32 at) { matrices(to, at, false); }",
     "load_transposed": "void load_transposed(u32 (&to)[4], u32 at) { matrices(to, at, true); }",
+    "transposed": "u32 transposed(u32 pair) { return turned(pair); }",
+    "fetch": "void fetch(const u16* norm, u32 lane) {}",
     "kept": "u32 kept(u32 value) { return value; }",
     "copy_async": "void copy_async(u32 to, const void* from, bool exists) {"
     " copy_groups.back().push_back({to, from, exists}); }",

@@ -57,10 +57,10 @@ def compiled(folder: Path, problem: Problem, plan: Sm80Plan, capability: int) ->
     return path
 
 
-def usage(cubin: Path) -> dict[str, int]:
-    """Of `multiply`: registers ("REG"), "STACK", "SHARED", "LOCAL"."""
+def usage(cubin: Path, function: str = "multiply") -> dict[str, int]:
+    """Of a function: registers ("REG"), "STACK", "SHARED", "LOCAL"."""
     text = _told("cuobjdump", "-res-usage", cubin)
-    return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", text.split("Function multiply:")[1])}
+    return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", text.split(f"Function {function}:")[1])}
 
 
 def operations(cubin: Path) -> list[str]:

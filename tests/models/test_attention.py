@@ -12,6 +12,7 @@ from halfbyte.models import caches, graphs, regions
 from halfbyte.models.attention import attention_of_steps
 
 transformers = pytest.importorskip("transformers")
+front = pytest.importorskip("halfbyte.kernels.attention.attend")
 kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
 spans = pytest.importorskip("halfbyte.kernels.attention.spans")
 
@@ -51,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         seen.append(tuple(query.shape))
         return reference.attend(query, keys, values, mask, scale, softcap, sinks)
 
-    monkeypatch.setattr(kernels, "attend", attend)
+    monkeypatch.setattr(front, "attend", attend)
     monkeypatch.setattr(spans, "spans_of", lambda mask, texts: torch.zeros(texts, spans.WIDTH, dtype=torch.int32))
     monkeypatch.setattr(kernels, "DTYPES", (torch.float32,))
     return seen

@@ -83,8 +83,8 @@ def _name(load: Load) -> str:
 
 
 def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch.device) -> Case:
+    from halfbyte.kernels.attention.attend import attend
     from halfbyte.kernels.attention.spans import spans_of
-    from halfbyte.kernels.attention.triton import attend
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device)

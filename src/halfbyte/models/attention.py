@@ -84,19 +84,20 @@ class StepAttention:
         scaling: float | None = None,
         **others: Any,
     ) -> Any:
-        from halfbyte.kernels.attention import triton as kernels
+        from halfbyte.kernels.attention.attend import attend
+        from halfbyte.kernels.attention.triton import supports
 
         asked = (others.get(name) for name in OTHERS)
         another = dropout or any(value is not None and value is not False for value in asked)
         # Without a mask several new tokens are a prompt, whose causal mask transformers leaves to torch.
         prompt = attention_mask is None and query.shape[2] > 1
         sinks, softcap = others.get("s_aux"), others.get("softcap")
-        if another or prompt or not kernels.supports(query, key, value, attention_mask, sinks):
+        if another or prompt or not supports(query, key, value, attention_mask, sinks):
             return theirs(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         spans = None if attention_mask is None else self.spans_of(attention_mask, len(query))
         softcap = None if softcap is None else float(softcap)
-        return kernels.attend(query, key, value, attention_mask, scale, softcap=softcap, sinks=sinks, spans=spans), None
+        return attend(query, key, value, attention_mask, scale, softcap=softcap, sinks=sinks, spans=spans), None
 
     def of_new_tokens(
         self,
@@ -116,13 +117,14 @@ class StepAttention:
             return None if query.is_cuda else reference.attend(
                 reference.put(query, keys, values, fresh), keys, values, mask, scale, softcap, sinks
             )  # fmt: skip
-        from halfbyte.kernels.attention import triton as kernels
+        from halfbyte.kernels.attention.attend import attend
+        from halfbyte.kernels.attention.triton import supports
 
-        if not kernels.supports(query, keys, values, mask, sinks) or not supports_fresh(fresh, query, keys, values):
+        if not supports(query, keys, values, mask, sinks) or not supports_fresh(fresh, query, keys, values):
             return None
         settled = settled and (mask is None or self._known(mask, len(query)) is not None)
         spans = None if mask is None else self.spans_of(mask, len(query))
-        return kernels.attend(
+        return attend(
             query, keys, values, mask, scale, softcap=softcap, sinks=sinks, spans=spans, fresh=fresh, settled=settled
         )
 

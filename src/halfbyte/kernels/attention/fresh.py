@@ -1,6 +1,6 @@
 """New tokens' own queries, keys and values, as a layer's projections leave them. What attends to them norms and rotates
-them and puts them into the cache: of one token in the same launch, of several in one ahead (put.py), of a prompt, whose
-attention is torch's, in one as well (turn.py)."""
+them and puts them into the cache: in the same launch, but for several of them by Triton's kernel, which has one ahead
+(put.py). A prompt, whose attention is torch's, has one as well (turn.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Several new tokens normed, rotated and put into the cache in one launch, ahead of the attention that sees them all.
 
-Of a single new token `attend` does this itself (rotate.py). Several see one another through the cache, which must have
-all of them before anybody reads it.
+Of a single new token `attend` in triton.py does this itself (rotate.py). Several see one another through the cache,
+which must have all of them before anybody reads it.
 
 Bytes: the new tokens' queries twice, their keys and values once read and once written; a few hundred kB at most.
 """

@@ -271,25 +271,8 @@ def attend(
     settled: bool = False,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """softmax(query keysᵀ · scale) values, where the mask is true, in fp32 but for products of 16-bit numbers.
-
-    query: [texts, heads, new tokens, size]. keys, values: [texts, heads that share keys, tokens, size]. mask: [texts or
-    1, 1, new tokens, tokens], of booleans, or of numbers in the dtype of query, which are added to scores; the least of
-    that dtype, or -inf, stands for a token that is not seen. softcap: scores become softcap · tanh(score / softcap).
-    sinks: [heads], a score each that takes its share of the weights and has no value. Such that `takes` says yes, on
-    the current device.
-
-    spans: what `spans_of` says of the mask, for callers that have several layers; without a mask every token of a span
-    is seen. The tokens of a span that a mask leaves out are read all the same, and must be finite.
-
-    fresh: the new tokens' keys and values, which with their queries are normed and rotated here, and which are put into
-    the cache; such that `fresh.supports` says yes. Without it the cache holds them. Of several new tokens that is a
-    launch of its own.
-
-    settled: no kernel just ahead in the stream writes the cache, the mask, spans, cos, sin or slot, so that they may be
-    read before that one ends.
-
-    Returns [texts, new tokens, heads, size of values]; zeros for a new token that sees none.
+    """As `attend` in attend.py, by this kernel, whatever the GPU. Of several fresh tokens a launch of its own puts them
+    into the cache first. plan: another than the one that is found.
     """
     texts, heads, new, size = query.shape
     shared, tokens, value = keys.shape[1], keys.shape[2], values.shape[3]

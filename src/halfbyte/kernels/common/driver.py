@@ -16,6 +16,7 @@ _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_WIDE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
@@ -64,13 +65,18 @@ def bind_context() -> None:
 
 @cache
 def kernels(
-    index: int | None, variant: Variant, shared_bytes: tuple[tuple[str, int], ...], carveout: int | None = None
+    index: int | None,
+    variant: Variant,
+    shared_bytes: tuple[tuple[str, int], ...],
+    carveout: int | None = None,
+    wide: bool = False,
 ) -> tuple[ctypes.c_void_p, ...]:
     """Kernels by name, compiled or from the cache, loaded for device number `index`, which must be current, and allowed
     that much dynamic shared memory each.
 
     carveout: the percentage of a multiprocessor's L1 that is to be shared memory. It changes only while the
-    multiprocessor is idle, so kernels that overlap must agree on it.
+    multiprocessor is idle, so kernels that overlap must agree on it. wide: clusters of more than eight CTAs, which not
+    every GPU has.
     """
     module = ctypes.c_void_p()
     call("cuModuleLoadData", ctypes.byref(module), cubin(variant))
@@ -82,6 +88,8 @@ def kernels(
             call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, ctypes.c_int(count))
         if carveout is not None:
             call("cuFuncSetAttribute", function, _SHARED_CARVEOUT, ctypes.c_int(carveout))
+        if wide:
+            call("cuFuncSetAttribute", function, _WIDE_CLUSTERS, ctypes.c_int(1))
         functions.append(function)
     return tuple(functions)
 

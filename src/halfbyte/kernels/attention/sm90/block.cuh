@@ -1,0 +1,66 @@
+// A block of 16 tokens: what a lane holds of it.
+
+#include "work.cuh"
+
+struct Keys {
+  uint4 of[2][KEY_PARTS];
+  __device__ __forceinline__ void load(const Text& text, u32 base, u32 group, u32 member) {
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+      const u32 token = base + group + 8 * half;
+      const bool there = text.is_known(token) && !text.is_own(token);
+#pragma unroll
+      for (u32 j = 0; j < KEY_PARTS; j++)
+        of[half][j] = there ? load_settled(text.keys + token * SIZE + 32 * j + 8 * member) : make_uint4(0, 0, 0, 0);
+    }
+  }
+};
+struct Values {
+  uint4 of[4][VALUE_PARTS];
+  __device__ static u32 token(u32 i, u32 member) { return 2 * member + i % 2 + i / 2 * 8; }
+  __device__ __forceinline__ void load(const Text& text, u32 base, u32 group, u32 member) {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+      const u32 at = base + token(i, member);
+      const bool there = text.is_known(at) && !text.is_own(at);
+#pragma unroll
+      for (u32 j = 0; j < VALUE_PARTS; j++)
+        of[i][j] = there ? load_settled(text.values + at * SIZE + 64 * j + 8 * group) : make_uint4(0, 0, 0, 0);
+    }
+  }
+  // Number `place` of this lane's, of tokens 2 i and 2 i + 1.
+  __device__ __forceinline__ u32 pair(u32 i, u32 place) const {
+    const u32 low = word_of(of[2 * i][place / 8], place % 8 / 2),
+              high = word_of(of[2 * i + 1][place / 8], place % 8 / 2);
+    return __byte_perm(low, high, place % 2 ? 0x7632 : 0x5410);
+  }
+};
+// What is added to scores, in their unit: 0, a mask's number, or NONE for what is not seen.
+struct Shifts {
+  static constexpr u32 COUNT = NEW == 1 || Config::mask == 0 ? 1 : 2 * COLUMNS;  // rows of the mask that a lane needs
+  float of[2][COUNT];
+  __device__ __forceinline__ void load(const Arguments& a, const Text& text, u32 base, u32 group, u32 first_row) {
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+      const u32 token = base + group + 8 * half;
+      // A new token is seen where the mask says so, whatever the span.
+      const bool there = text.is_own(token) || text.is_known(token);
+#pragma unroll
+      for (u32 i = 0; i < COUNT; i++) {
+        of[half][i] = there ? 0.f : NONE;
+        if (Config::mask == 0 || !there) continue;
+        const u32 row = first_row + i / 2 * 8 + i % 2;
+        const long long at = token + (NEW == 1 ? 0 : row % NEW * a.mask_new);
+        if constexpr (Config::mask == 1) {
+          if (!__ldg(text.mask + at)) of[half][i] = NONE;
+        } else {
+          const float number = unpack(__ldg(reinterpret_cast<const u16*>(text.mask) + at));
+          of[half][i] = number > a.lowest ? number * LOG2E : NONE;
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ float at(u32 half, u32 column, u32 i) const {
+    return of[half][COUNT == 1 ? 0 : 2 * column + i];
+  }
+};

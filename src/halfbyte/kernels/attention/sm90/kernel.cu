@@ -1,0 +1,127 @@
+// Attention of one to eight new tokens of each text to the keys and values of a static cache, for GPUs with clusters:
+// softmax(query keysᵀ · scale) values, and on the way new keys and values are normed, rotated and put into the cache.
+//
+// Bytes moved: the keys and values of a text's span (spans.py), once for every ROW_TILES. Flops: 4 rows · SIZE a token
+// and head of keys.
+//
+// Operands. A warp takes 16 tokens at a time, and the heads that share keys, times the new tokens, are the columns of its
+// products: scores.T = keys @ queries.T and out.T = values.T @ weights.T, by mma.m16n8k16 (device/mma.cuh). Nothing goes
+// through shared memory. A product's K may be permuted if both of its operands are, and so may its rows: so a lane loads
+// 16 bytes of a key, which are its part of two MMAs, and 16 bytes of a value, which are its row of eight. Only pairs of
+// tokens, which a register of values.T holds, are put together by instructions, and the weights turned by movmatrix.
+//
+//   of a block of 16 tokens       lane (group, member)
+//   keys of tokens                group, group + 8; numbers 32 j + 8 member + (0 .. 7)
+//   values of tokens              2 member + (0, 1, 8, 9); numbers 64 j + 8 group + (0 .. 7)
+//   queries of row                group;  numbers 32 j + 8 member + (0 .. 7), normed and rotated
+//   scores, weights               tokens group, group + 8; rows 2 member, + 1
+//   sums                          numbers 64 j + 8 group + (0 .. 7); rows 2 member, + 1
+//
+// Work. A cluster has one head of keys of one text. Its warps take blocks in turn, each with sums, a highest score and
+// the sum of weights of its own, as in flash decoding (arXiv:2311.01282). Each CTA adds up a share of the result, which
+// all warps write into its shared memory, always in the same order: so the same input gives the same bits. The next block
+// is on its way while one is computed.
+//
+// A new token takes the place of what its slot of the cache holds, in the registers of the warp whose block has the
+// slot, which also writes it. Nobody reads a slot that is written.
+//
+// Needs sm_90 (with a cluster of one, sm_80), SIZE 64 or 128, and pointers and strides that are multiples of 16
+// bytes.
+//
+// Config:
+//   x                      the type of all numbers of 16 bits
+//   size, group, fresh     numbers of a head; heads that share keys, new tokens of a text
+//   columns                groups of eight rows of queries that a warp has
+//   token_warps, cluster   warps of a CTA that share rows; CTAs of a cluster
+//   mask                   0 none, 1 bytes, 2 numbers of 16 bits that are added
+//   spans, sinks, capped   whether there are any; sinks: 0 none, 1 of 16 bits, 2 of 32
+//   puts, rotary, halves   new tokens are as in fresh.py: numbers of a head that turn; whether angles are of a half
+//   query_norm, key_norm   whether they are normed
+//   early                  only the query and what is new are written by the kernel ahead
+//   overlaps               the kernel may begin before the one ahead has ended
+//   mma_k                  16
+
+#include "fresh.cuh"
+#include "sums.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_constant__ Arguments a) {
+  const u32 lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
+  const u32 row_tile = warp % ROW_TILES, rank = Config::cluster == 1 ? 0 : blockIdx.y;
+  const u32 part = rank * TOKEN_WARPS + warp / ROW_TILES;
+  const u32 which = blockIdx.x / a.heads, head = blockIdx.x % a.heads;
+  if constexpr (Config::overlaps && !Config::early) wait_for_prior_kernel(), launch_dependents();
+
+  const Text text(a, which, head);
+  const u32 first_row = row_tile * 8 * COLUMNS;
+  u32 block = part;
+  Keys keys;
+  Values values;
+  Shifts shifts;
+  keys.load(text, BLOCK * (text.begin + block), group, member);
+  if constexpr (AHEAD) values.load(text, BLOCK * (text.begin + block), group, member);
+  shifts.load(a, text, BLOCK * (text.begin + block), group, first_row + 2 * member);
+  Angles angles[COLUMNS];
+  if constexpr (Config::puts)
+#pragma unroll
+    for (u32 column = 0; column < COLUMNS; column++)
+      angles[column].load(a, which, (first_row + 8 * column + group) % NEW, member);
+  if constexpr (Config::query_norm) fetch(a.query_norm, lane);
+  if constexpr (Config::key_norm) fetch(a.key_norm, lane);
+  if constexpr (Config::overlaps && Config::early) wait_for_prior_kernel(), launch_dependents();
+  if constexpr (Config::cluster > 1) arrive_cluster();
+
+  // All that is new is on its way before any of it is used.
+  Head heads[COLUMNS];
+#pragma unroll
+  for (u32 column = 0; column < COLUMNS; column++) {
+    const u32 row = first_row + 8 * column + group;
+    const bool exists = row < ROWS;
+    const u32 of = head * Config::group + (exists ? row / NEW : 0);
+    heads[column].load(a.query + which * a.query_text + of * a.query_head + row % NEW * a.query_new, exists, member);
+  }
+  u16* own = reinterpret_cast<u16*>(memory + 4 * row_tile * NEW * SIZE);  // keys, and behind them values
+  Fresh fresh;
+  const bool has_own = Config::puts && text.has_own(part);
+  if (has_own) fresh.load(a, text, part, which, head, group, member);
+  uint4 query[COLUMNS][KEY_PARTS];
+#pragma unroll
+  for (u32 column = 0; column < COLUMNS; column++) {
+    if constexpr (Config::puts)
+      heads[column].turn<Config::query_norm>(query[column], angles[column], a.query_norm, a.query_epsilon, a.offset,
+                                             member);
+    else
+#pragma unroll
+      for (u32 j = 0; j < KEY_PARTS; j++) query[column][j] = heads[column].of[j];
+  }
+  if (has_own) {
+    if constexpr (NEW > 1) angles[0].load(a, which, fresh.number, member);
+    fresh.put(a, text, angles[0], own, row_tile == 0, member);
+  }
+
+  Sums sums;
+  while (block < text.blocks) {
+    const u32 base = BLOCK * (text.begin + block);
+    block += PARTS;
+    const u32 next = BLOCK * (text.begin + block);
+    if constexpr (!AHEAD) values.load(text, base, group, member);
+    if (has_own && base < text.behind_own && base + BLOCK > text.own)
+      replace(text, keys, values, own, base, group, member);
+    float score[COLUMNS][4];
+    multiply(score, keys, query);
+    if constexpr (AHEAD) keys.load(text, next, group, member);
+    u32 operand[COLUMNS][2];
+    sums.weigh(operand, score, shifts, a);
+    shifts.load(a, text, next, group, first_row + 2 * member);
+    sums.add(values, operand);
+    if constexpr (AHEAD) values.load(text, next, group, member);
+    else keys.load(text, next, group, member);
+  }
+
+  if constexpr (Config::cluster > 1) wait_for_cluster();  // every CTA has begun, and so has shared memory
+  sums.leave(row_tile, part, lane);
+  if constexpr (Config::cluster > 1) sync_cluster();
+  else __syncthreads();
+  for (u32 number = warp; number < SLOTS * ROW_TILES; number += WARPS)
+    add_up(a, number / ROW_TILES, number % ROW_TILES, rank, which, head, lane);
+}

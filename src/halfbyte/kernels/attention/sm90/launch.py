@@ -1,0 +1,159 @@
+"""The CUDA kernel that attends with clusters: what it is compiled for, and how it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.attention.fresh import Fresh
+from halfbyte.kernels.attention.sm90.plan import ClusterPlan, cluster_plan
+from halfbyte.kernels.attention.spans import WIDTH, lowest
+from halfbyte.kernels.common import compiler
+from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties, properties_of
+from halfbyte.kernels.common.driver import Arguments, Launch, driver, kernels
+from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
+from halfbyte.kernels.common.thread_cache import ThreadCache
+
+TYPES = {torch.float16: "Type::fp16", torch.bfloat16: "Type::bf16"}
+ALIGNED = 16  # bytes, of a load
+LAYOUT = ("", "14Q17q3I6f", "4x")  # Arguments in kernel.cu
+launches: ThreadCache[Hashable, tuple[Launch, Arguments]] = ThreadCache()
+
+
+def plan_for(query: Tensor, keys: Tensor, values: Tensor, fresh: Fresh | None) -> ClusterPlan | None:
+    """The plan, or None where this kernel is not for them. They are such as `attend` supports."""
+    texts, heads, new, size = query.shape
+    shared, tokens = keys.shape[1], keys.shape[2]
+    tensors = [query, keys, values]
+    if fresh is not None:
+        if fresh.rotary % 16:
+            return None
+        tensors += [fresh.keys, fresh.values, fresh.cos, fresh.sin]
+        tensors += [norm.weight for norm in (fresh.query_norm, fresh.key_norm) if norm is not None]
+    if values.shape[3] != size or not all(map(_is_aligned, tensors)) or driver() is None or compiler.find() is None:
+        return None
+    return cluster_plan(properties_of(query.get_device()), texts * shared, tokens, size, heads // shared * new)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    step = ALIGNED // tensor.itemsize
+    return tensor.data_ptr() % ALIGNED == 0 and all(stride % step == 0 for stride in tensor.stride()[:-1])
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    spans: Tensor | None,
+    fresh: Fresh | None,
+    settled: bool,
+    plan: ClusterPlan,
+) -> Tensor:
+    """As `attend` in attend.py, by a plan that `plan_for` gave."""
+    texts, heads, new, size = query.shape
+    shared, index = keys.shape[1], query.get_device()
+    out = query.new_empty((texts, new, heads, size))
+    rotary = (0, False, False, False)
+    if fresh is not None:
+        rotary = (fresh.rotary, fresh.halves, fresh.query_norm is not None, fresh.key_norm is not None)
+    kinds = query.dtype, mask_kind(mask), sinks_kind(sinks), spans is not None, bool(softcap), fresh is not None, rotary
+    key = (index, texts * shared, heads // shared, new, size, plan, settled, *kinds)
+
+    def make() -> tuple[Launch, Arguments]:
+        compiled = variant(properties_of(index), heads // shared, new, size, plan, settled, *kinds)
+        return _launch(index, compiled, texts * shared, heads // shared * new, plan), Arguments(LAYOUT, (), ())
+
+    launch, told = launches.get(key, make)
+    told.set(*arguments(query, keys, values, mask, scale, softcap, sinks, spans, fresh, out))
+    launch(torch._C._cuda_getCurrentRawStream(index), told.parameters)
+    return out
+
+
+def arguments(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    spans: Tensor | None,
+    fresh: Fresh | None,
+    out: Tensor,
+) -> tuple[Any, ...]:
+    """What work.cuh's Arguments hold. The query stands for tensors that there are not, and is not read as such."""
+    new: tuple[Tensor, ...] = (query,) * 7
+    strides: tuple[int, ...] = (0,) * 8
+    numbers: tuple[float, ...] = (0.0,) * 3
+    if fresh is not None:
+        added, values_added, cos, sin, slot, *norms = fresh.tensors(query)
+        new, of = (added, values_added, cos, sin, *norms, slot), fresh.constants
+        strides = *added.stride()[:3], *values_added.stride()[:3], fresh.cos_text, cos.stride(1)
+        numbers = of["QUERY_EPSILON"], of["KEY_EPSILON"], of["OFFSET"]
+    others = (query if tensor is None else tensor for tensor in (mask, spans, sinks))
+    steps = (0, 0) if mask is None else (0 if len(mask) == 1 else mask.stride(0), mask.stride(2))
+    return (
+        *(tensor.data_ptr() for tensor in (query, *new, keys, values, *others, out)),
+        *query.stride()[:3], *keys.stride()[:2], *values.stride()[:2], *steps, *strides,
+        keys.shape[2], keys.shape[1], WIDTH, scale, softcap or 0.0, 0.0 if mask is None else lowest(mask), *numbers,
+    )  # fmt: skip
+
+
+def mask_kind(mask: Tensor | None) -> int:
+    return 0 if mask is None else 1 if mask.dtype is torch.bool else 2
+
+
+def sinks_kind(sinks: Tensor | None) -> int:
+    return 0 if sinks is None else sinks.itemsize // 2
+
+
+def variant(
+    properties: DeviceProperties,
+    group: int,
+    new: int,
+    size: int,
+    plan: ClusterPlan,
+    settled: bool,
+    dtype: torch.dtype,
+    mask: int,
+    sinks: int,
+    spans: bool,
+    capped: bool,
+    puts: bool,
+    rotary: tuple[int, bool, bool, bool],
+    *,
+    overlaps: bool = True,
+) -> Variant:
+    """What is compiled."""
+    turning, halves, query_norm, key_norm = rotary
+    constants: dict[str, Constant] = {
+        "x": TYPES[dtype], "size": size, "group": group, "fresh": new, "columns": plan.columns,
+        "token_warps": plan.token_warps, "cluster": plan.cluster, "mask": mask, "spans": spans, "sinks": sinks,
+        "capped": capped, "puts": puts, "rotary": turning, "halves": halves, "query_norm": query_norm,
+        "key_norm": key_norm, "early": settled, "overlaps": overlaps, "mma_k": 16,
+        "shared_bytes": plan.shared_bytes(group * new, size, new if puts else 0),
+    }  # fmt: skip
+    return Variant.of(source(), properties.capability, constants)
+
+
+def _launch(index: int, compiled: Variant, heads: int, rows: int, plan: ClusterPlan) -> Launch:
+    shared = int(dict(compiled.constants)["shared_bytes"])
+    (function,) = kernels(index, compiled, (("attend", shared),), wide=plan.cluster > MOST_CLUSTER)
+    cluster = plan.cluster if plan.cluster > 1 else 0
+    overlaps = bool(dict(compiled.constants)["overlaps"])
+    return Launch(function, (heads, plan.cluster), plan.threads(rows), shared, cluster, overlaps)
+
+
+@cache
+def source() -> str:
+    path = Path(__file__).with_name("kernel.cu")
+    return read_source(path, root=path.parents[2])

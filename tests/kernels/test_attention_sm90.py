@@ -1,0 +1,243 @@
+"""The attention kernel with clusters, without a GPU: its plans, that it compiles for every target that it is for, and
+that it computes the right thing on a CPU, where a cluster has one CTA."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import cuda_on_cpu
+import pytest
+import torch
+from gpus import H200, MI300X
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rings import usage
+from torch import Tensor
+
+from halfbyte.kernels.attention import reference
+from halfbyte.kernels.attention.fresh import Fresh
+from halfbyte.kernels.attention.sm90 import launch
+from halfbyte.kernels.attention.sm90.plan import MOST_ROWS, REGISTERS, SIZES, ClusterPlan, cluster_plan
+from halfbyte.kernels.attention.spans import WIDTH
+from halfbyte.kernels.common.device import properties_for
+from halfbyte.kernels.common.norm import Norm
+from halfbyte.kernels.common.nvrtc import compile_cubin
+
+BF16, F16 = torch.bfloat16, torch.float16
+BOUND = {BF16: 2.0**-6, F16: 2.0**-9}  # weights and results are rounded to it
+
+
+def on_cpu(
+    folder: Path,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    plan: ClusterPlan,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    spans: Tensor | None = None,
+    fresh: Fresh | None = None,
+) -> Tensor:
+    """The source itself, thread by thread, within the bounds of caches and masks."""
+    texts, heads, new, size = query.shape
+    shared = keys.shape[1]
+    out = torch.full((texts + 1, new, heads, size), 777.0, dtype=query.dtype)
+    told = launch.arguments(query, keys, values, mask, 0.09, softcap, sinks, spans, fresh, out)
+    rotary = (0, False, False, False)
+    if fresh is not None:
+        rotary = (fresh.rotary, fresh.halves, fresh.query_norm is not None, fresh.key_norm is not None)
+    group, kinds = heads // shared, (launch.mask_kind(mask), launch.sinks_kind(sinks))
+    variant = launch.variant(
+        H200, group, new, size, plan, False, query.dtype, *kinds, spans is not None, bool(softcap), fresh is not None,
+        rotary, overlaps=False,
+    )  # fmt: skip
+    readable = [keys, values, *(t for t in (mask, spans, sinks) if t is not None)]
+    if fresh is not None:
+        norms = [norm.weight for norm in (fresh.query_norm, fresh.key_norm) if norm is not None]
+        readable += [fresh.cos, fresh.sin, fresh.slot, *norms]
+    shared_bytes = plan.shared_bytes(group * new, size, 0 if fresh is None else new)
+    sizes = texts * shared, plan.threads(group * new), shared_bytes
+    bits = struct.pack("".join(launch.LAYOUT), *told)
+    assert cuda_on_cpu.run(folder, variant, "attend", bits, *sizes, readable) == 0
+    assert (out[texts:] == 777).all()
+    return out[:texts]
+
+
+def exact(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *others: object) -> Tensor:
+    return reference.attend(query.double(), keys.double(), values.double(), mask, 0.09, *others)  # type: ignore[arg-type]
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    return float((found.double() - right).norm() / right.norm())
+
+
+def causal(spans: list[tuple[int, int]], new: int, tokens: int) -> Tensor:
+    """[texts, 1, new, tokens]: each text sees from its first token on, its last new one up to the end."""
+    first, end = torch.tensor(spans).T
+    place, row = torch.arange(tokens), torch.arange(new)[:, None]
+    return ((place >= first[:, None, None]) & (place < (end[:, None] - new + 1 + row.T)[:, :, None]))[:, None]
+
+
+def rows_of(spans: list[tuple[int, int]]) -> Tensor:
+    rows = torch.zeros((len(spans), WIDTH), dtype=torch.int32)
+    rows[:, :2] = torch.tensor(spans)
+    return rows
+
+
+# Of the heads: size, those that share keys, new tokens. Of the plan: columns, warps that share rows.
+CASES = [
+    (128, 4, 1, BF16, (1, 4)),
+    (128, 1, 1, F16, (1, 2)),
+    (128, 8, 1, BF16, (2, 4)),
+    (64, 8, 2, F16, (1, 2)),
+    (64, 5, 5, BF16, (2, 3)),
+    (128, 3, 4, BF16, (2, 2)),
+    (64, 2, 8, F16, (1, 1)),
+]
+
+
+@pytest.mark.slow
+@cuda_on_cpu.needs_compiler
+@pytest.mark.parametrize(("size", "group", "new", "dtype", "shape"), CASES, ids=str)
+def test_caches(size: int, group: int, new: int, dtype: torch.dtype, shape: tuple[int, int], tmp_path: Path) -> None:
+    """What lies outside of the spans is not read."""
+    torch.manual_seed(0)
+    shared, tokens, spans = 2, 150, [(3, 131), (40, 40 + new), (0, 150)]
+    mask = causal(spans, new, tokens)
+    query = torch.randn(3, shared * group, new, size).to(dtype)
+    keys, values = (torch.randn(3, shared, tokens, size).to(dtype) for _ in "kv")
+    right = exact(query, keys, values, mask)
+    for text, (first, end) in enumerate(spans):
+        for tensor in (keys, values):
+            tensor[text, :, :first] = float("nan")
+            tensor[text, :, end:] = float("nan")
+    found = on_cpu(tmp_path, query, keys, values, mask, ClusterPlan(*shape, 1), spans=rows_of(spans))
+    assert error(found, right) < BOUND[dtype]
+
+
+# As above; numbers of a head that turn, whether angles are of a half, whether heads are normed, and the first slot.
+NEW_TOKENS = [
+    (128, 4, 1, BF16, (1, 2), 128, False, True, 77),
+    (128, 1, 1, F16, (1, 1), 64, False, False, 0),
+    (64, 8, 1, BF16, (1, 3), 64, True, False, 99),
+    (128, 4, 8, BF16, (2, 2), 128, False, True, 42),  # in two blocks
+    (64, 8, 3, F16, (2, 1), 32, False, True, 98),  # the last of them behind the end
+    (128, 2, 1, BF16, (1, 2), 96, False, False, 64),
+]
+
+
+@pytest.mark.slow
+@cuda_on_cpu.needs_compiler
+@pytest.mark.parametrize(("size", "group", "new", "dtype", "shape", "rotary", "halves", "normed", "slot"), NEW_TOKENS)
+def test_new_tokens(
+    size: int, group: int, new: int, dtype: torch.dtype, shape: tuple[int, int], rotary: int, halves: bool,
+    normed: bool, slot: int, tmp_path: Path,
+) -> None:  # fmt: skip
+    """They are normed, turned and put into the cache, also of a text whose span is empty; nothing else is written."""
+    torch.manual_seed(1)
+    texts, shared, tokens = 3, 2, 100
+    seen = min(slot + new, tokens)
+    mask = causal([(0, seen), (min(3, slot), seen), (0, seen)], new, tokens)
+    mask[2] = False
+    joined = torch.randn(texts, new, (group + 2) * shared * size).to(dtype)
+    sizes = [group * shared * size, shared * size, shared * size]
+    query, key, value = (part.view(texts, new, -1, size).transpose(1, 2) for part in joined.split(sizes, -1))
+    angles = 3 * torch.randn(texts, new, rotary // 2)
+    cos, sin = (t if halves else torch.cat((t, t), -1) for t in (angles.cos().to(dtype), angles.sin().to(dtype)))
+    norms = [Norm(torch.randn(size).to(dtype), epsilon, 1.0) if normed else None for epsilon in (1e-6, 1e-5)]
+    caches = [torch.randn(texts, shared, tokens, size).to(dtype) for _ in range(2)]
+    place = torch.tensor(slot)
+    exactly = [torch.cat((cache.double(), torch.zeros(texts, shared, new, size)), 2) for cache in caches]
+    fresh = Fresh(key.double(), value.double(), cos.double(), sin.double(), place, *norms, halves)
+    turned = reference.put(query.double(), *exactly, fresh)
+    exactly = [cache[:, :, :tokens] for cache in exactly]
+    right = exact(turned, *exactly, mask)
+    for cache in caches:
+        cache[:, :, slot : slot + new] = float("nan")
+    fresh = Fresh(key, value, cos, sin, place, *norms, halves)
+    spans = rows_of([(0, seen), (min(3, slot), seen), (0, 0)])
+    found = on_cpu(tmp_path, query, *caches, mask, ClusterPlan(*shape, 1), spans=spans, fresh=fresh)
+    assert error(found, right) < 2 * BOUND[dtype]
+    assert not found[2].any()
+    assert error(caches[0], exactly[0]) < BOUND[dtype]
+    assert torch.equal(caches[1].double(), exactly[1])
+
+
+@pytest.mark.slow
+@cuda_on_cpu.needs_compiler
+@pytest.mark.parametrize("kind", ["numbers", "cap", "sinks", "wide sinks", "no mask"])
+def test_what_changes_scores(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    query, keys, values = torch.randn(2, 8, 2, 64), torch.randn(2, 2, 70, 64), torch.randn(2, 2, 70, 64)
+    query, keys, values = (tensor.to(BF16) for tensor in (query, keys, values))
+    mask = None if kind == "no mask" else causal([(5, 60), (0, 70)], 2, 70)
+    if kind == "numbers":
+        mask = torch.where(mask, torch.randn(2, 1, 2, 70), torch.finfo(BF16).min).to(BF16)
+    cap = 5.0 if kind == "cap" else None
+    sinks = torch.randn(8).to(torch.float32 if kind == "wide sinks" else BF16) if "sinks" in kind else None
+    spans = None if mask is None else rows_of([(5, 60), (0, 70)])
+    plan = ClusterPlan(1, 2, 1)
+    found = on_cpu(tmp_path, query, keys, values, mask, plan, softcap=cap, sinks=sinks, spans=spans)
+    assert error(found, exact(query, keys, values, mask, cap, sinks)) < BOUND[BF16]
+
+
+# -- Plans and machine code --------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    heads=st.integers(1, 3000),
+    tokens=st.integers(1, 1 << 20),
+    size=st.sampled_from(SIZES),
+    rows=st.integers(1, MOST_ROWS),
+    capability=st.sampled_from([90, 100, 120]),
+    sms=st.integers(8, 200),
+)
+def test_every_plan_fits(heads: int, tokens: int, size: int, rows: int, capability: int, sms: int) -> None:
+    properties = replace(properties_for(f"sm_{capability}"), sms=sms)
+    plan = cluster_plan(properties, heads, tokens, size, rows)
+    if plan is None:
+        assert rows > 32
+        assert heads * tokens > 65536
+        return
+    assert plan.threads(rows) <= 512
+    assert plan.cluster <= (16 if capability == 90 else 8)
+    assert plan.shared_bytes(rows, size, min(rows, 8)) <= properties.shared_memory
+    assert plan.columns * 8 * plan.row_tiles(rows) >= rows
+
+
+def test_what_other_kernels_compute() -> None:
+    assert cluster_plan(H200, 8, 300, 256, 4) is None
+    assert cluster_plan(H200, 8, 300, 80, 4) is None
+    assert cluster_plan(H200, 8, 300, 128, 65) is None
+    assert cluster_plan(properties_for("sm_89"), 8, 300, 128, 4) is None
+    assert cluster_plan(MI300X, 8, 300, 128, 4) is None
+    query, cache = torch.zeros(1, 4, 1, 128, dtype=BF16), torch.zeros(1, 2, 9, 128, dtype=BF16)
+    odd = torch.zeros(1, 4, 1, 132, dtype=BF16)[..., :128]  # heads that do not lie at multiples of 16 bytes
+    assert launch.plan_for(odd, cache, cache, None) is None
+    assert launch.plan_for(query, cache, cache[..., :64], None) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "dtype"), [(90, BF16), (100, F16), (120, BF16)])
+def test_compiles_into_registers(capability: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Nothing is spilled, and no thread takes more registers than the planner reckons with."""
+    properties = properties_for(f"sm_{capability}")
+    for size, group, new in ((64, 8, 1), (64, 7, 3), (128, 4, 1), (128, 8, 1), (128, 4, 8), (128, 8, 8)):
+        rows = group * new
+        plan = cluster_plan(properties, 8, 300, size, rows)
+        assert plan is not None
+        mask, sinks = (2, 1) if size == 64 else (1, 0)
+        for rotary in ((size, False, False, False), (size, size == 64, True, True)):
+            made = launch.variant(
+                properties, group, new, size, plan, True, dtype, mask, sinks, True, size == 64, True, rotary
+            )
+            path = tmp_path / "attend.cubin"
+            path.write_bytes(compile_cubin(made.source, made.capability, dict(made.constants)))
+            used = usage(path, "attend")
+            assert used["STACK"] == used["LOCAL"] == 0, (plan, used)
+            assert used["REG"] <= REGISTERS[size, plan.columns], (plan, used)
