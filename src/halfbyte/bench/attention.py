@@ -48,6 +48,7 @@ class Load:
 
 MODELS = {
     "llama-3-8b": Heads(32, 8, 128),
+    "qwen3-30b-a3b": Heads(32, 4, 128),
     "llama-2-7b": Heads(32, 32, 128),
     "gemma-2-9b": Heads(16, 8, 256, softcap=50.0),
     "gpt-oss-120b": Heads(64, 8, 64, sinks=True),
