@@ -14,8 +14,10 @@ SIZES = (64, 128)  # of a head; of 256, sums and two blocks are more than regist
 BLOCK = 16  # tokens that a warp takes at once
 TOKEN_WARPS, CLUSTERS = (8, 4, 2), (1, 2, 4, MOST_CLUSTER, 16)
 MOST_THREADS, MOST_ROWS = 512, 64
-# Of 33 rows and more the warps that share a block, and read it one after the other, fall out of step in long caches.
-FEW_ROWS, MOST_TOKENS = 32, 1 << 16
+# Of more than 16 rows several warps read each block. In long caches they fall out of step, and the block comes several
+# times. Caches with more tokens are Triton's, and those with more of all heads where there are more than 32 rows.
+SHARED_ROWS, MOST_TOKENS = 16, {64: 4096, 128: 8192}
+MANY_ROWS, MOST_OF_ALL_HEADS = 32, {64: 1 << 20, 128: 1 << 16}
 REGISTERS = {(64, 1): 128, (64, 2): 176, (128, 1): 248, (128, 2): 248}  # of a thread, by size and columns, at most
 OF_A_MULTIPROCESSOR = 65536
 
@@ -55,7 +57,9 @@ def cluster_plan(properties: DeviceProperties, heads: int, tokens: int, size: in
     keys, times new tokens. None where this kernel is not for them."""
     if properties.ptx < HOPPER or size not in SIZES or not 0 < rows <= MOST_ROWS:
         return None
-    if rows > FEW_ROWS and size == max(SIZES) and heads * tokens > MOST_TOKENS:
+    if rows > SHARED_ROWS and tokens > MOST_TOKENS[size]:
+        return None
+    if rows > MANY_ROWS and heads * tokens > MOST_OF_ALL_HEADS[size]:
         return None
     estimates = (
         (_microseconds(plan, properties, heads, tokens, size, rows), plan) for plan in _plans(properties, rows)
