@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import every_pair
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -124,9 +125,13 @@ def test_a_new_token(sizes: tuple[int, ...], plan: AttentionPlan | None, kind: s
     assert torch.equal(values.double(), right_values)
 
 
-@pytest.mark.parametrize("sizes", [(2, 6, 3, 5, 37, 80, 80), (3, 8, 1, 8, 64, 128, 64), (1, 40, 1, 2, 130, 256, 1)])
-@pytest.mark.parametrize("kind", ["plain", "norms", "halves"])
-@pytest.mark.parametrize("room", [0, 3])
+@every_pair(
+    {
+        "sizes": [(2, 6, 3, 5, 37, 80, 80), (3, 8, 1, 8, 64, 128, 64), (1, 40, 1, 2, 130, 256, 1)],
+        "kind": ["plain", "norms", "halves"],
+        "room": [0, 3],
+    }
+)
 def test_several_new_tokens(sizes: tuple[int, ...], kind: str, room: int) -> None:
     """They are put into the cache one behind the other, none past its end, and see one another there."""
     texts, heads, shared, new, tokens, size, value = sizes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
+from pairs import every_pair
 
 from halfbyte.kernels.cache.triton import append, supports
 from halfbyte.models import rotation
@@ -13,11 +13,15 @@ from halfbyte.models import rotation
 SIZES = [(1, 1, 1, 1, 1), (2, 3, 5, 16, 8), (1, 8, 70, 128, 128), (9, 3, 4, 80, 72), (1, 2, 3, 5000, 7)]
 
 
-@pytest.mark.parametrize(("texts", "heads", "tokens", "key", "value"), SIZES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("tokens_at_once", [1, 3])
-@pytest.mark.parametrize("counts", [True, False])
+@every_pair(
+    {
+        "texts, heads, tokens, key, value": SIZES,
+        "dtype": [torch.bfloat16, torch.float32],
+        "turned": [False, True],
+        "tokens_at_once": [1, 3],
+        "counts": [True, False],
+    }
+)
 def test_append(
     texts: int,
     heads: int,

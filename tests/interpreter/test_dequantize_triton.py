@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pairs import every_pair
 from torch import Tensor
 
 from halfbyte.formats.bitsandbytes import FORMATS
@@ -72,10 +73,7 @@ def check(
     assert_written(buffer, exact)
 
 
-@pytest.mark.parametrize("nested_size", [0, 256], ids=["flat", "nested"])
-@block_sizes
-@dtypes
-@formats
+@every_pair({"format": [*FORMATS], "dtype": FLOAT_DTYPES, "block_size": BLOCK_SIZES, "nested_size": [0, 256]})
 def test_block_sizes_and_odd_sizes(format: str, dtype: torch.dtype, block_size: int, nested_size: int) -> None:
     for numel in (1, 2, 31, block_size - 1, block_size, 3 * block_size + 17, 40 * block_size + 2):
         check(numel, format, dtype, block_size, *random_scales(-(-numel // block_size), nested_size))

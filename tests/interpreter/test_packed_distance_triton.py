@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kinds import kinds, quantize
+from kinds import KINDS, kinds, quantize
+from pairs import every_pair
 from torch import Tensor
 
 import halfbyte as hb
@@ -18,7 +19,6 @@ from halfbyte.kernels.distance.packed_plan import PackedPlan, is_valid
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow).*:RuntimeWarning")
 POISON = 768.0
-dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 
 def made(v: int, d: int, dtype: torch.dtype, format: str, size: int, nested: bool) -> tuple[QuantizedWeight, Tensor]:
@@ -31,9 +31,7 @@ def made(v: int, d: int, dtype: torch.dtype, format: str, size: int, nested: boo
     return q, (exact.view(torch.int32) & -65536).view(torch.float32).bfloat16()
 
 
-@dtypes
-@kinds
-@pytest.mark.parametrize(("p", "v", "d"), [(2, 11, 256), (1, 3, 2176)])
+@every_pair({"format, size, nested": KINDS, "dtype": FLOAT_DTYPES, "p, v, d": [(2, 11, 256), (1, 3, 2176)]})
 def test_distances(p: int, v: int, d: int, dtype: torch.dtype, format: str, size: int, nested: bool) -> None:
     q, dense = made(v, d, dtype, format, size, nested)
     assert packed.supports(q, p)
