@@ -312,8 +312,10 @@ def _compiled(kind: Problem, plan: StreamKPlan, directory: Path) -> tuple[dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("held", "cluster"), [(0, 1), (2, 1), (2, 3)])
-@pytest.mark.parametrize("tile", [(8, 4, 3), (16, 4, 3), (32, 3, 3), (64, 2, 3)])
+@pytest.mark.parametrize(
+    ("tile", "held", "cluster"),
+    [((8, 4, 3), 0, 1), ((16, 4, 3), 2, 1), ((32, 3, 3), 2, 3), ((64, 2, 3), 0, 1), ((64, 2, 3), 2, 3)],
+)
 def test_addresses_of_the_main_loop_are_uniform(
     tile: tuple[int, int, int], held: int, cluster: int, tmp_path: Path
 ) -> None:

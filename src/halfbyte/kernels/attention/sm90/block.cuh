@@ -52,9 +52,9 @@ struct Shifts {
         const u32 row = first_row + i / 2 * 8 + i % 2;
         const long long at = token + (NEW == 1 ? 0 : row % NEW * a.mask_new);
         if constexpr (Config::mask == 1) {
-          if (!__ldg(text.mask + at)) of[half][i] = NONE;
+          if (!settled(text.mask + at)) of[half][i] = NONE;
         } else {
-          const float number = unpack(__ldg(reinterpret_cast<const u16*>(text.mask) + at));
+          const float number = unpack(settled(reinterpret_cast<const u16*>(text.mask) + at));
           of[half][i] = number > a.lowest ? number * LOG2E : NONE;
         }
       }

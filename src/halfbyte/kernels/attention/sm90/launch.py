@@ -16,7 +16,7 @@ from halfbyte.kernels.attention.spans import WIDTH, lowest
 from halfbyte.kernels.common import compiler
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, driver, kernels
-from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
+from halfbyte.kernels.common.nvrtc import Constant, Variant, compile_ahead, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
 
 TYPES = {torch.float16: "Type::fp16", torch.bfloat16: "Type::bf16"}
@@ -69,8 +69,12 @@ def attend(
     key = (index, texts * shared, heads // shared, new, size, plan, settled, *kinds)
 
     def make() -> tuple[Launch, Arguments]:
-        compiled = variant(properties_of(index), heads // shared, new, size, plan, settled, *kinds)
-        return _launch(index, compiled, texts * shared, heads // shared * new, plan), Arguments(LAYOUT, (), ())
+        others = (not settled,) if fresh is not None else ()  # of a step's first layer, and of those behind it
+        variants = [
+            variant(properties_of(index), heads // shared, new, size, plan, one, *kinds) for one in (settled, *others)
+        ]
+        compile_ahead(variants)
+        return _launch(index, variants[0], texts * shared, heads // shared * new, plan), Arguments(LAYOUT, (), ())
 
     launch, told = launches.get(key, make)
     told.set(*arguments(query, keys, values, mask, scale, softcap, sinks, spans, fresh, out))

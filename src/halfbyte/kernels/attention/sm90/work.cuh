@@ -34,7 +34,12 @@ struct Arguments {
   float scale, cap, lowest, query_epsilon, key_epsilon, offset;
 };
 
-__device__ __forceinline__ uint4 load_settled(const u16* from) { return __ldg(reinterpret_cast<const uint4*>(from)); }
+// What the kernel ahead does not write, if this one may begin `early`; else such a load could go ahead of the wait.
+template <class T> __device__ __forceinline__ T settled(const T* from) {
+  if constexpr (Config::early) return __ldg(from);
+  else return *from;
+}
+__device__ __forceinline__ uint4 load_settled(const u16* from) { return settled(reinterpret_cast<const uint4*>(from)); }
 __device__ __forceinline__ uint4 load_new(const u16* from) { return *reinterpret_cast<const uint4*>(from); }
 __device__ __forceinline__ u32 word_of(uint4 four, u32 i) {
   return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
@@ -83,13 +88,13 @@ struct Text {
     mask = a.mask + text * a.mask_text * (Config::mask == 2 ? 2 : 1);
     first = 0, end = a.tokens;
     if constexpr (Config::spans) {  // a caller's own may say more than there is
-      first = max(__ldg(a.spans + text * a.span_width), 0);
-      end = min(u32(max(__ldg(a.spans + text * a.span_width + 1), 0)), a.tokens);
+      first = max(settled(a.spans + text * a.span_width), 0);
+      end = min(u32(max(settled(a.spans + text * a.span_width + 1), 0)), a.tokens);
     }
     own = behind_own = 0;
     u32 from = first, to = end;
     if constexpr (Config::puts) {
-      own = u32(min(u64(__ldg(a.slot)), u64(a.tokens))), behind_own = min(own + NEW, a.tokens);
+      own = u32(min(u64(settled(a.slot)), u64(a.tokens))), behind_own = min(own + NEW, a.tokens);
       if (own < behind_own) from = first < end ? min(first, own) : own, to = max(end, behind_own);
     }
     begin = from / BLOCK;
