@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import every_pair
 from torch import Tensor
 
 import halfbyte as hb
@@ -320,9 +321,7 @@ def test_autocast_is_that_of_linear(format: str, options: dict[str, Any], bias: 
         ours(torch.randn(3, 256, dtype=torch.float64))
 
 
-@kinds
-@biases
-@halves
+@every_pair({"format, options": KINDS, "bias": [True, False], "half": HALVES})
 def test_autocast_compiles_whole(format: str, options: dict[str, Any], bias: bool, half: torch.dtype) -> None:
     """With autocast around the compiled call, and inside it."""
     ours = layer(format, options, bias=bias)

@@ -271,7 +271,7 @@ def test_compiles_whole(format: str, size: int, nested: bool) -> None:
     """There and back, with a dtype and into an `out`, for one shape after another."""
     there = torch.compile(quantize, fullgraph=True, backend="aot_eager")
     back = torch.compile(hb.dequantize, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n, k in ((5, 256), (5, 512), (300, 256), (7, 256)):
+    for n, k in ((5, 256), (5, 512), (300, 256)):
         weight = random_weight(n, k)
         q = quantize(weight, format, size, nested)
         assert same(there(weight, format, size, nested), q)

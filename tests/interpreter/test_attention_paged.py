@@ -78,10 +78,12 @@ def check(batch: Batch, paged: bool, plan: PagesPlan | None, close: float, **opt
         assert torch.equal(mine.nan_to_num(77), theirs.to(mine.dtype).nan_to_num(77))
 
 
-@pytest.mark.parametrize("sizes", BATCHES, ids=str)
 @pytest.mark.parametrize(
-    ("plan", "options"),
-    [(None, "plain"), (CUTS[0], "sinks and window"), (CUTS[1], "cap and sinks"), (CUTS[2], "window")],
+    ("sizes", "plan", "options"),
+    [
+        *((sizes, None, "plain") for sizes in BATCHES),
+        *zip(BATCHES, CUTS, ("sinks and window", "cap and sinks", "window"), strict=True),
+    ],
     ids=str,
 )
 def test_places(sizes: list[tuple[int, int]], plan: PagesPlan | None, options: str) -> None:

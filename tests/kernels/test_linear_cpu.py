@@ -206,7 +206,7 @@ def test_every_fp16_and_bf16_is_read_and_written() -> None:
 @pytest.mark.parametrize(
     ("cpu_name", "features"),
     [
-        ("haswell", "+avx,+avx2,+fma,+f16c"),
+        pytest.param("haswell", "+avx,+avx2,+fma,+f16c", marks=pytest.mark.compile_all),
         ("x86-64", "+sse2"),
         pytest.param("nehalem", "+ssse3,+sse4.2", marks=pytest.mark.compile_all),
     ],

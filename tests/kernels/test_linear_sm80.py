@@ -112,9 +112,10 @@ def test_what_the_kernel_supports() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capability", "offset"), list(zip(CAPABILITIES, cycle((0, 1, 2)))))
+@pytest.mark.parametrize(("capability", "offset"), [(80, 0), (86, 1), (90, 2)])
 def test_compiles_into_registers(capability: int, offset: int, tmp_path: Path) -> None:
-    """A third of the shapes that the planner chooses from: nothing is spilled, and what a CTA takes is as reckoned."""
+    """A third of the shapes that the planner chooses from, for one target or another: nothing is spilled, and what a
+    CTA takes is as reckoned."""
     properties = properties_for(f"sm_{capability}")
     problems = (nf4(), int4(), replace(nf4(block_size=32), scale=torch.float32, nested=0, dtype=F16), int4(dtype=BF16))
     cases = [(columns, shape) for columns in h200.SM80_COLUMNS for shape in every_shape(columns)]

@@ -69,7 +69,9 @@ def test_where_it_is_chosen() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize(
+    "capability", [80, 89, 120, *(pytest.param(one, marks=pytest.mark.compile_all) for one in (86, 90, 100))]
+)
 def test_compiles_into_registers(capability: int, tmp_path: Path) -> None:
     properties = properties_for(f"sm_{capability}")
     kinds = nf4(), int4(), replace(nf4(block_size=32), scale=torch.float32, nested=0, dtype=F16)
