@@ -47,13 +47,10 @@ def on_cpu(
     shared = keys.shape[1]
     out = torch.full((texts + 1, new, heads, size), 777.0, dtype=query.dtype)
     told = launch.arguments(query, keys, values, mask, 0.09, softcap, sinks, spans, fresh, out)
-    rotary = (0, False, False, False)
-    if fresh is not None:
-        rotary = (fresh.rotary, fresh.halves, fresh.query_norm is not None, fresh.key_norm is not None)
     group, kinds = heads // shared, (launch.mask_kind(mask), launch.sinks_kind(sinks))
     variant = launch.variant(
         H200, group, new, size, plan, True, query.dtype, *kinds, spans is not None, bool(softcap), fresh is not None,
-        rotary, overlaps=False,
+        launch.turning_of(fresh), overlaps=False,
     )  # fmt: skip
     readable = [keys, values, *(t for t in (mask, spans, sinks) if t is not None)]
     if fresh is not None:

@@ -21,7 +21,7 @@ from halfbyte.kernels.common.thread_cache import ThreadCache
 
 TYPES = {torch.float16: "Type::fp16", torch.bfloat16: "Type::bf16"}
 ALIGNED = 16  # bytes, of a load
-LAYOUT = ("", "14Q17q3I6f", "4x")  # Arguments in kernel.cu
+LAYOUT = ("", "14Q17q3I6f", "4x")  # Arguments in work.cuh
 launches: ThreadCache[Hashable, tuple[Launch, Arguments]] = ThreadCache()
 
 
@@ -62,10 +62,10 @@ def attend(
     texts, heads, new, size = query.shape
     shared, index = keys.shape[1], query.get_device()
     out = query.new_empty((texts, new, heads, size))
-    rotary = (0, False, False, False)
-    if fresh is not None:
-        rotary = (fresh.rotary, fresh.halves, fresh.query_norm is not None, fresh.key_norm is not None)
-    kinds = query.dtype, mask_kind(mask), sinks_kind(sinks), spans is not None, bool(softcap), fresh is not None, rotary
+    kinds = (
+        query.dtype, mask_kind(mask), sinks_kind(sinks), spans is not None, bool(softcap), fresh is not None,
+        turning_of(fresh),
+    )  # fmt: skip
     key = (index, texts * shared, heads // shared, new, size, plan, settled, *kinds)
 
     def make() -> tuple[Launch, Arguments]:
@@ -120,6 +120,13 @@ def sinks_kind(sinks: Tensor | None) -> int:
     return 0 if sinks is None else sinks.itemsize // 2
 
 
+def turning_of(fresh: Fresh | None) -> tuple[int, bool, bool, bool]:
+    """Numbers of a head that turn, whether angles are of a half, and whether queries and keys are normed."""
+    if fresh is None:
+        return 0, False, False, False
+    return fresh.rotary, fresh.halves, fresh.query_norm is not None, fresh.key_norm is not None
+
+
 def variant(
     properties: DeviceProperties,
     group: int,
@@ -133,16 +140,16 @@ def variant(
     spans: bool,
     capped: bool,
     puts: bool,
-    rotary: tuple[int, bool, bool, bool],
+    turning: tuple[int, bool, bool, bool],
     *,
     overlaps: bool = True,
 ) -> Variant:
-    """What is compiled."""
-    turning, halves, query_norm, key_norm = rotary
+    """What is compiled. turning: as `turning_of` says it."""
+    rotary, halves, query_norm, key_norm = turning
     constants: dict[str, Constant] = {
         "x": TYPES[dtype], "size": size, "group": group, "fresh": new, "columns": plan.columns,
         "token_warps": plan.token_warps, "cluster": plan.cluster, "mask": mask, "spans": spans, "sinks": sinks,
-        "capped": capped, "puts": puts, "rotary": turning, "halves": halves, "query_norm": query_norm,
+        "capped": capped, "puts": puts, "rotary": rotary, "halves": halves, "query_norm": query_norm,
         "key_norm": key_norm, "early": settled, "overlaps": overlaps, "mma_k": 16,
         "shared_bytes": plan.shared_bytes(group * new, size, new if puts else 0),
     }  # fmt: skip
@@ -153,8 +160,7 @@ def _launch(index: int, compiled: Variant, heads: int, rows: int, plan: ClusterP
     shared = int(dict(compiled.constants)["shared_bytes"])
     (function,) = kernels(index, compiled, (("attend", shared),), wide=plan.cluster > MOST_CLUSTER)
     cluster = plan.cluster if plan.cluster > 1 else 0
-    overlaps = bool(dict(compiled.constants)["overlaps"])
-    return Launch(function, (heads, plan.cluster), plan.threads(rows), shared, cluster, overlaps)
+    return Launch(function, (heads, plan.cluster), plan.threads(rows), shared, cluster, overlaps=True)
 
 
 @cache
