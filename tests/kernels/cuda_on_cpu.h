@@ -154,6 +154,7 @@ template <class T> T __ldg(const T* from) {
   check(from, sizeof(T));
   return *from;
 }
+template <class T> T settled(const T* from) { return __ldg(from); }
 template <int Open> void wait_for_groups() {
   while (copy_groups.size() > Open + 1) {
     for (const Copy& copy : copy_groups.front())

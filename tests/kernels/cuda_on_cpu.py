@@ -38,6 +38,7 @@ FUNCTIONS = {
     " copy_groups.back().push_back({to, from, exists}); }",
     "close_group": "void close_group() { copy_groups.emplace_back(); }",
     "wait_for_groups": "",
+    "settled": "",
     "insert": "u32 insert(u32 bits, u32 mask, u32 base) { return bits & mask | base; }",
     "minus_offset": "u32 minus_offset(u32 pair) { return minus(pair, FP16 ? 1032 : 136, FP16, 1); }",
     "fold": "u32 fold(u32 weights, u32 scale) { return times(weights, scale, FP16); }",

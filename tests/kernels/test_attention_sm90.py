@@ -219,7 +219,7 @@ def test_what_other_kernels_compute() -> None:
 @pytest.mark.parametrize(("capability", "dtype"), [(90, BF16), (100, F16), (120, BF16)])
 def test_compiles_into_registers(capability: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Nothing is spilled, no thread takes more registers than the planner reckons with, and a kernel that is to wait
-    for the one ahead loads nothing before."""
+    for the one ahead loads nothing before, while one that begins early has loads on their way."""
     properties = properties_for(f"sm_{capability}")
     shapes = [(64, 8, 1), (64, 7, 3), (128, 4, 1), (128, 8, 1), (128, 4, 8), (128, 8, 8)]
     for i, (size, group, new) in enumerate(shapes, capability // 10):
@@ -238,4 +238,5 @@ def test_compiles_into_registers(capability: int, dtype: torch.dtype, tmp_path: 
         assert used["STACK"] == used["LOCAL"] == 0, (plan, used)
         assert used["REG"] <= REGISTERS[size, plan.columns], (plan, used)
         names = operations(path)
-        assert settled or names.index("ACQBULK") < names.index("LDG")
+        ahead = names[: names.index("ACQBULK")].count("LDG")
+        assert ahead > 8 if settled else ahead == 0

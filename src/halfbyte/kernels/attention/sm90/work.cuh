@@ -34,11 +34,9 @@ struct Arguments {
   float scale, cap, lowest, query_epsilon, key_epsilon, offset;
 };
 
-// What the kernel ahead does not write, if this one may begin `early`; else such a load could go ahead of the wait.
-template <class T> __device__ __forceinline__ T settled(const T* from) {
-  if constexpr (Config::early) return __ldg(from);
-  else return *from;
-}
+// What the kernel ahead does not write, if this one may begin `early`. A plain load: one by __ldg may be moved across the
+// wait, either way.
+template <class T> __device__ __forceinline__ T settled(const T* from) { return *from; }
 __device__ __forceinline__ uint4 load_settled(const u16* from) { return settled(reinterpret_cast<const uint4*>(from)); }
 __device__ __forceinline__ uint4 load_new(const u16* from) { return *reinterpret_cast<const uint4*>(from); }
 __device__ __forceinline__ u32 word_of(uint4 four, u32 i) {
