@@ -60,6 +60,7 @@
 //   norm, activation, residual   x is normed first; what gates the second of two weights; the result is added to this
 //   static_weights               W was written long ago
 //   experts, pairs, wide         of a stack, 0 for one weight; the most pairs; whether results are fp32
+//   neighbours                   CTAs that take the tiles of a run in turn, of a stack
 
 #include "norm.cuh"
 #include "produce.cuh"

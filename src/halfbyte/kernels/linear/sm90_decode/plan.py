@@ -78,6 +78,7 @@ class DecodePlan:
     experts: int = 0  # of a stack, rounded up to a multiple of 32; 0: there is one weight, or several
     pairs: int = 0  # of a token and an expert, at most
     wide: bool = False  # results are fp32
+    neighbours: int = 1  # CTAs that take the tiles of a run in turn
     microseconds: float = field(default=0.0, compare=False)
 
     @property
@@ -112,7 +113,7 @@ class DecodePlan:
         whole = 256 * 256 + ahead + self.stages * stage + scaling
         if self.experts == 0:
             return whole
-        return -(-whole // 16) * 16 + 16 + 4 * self.experts + self.pairs * (6 + 16 * self.m_tiles)
+        return -(-whole // 16) * 16 + 16 + 4 * self.experts + self.pairs * (2 + 16 * self.m_tiles)
 
     def scale_row(self, scales: Scales) -> int:
         """Bytes of shared memory for the scales of a row."""
@@ -259,7 +260,7 @@ def routed_plan(
     found = DecodePlan(
         1, warps, width, stages=2, cluster=cluster, bulk_scales=unaligned and cluster == 1,
         window_scales=unaligned and cluster > 1, activation=activation, experts=-(-experts // 32) * 32, pairs=room,
-        wide=wide,
+        wide=wide, neighbours=h200.ROUTED_NEIGHBOURS,
     )  # fmt: skip
     most = max(1, min(h200.ROUTED_RESIDENT, h200.ROUTED_SM_WARPS // (warps + 2)))
     plans = (

@@ -1,7 +1,7 @@
 // Which tiles a CTA takes, one after the other.
 //
-// Of one weight or several: every gridDim.x-th tile, or both tiles of every gridDim.x-th gated pair. Of experts: an
-// equal run of the tiles of all units, unit by unit.
+// Of one weight or several: every gridDim.x-th tile, or both tiles of every gridDim.x-th gated pair. Of experts:
+// `neighbours` CTAs take those of a run in turn, unit by unit. Runs of all tiles are of the same length.
 
 #include "routes.cuh"
 
@@ -19,7 +19,9 @@ class Walk {
       return;
     }
     const u32 all = load_number(shared + UNITS) * a.tiles;
-    number = blockIdx.x * all / gridDim.x, end = (blockIdx.x + 1) * all / gridDim.x;
+    const u32 first = blockIdx.x / Config::neighbours * Config::neighbours;
+    turns = min(u32(Config::neighbours), gridDim.x - first);
+    number = first * all / gridDim.x + blockIdx.x % Config::neighbours, end = (first + turns) * all / gridDim.x;
     unit = number / a.tiles, tile = number % a.tiles;
   }
   __device__ __forceinline__ bool is_there() const {
@@ -31,8 +33,8 @@ class Walk {
       number = !PAIRED ? number + gridDim.x : number % 2 == 0 ? number + 1 : number + 2 * gridDim.x - 1;
     } else {
       if (PAIRED && (half ^= 1)) return;
-      number++;
-      if (++tile == a.tiles) tile = 0, unit++;
+      number += turns;
+      for (tile += turns; tile >= a.tiles; tile -= a.tiles) unit++;
     }
   }
   __device__ __forceinline__ Tile get() const {
@@ -52,5 +54,5 @@ class Walk {
 
  private:
   const Arguments& a;
-  u32 shared, number = 0, end = 0, unit = 0, tile = 0, half = 0;
+  u32 shared, turns = 1, number = 0, end = 0, unit = 0, tile = 0, half = 0;
 };

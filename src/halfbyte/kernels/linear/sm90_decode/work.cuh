@@ -63,12 +63,12 @@ constexpr u32 ABSMAX = SCALES + SCALE_STAGES * SCALE_STAGE;
 constexpr u32 DECODED = ABSMAX + NESTED * SCALE_STAGES * 128;
 constexpr u32 DECODED_PITCH = 20 * 4;  // bytes: 16 rows, padded against bank conflicts
 constexpr u32 DECODED_WARP = Config::slice / Config::joined * DECODED_PITCH;
-// Of experts (routes.cuh): the number of units, the expert of each pair and its place among the expert's, the number of
-// an expert's pairs and then its first unit, the expert and the pairs of each unit.
+// Of experts (routes.cuh): the number of units, the number of an expert's pairs and then its first unit, the expert and
+// the pairs of each unit.
 constexpr u32 WIDTH = 8 * Config::m_tiles, NOBODY = 0xffff;
 constexpr u32 UNITS = (DECODED + Config::warps * DECODED_WARP + 15) / 16 * 16;
-constexpr u32 PAIR_EXPERT = UNITS + 16, PLACE = PAIR_EXPERT + 2 * Config::pairs, COUNT = PLACE + 2 * Config::pairs;
-constexpr u32 UNIT_EXPERT = COUNT + 4 * Config::experts, UNIT_PAIRS = UNIT_EXPERT + 2 * Config::pairs;
+constexpr u32 COUNT = UNITS + 16, UNIT_EXPERT = COUNT + 4 * Config::experts;
+constexpr u32 UNIT_PAIRS = UNIT_EXPERT + 2 * Config::pairs;
 constexpr u32 END = UNIT_PAIRS + 2 * WIDTH * Config::pairs;
 static_assert(ROUTED || DECODED + Config::warps * DECODED_WARP == Config::shared_bytes,
               "plan.py reckons with other sizes");
