@@ -13,6 +13,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from halfbyte.eager import aligned, backend, dequantize, on, plain
 from halfbyte.formats.weight import QuantizedWeight
@@ -101,6 +102,21 @@ def route(scores: Tensor, k: int, before: bool, normalizes: bool, dtype: torch.d
             with on(scores.device):
                 return router.route(plain(scores), k, before, normalizes, dtype)
     return router_reference.route(scores, k, before, normalizes, dtype)
+
+
+def choose(
+    x: Tensor, weight: Tensor, bias: Tensor | None, k: int, before: bool, normalizes: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(ids, weights) [T, k] that a router's weight and bias give x [T, K], as in kernels/experts/router_reference.py.
+    Scores may differ by a rounding from those of torch's product."""
+    if x.is_cuda and slow.no_kernels(x.device.type) is None:
+        from halfbyte.kernels.experts import choose as fused
+
+        tensors = plain(x), plain(weight), None if bias is None else plain(bias)
+        if fused.supports(*tensors, k):
+            with on(x.device):
+                return fused.choose(*tensors, k, before, normalizes, dtype)
+    return route(linear(x, weight, bias), k, before, normalizes, dtype)
 
 
 @cache

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import linear as dense_linear
 
 import halfbyte as hb
-from halfbyte.kernels.experts import cuda, reference
+from halfbyte import eager_experts
+from halfbyte.kernels.experts import choose, cuda, reference, router_reference
 from halfbyte.kernels.experts.block import Block
 
 from .conftest import BF16, DEVICE, F16, F32, captured, error, poisoned, sixteen_bits
@@ -158,3 +159,33 @@ def test_ids_of_both_kinds_and_other_streams() -> None:
         found = hb.moe(x, ids.int(), weights, gate_up, down)
     torch.cuda.current_stream().wait_stream(side)
     assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True)], ids=["normalized", "all", "best"])
+@pytest.mark.parametrize(("experts", "k", "top_k"), [(128, 2048, 8), (8, 4096, 2), (32, 2880, 4), (64, 2048, 6)])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_a_router(dtype: torch.dtype, experts: int, k: int, top_k: int, kinds: tuple[bool, bool]) -> None:
+    """In one launch, and within a graph: what scores of torch's product make, but where two differ by a rounding."""
+    for tokens in (1, 5, 32, 128):
+        x, weight = random(tokens, k, dtype=dtype), (random(experts, k) / k**0.5).to(dtype)
+        bias = random(experts, dtype=dtype) if top_k == 4 else None
+        assert choose.supports(x, weight, bias, top_k)
+        scores = dense_linear(x, weight, bias)
+        run = partial(eager_experts.choose, x, weight, bias, top_k, *kinds, F32)
+        eager = run()
+        graph, from_graph = captured(run)
+        graph.replay()
+        for ids, weights in (eager, from_graph):
+            _, right = router_reference.route(scores, top_k, *kinds, F32)
+            torch.testing.assert_close(weights, right, rtol=0.02, atol=2e-3)
+            apart = scores.topk(top_k).values.float() - scores.gather(1, ids).float()
+            assert (apart <= 2 * torch.finfo(dtype).eps * scores.abs().amax(1, keepdim=True)).all()
+
+
+def test_a_router_of_many_tokens() -> None:
+    x, weight = random(1000, 512), random(16, 512)
+    assert not choose.supports(x, weight, None, 4)
+    ids, weights = eager_experts.choose(x, weight, None, 4, True, True, F32)
+    right_ids, right = eager_experts.route(dense_linear(x, weight), 4, True, True, F32)
+    assert torch.equal(ids, right_ids)
+    assert torch.equal(weights, right)

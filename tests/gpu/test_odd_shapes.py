@@ -25,6 +25,7 @@ from halfbyte.kernels.attention.pages import Pages
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.distance import shards
+from halfbyte.kernels.experts import choose
 from halfbyte.kernels.experts import cuda as experts_cuda
 from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear import cuda
@@ -306,6 +307,20 @@ def test_experts(format: str, inner: int, hidden: int) -> None:
         assert found is not None
         right = hb.moe(x.float().cpu(), ids.cpu(), weights.cpu(), *on_cpu)
         assert relative_error(found.cpu(), right) < 1e-2
+
+
+@pytest.mark.parametrize(("experts", "k", "top_k"), [(8, 32, 2), (128, 2080, 8), (40, 96, 4), (300, 544, 32)])
+def test_a_router(experts: int, k: int, top_k: int) -> None:
+    """Tokens that fill no cluster, experts that fill no tile, a K that leaves warps without work."""
+    for tokens in (1, 7, 9, 37):
+        x, w, bias = numbers(tokens, k), numbers(experts, k), numbers(experts)
+        assert choose.supports(x, w, bias, top_k)
+        ids, weights = choose.choose(x, w, bias, top_k, False, True, torch.float32)
+        scores = torch.nn.functional.linear(x.double(), w.double(), bias.double())
+        apart = scores.topk(top_k).values - scores.gather(1, ids)
+        assert (apart <= 2**-7 * scores.abs().amax(1, keepdim=True)).all()
+        assert all(len(set(row)) == top_k for row in ids.tolist())
+        assert relative_error(weights, scores.gather(1, ids).softmax(1)) < 0.2  # scores are rounded to 16 bits
 
 
 @pytest.mark.parametrize(("inner", "hidden"), [(64, 320), (96, 160), (192, 1024)])

@@ -7,6 +7,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -103,6 +104,11 @@ template <class T> T __shfl_sync(unsigned mask, T value, unsigned from, unsigned
 template <class T> T __shfl_xor_sync(unsigned mask, T value, unsigned other) {
   return __shfl_sync(mask, value, threadIdx.x % 32 ^ other);
 }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+  for (unsigned step = 1; step < 32; step *= 2) value = std::max(value, __shfl_xor_sync(mask, value, step));
+  return value;
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned value) { return ~__reduce_max_sync(mask, ~value); }
 inline void __syncwarp() { own_warp->barrier.arrive_and_wait(); }
 // movmatrix: of a matrix of eight by eight, whose row lane / 4 a lane has two numbers of, the same of its column.
 inline unsigned turned(unsigned pair) {

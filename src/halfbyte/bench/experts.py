@@ -153,8 +153,8 @@ def _block(
 
     def ours(i: int) -> Tensor:
         choice = chosen[i]
-        scores = functional.linear(choice.x, choice.router, choice.router_bias)
-        ids, weights = eager_experts.route(scores, mixture.top_k, mixture.before, True, DTYPE)
+        router = choice.router, choice.router_bias
+        ids, weights = eager_experts.choose(choice.x, *router, mixture.top_k, mixture.before, True, DTYPE)
         q = gate_up.weights[i % copies], down.weights[i % copies]
         return operations.moe(choice.x, ids, weights, *q, mixture.activation, *biases)
 

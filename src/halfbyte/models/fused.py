@@ -4,7 +4,7 @@ Query, key and value are one product, which norms x as it reads it. Attention no
 new token into the cache; where texts have several, which guesses are, that is a launch more. The product of its result
 adds the residual, gate and up are one product that norms and gates, and the product behind them adds the residual
 again. Gemma norms what it adds: that is a launch more, twice. In the place of an MLP there may be experts: a norm, the
-router's product and its choice, two launches of experts, and a sum.
+router, two launches of experts, and a sum.
 
 The first step of a bucket computes each layer both ways. A layer that disagrees with transformers, of a version that
 computes something else, stays as it was.

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
-from halfbyte.eager_experts import route
+from halfbyte.eager_experts import choose
 from halfbyte.eager_fused import finished, gated, products, rms_norm
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.attention.fresh import Fresh
@@ -151,8 +150,9 @@ def _add_experts(block: Block, x: Tensor, residual: Residual) -> Tensor:
         return torch.add(value, _first(block.module(x)), alpha=factor)
     rows = x.view(-1, x.shape[-1])
     dtype = x.dtype if router.narrow else torch.float32
-    scores = linear(rows, router.weight, router.bias)
-    ids, weights = route(scores, router.top_k, router.before, router.normalizes, dtype)
+    ids, weights = choose(
+        rows, router.weight, router.bias, router.top_k, router.before, router.normalizes, dtype
+    )
     if isinstance(block.experts, Experts4bit) and "forward" not in vars(block.experts) and not is_hooked(block.experts):
         return block.experts.added(rows, ids, weights, Residual(value.view_as(rows), factor)).view_as(x)
     result: Tensor = block.experts(rows, ids, weights)

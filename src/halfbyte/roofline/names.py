@@ -38,7 +38,7 @@ UNNAMED = Label("products", "unnamed")  # a product outside of every projection
 # What the kernels of kernels/linear and those of experts are called.
 OURS = (
     "decode", "exact", "multiply", "lay_out", "product", "combine", "sort_pairs", "combine_kernel", "linear_sum_kernel",
-    "linear_product_kernel", "linear_finish_kernel",
+    "linear_product_kernel", "linear_finish_kernel", "choose",
 )  # fmt: skip
 
 # What torch's compiler fuses; such a kernel's name lists what it computes, what it takes up, and no product of its own.

@@ -1,9 +1,10 @@
-"""What a router does with its scores in plain torch: the definition, and what runs without Triton."""
+"""What a router does in plain torch: the definition, and what runs where no kernel is for it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 
 def route(scores: Tensor, k: int, before: bool, normalizes: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -19,3 +20,10 @@ def route(scores: Tensor, k: int, before: bool, normalizes: bool, dtype: torch.d
     elif normalizes:
         values = values / values.sum(-1, keepdim=True)
     return ids, values.to(dtype)
+
+
+def choose(
+    x: Tensor, weight: Tensor, bias: Tensor | None, k: int, before: bool, normalizes: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`route` of the scores of x [T, K], which a router's weight [E, K] and bias [E] give in the dtype of x."""
+    return route(linear(x, weight, bias), k, before, normalizes, dtype)

@@ -1,0 +1,117 @@
+"""The CUDA kernel that scores experts and chooses among them (choose.cu): when it is for a router, what it is compiled
+for, and how it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.common import compiler
+from halfbyte.kernels.common.device import HOPPER, MOST_CLUSTER, DeviceProperties, properties_of
+from halfbyte.kernels.common.driver import Arguments, Launch, driver, kernels
+from halfbyte.kernels.common.nvrtc import Variant, read_source
+from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.linear.constants import TYPES
+
+TOKENS, WARPS, CHUNK = 8, 16, 32  # tokens of a cluster, warps of a CTA, numbers of K that a warp takes at a time
+TILE = 16  # experts
+MOST_TOKENS = 128  # beyond, each cluster's reading of the weight costs more than a launch
+MOST_EXPERTS, MOST_K, MOST_CHOSEN = 512, 8192, 32
+ALIGNED = 16  # bytes, of a load
+LAYOUT = ("", "5QI", "4x")  # choose.cu's Arguments, all of which change
+
+launches: ThreadCache[Hashable, tuple[Launch, Arguments]] = ThreadCache()
+
+
+def supports(x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int) -> bool:
+    """Whether `choose` is for x [T, K] and a router's weight [E, K]; all on one CUDA device."""
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    experts, k = weight.shape
+    return (
+        x.dtype in (torch.float16, torch.bfloat16)
+        and all(t.dtype is x.dtype and t.is_contiguous() and t.data_ptr() % ALIGNED == 0 for t in tensors)
+        and 0 < len(x) <= MOST_TOKENS
+        and 0 < top_k <= min(experts, MOST_CHOSEN)
+        and experts <= MOST_EXPERTS
+        and 0 < k <= MOST_K
+        and k % CHUNK == 0
+        and properties_of(x.get_device()).ptx >= HOPPER
+        and driver() is not None
+        and compiler.find() is not None
+    )
+
+
+def choose(
+    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, before: bool, normalizes: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """As `choose` in router_reference.py, of what `supports` says, on the current device. dtype: x's, or fp32."""
+    (tokens, k), experts, index = x.shape, len(weight), x.get_device()
+    ids = torch.empty((tokens, top_k), dtype=torch.int64, device=x.device)
+    weights = torch.empty((tokens, top_k), dtype=dtype, device=x.device)
+    shape = (x.dtype, experts, k, top_k, before, normalizes, bias is not None, dtype is not torch.float32)
+    launch, arguments = launches.get((index, -(-tokens // TOKENS), shape), lambda: _prepare(index, tokens, *shape))
+    addresses = (t.data_ptr() for t in (x, weight, weight if bias is None else bias, ids, weights))
+    arguments.set(*addresses, tokens)
+    launch(torch._C._cuda_getCurrentRawStream(index), arguments.parameters)
+    return ids, weights
+
+
+def cluster_of(experts: int) -> int:
+    """CTAs that share the experts."""
+    tiles = -(-experts // TILE)
+    return min(MOST_CLUSTER, 1 << (tiles - 1).bit_length())
+
+
+def shared_bytes(experts: int, cluster: int) -> int:
+    """choose.cu lays it out, and does not compile where this sum is another than its own."""
+    return 4 * WARPS * _tiles(experts, cluster) * TILE * TOKENS + 4 * -(-TOKENS // cluster) * experts
+
+
+def _tiles(experts: int, cluster: int) -> int:
+    return -(-experts // (TILE * cluster))
+
+
+def variant(
+    properties: DeviceProperties,
+    dtype: torch.dtype,
+    experts: int,
+    k: int,
+    top_k: int,
+    before: bool,
+    normalizes: bool,
+    bias: bool,
+    narrow: bool,
+    *,
+    cluster: int = 0,
+    overlaps: bool = True,
+) -> Variant:
+    """What is compiled. cluster: 0 for that of `cluster_of`."""
+    cluster = cluster or cluster_of(experts)
+    constants = {
+        "x": TYPES[dtype], "experts": experts, "k": k, "top_k": top_k, "cluster": cluster,
+        "tiles": _tiles(experts, cluster), "before": before, "normalizes": normalizes, "bias": bias, "narrow": narrow,
+        "overlaps": overlaps, "mma_k": 16, "shared_bytes": shared_bytes(experts, cluster),
+    }  # fmt: skip
+    return Variant.of(source(), properties.capability, constants)
+
+
+def _prepare(
+    index: int, tokens: int, dtype: torch.dtype, experts: int, k: int, top_k: int, *kinds: bool
+) -> tuple[Launch, Arguments]:
+    cluster = cluster_of(experts)
+    shared = shared_bytes(experts, cluster)
+    compiled = variant(properties_of(index), dtype, experts, k, top_k, *kinds)
+    (function,) = kernels(index, compiled, (("choose", shared),))
+    grid = -(-tokens // TOKENS), cluster
+    launch = Launch(function, grid, 32 * WARPS, shared, cluster if cluster > 1 else 0, overlaps=True)
+    return launch, Arguments(LAYOUT, (), ())
+
+
+@cache
+def source() -> str:
+    path = Path(__file__).with_name("choose.cu")
+    return read_source(path, root=path.parents[1])

@@ -1,0 +1,94 @@
+"""The kernel of routers without a GPU: that it compiles for every kind of model, and chooses right on a CPU, where a
+cluster has one CTA."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import cuda_on_cpu
+import pytest
+import torch
+from gpus import H200
+from rings import usage
+
+from halfbyte.kernels.common.device import properties_for
+from halfbyte.kernels.common.nvrtc import compile_cubin
+from halfbyte.kernels.experts import choose, router_reference
+
+BF16, F16 = torch.bfloat16, torch.float16
+# Tokens, experts, K, those chosen, and: softmax over all, then over the sum of the best, a bias, narrow weights.
+CASES = [
+    (3, 128, 256, 8, BF16, (True, True, False, False)),
+    (11, 8, 1056, 2, F16, (True, False, False, True)),
+    (8, 40, 96, 4, BF16, (False, False, True, True)),
+]
+
+
+@pytest.mark.slow
+@cuda_on_cpu.needs_compiler
+@pytest.mark.parametrize(("tokens", "experts", "k", "top_k", "dtype", "kinds"), CASES, ids=str)
+def test_chooses(
+    tokens: int, experts: int, k: int, top_k: int, dtype: torch.dtype, kinds: tuple[bool, ...], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(tokens, k).to(dtype), torch.randn(experts, k).to(dtype)
+    weight[3] = weight[5] = weight[1]  # ties, of which the first wins
+    before, normalizes, has_bias, narrow = kinds
+    bias = torch.randn(experts).to(dtype) if has_bias else None
+    if bias is not None:
+        bias[3] = bias[5] = bias[1]
+    ids = torch.full((tokens + 1, top_k), 77)
+    weights = torch.full((tokens + 1, top_k), 7.0, dtype=dtype if narrow else torch.float32)
+    made = choose.variant(H200, dtype, experts, k, top_k, *kinds, cluster=1, overlaps=False)
+    addresses = (t.data_ptr() for t in (x, weight, weight if bias is None else bias, ids, weights))
+    bits = struct.pack("".join(choose.LAYOUT), *addresses, tokens)
+    sizes = -(-tokens // choose.TOKENS), 32 * choose.WARPS, choose.shared_bytes(experts, 1)
+    assert cuda_on_cpu.run(tmp_path, made, "choose", bits, *sizes, []) == 0
+    scores = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    scores = scores.to(dtype)
+    right = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    assert (ids[:tokens] == right).all()
+    _, shares = router_reference.route(scores, top_k, before, normalizes, torch.float32)
+    torch.testing.assert_close(weights[:tokens].float(), shares, rtol=2.0**-7 if narrow else 1e-4, atol=1e-7)
+    assert (ids[tokens:] == 77).all()
+    assert (weights[tokens:] == 7).all()
+
+
+@pytest.mark.slow
+@cuda_on_cpu.needs_compiler
+def test_what_is_no_number(tmp_path: Path) -> None:
+    """Ids are those of experts, and different ones, whatever the scores are."""
+    x, weight = torch.ones(2, 32, dtype=BF16), torch.zeros(16, 32, dtype=BF16)
+    weight[4], weight[9], weight[2] = float("nan"), float("inf"), float("-inf")
+    x[1] = float("nan")
+    ids, weights = torch.full((2, 4), 77), torch.empty(2, 4)
+    made = choose.variant(H200, BF16, 16, 32, 4, True, True, False, False, cluster=1, overlaps=False)
+    bits = struct.pack("".join(choose.LAYOUT), *(t.data_ptr() for t in (x, weight, weight, ids, weights)), 2)
+    assert cuda_on_cpu.run(tmp_path, made, "choose", bits, 1, 32 * choose.WARPS, choose.shared_bytes(16, 1), []) == 0
+    assert ids.tolist() == [[4, 9, 0, 1], [0, 1, 2, 3]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "experts", "k"), [(90, 128, 2048), (100, 8, 4096), (120, 32, 2880), (90, 512, 2048), (90, 256, 7168)]
+)
+def test_compiles_into_registers(capability: int, experts: int, k: int, tmp_path: Path) -> None:
+    dtype, kinds = (F16, (True, True, False, False)) if capability == 100 else (BF16, (False, True, True, True))
+    made = choose.variant(properties_for(f"sm_{capability}"), dtype, experts, k, 4, *kinds)
+    path = tmp_path / "choose.cubin"
+    path.write_bytes(compile_cubin(made.source, made.capability, dict(made.constants)))
+    used = usage(path, "choose")
+    assert used["STACK"] == used["LOCAL"] == 0, used
+    assert used["REG"] <= 128
+    assert choose.shared_bytes(experts, choose.cluster_of(experts)) <= 48 * 1024
+
+
+def test_supports() -> None:
+    assert [choose.cluster_of(experts) for experts in (8, 16, 32, 40, 64, 128, 512)] == [1, 1, 2, 4, 4, 8, 8]
+    x, weight = torch.zeros(4, 64), torch.zeros(8, 64)
+    assert not choose.supports(x, weight, None, 2)
+    assert not choose.supports(x[:0].to(BF16), weight.to(BF16), None, 2)
+    assert not choose.supports(torch.zeros(4, 48, dtype=BF16), torch.zeros(8, 48, dtype=BF16), None, 2)
+    assert not choose.supports(x.to(BF16), weight.to(BF16), None, 9)
+    assert not choose.supports(x.to(BF16), weight.to(BF16), torch.zeros(8), 2)
