@@ -150,9 +150,7 @@ def _add_experts(block: Block, x: Tensor, residual: Residual) -> Tensor:
         return torch.add(value, _first(block.module(x)), alpha=factor)
     rows = x.view(-1, x.shape[-1])
     dtype = x.dtype if router.narrow else torch.float32
-    ids, weights = choose(
-        rows, router.weight, router.bias, router.top_k, router.before, router.normalizes, dtype
-    )
+    ids, weights = choose(rows, router.weight, router.bias, router.top_k, router.before, router.normalizes, dtype)
     if isinstance(block.experts, Experts4bit) and "forward" not in vars(block.experts) and not is_hooked(block.experts):
         return block.experts.added(rows, ids, weights, Residual(value.view_as(rows), factor)).view_as(x)
     result: Tensor = block.experts(rows, ids, weights)
