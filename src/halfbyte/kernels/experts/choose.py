@@ -13,7 +13,7 @@ from torch import Tensor
 from halfbyte.kernels.common import compiler
 from halfbyte.kernels.common.device import HOPPER, MOST_CLUSTER, DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, driver, kernels
-from halfbyte.kernels.common.nvrtc import Variant, read_source
+from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear.constants import TYPES
 
@@ -91,7 +91,7 @@ def variant(
 ) -> Variant:
     """What is compiled. cluster: 0 for that of `cluster_of`."""
     cluster = cluster or cluster_of(experts)
-    constants = {
+    constants: dict[str, Constant] = {
         "x": TYPES[dtype], "experts": experts, "k": k, "top_k": top_k, "cluster": cluster,
         "tiles": _tiles(experts, cluster), "before": before, "normalizes": normalizes, "bias": bias, "narrow": narrow,
         "overlaps": overlaps, "mma_k": 16, "shared_bytes": shared_bytes(experts, cluster),
