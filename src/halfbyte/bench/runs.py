@@ -18,6 +18,9 @@ from halfbyte.terminal import Table, say
 from halfbyte.terminal import console as terminal
 
 
+SELECTIVE = ("attention", "experts")  # a run may be of some models or loads, and leaves what is known of others
+
+
 def run_cases(
     bench: str,
     cases: Iterable[Any],
@@ -55,7 +58,7 @@ def run_cases(
     whole = record
     if bench == "linear":
         whole = sweep.beside_other_weights(_kept(name or bench, out, device), record, asked)
-    elif stopped is not None:
+    elif bench in SELECTIVE or stopped is not None:
         whole = _beside_other_cases(_kept(bench, out, device), record)
     _keep(whole, out, device, name)
     if stopped is not None:
@@ -64,7 +67,7 @@ def run_cases(
 
 
 def _beside_other_cases(kept: Mapping[str, Any] | None, record: dict[str, Any]) -> dict[str, Any]:
-    """The record of a run that did not come to its end, with what an earlier one measured of other cases."""
+    """The record of a run, with what an earlier one measured of other cases."""
     rows = {row["case"]: [other for other in record["rows"] if other["case"] == row["case"]] for row in record["rows"]}
     found = records.beside_earlier(kept, record, itemgetter("case"), rows.keys())
     return record | {"rows": [row for case in (found | rows).values() for row in case]}
