@@ -194,6 +194,22 @@ def test_whole(tmp_path: Path) -> None:
     assert experts_report.markdown(record).splitlines()[2].startswith("| 8x2x256x128 nf4, gate_up, T = 1 | wrong |")
 
 
+def test_what_is_known_of_others_stays(tmp_path: Path) -> None:
+    def run_bench(tokens: str) -> list[tuple[int, str, float]]:
+        arguments = ["--device", "cpu", "--models", "4x2x64x32", "--tokens", tokens, "--rounds", "3"]
+        result = runner.invoke(app, ["bench", "experts", *arguments, "--formats", "nf4", "--out", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+        [path] = tmp_path.glob("cpu*/experts.json")
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        return [(row["tokens"], row["part"], row["median_us"]) for row in rows if row["provider"] == "halfbyte"]
+
+    first, second = run_bench("1,2"), run_bench("2,3")
+    assert sorted({tokens for tokens, *_ in second}) == [1, 2, 3]
+    assert [row for row in second if row[0] == 1] == [row for row in first if row[0] == 1]
+    assert len(second) == 9
+    assert not {time for tokens, _, time in first if tokens == 2} & {time for *_, time in second}
+
+
 def test_wrong_usage_is_2() -> None:
     for arguments, words in (
         (["--models", "gpt-9"], "'gpt-9' cannot be measured; write one of qwen3-30b-a3b, "),

@@ -88,16 +88,19 @@ class DeviceProperties:
         """The same device, of which a kernel uses so many multiprocessors only."""
         return replace(self, sms=sms, teraflops=self.teraflops * sms / self.sms)
 
-    def clusters(self, size: int) -> int:
-        """How many clusters of 2 to 8 CTAs run at once at least, one CTA on each multiprocessor; 0 for other sizes.
+    def clusters(self, size: int, resident: int = 1, widest: int = MOST_CLUSTER) -> int:
+        """How many clusters of 1 to `widest` CTAs run at once at least, where a multiprocessor holds `resident` CTAs; 0
+        for other sizes.
 
         Those of a cluster are neighbours: two of any pair, more of a group of 16 or 18, one of which may have lost half
-        of its own. An H200 says 66, 39, 30, 22, 17, 15, 15.
+        of its own. Of 2 to 8 CTAs, one on each multiprocessor, an H200 says 66, 39, 30, 22, 17, 15, 15.
         """
-        if not 2 <= size <= MOST_CLUSTER:
+        if not 1 <= size <= widest:
             return 0
-        groups = max(0, self.sms // 16 - 1) * (16 // size) + 8 // size
-        return self.sms // 2 if size == 2 else min(groups, self.sms // size)
+        if size <= 2:
+            return self.sms // size * resident
+        groups = max(0, self.sms // 16 - 1) * (16 * resident // size) + 8 * resident // size
+        return min(groups, self.sms * resident // size)
 
 
 HOST = DeviceProperties("host")

@@ -83,7 +83,7 @@ def _microseconds(
     they do not wait for the same."""
     threads, rates = plan.threads(rows), properties.rates
     resident = OF_A_MULTIPROCESSOR // (REGISTERS[size, plan.columns] * threads)
-    at_once = _clusters(properties, plan.cluster, resident)
+    at_once = properties.clusters(plan.cluster, resident, max(CLUSTERS))
     if at_once == 0:
         return math.inf
     ctas = min(heads, at_once) * plan.cluster
@@ -99,13 +99,3 @@ def _microseconds(
     blocks = -(-tokens // (BLOCK * parts))
     meeting = (MEETING if plan.cluster > 1 else 0) + (WIDE * plan.row_tiles(rows) if plan.cluster > MOST_CLUSTER else 0)
     return START + -(-heads // at_once) * (blocks * block + PART * parts + meeting)
-
-
-def _clusters(properties: DeviceProperties, size: int, resident: int) -> int:
-    """How many run at once at least, with `resident` CTAs on a multiprocessor: see DeviceProperties.clusters."""
-    if size == 1:
-        return properties.sms * resident
-    if size == 2:
-        return properties.sms // 2 * resident
-    groups = max(0, properties.sms // 16 - 1)
-    return groups * (16 * resident // size) + 8 * resident // size
