@@ -161,5 +161,8 @@ def properties_like(gpu: gpus.Gpu, sms: int | None = None) -> DeviceProperties:
 
 @cache
 def cpu_capability() -> str:
-    """The vector instructions that torch uses on this CPU, in its words: "AVX512", "AVX2", "DEFAULT", ..."""
-    return torch.backends.cpu.get_cpu_capability()
+    """The vector instructions that torch uses on this CPU, in its words: "AVX512", "AVX2", "DEFAULT", ...; or "AMX",
+    where there are those that multiply tiles as well."""
+    vectors = torch.backends.cpu.get_cpu_capability()
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return "AMX" if vectors == "AVX512" and has_tiles() else vectors

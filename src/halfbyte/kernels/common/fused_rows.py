@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import torch
 
-# The most rows of x that the fused kernel is the faster way for. With AVX-512 it outruns torch's fp16 and fp32 products
-# at any number of rows that was tried (1024), and loses to AVX512-BF16 in the end.
+# The most rows of x that the fused kernel is the faster way for. On AMD's Zen 5 it outruns torch's fp16 and fp32
+# products at any number of rows that was tried (1024), and loses to AVX512-BF16 in the end. CPUs with AMX are Intel's,
+# on which torch's fp16 and fp32 products are faster, too.
 MOST_FUSED_ROWS = {
+    "AMX": {torch.bfloat16: 24, torch.float16: 48, torch.float32: 64},
     "AVX512": {torch.bfloat16: 56, torch.float16: 1024, torch.float32: 1024},
     "AVX2": {torch.bfloat16: 32, torch.float16: 32, torch.float32: 32},
 }
@@ -23,7 +25,7 @@ CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, 16
 def most_fused_rows(n: int, k: int, dtype: torch.dtype, cpu_capability: str) -> int:
     """The most rows of `dtype` for which the fused kernel is to multiply with W [n, k]; 0 where it is slow for any.
 
-    cpu_capability: as torch names what its CPU code uses.
+    cpu_capability: as `cpu_capability` of device.py names it.
     """
     if k % 32:  # rows that are no whole number of steps would be decoded a weight at a time
         return 0

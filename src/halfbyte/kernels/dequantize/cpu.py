@@ -34,27 +34,37 @@ GRAIN = 2**20
 
 
 def dequantize(
-    packed: Tensor, scale: Tensor, nested: NestedScale | None, format: Format, block_size: int, out: Tensor
+    packed: Tensor,
+    scale: Tensor,
+    nested: NestedScale | None,
+    format: Format,
+    block_size: int,
+    out: Tensor,
+    first: int = 0,
 ) -> None:
-    """Write the weights of `packed` into `out`: contiguous, fp16, bf16 or fp32, the shape of the dense weight."""
+    """Write the weights of `packed` into `out`: contiguous, fp16, bf16 or fp32, the shape of the dense weight, or of a
+    part that begins with weight number `first`, a block's first, and ends with a block or with the weight."""
     if out.numel() == 0:
         return
     advise_huge_pages(out)
-    octets, codebook = packed.view(torch.uint8).reshape(-1).numpy(), codebook_tensor(format, out.device).numpy()
+    octets = packed.view(torch.uint8).reshape(-1)[first // 2 :].numpy()
+    codebook = codebook_tensor(format, out.device).numpy()
     bits = out.view(-1).view(BITS[out.dtype]).numpy()
     blocks = -(-out.numel() // block_size)
     arguments = octets, *scale_arguments(scale, nested, format), codebook, block_size, format.low_first, bits
-    parallel(_dequantize_blocks, blocks, GRAIN // block_size, *arguments)
+    parallel(_dequantize_blocks, blocks, GRAIN // block_size, *arguments, first // block_size)
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def _dequantize_blocks(
-    begin, end, packed, flat, codes, code, absmax, offset, absmax_block, codebook, block_size, low_first, out
+    begin, end, packed, flat, codes, code, absmax, offset, absmax_block, codebook, block_size, low_first, out, skipped
 ):
-    """Blocks `begin` to `end`. Scales come from `flat` or, where that is empty, from the five arguments after it."""
+    """Blocks `begin` to `end` of `packed`, ahead of which `skipped` others have scales. Scales come from `flat` or,
+    where that is empty, from the five arguments after it."""
     for block in range(begin, end):
         # The multiplication and the addition are rounded one by one: numba fuses nothing without fastmath.
-        scale = flat[block] if flat.size else code[codes[block]] * absmax[block // absmax_block] + offset
+        at = skipped + block
+        scale = flat[at] if flat.size else code[codes[at]] * absmax[at // absmax_block] + offset
         first = block * block_size
         size = min(block_size, out.size - first)
         steps = size // WEIGHTS

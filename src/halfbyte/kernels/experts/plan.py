@@ -43,7 +43,7 @@ def plan(
 ) -> ExpertsPlan:
     """The plan for rows of `dtype` and experts [n, k] on a kind of device.
 
-    cpu_capability: as torch names what its CPU code uses.
+    cpu_capability: as `cpu_capability` of common/device.py names it.
     """
     if device_type != "cpu":
         return ExpertsPlan((), groups)

@@ -13,8 +13,9 @@ from halfbyte.kernels.linear import triton_plan
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """kernel: "fused" reads the 4-bit bytes; "dense" makes the dense weight first and leaves the product to torch;
-    "tiles" does that for a fixed number of rows at a time, so that no row knows how many there are."""
+    """kernel: "fused" reads the 4-bit bytes; "dense" makes the dense weight first, on a CPU a panel of rows at a
+    time, and leaves the product to torch; "tiles" does that for a fixed number of rows of x at a time, so that no row
+    knows how many there are."""
 
     kernel: Literal["fused", "dense", "tiles"]
 
@@ -25,7 +26,7 @@ def plan(
     """The plan for x [m, k] of `dtype` and W [n, k] on a kind of device: "cpu", "hip" for AMD GPUs, or another word for
     all that have no fused kernel here.
 
-    cpu_capability: as torch names what its CPU code uses.
+    cpu_capability: as `cpu_capability` of common/device.py names it.
     """
     if device_type == "hip" and triton_plan.supports(n, k):
         return LinearPlan("fused" if batch_invariant or m <= triton_plan.MOST_ROWS else "dense")
