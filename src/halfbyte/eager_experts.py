@@ -113,7 +113,7 @@ def choose(
         from halfbyte.kernels.experts import choose as fused
 
         tensors = plain(x), plain(weight), None if bias is None else plain(bias)
-        if fused.supports(*tensors, k):
+        if fused.supports(*tensors, k, dtype):
             with on(x.device):
                 return fused.choose(*tensors, k, before, normalizes, dtype)
     return route(linear(x, weight, bias), k, before, normalizes, dtype)

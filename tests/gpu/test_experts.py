@@ -169,7 +169,7 @@ def test_a_router(dtype: torch.dtype, experts: int, k: int, top_k: int, kinds: t
     for tokens in (1, 5, 32, 128):
         x, weight = random(tokens, k, dtype=dtype), (random(experts, k) / k**0.5).to(dtype)
         bias = random(experts, dtype=dtype) if top_k == 4 else None
-        assert choose.supports(x, weight, bias, top_k)
+        assert choose.supports(x, weight, bias, top_k, F32)
         scores = dense_linear(x, weight, bias)
         run = partial(eager_experts.choose, x, weight, bias, top_k, *kinds, F32)
         eager = run()
@@ -184,7 +184,7 @@ def test_a_router(dtype: torch.dtype, experts: int, k: int, top_k: int, kinds: t
 
 def test_a_router_of_many_tokens() -> None:
     x, weight = random(1000, 512), random(16, 512)
-    assert not choose.supports(x, weight, None, 4)
+    assert not choose.supports(x, weight, None, 4, F32)
     ids, weights = eager_experts.choose(x, weight, None, 4, True, True, F32)
     right_ids, right = eager_experts.route(dense_linear(x, weight), 4, True, True, F32)
     assert torch.equal(ids, right_ids)

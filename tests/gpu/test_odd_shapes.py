@@ -314,7 +314,7 @@ def test_a_router(experts: int, k: int, top_k: int) -> None:
     """Tokens that fill no cluster, experts that fill no tile, a K that leaves warps without work."""
     for tokens in (1, 7, 9, 37):
         x, w, bias = numbers(tokens, k), numbers(experts, k), numbers(experts)
-        assert choose.supports(x, w, bias, top_k)
+        assert choose.supports(x, w, bias, top_k, torch.float32)
         ids, weights = choose.choose(x, w, bias, top_k, False, True, torch.float32)
         scores = torch.nn.functional.linear(x.double(), w.double(), bias.double())
         apart = scores.topk(top_k).values - scores.gather(1, ids)

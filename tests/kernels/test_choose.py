@@ -16,7 +16,7 @@ from halfbyte.kernels.common.device import properties_for
 from halfbyte.kernels.common.nvrtc import compile_cubin
 from halfbyte.kernels.experts import choose, router_reference
 
-BF16, F16 = torch.bfloat16, torch.float16
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Tokens, experts, K, those chosen, and: softmax over all, then over the sum of the best, a bias, narrow weights.
 CASES = [
     (3, 128, 256, 8, BF16, (True, True, False, False)),
@@ -87,8 +87,10 @@ def test_compiles_into_registers(capability: int, experts: int, k: int, tmp_path
 def test_supports() -> None:
     assert [choose.cluster_of(experts) for experts in (8, 16, 32, 40, 64, 128, 512)] == [1, 1, 2, 4, 4, 8, 8]
     x, weight = torch.zeros(4, 64), torch.zeros(8, 64)
-    assert not choose.supports(x, weight, None, 2)
-    assert not choose.supports(x[:0].to(BF16), weight.to(BF16), None, 2)
-    assert not choose.supports(torch.zeros(4, 48, dtype=BF16), torch.zeros(8, 48, dtype=BF16), None, 2)
-    assert not choose.supports(x.to(BF16), weight.to(BF16), None, 9)
-    assert not choose.supports(x.to(BF16), weight.to(BF16), torch.zeros(8), 2)
+    assert not choose.supports(x, weight, None, 2, F32)
+    x, weight = x.to(BF16), weight.to(BF16)
+    assert not choose.supports(x[:0], weight, None, 2, F32)
+    assert not choose.supports(x[:, :48].contiguous(), weight[:, :48].contiguous(), None, 2, F32)
+    assert not choose.supports(x, weight, None, 9, F32)
+    assert not choose.supports(x, weight, torch.zeros(8), 2, F32)
+    assert not choose.supports(x, weight, None, 2, F16)

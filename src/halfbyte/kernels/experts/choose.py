@@ -27,13 +27,14 @@ LAYOUT = ("", "5QI", "4x")  # choose.cu's Arguments, all of which change
 launches: ThreadCache[Hashable, tuple[Launch, Arguments]] = ThreadCache()
 
 
-def supports(x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int) -> bool:
-    """Whether `choose` is for x [T, K] and a router's weight [E, K]; all on one CUDA device."""
+def supports(x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, dtype: torch.dtype) -> bool:
+    """Whether `choose` is for x [T, K] on a CUDA device, a router's weight [E, K], and weights in `dtype`."""
     tensors = [x, weight] if bias is None else [x, weight, bias]
     experts, k = weight.shape
     return (
         x.dtype in (torch.float16, torch.bfloat16)
-        and all(t.dtype is x.dtype and t.is_contiguous() and t.data_ptr() % ALIGNED == 0 for t in tensors)
+        and dtype in (x.dtype, torch.float32)
+        and all(t.dtype is x.dtype and t.device == x.device and _is_in_order(t) for t in tensors)
         and 0 < len(x) <= MOST_TOKENS
         and 0 < top_k <= min(experts, MOST_CHOSEN)
         and experts <= MOST_EXPERTS
@@ -45,10 +46,14 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int) -> bool
     )
 
 
+def _is_in_order(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNED == 0
+
+
 def choose(
     x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, before: bool, normalizes: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As `choose` in router_reference.py, of what `supports` says, on the current device. dtype: x's, or fp32."""
+    """As `choose` in router_reference.py, of what `supports` says, on the current device."""
     (tokens, k), experts, index = x.shape, len(weight), x.get_device()
     ids = torch.empty((tokens, top_k), dtype=torch.int64, device=x.device)
     weights = torch.empty((tokens, top_k), dtype=dtype, device=x.device)
