@@ -220,7 +220,8 @@ def test_public_function(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(eager, "plan_linear", lambda m, n, k, dtype, *rest: plan_linear(m, n, k, dtype, "hip", rest[1]))
     q, bias = hb.quantize(torch.randn(24, 128), nested=True), torch.randn(24)
-    monkeypatch.setattr(eager, "backend", lambda *_: SimpleNamespace(linear=linear, dequantize=cpu.dequantize))
+    kernels = SimpleNamespace(linear=linear, dequantize=cpu.dequantize, GRAIN=cpu.GRAIN)
+    monkeypatch.setattr(eager, "backend", lambda *_: kernels)
     for shape in ((128,), (2, 3, 128), (128, 7), (65, 128)):
         x = torch.randn(shape)
         x = x.t() if shape[-1] == 7 else x

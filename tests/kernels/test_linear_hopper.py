@@ -173,7 +173,10 @@ def test_how_many_clusters_run_at_once() -> None:
     """No more than there are multiprocessors for, and as an H200 says itself or fewer."""
     says = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
     assert all(0.85 * most < H200.clusters(size) <= most for size, most in says.items())
-    assert H200.clusters(1) == H200.clusters(9) == 0
+    assert H200.clusters(1) == 132
+    assert H200.clusters(9) == 0
+    assert H200.clusters(4, resident=2) >= 2 * H200.clusters(4)
+    assert H200.clusters(16, 2, 16) > H200.clusters(16, 1, 16) == 7
     for sms in range(1, 200):
         properties = replace(H200, sms=sms)
         assert all(0 <= size * properties.clusters(size) <= sms for size in says)
