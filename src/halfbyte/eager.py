@@ -147,8 +147,8 @@ def _linear_elsewhere(
         out = rows.new_empty((len(rows), n))
         kernels = backend("linear", device_type)
         kernels.linear(rows, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out, batch_invariant)
-    elif kernel == "dense" and kind == "cpu":
-        return _linear_in_panels(given, q, bias)
+    elif kernel == "dense" and kind == "cpu" and (panel := _panel_rows(q)) < n:
+        return _linear_in_panels(given, q, bias, panel)
     else:
         weight = dequantize(q, rows.new_empty((n, k)))
         if kernel == "dense":  # of x as it is given: in which order torch adds up, and how well, depends on its strides
@@ -157,16 +157,24 @@ def _linear_elsewhere(
     return out.view(*x.shape[:-1], n)
 
 
-def _linear_in_panels(x: Tensor, q: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """torch's product, of a W [N, K] on the CPU that is dense a part at a time, or as a whole where it is small."""
-    (n, k), kernels, panels = q.shape, backend("dequantize", "cpu"), import_module("halfbyte.kernels.linear.panels")
-    rows = panels.panel_rows(n, k, q.block_size, kernels.GRAIN * torch.get_num_threads())
-    if rows == n:
-        return products.linear(x, dequantize(q, x.new_empty((n, k))), bias).contiguous()
-    out = x.new_empty((*x.shape[:-1], n))
+def _panel_rows(q: QuantizedWeight) -> int:
+    """Rows of a W [N, K] on the CPU that are dense at a time; N where it is small."""
+    grain: int = backend("dequantize", "cpu").GRAIN
+    rows: int = _panels().panel_rows(*q.shape, q.block_size, grain * torch.get_num_threads())
+    return rows
+
+
+def _linear_in_panels(x: Tensor, q: QuantizedWeight, bias: Tensor | None, rows: int) -> Tensor:
+    """torch's product, of a W on the CPU of which `rows` rows are dense at a time."""
+    out, dequantize = x.new_empty((*x.shape[:-1], q.shape[0])), backend("dequantize", "cpu").dequantize
     weight = q.packed, q.scale, q.nested, q.spec, q.block_size
-    panels.linear(x, lambda panel, first: kernels.dequantize(*weight, panel, first), bias, out, rows)
+    _panels().linear(x, lambda panel, first: dequantize(*weight, panel, first), bias, out, rows)
     return out
+
+
+@cache
+def _panels() -> ModuleType:
+    return import_module("halfbyte.kernels.linear.panels")
 
 
 def linear_backward(grad: Tensor, q: QuantizedWeight) -> Tensor:
