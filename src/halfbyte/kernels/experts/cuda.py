@@ -37,12 +37,12 @@ better_sorted: ThreadCache[Hashable, tuple[bool]] = ThreadCache()
 def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None) -> Tensor | None:
     """x [S, K] times the expert of each row, plus its bias -> [S, N], zeros for ids that are out of range; None where
     no kernel is for it. All contiguous, x and bias aligned to 16 bytes, on the current device."""
-    product = _product(x, q, bias, len(x), expert, 1)
+    product = _product(x, q, bias, len(x), expert, 1, clears=True)
     if product is None or _is_better_sorted(x, (q,), len(x)):
         found = grouped.grouped_linear(x, q, expert, bias)
         if product is None or found is not None:
             return found
-    out = x.new_zeros((len(x), q.shape[1]))
+    out = x.new_empty((len(x), q.shape[1]))
     _launch(product, x, expert, bias, out, len(x))
     return out
 
@@ -101,12 +101,13 @@ def _product(
     per_row: int,
     activation: str = "",
     wide: bool = False,
+    clears: bool = False,
 ) -> RoutedProduct | None:
     """The product with a stack, of so many pairs, kept from call to call."""
     room = next((room for room in PAIRS if pairs <= room), 0)
     if pairs == 0 or room == 0 or min(q.shape) == 0:
         return None
-    routing = decode.Routing(q.shape[0], per_row, ids.dtype is torch.int64)
+    routing = decode.Routing(q.shape[0], per_row, ids.dtype is torch.int64, clears)
     key = (cache.key(x, q, bias, False), room, routing, activation, wide)
     return products.get(key, lambda: (_bind(x, q, bias, room, routing, activation, wide),))[0]
 

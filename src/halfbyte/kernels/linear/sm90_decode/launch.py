@@ -147,7 +147,7 @@ def _prepare(
     compiled = variant(o, plan, properties_of(index))
     launch = launches.get((index, sum(tiles), compiled), lambda: _launch(index, o, sum(tiles), plan, compiled))
     firsts = [sum(tiles[:part]) for part in range(parts)]
-    sizes = (*(o.n for o in group), *firsts, sum(tiles), o.k, *(0,) * 4)
+    sizes = (*(o.n for o in group), *firsts, sum(tiles), o.k, *(0,) * 5)
     described = chain.from_iterable(map(partial(_described, plan), group, weights))
     unit, codebook = unit_and_codebook(o.format, o.dtype)
     factors = (unit, *(fusion.norm or (0.0, 0.0)), 1.0 if fusion.residual is None else fusion.residual)
@@ -155,11 +155,13 @@ def _prepare(
 
 
 class Routing(NamedTuple):
-    """experts: of the stack. per_row: pairs that share a row of x. wide_ids: ids have 64 bits."""
+    """experts: of the stack. per_row: pairs that share a row of x. wide_ids: ids have 64 bits. clears: results of pairs
+    whose id is no expert are zeros, and not left as they are."""
 
     experts: int
     per_row: int
     wide_ids: bool
+    clears: bool = False
 
 
 def rows_of(q: QuantizedWeight) -> QuantizedWeight:
@@ -190,7 +192,7 @@ def bind_routed(
     compiled = variant(o, plan, properties_of(device.index))
     launch = launches.get((device.index, rows, compiled), lambda: _routed_launch(device.index, o, plan, compiled))
     unit, codebook = unit_and_codebook(o.format, o.dtype)
-    facts = (routing.experts, rows, routing.per_row, routing.wide_ids)
+    facts = (routing.experts, rows, routing.per_row, routing.wide_ids, routing.clears)
     sizes = (o.n, 0, tiles, o.k, *facts, unit, 0.0, 0.0, 1.0, codebook)
     arguments = Arguments(layout(1), _described(plan, o, weight), sizes)
 
@@ -226,7 +228,7 @@ def _described(plan: DecodePlan, o: Problem, weight: Addresses) -> tuple[Any, ..
 def layout(parts: int) -> tuple[str, str, str]:
     """kernel.cu's Arguments, of which x, norm, residual and ids, then bias and out for each weight, and m and
     pairs change."""
-    before, changing, after = parts * "128s128s4Q32x", f"{4 + 2 * parts}Q2I", f"{2 * parts + 6}I4f64s"
+    before, changing, after = parts * "128s128s4Q32x", f"{4 + 2 * parts}Q2I", f"{2 * parts + 7}I4f64s"
     return before, changing, after + f"{-struct.calcsize(before + changing + after) % 64}x"
 
 

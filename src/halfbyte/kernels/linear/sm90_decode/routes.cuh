@@ -29,6 +29,20 @@ __device__ __forceinline__ u32 count_one(u32 address) {
   return before;
 }
 
+// Zeros for the pairs that are nobody's, dealt out to the CTAs.
+template <int N> __device__ __forceinline__ void clear_rows(const Arguments& a, const u32 (&expert)[N], u32 lane) {
+#pragma unroll
+  for (u32 i = 0; i < N; i++) {
+    u32 nobodys = __ballot_sync(~0u, 32 * i + lane < a.pairs && expert[i] == NOBODY);
+    for (; nobodys; nobodys &= nobodys - 1) {
+      const u32 pair = 32 * i + __ffs(nobodys) - 1;
+      if (pair % gridDim.x != blockIdx.x) continue;
+      uint4* row = reinterpret_cast<uint4*>(a.result[0].y + u64(pair) * a.expert_rows);
+      for (u32 j = lane; j < a.expert_rows / 8; j += 32) row[j] = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
 // By one warp; the others wait for it, so all of its loads go at once. Which pairs of an expert share a unit is left to
 // chance, and no result depends on it.
 __device__ __forceinline__ void find_units(const Arguments& a, u32 shared, u32 lane) {
@@ -79,4 +93,5 @@ __device__ __forceinline__ void find_units(const Arguments& a, u32 shared, u32 l
     }
   if (lane == 0) store_word(shared + UNITS, units);
   __syncwarp();
+  if (a.clears && blockIdx.y == 0) clear_rows(a, expert, lane);
 }
