@@ -38,6 +38,9 @@ from halfbyte.kernels.linear.sm80.plan import is_valid as ring_fits
 from halfbyte.kernels.linear.sm80_back import launch as sm80_back
 from halfbyte.kernels.linear.sm80_back.plan import BackPlan
 from halfbyte.kernels.linear.sm80_back.plan import is_valid as back_fits
+from halfbyte.kernels.linear.sm80_gemm import launch as sm80_gemm
+from halfbyte.kernels.linear.sm80_gemm.plan import ManyPlan
+from halfbyte.kernels.linear.sm80_gemm.plan import is_valid as many_fits
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import DecodePlan, Scales, is_valid
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
@@ -409,6 +412,28 @@ def test_rows_back_on_other_gpus(format: str, shape: tuple[int, int]) -> None:
                 dx = torch.full((m, k), 777.0, device="cuda").bfloat16()
                 run(sm80_back, dy, q, None, dx, plan)
                 assert relative_error(dx.cpu(), right) < 5e-3
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
+@pytest.mark.parametrize("shape", [(1, 32), (17, 192), (304, 160), (1030, 320)])
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int4", "mxfp4"])
+def test_many_rows_on_other_gpus(format: str, shape: tuple[int, int], back: bool) -> None:
+    """Rows of x that are aligned and not, N and K that end within a tile, CTAs that share tiles."""
+    (n, k), options = shape, {} if format == "mxfp4" else {"group_size" if format == "int4" else "block_size": 32}
+    q, on_cpu = weight(shape, format, **options)
+    dense = hb.dequantize(on_cpu, torch.float32).double()
+    for m in (1, 70, 300):
+        x = numbers(m, n if back else k)
+        right, problem = x.cpu().double() @ (dense if back else dense.t()), problem_of(x, q, None)
+        for kind in h200.MANY_SHAPES:
+            tiles = ManyPlan(back, *kind, 3, 1, 1).tiles(m, problem)
+            for ctas in (1, tiles + 1):
+                plan = ManyPlan(back, *kind, 3, 1, ctas)
+                if not many_fits(plan, m, problem, properties_of(0)):
+                    continue
+                out = torch.full((m, k if back else n), 777.0, device="cuda").bfloat16()
+                run(sm80_gemm, x, q, None, out, plan)
+                assert relative_error(out.cpu(), right) < 5e-3
 
 
 @pytest.mark.parametrize(("p", "k", "counts"), [(1, 5, (7, 3)), (3, 33, (40, 0, 9)), (2, 128, (130, 1, 64, 200))])

@@ -61,7 +61,7 @@ def test_what_it_is_for() -> None:
 
 
 def test_where_it_is_chosen() -> None:
-    choice = dispatch.choose_back(64, nf4(14336), A100)
+    choice = dispatch.choose_back(32, nf4(14336), A100)
     assert choice is not None
     assert choice.kernel is back
     assert choice.variant(nf4(14336), A100).capability == 80

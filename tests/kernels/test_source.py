@@ -13,6 +13,7 @@ from halfbyte.kernels.linear.simt import launch as simt
 from halfbyte.kernels.linear.sm75 import launch as sm75
 from halfbyte.kernels.linear.sm80 import launch as sm80
 from halfbyte.kernels.linear.sm80_back import launch as sm80_back
+from halfbyte.kernels.linear.sm80_gemm import launch as sm80_gemm
 from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
 from halfbyte.kernels.linear.sm90_gemm import launch as sm90_gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
@@ -22,6 +23,7 @@ LAUNCHES = {
     "sm75": sm75,
     "sm80": sm80,
     "sm80_back": sm80_back,
+    "sm80_gemm": sm80_gemm,
     "sm90_decode": sm90_decode,
     "sm90_streamk": sm90_streamk,
     "sm90_gemm": sm90_gemm,

@@ -10,6 +10,7 @@ import torch
 from halfbyte.formats.spec import FORMATS, Format
 
 STEPS = 4096  # factors that are tried between 1 and 2
+INTEGERS = tuple(float(value) for value in range(-8, 8))
 
 
 @cache
@@ -23,6 +24,12 @@ def exact_codebook(format: str) -> bytes:
     """The codebook that a GPU dequantizes with, fp32."""
     spec = FORMATS[format]
     return struct.pack("16f", *(spec.cuda_codebook or spec.codebook))
+
+
+@cache
+def has_integers(format: str, dtype: torch.dtype) -> bool:
+    """True if the codebook times its factor is the integers from -8 to 7: such need no table."""
+    return tuple(value * factor_of(format, dtype) for value in FORMATS[format].codebook) == INTEGERS
 
 
 @cache

@@ -4,13 +4,14 @@ sm90_gemm     wgmma, many rows of x, 16-bit operands that are the dequantized we
 sm90_streamk  wgmma, any number of rows of x: sm_90
 sm90_decode   a few rows, blocks of 64 weights and more, from the lightest start: sm_90 and later
 sm80          mma.sync behind rings of asynchronous copies, every format, any number of rows: sm_80 and later
+sm80_gemm     the same for many rows, for which a CTA decodes W once to shared memory: sm_80 and later
 sm75          mma.sync, every format: sm_75 and later
 simt          CUDA cores: whatever is left, fp32 x above all
 
 The other way is to make the dense weight and to leave the product to torch. It is in the competition, too, but for two
 kernels, which are for few rows of x. Times are those of the GPU at hand, but of all Hopper GPUs an H200's. The product
-with W itself, which gradients are, has the ways of sm90_gemm, of sm80_back (sm_80 and later) once a GPU has said how
-fast that is, and of the dense weight.
+with W itself, which gradients are, has the ways of sm90_gemm, of sm80_gemm, of sm80_back (sm_80 and later, for fewer
+rows), and of the dense weight.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ from halfbyte.kernels.linear.simt import launch as simt
 from halfbyte.kernels.linear.sm75 import launch as sm75
 from halfbyte.kernels.linear.sm80 import launch as sm80
 from halfbyte.kernels.linear.sm80_back import launch as sm80_back
+from halfbyte.kernels.linear.sm80_gemm import launch as sm80_gemm
 from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
 from halfbyte.kernels.linear.sm90_gemm import launch as sm90_gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
 from halfbyte.kernels.linear.tune import h200
 
-KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm, sm80, sm75, simt)
+KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm, sm80, sm80_gemm, sm75, simt)
 GROUP_KERNELS: tuple[GroupKernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm)
 FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode, sm90_streamk)
-BACK_KERNELS: tuple[BackKernel[Any], ...] = (sm90_gemm, sm80_back)
+BACK_KERNELS: tuple[BackKernel[Any], ...] = (sm90_gemm, sm80_gemm, sm80_back)
 # Kernel to one that was faster in all that was measured: where that supports a problem, too, this one is not asked.
-SUPERSEDED: dict[str, Kernel[Any]] = {sm75.NAME: sm80, sm80.NAME: sm90_streamk}
+SUPERSEDED: dict[str, Kernel[Any]] = {sm75.NAME: sm80, sm80.NAME: sm90_streamk, sm80_gemm.NAME: sm90_streamk}
 # The same with batch_invariant, for which sm75 and sm80 have not been measured side by side.
 INVARIANT_SUPERSEDED: dict[str, Kernel[Any]] = {sm80.NAME: sm90_streamk}
 # The most rows of x of kernels whose estimates are not good enough to be held against the dense weight's.

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common.device import DeviceProperties
-from halfbyte.kernels.linear.codebook import factor_of
+from halfbyte.kernels.linear import codebook
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.tune import h200
 
@@ -22,7 +21,6 @@ UNIT_SPANS = 4  # of a warp
 FOLDED_COLUMNS = 4
 REGISTERS = 65536  # of a multiprocessor
 MMA_FLOPS = 2 * 16 * 8 * 16
-INTEGERS = tuple(float(value) for value in range(-8, 8))
 
 
 @dataclass(frozen=True)
@@ -98,14 +96,13 @@ class Sm80Plan:
 
 def has_integers(problem: Problem) -> bool:
     """True if weights are the integers from -8 to 7, times their scale: such need no table."""
-    factor = factor_of(problem.format, problem.dtype)
-    return tuple(value * factor for value in FORMATS[problem.format].codebook) == INTEGERS
+    return codebook.has_integers(problem.format, problem.dtype)
 
 
 def folds(problem: Problem, columns: int) -> bool:
     """True if scales multiply the weights, not the sums of a span: integers whose scales are of the type of x become
     what dequantize gives, and from so many columns on that takes fewer instructions."""
-    exact = has_integers(problem) and factor_of(problem.format, problem.dtype) == 1
+    exact = has_integers(problem) and codebook.factor_of(problem.format, problem.dtype) == 1
     return exact and problem.scale is problem.dtype and columns >= FOLDED_COLUMNS
 
 

@@ -104,8 +104,8 @@ struct Arguments {
   const void* ids;                            // of experts, a pair of a token and an expert after the other
   Result result[Config::parts];
   u32 m, pairs, n[Config::parts], first_tile[Config::parts], tiles, k;
-  // Of a stack: experts, rows of W of one, pairs that share a row of x, whether ids have 64 bits, and whether results of
-  // pairs that are nobody's are zeros, which are of 16 bits.
+  // Of a stack: experts, rows of W of one, pairs that share a row of x, whether ids have 64 bits, and whether results
+  // of pairs that are nobody's are zeros, which are of 16 bits.
   u32 experts, expert_rows, per_row, wide_ids, clears;
   float unit, epsilon, norm_offset, result_scale, codebook[16];
 };

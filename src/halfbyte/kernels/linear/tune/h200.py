@@ -202,6 +202,22 @@ SM80_BACK_SHAPES, SM80_BACK_STAGES = {2: 4, 4: 4, 8: 3, 12: 2}, 4
 # each row of a gradient. And µs of a launch.
 SM80_BACK_LOOK_UPS, SM80_BACK_COLUMN, SM80_BACK_PART, SM80_BACK_START = 77.0, 9.95, 20.7, 6.37
 
+# -- sm80_gemm ---------------------------------------------------------------------------------------------------------
+
+# Warps along what is produced and along rows of x, and groups of eight rows of x of a warp, to the most CTAs that share
+# a multiprocessor; and stages, more of which gain nothing.
+MANY_SHAPES, MANY_STAGES = {(2, 4, 8): 1, (2, 2, 8): 2, (2, 4, 4): 1, (2, 2, 4): 2}, 3
+# A shape, and whether weights are computed instead of looked up, to what a multiprocessor takes for a stage, in µs: of
+# one CTA by itself, and of two that share it. Fitted on an H100, whose clock is the H200's, to 600 products.
+MANY_STAGE = {
+    ((2, 4, 8), True): (1.299, 1.299), ((2, 4, 8), False): (1.482, 1.482),
+    ((2, 2, 8), True): (0.851, 0.712), ((2, 2, 8), False): (1.173, 0.864),
+    ((2, 4, 4), True): (0.822, 0.822), ((2, 4, 4), False): (1.074, 1.074),
+    ((2, 2, 4), True): (0.613, 0.502), ((2, 2, 4), False): (0.936, 0.658),
+}  # fmt: skip
+# µs: a launch, and a million partial sums.
+MANY_START, MANY_SUMS = 4.1, 4.84
+
 # -- simt --------------------------------------------------------------------------------------------------------------
 
 # Warps a multiprocessor wants before a warp takes more than one row of W.

@@ -1,0 +1,232 @@
+// Many rows of x with mma.sync and cp.async, for GPUs from sm_80 on, forward and back, W in 4 bits:
+//
+//   forward   y[m, n] = sum over k of x[m, k] * W[n, k] (+ bias[n])
+//   back      y[m, k] = sum over n of x[m, n] * W[n, k]
+//
+// Bytes moved: W's nibbles and scales once for every TILE_M rows of x; x once for every TILE_W produced numbers, from
+// L2; y. Flops: 2 M N K.
+//
+// sm80 decodes a weight in the warp that multiplies it, for at most 64 rows of x. Here a CTA decodes a tile of W once,
+// for all of its rows of x, to shared memory, and from there on it is a product of 16-bit matrices: ldmatrix gives each
+// warp operands of 64 produced numbers by 8 * columns rows of x, 16 summed numbers at a time. Decoding of the next tile
+// stands between the MMAs of this one; the two take turns in two buffers, with one barrier a stage.
+//
+// The MMA computes out.T: W is its A operand, and the way back is the same loop with matrices that ldmatrix transposes.
+// Operands are the dequantized weights, rounded once, as dequantize does it.
+//
+// Work. Tiles are cut along what is summed into units of 64, a stage each, and every CTA takes an equal run of units
+// (device/scheduler.cuh). CTAs that share a tile add up by the split-K fix-up (device/split_k.cuh), always in the same
+// order, so the same input gives the same bits.
+//
+// Needs sm_80, K % 32 == 0, block_size % 32 == 0, packed, x, aligned and y aligned to 16 bytes, N * K / 32 below 2^32,
+// units times CTAs below 2^32; any M and N. Rows of x whose length is no multiple of 8 are copied ahead to rows that
+// are aligned (`align`).
+//
+// Config:
+//   back                   which way
+//   w_warps, m_warps       warps side by side along what is produced, and along rows of x
+//   columns                groups of 8 rows of x that a warp multiplies
+//   stages, resident_ctas  on their way; that share a multiprocessor
+//   arithmetic, low_first  how W is decoded; whether the first weight of a byte is in its low half
+//   flushes                subnormal weights are zeros
+//   x, scale, mma_k        types; 16
+//   direct                 the most parts of a tile that its first CTA adds up one by one
+//   shared_bytes           dynamic shared memory
+
+#include "decode.cuh"
+#include "device/ldmatrix.cuh"
+
+// Stores a tile: of each row of y eight neighbours, from `produced` on.
+__device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const WorkUnit& at, u32 produced,
+                                      u32 row) {
+  const u32 length = Config::back ? a.k : a.n;
+  if (produced >= length) return;
+  u32 bias[4] = {};  // of two neighbours each
+  if (a.bias)
+#pragma unroll
+    for (u32 p = 0; p < 8; p++)
+      if (produced + p < length) bias[p / 2] |= u32(a.bias[produced + p]) << p % 2 * 16;
+#pragma unroll
+  for (u32 c = 0; c < Config::columns; c++)
+#pragma unroll
+    for (u32 j = 0; j < 2; j++) {
+      const u32 m = at.column_tile * TILE_M + row + 8 * c + j;
+      if (m >= a.m) continue;
+      u32 words[4];
+#pragma unroll
+      for (u32 t = 0; t < 4; t++) {
+        const u32 i = 4 * (t * Config::columns + c) + j;
+        words[t] = pack(total[i] + unpack(u16(bias[t])), total[i + 2] + unpack(u16(bias[t] >> 16)));
+      }
+      u16* to = a.y + (u64(m) * length + produced);
+      if (length % 8 == 0) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+      } else {
+#pragma unroll
+        for (u32 p = 0; p < 8; p++)
+          if (produced + p < length) to[p] = u16(words[p / 2] >> p % 2 * 16);
+      }
+    }
+}
+
+constexpr u32 PAIRS = Config::columns / 2;  // of groups of eight rows of x
+
+// What a warp multiplies in a step of 16 summed numbers, from shared memory. Weights of the next step are loaded while
+// these are multiplied; rows of x as soon as those before them have been.
+struct Operands {
+  u32 weights[2][4][4], rows[PAIRS][4];
+  // at: the address of this lane's row of a stage's first matrices.
+  template <u32 STEP> __device__ __forceinline__ void load_weights(u32 at, u32 t) {
+    u32(&to)[4] = weights[STEP % 2][t];
+    if constexpr (Config::back) load_transposed(to, (at ^ t << 5) + STEP * (16 * W_ROW));
+    else load_matrices(to, (at ^ (STEP ^ t) << 5) + t * (2 * W_ROW));
+  }
+  template <u32 STEP> __device__ __forceinline__ void load_rows(u32 at, u32 pair) {
+    load_matrices(rows[pair], (at ^ STEP << 5) + pair * (16 * DEPTH * 2));
+  }
+  // Of the first step.
+  __device__ __forceinline__ void load_first(u32 w, u32 x) {
+#pragma unroll
+    for (u32 t = 0; t < 4; t++) load_weights<0>(w, t);
+#pragma unroll
+    for (u32 pair = 0; pair < PAIRS; pair++) load_rows<0>(x, pair);
+  }
+};
+
+// A step: of a warp's 64 produced numbers by its rows of x. w, x: where the next step's operands are. beside: what is
+// done between the first MMAs. behind: stores to shared memory, which no load of the compiler's may pass.
+template <u32 STEP, class Beside, class Behind>
+__device__ __forceinline__ void multiply_step(float (&total)[SUMS], Operands& operands, u32 w, u32 x, Beside beside,
+                                              Behind behind) {
+  constexpr u32 NEXT = (STEP + 1) % 4;
+#pragma unroll
+  for (u32 pair = 0; pair < PAIRS; pair++) {
+#pragma unroll
+    for (u32 t = pair * 4 / PAIRS; t < (pair + 1) * 4 / PAIRS; t++) operands.load_weights<NEXT>(w, t);
+#pragma unroll
+    for (u32 i = 0; i < 2; i++)
+#pragma unroll
+      for (u32 t = 0; t < 4; t++) {
+        const u32(&a)[4] = operands.weights[STEP % 2][t], (&b)[4] = operands.rows[pair];
+        float (&sum)[4] = reinterpret_cast<float (&)[4]>(total[4 * (t * Config::columns + 2 * pair + i)]);
+        mma(sum, a[0], a[1], a[2], a[3], b[2 * i], b[2 * i + 1]);
+      }
+    operands.load_rows<NEXT>(x, pair);
+    if (pair == 0) beside();
+  }
+  behind();
+}
+
+// The slot of a ring behind this one.
+__device__ __forceinline__ u32 after(u32 slot) { return slot + 1 == Config::stages ? 0 : slot + 1; }
+
+extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
+    multiply(const __grid_constant__ Arguments a) {
+  const u32 lane = threadIdx.x % 32;
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
+  const u32 w_warp = warp % Config::w_warps, m_warp = warp / Config::w_warps;
+  const u32 first = first_unit(a, own_number()), last = first_unit(a, own_number() + 1);
+  const u32 start = u32(__cvta_generic_to_shared(memory));
+
+  // The first stages set out: W of the first unit by itself.
+  Copies copies(a, start, first, last);
+  copies.send_w(a);
+#pragma unroll
+  for (int i = 0; i < Config::stages - 1; i++) {
+    copies.begin(a);
+    copies.send<0>(a), copies.send<1>(a), copies.send<2>(a), copies.send<3>(a);
+  }
+  WorkUnit at(a, first), coming(a, first);  // coming: the unit whose scales are loaded next
+  Scales scales;
+  scales.load(a, coming);
+  advance(coming, a);
+
+  // While they are under way.
+  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < a.stale_count; i += gridDim.x * THREADS) {
+    const float missing = __uint_as_float(SENTINEL);
+    a.stale[i] = make_float4(missing, missing, missing, missing);
+  }
+  float offset = 0;
+  if constexpr (NESTED) {
+    for (u32 i = threadIdx.x; i < 256; i += THREADS) reinterpret_cast<float*>(memory)[i] = a.code[i];
+    offset = *a.offset;
+  }
+  const float entry = a.codebook[lane % 16];
+  __syncthreads();
+
+  // The first tile is decoded before there is anything to multiply.
+  Piece pieces[PIECES];
+  const u32 place = W + first_place();
+  const auto load_pieces = [&](u32 slot, u32 buffer) {
+#pragma unroll
+    for (u32 i = 0; i < PIECES; i++)
+      pieces[i].load(PACKED + slot * PACKED_BYTES, i, scales.decode(i, offset), place + buffer * W_BYTES);
+    scales.load(a, coming);
+    advance(coming, a);
+  };
+  wait_for_groups<Config::stages - 1>();
+  load_pieces(0, 0);
+  store_part<0>(pieces, entry), store_part<1>(pieces, entry), store_part<2>(pieces, entry),
+      store_part<3>(pieces, entry);
+
+  // Where ldmatrix finds this lane's row in the first stage, of W and of x. Its matrices are those of p = 0 and 1, of
+  // the first and the second eight summed numbers; and of eight rows of x and the next, likewise.
+  const u32 row = lane % 8, second = lane / 16, odd = lane / 8 % 2;
+  const u32 w_from = kept(
+      start + W +
+      (Config::back ? w_place(64 * w_warp, 8 * second + row, odd) : w_place(64 * w_warp + 8 * row + odd, 0, second)));
+  const u32 x_from = kept(start + X + x_place(8 * Config::columns * m_warp + 8 * second + row, odd));
+  float total[SUMS];
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) total[i] = 0;
+
+  // A stage begins with the step before its first: it is there then, and so is its W, dequantized; the buffer of the
+  // stage before is free, for W of the stage after it.
+  u32 slot = 0, buffer = 0;  // of the stage that is multiplied
+  Operands operands;
+  const auto begin_stage = [&](u32 its_slot, u32 its_buffer) {
+    copies.begin(a);
+    load_pieces(after(its_slot), its_buffer ^ 1);
+    copies.send<0>(a);
+  };
+  wait_for_groups<Config::stages - 2>();
+  __syncthreads();
+  operands.load_first(w_from, x_from);
+  begin_stage(0, 0);
+  store_part<0>(pieces, entry);
+  for (u32 unit = first; unit < last; unit++) {
+    const u32 x = x_from + slot * X_BYTES, w = w_from + buffer * W_BYTES;
+    const u32 next_slot = after(slot);
+    const u32 next_x = x_from + next_slot * X_BYTES, next_w = w_from + (buffer ^ 1) * W_BYTES;
+    multiply_step<0>(total, operands, w, x, [&] { copies.send<1>(a); }, [&] { store_part<1>(pieces, entry); });
+    multiply_step<1>(total, operands, w, x, [&] { copies.send<2>(a); }, [&] { store_part<2>(pieces, entry); });
+    multiply_step<2>(total, operands, w, x, [&] { copies.send<3>(a); }, [&] { store_part<3>(pieces, entry); });
+    wait_for_groups<Config::stages - 2>();
+    __syncthreads();
+    multiply_step<3>(
+        total, operands, next_w, next_x, [&] { begin_stage(next_slot, buffer ^ 1); },
+        [&] { store_part<0>(pieces, entry); });
+    slot = next_slot, buffer ^= 1;
+    if (at.depth + 1 == a.depth_units || unit + 1 == last) {
+      if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane))
+        store(a, total, at, at.row_tile * TILE_W + 64 * w_warp + lane / 4 * 8,
+              8 * Config::columns * m_warp + lane % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) total[i] = 0;
+      operands.load_first(next_w, next_x);  // again: meanwhile registers were for the sums of others
+#pragma unroll
+      for (u32 i = 0; i < PIECES; i++) pieces[i].load_words(PACKED + after(next_slot) * PACKED_BYTES, i);
+    }
+    advance(at, a);
+  }
+}
+
+// Copies x to rows of `pitch` numbers, with zeros behind the last.
+extern "C" __global__ void __launch_bounds__(THREADS) align(const __grid_constant__ Arguments a) {
+  const u32 length = Config::back ? a.n : a.k;
+  const u64 count = u64(a.m) * a.pitch;
+  for (u64 i = u64(blockIdx.x) * THREADS + threadIdx.x; i < count; i += u64(gridDim.x) * THREADS) {
+    const u32 column = i % a.pitch;
+    a.aligned[i] = column < length ? a.x[i / a.pitch * length + column] : 0;
+  }
+}

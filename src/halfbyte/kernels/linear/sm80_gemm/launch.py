@@ -1,0 +1,111 @@
+"""Many rows of x on tensor cores from sm_80 on, forward and back: how a shape of kernel.cu is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.formats.spec import FORMATS
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
+from halfbyte.kernels.common.driver import Arguments, Launch, kernels
+from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
+from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.linear import workspace
+from halfbyte.kernels.linear.codebook import exact_codebook
+from halfbyte.kernels.linear.constants import TYPES
+from halfbyte.kernels.linear.kernel import Product
+from halfbyte.kernels.linear.problem import Addresses, Problem
+from halfbyte.kernels.linear.sm80_gemm.plan import DTYPES, ManyPlan, is_arithmetic, many_plan
+
+NAME = "sm80_gemm"
+# Arguments in work.cuh: x, the same with aligned rows, bias, y, workspace, stale, their count and m change.
+LAYOUT = ("5Q", "6QII", "8I64s")
+launches: ThreadCache[Hashable, tuple[Launch, Launch]] = ThreadCache()
+
+
+def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> ManyPlan | None:
+    """The plan for x [m, K], or None where this kernel does not support the problem.
+
+    It supports every format, x of 16 bits, K % 32 == 0, any N and any rows of x.
+    """
+    return None if batch_invariant or not _is_for(problem) else many_plan(m, problem, properties, back=False)
+
+
+def plan_back(m: int, problem: Problem, properties: DeviceProperties) -> ManyPlan | None:
+    """The plan for the product of dy [m, N] with W itself, or None where this kernel does not support the problem."""
+    return many_plan(m, problem, properties, back=True) if _is_for(problem) else None
+
+
+def _is_for(problem: Problem) -> bool:
+    o = problem
+    known = o.has_exponents or (o.has_known_scales and o.has_usual_nesting)
+    return o.dtype in DTYPES and known and o.align_packed >= 16
+
+
+def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan: ManyPlan) -> Product:
+    """The product with a weight on the current device, of as many rows as there are tiles of x for m."""
+    index = device.index
+    compiled = variant(problem, plan, properties_of(index))
+    multiplies, aligns = launches.get((index, plan, compiled), lambda: _launches(index, plan, compiled))
+    told, partial = Arguments(LAYOUT, *arguments(m, problem, weight, plan)), plan.partial_sums(m, problem)
+    length, pitch = row_and_pitch(problem, plan)
+
+    def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
+        sums, stale, count = workspace.take(device, stream, partial) if partial else (0, 0, 0)
+        copy = None
+        if pitch != length:
+            copy = torch.empty(m * pitch, dtype=problem.dtype, device=device)
+        told.set(x, x if copy is None else copy.data_ptr(), bias, out, sums, stale, count // 4, m)
+        if copy is not None:
+            aligns(stream, told.parameters)
+        multiplies(stream, told.parameters)
+        del copy  # the launches are in the stream
+
+    return multiply
+
+
+def row_and_pitch(problem: Problem, plan: ManyPlan) -> tuple[int, int]:
+    """Numbers in a row of x, and from one row to the next where rows are aligned."""
+    length = problem.n if plan.back else problem.k
+    return length, -(-length // 8) * 8
+
+
+def arguments(m: int, problem: Problem, weight: Addresses, plan: ManyPlan) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What work.cuh's Arguments hold before what changes, and after it."""
+    o = problem
+    shift = (o.block_size // 32).bit_length() - 1
+    return weight, (o.n, o.k, row_and_pitch(o, plan)[1], shift, *plan.sizes(m, o), plan.ctas, exact_codebook(o.format))
+
+
+def _launches(index: int, plan: ManyPlan, compiled: Variant) -> tuple[Launch, Launch]:
+    """The product, and what aligns the rows of x."""
+    shared = int(dict(compiled.constants)["shared_bytes"])
+    multiply, align = kernels(index, compiled, (("multiply", shared), ("align", 0)), carveout=100)
+    everywhere = 4 * properties_of(index).sms
+    return Launch(multiply, (plan.ctas, 1), plan.threads, shared), Launch(align, (everywhere, 1), plan.threads)
+
+
+def variant(problem: Problem, plan: ManyPlan, properties: DeviceProperties) -> Variant:
+    """What is compiled."""
+    return Variant.of(source(), properties.capability, constants(problem, plan))
+
+
+def constants(problem: Problem, plan: ManyPlan) -> dict[str, Constant]:
+    """kernel.cu's Config."""
+    return {
+        "x": TYPES[problem.dtype], "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
+        "low_first": problem.low_first, "flushes": FORMATS[problem.format].flushes, "mma_k": 16,
+        "arithmetic": is_arithmetic(problem), "back": plan.back, "w_warps": plan.w_warps, "m_warps": plan.m_warps,
+        "columns": plan.columns, "stages": plan.stages, "resident_ctas": plan.resident_ctas, "direct": plan.direct,
+        "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "grouped": False, "activation": "Activation::none",
+    }  # fmt: skip
+
+
+@cache
+def source() -> str:
+    path = Path(__file__).with_name("kernel.cu")
+    return read_source(path, root=path.parents[1])

@@ -1,0 +1,219 @@
+"""Many rows through sm80_gemm, forward and back: its plans, that its source compiles for every target, and that it
+computes the right thing: on a CPU, to the bits of the dequantized weights."""
+
+import math
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cuda_on_cpu
+import pytest
+import torch
+from gpus import A100, H200
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rings import BF16, F16, SENTINEL, int4, nf4, usage
+
+import halfbyte as hb
+from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common.device import properties_for
+from halfbyte.kernels.linear import dispatch
+from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
+from halfbyte.kernels.linear.sm80_gemm import launch as many
+from halfbyte.kernels.linear.sm80_gemm.plan import ManyPlan, is_valid, many_plan
+from halfbyte.kernels.linear.tune import h200
+
+REGISTERS = 65536  # of a multiprocessor
+both_ways = pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
+
+
+@both_ways
+@settings(deadline=None)
+@given(
+    m=st.integers(1, 9000),
+    n=st.integers(1, 60000),
+    k=st.integers(1, 500).map(lambda k: 32 * k),
+    block_size=st.sampled_from([32, 64, 128, 4096]),
+    dtype=st.sampled_from([F16, BF16]),
+    capability=st.sampled_from([80, 86, 89, 90, 100, 120]),
+    sms=st.integers(1, 200),
+)
+def test_every_plan_is_valid(
+    back: bool, m: int, n: int, k: int, block_size: int, dtype: torch.dtype, capability: int, sms: int
+) -> None:
+    properties, problem = replace(properties_for(f"sm_{capability}"), sms=sms), nf4(n, k, block_size, dtype)
+    plan = many_plan(m, problem, properties, back)
+    assert plan is not None
+    assert is_valid(plan, m, problem, properties)
+    assert plan.ctas <= math.prod(plan.sizes(m, problem))
+
+
+@both_ways
+def test_what_it_is_for(back: bool) -> None:
+    def plan(m: int, problem: Problem, properties: Any = A100) -> ManyPlan | None:
+        return many.plan_back(m, problem, properties) if back else many.plan(m, problem, properties, False)
+
+    assert plan(500, Problem(BF16, 64, 64, "mxfp4", 32, torch.uint8)) is not None
+    assert plan(500, replace(nf4(), scale=torch.float32, nested=0)) is not None
+    for changes in ({"dtype": torch.float32}, {"nested": 512}, {"align_packed": 8}, {"k": 4100}):
+        assert plan(500, replace(nf4(), **changes)) is None
+    assert plan(500, nf4(), properties_for("sm_75")) is None
+    assert plan(0, nf4()) is None
+    assert many.plan(500, nf4(), A100, True) is None  # sums would depend on the rows of x
+
+
+def test_where_it_is_chosen() -> None:
+    choice, other = dispatch.choose(256, nf4(14336), A100, False), dispatch.choose_back(256, nf4(14336), A100)
+    assert choice is not None
+    assert other is not None
+    assert choice.kernel is many
+    assert other.kernel is many
+    assert choice.variant(nf4(14336), A100).capability == 80
+    few = dispatch.choose(16, nf4(14336), A100, False)
+    assert few is not None
+    assert few.kernel is not many
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "capability", [80, 89, 120, *(pytest.param(one, marks=pytest.mark.compile_all) for one in (86, 90, 100))]
+)
+def test_compiles_into_registers(capability: int, tmp_path: Path) -> None:
+    properties = properties_for(f"sm_{capability}")
+    kinds = (nf4(), int4(), replace(nf4(block_size=32), scale=torch.float32, nested=0, dtype=F16))
+    for i, (shape, most) in enumerate(h200.MANY_SHAPES.items()):
+        problem, back = kinds[i % 3], i % 2 == 0
+        plans = (ManyPlan(back, *shape, 2, resident, 1) for resident in range(most, 0, -1))
+        plan = next((plan for plan in plans if is_valid(plan, 64, problem, properties)), None)
+        if plan is None:
+            continue
+        path = tmp_path / "many.cubin"
+        path.write_bytes(nvrtc.compile_cubin(many.source(), capability, many.constants(problem, plan)))
+        used = usage(path)
+        assert used["STACK"] == used["LOCAL"] == 0, (plan, used)
+        assert used["REG"] * plan.threads * plan.resident_ctas <= REGISTERS, plan
+        assert used["SHARED"] <= 1024  # of the system's, and none of its own
+
+
+# Of the weight: format, options, rows, columns. Of the plan: warps, columns, stages, CTAs. Rows of x. Way back.
+LONG = pytest.mark.compile_all  # what takes ten seconds and more is left to `make compile-all`
+CASES = [
+    (("nf4", {}, 130, 192), BF16, (2, 2, 4, 3, 2), 5, False),
+    (("nf4", {}, 130, 192), BF16, (2, 2, 4, 3, 3), 67, True),
+    pytest.param(("nf4", {"nested": False, "block_size": 32}, 71, 288), F16, (2, 4, 4, 3, 2), 140, False, marks=LONG),
+    pytest.param(("nf4", {"block_size": 256}, 203, 512), F16, (2, 4, 8, 3, 5), 70, True, marks=LONG),
+    pytest.param(("fp4", {"block_size": 64}, 333, 64), BF16, (4, 2, 4, 3, 4), 97, False, marks=LONG),
+    pytest.param(("fp4", {"block_size": 64}, 333, 320), BF16, (4, 2, 4, 3, 4), 9, True, marks=LONG),
+    (("int4", {"group_size": 128}, 200, 128), F16, (2, 2, 4, 3, 3), 20, False),
+    (("int4", {"group_size": 32}, 71, 96), BF16, (2, 2, 4, 4, 2), 3, True),
+    (("mxfp4", {}, 150, 96), BF16, (2, 2, 8, 3, 3), 17, False),
+]
+
+
+def on_cpu(
+    folder: Path,
+    x: torch.Tensor,
+    q: hb.QuantizedWeight,
+    bias: torch.Tensor | None,
+    shape: tuple[int, int, int, int, int],
+    back: bool,
+) -> torch.Tensor:
+    """The source itself, thread by thread, and its workspace as it was found."""
+    problem, m = problem_of(x, q, bias), len(x)
+    plan = ManyPlan(back, *shape[:4], 1, shape[4])
+    assert is_valid(plan, m, problem, H200)
+    length, pitch = many.row_and_pitch(problem, plan)
+    produced = problem.k if back else problem.n
+    variant, out = many.variant(problem, plan, H200), torch.full((m + 2, produced), 777.0, dtype=x.dtype)
+    sums = torch.full((plan.partial_sums(m, problem),), SENTINEL, dtype=torch.int32)
+    stale = torch.zeros(68, dtype=torch.int32)
+    aligned = x if pitch == length else torch.full((m, pitch), 777.0, dtype=x.dtype)
+    before, after = many.arguments(m, problem, addresses(q), plan)
+    places = [0 if one is None else one.data_ptr() for one in (x, aligned, bias, out, sums, stale)]
+    bits = struct.pack("".join(many.LAYOUT), *before, *places, 16, m, *after)
+    parts = [aligned, q.packed, q.scale, *(q.nested[:2] if q.nested else ())]
+    for kernel, shared in (("align", 0), ("multiply", plan.shared_bytes(problem))):
+        if kernel == "align" and aligned is x:
+            continue
+        (folder / kernel).mkdir(exist_ok=True)
+        assert cuda_on_cpu.run(folder / kernel, variant, kernel, bits, plan.ctas, plan.threads, shared, parts) == 0
+    assert torch.equal(aligned[:, :length], x)
+    assert (aligned[:, length:] == 0).all()
+    assert (out[m:] == 777).all()
+    assert (stale[:64] == SENTINEL).all()
+    assert (stale[64:] == 0).all()
+    return out[:m]
+
+
+@pytest.mark.slow
+@cuda_on_cpu.needs_compiler
+@pytest.mark.parametrize(("weight", "dtype", "shape", "m", "back"), CASES, ids=str)
+def test_product(
+    weight: tuple[str, dict[str, Any], int, int],
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int, int],
+    m: int,
+    back: bool,
+    tmp_path: Path,
+) -> None:
+    format, options, n, k = weight
+    torch.manual_seed(0)
+    q = hb.quantize(torch.randn(n, k).to(dtype), format, **options)
+    x, bias = torch.randn(m, n if back else k).to(dtype), None if back else torch.randn(n).to(dtype)
+    out = on_cpu(tmp_path, x, q, bias, shape, back)
+    dense = hb.dequantize(q, dtype).double() if back else hb.dequantize(q, dtype).double().t()
+    right, sizes = x.double() @ dense, x.double().abs() @ dense.abs()
+    if bias is not None:
+        right, sizes = right + bias.double(), sizes + bias.double().abs()
+    rounding = 0.51 * torch.finfo(dtype).eps * right.abs() + 1e-6 * sizes  # of the result, and of sums in fp32
+    assert ((out.double() - right).abs() <= rounding).all()
+
+
+@pytest.mark.slow
+@cuda_on_cpu.needs_compiler
+@both_ways
+@pytest.mark.parametrize("format", ["nf4", "int4", "mxfp4"])
+def test_operands_are_what_dequantize_gives(format: str, back: bool, tmp_path: Path) -> None:
+    """An identity matrix gives the dense weight, bit for bit: no nibble in a wrong place, no scale in another's."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"group_size": 64} if format == "int4" else {}
+    q = hb.quantize(torch.randn(*((40, 192) if back else (192, 64))).bfloat16(), format, **options)
+    dense, eye = hb.dequantize(q, BF16), torch.eye(40 if back else 64).bfloat16()
+    assert torch.equal(on_cpu(tmp_path, eye, q, None, (2, 2, 4, 3, 2), back), dense if back else dense.t())
+
+
+@pytest.mark.slow
+@cuda_on_cpu.needs_compiler
+@both_ways
+@pytest.mark.parametrize("w_warps", [2, 4])
+def test_no_bank_is_asked_twice(w_warps: int, back: bool, tmp_path: Path) -> None:
+    """By ldmatrix, of the eight rows of a matrix; and by what eight lanes, or sixteen with half a piece each, store."""
+    functions = """extern "C" unsigned w(unsigned p, unsigned s, unsigned piece) { return w_place(p, s, piece); }
+extern "C" unsigned x(unsigned row, unsigned piece) { return x_place(row, piece); }"""
+    plan = ManyPlan(back, w_warps, 2, 4, 3, 1, 1)
+    place = cuda_on_cpu.library(tmp_path, many.variant(nf4(), plan, H200), functions)
+    for first in range(0, 64, 8):
+        rows = range(first, first + 8)
+        assert all(len({place.x(row, piece) // 16 % 8 for row in rows}) == 8 for piece in range(8))
+    warps = range(0, 64 * w_warps, 64)
+    for piece in range(8):
+        for i in range(8):
+            for warp in warps:
+                if back:
+                    found = {place.w(warp, 8 * i + row, piece) // 16 % 8 for row in range(8)}
+                else:
+                    found = {place.w(warp + 8 * row + i, 0, piece) // 16 % 8 for row in range(8)}
+                assert len(found) == 8
+    if back:
+        in_row = 2 * w_warps  # threads
+        for first in range(0, 64 * in_row, 16):
+            threads = [(t // in_row, t % in_row) for t in range(first, first + 16)]
+            for p in range(8):
+                halves = {(place.w(32 * q, row, p) + q % 2 * 8) // 8 % 16 for row, q in threads}
+                assert len(halves) == 16
+    else:
+        for first in range(0, 128, 8):
+            threads = [(t // 2, t % 2) for t in range(first, first + 8)]
+            for part in range(4):
+                assert len({(place.w(row, 0, 4 * q) ^ part * 16) // 16 % 8 for row, q in threads}) == 8
