@@ -21,9 +21,11 @@ from halfbyte.formats.nested import NESTED_BLOCK_SIZE
 from halfbyte.kernels.common.device import DeviceProperties, properties_like
 from halfbyte.kernels.common.gpus import GPUS, H200
 from halfbyte.kernels.linear.dispatch import KERNELS, choose, dense_microseconds
+from halfbyte.kernels.linear.kernel import Kernel
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm75 import launch as sm75
 from halfbyte.kernels.linear.sm80 import launch as sm80
+from halfbyte.kernels.linear.sm80_gemm import launch as sm80_gemm
 
 FITTED = H200.name  # the GPU that the constants of estimates come from
 SHAPES = ((4096, 4096), (14336, 4096), (28672, 8192))
@@ -99,18 +101,19 @@ def _megabytes(m: int, o: Problem) -> float:
 
 def _predicted(m: int, o: Problem, properties: DeviceProperties) -> tuple[str, float]:
     """On Hopper and B200 that of the kernel that is chosen, with the plan that it makes for the GPU itself; elsewhere
-    that of the kernel on tensor cores, even where the dense way is faster."""
+    that of the faster kernel on tensor cores, even where the dense way is faster."""
     if properties.capability in (90, 100):
         choice = choose(m, o, properties, False)
         if choice is None:
             return DENSE, dense_microseconds(m, o, properties)
-        kernel = choice.kernel
+        kernels: tuple[Kernel[Any], ...] = (choice.kernel,)
     else:
-        kernel = sm80 if properties.capability >= 80 else sm75
-    plan = kernel.plan(m, o, properties, False)
-    if plan is None:
-        raise ValueError(f"{kernel.NAME} has no plan for {m} rows of {o}")
-    return kernel.NAME, plan.microseconds
+        kernels = (sm80, sm80_gemm) if properties.capability >= 80 else (sm75,)
+    plans = ((kernel.NAME, kernel.plan(m, o, properties, False)) for kernel in kernels)
+    found = [(name, plan.microseconds) for name, plan in plans if plan is not None]
+    if not found:
+        raise ValueError(f"no plan for {m} rows of {o} of {', '.join(kernel.NAME for kernel in kernels)}")
+    return min(found, key=lambda pair: pair[1])
 
 
 # -- Errors ------------------------------------------------------------------------------------------------------------
