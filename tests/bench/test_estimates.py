@@ -59,8 +59,17 @@ def test_measure_and_report(
     expected = {gpu.sms} if gpu.capability < 80 else {36, 58, gpu.sms}
     assert {cell.sms for cell in cells} == expected
     kernels = {
-        "NVIDIA H100 80GB HBM3": {"sm90_decode", "sm90_streamk", "sm90_gemm", "sm75", "sm80", "simt", DENSE},
-        "NVIDIA GeForce RTX 4090": {"sm75", "sm80", "simt", DENSE},
+        "NVIDIA H100 80GB HBM3": {
+            "sm90_decode",
+            "sm90_streamk",
+            "sm90_gemm",
+            "sm75",
+            "sm80",
+            "sm80_gemm",
+            "simt",
+            DENSE,
+        },
+        "NVIDIA GeForce RTX 4090": {"sm75", "sm80", "sm80_gemm", "simt", DENSE},
         "Tesla T4": {"sm75", "simt", DENSE},
     }[name]
     for cell, measured in cells.items():

@@ -156,7 +156,7 @@ class Driver:
         weights, (x, norm, residual, ids) = values[: 6 * parts], values[6 * parts : 6 * parts + 4]
         results, (m, pairs) = values[6 * parts + 4 : 8 * parts + 4], values[8 * parts + 4 : 8 * parts + 6]
         sizes, (tiles, k) = values[8 * parts + 6 : 10 * parts + 6], values[10 * parts + 6 : 10 * parts + 8]
-        routing, (_, epsilon, offset, factor) = values[10 * parts + 8 :][:4], values[10 * parts + 12 :][:4]
+        routing, (_, epsilon, offset, factor) = values[10 * parts + 8 :][:5], values[10 * parts + 13 :][:4]
         if routing[0]:
             (packed,) = struct.unpack_from("Q", weights[0])
             self._routed((packed, *weights[2:6]), x, ids, *results, pairs, sizes[0], tiles, k, *routing)
@@ -185,7 +185,7 @@ class Driver:
 
     def _routed(
         self, addresses: Sequence[int], x: int, ids: int, bias: int, out: int, pairs: int, n: int, tiles: int, k: int,
-        experts: int, rows: int, per_row: int, wide_ids: int,
+        experts: int, rows: int, per_row: int, wide_ids: int, clears: int,
     ) -> None:  # fmt: skip
         """Pairs of a token and an expert, of which `like` is the stack."""
         assert n == experts * rows
@@ -206,6 +206,8 @@ class Driver:
             if row is not None:
                 result = stacks.activate(row[None], self.activation)[0] if gates else row
                 memory(out, (pairs, len(result)), dtype)[pair] = result
+            elif clears:
+                memory(out, (pairs, rows), dtype)[pair] = 0
 
     def _sort(self, ids: int, routes: int, pairs: int, experts: int, wide: int, room: int) -> None:
         chosen = memory(ids, (pairs,), torch.int64 if wide else torch.int32)

@@ -52,7 +52,8 @@ def test_when_it_is_chosen() -> None:
         (replace(usual, k=4096 + 32), H200),
         (replace(usual, align_packed=8), H200),
     ):
-        assert choose_back(512, problem, properties) is None
+        choice = choose_back(512, problem, properties)
+        assert choice is None or choice.kernel is not gemm
     assert choose_back(512, replace(usual, n=14335), H200) is not None  # of rows of W there may be any number
     assert choose_back(4096, usual, H200) is None
 

@@ -17,10 +17,10 @@ rows), and of the dense weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -45,12 +45,17 @@ FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode, sm90_streamk)
 BACK_KERNELS: tuple[BackKernel[Any], ...] = (sm90_gemm, sm80_gemm, sm80_back)
 # Kernel to one that was faster in all that was measured: where that supports a problem, too, this one is not asked.
 SUPERSEDED: dict[str, Kernel[Any]] = {sm75.NAME: sm80, sm80.NAME: sm90_streamk, sm80_gemm.NAME: sm90_streamk}
+# Of gradients. That it is so on Hopper follows from the rates of their tensor cores' instructions.
+BACK_SUPERSEDED: dict[str, Kernel[Any]] = {sm80_gemm.NAME: sm90_gemm}
 # The same with batch_invariant, for which sm75 and sm80 have not been measured side by side.
 INVARIANT_SUPERSEDED: dict[str, Kernel[Any]] = {sm80.NAME: sm90_streamk}
 # The most rows of x of kernels whose estimates are not good enough to be held against the dense weight's.
 MOST_ROWS = {sm75.NAME: h200.SM75_ROWS, simt.NAME: h200.SIMT_ROWS}
 # With batch_invariant no choice may depend on the rows of x: it is the best one for so many.
 TYPICAL_INVARIANT_ROWS = 32
+
+
+K = TypeVar("K", bound=Kernel[Any])
 
 
 class Choice(NamedTuple):
@@ -87,33 +92,34 @@ def choose(m: int, problem: Problem, properties: DeviceProperties, batch_invaria
     """
     properties = properties.as_fitted
     if batch_invariant:
-        typical = _fastest(KERNELS, TYPICAL_INVARIANT_ROWS, problem, properties, True)
+        typical = _fastest(
+            KERNELS, INVARIANT_SUPERSEDED, lambda kernel: kernel.plan(TYPICAL_INVARIANT_ROWS, problem, properties, True)
+        )
         if typical is None:
             return None
         kernel = typical.kernel
         return Choice(kernel, kernel.plan(m, problem, properties, True))
     kernels = tuple(kernel for kernel in KERNELS if m <= MOST_ROWS.get(kernel.NAME, m))
-    choice = _fastest(kernels, m, problem, properties, False)
+    choice = _fastest(kernels, SUPERSEDED, lambda kernel: kernel.plan(m, problem, properties, False))
     if choice is None or choice.kernel.NAME in MOST_ROWS:
         return choice
     return choice if choice.plan.microseconds <= dense_microseconds(m, problem, properties) else None
 
 
 def _fastest(
-    kernels: Sequence[Kernel[Any]], m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool
+    kernels: Sequence[K], superseded: Mapping[str, Kernel[Any]], plan: Callable[[K], Plan | None]
 ) -> Choice | None:
     """Of those that support the problem. One that another supersedes is asked after that one, and only if it must be:
     planning takes longer than many a product."""
-    superseded = INVARIANT_SUPERSEDED if batch_invariant else SUPERSEDED
     found: list[Choice] = []
     served: set[str] = set()  # kernels that support it, and those that need not be asked
     for kernel in kernels:
         better = superseded.get(kernel.NAME)
         if better is not None and better.NAME in served:
             served.add(kernel.NAME)
-        elif (plan := kernel.plan(m, problem, properties, batch_invariant)) is not None:
+        elif (planned := plan(kernel)) is not None:
             served.add(kernel.NAME)
-            found.append(Choice(kernel, plan))
+            found.append(Choice(kernel, planned))
     return min(found, key=lambda choice: choice.plan.microseconds, default=None)
 
 
@@ -147,9 +153,7 @@ def choose_back(m: int, problem: Problem, properties: DeviceProperties) -> Choic
     """How a gradient [m, N] is multiplied with W itself, m and no side of W being 0, or None where the dense weight is
     the faster way."""
     properties = properties.as_fitted
-    plans = ((kernel, kernel.plan_back(m, problem, properties)) for kernel in BACK_KERNELS)
-    found = [Choice(kernel, plan) for kernel, plan in plans if plan is not None]
-    best = min(found, key=lambda choice: choice.plan.microseconds, default=None)
+    best = _fastest(BACK_KERNELS, BACK_SUPERSEDED, lambda kernel: kernel.plan_back(m, problem, properties))
     return best if best and best.plan.microseconds <= dense_microseconds(m, problem, properties) else None
 
 
