@@ -27,6 +27,7 @@ FUNCTIONS = {
     "mma": "void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {"
     " multiply_add(sum, {a0, a1, a2, a3}, b0, b1, FP16); }",
     "load_partial": "float4 load_partial(const float4* from) { return *from; }",
+    "load_route": "uint4 load_route(const uint4* from) { return *from; }",
     "store_partial": "void store_partial(float4* to, float4 value) { *to = value; }",
     "scaled": "float scaled(float number, float scale) { return __fmul_rn(number, scale); }",
     "load_matrices": "void load_matrices(u32 (&to)[4], u32 at) { matrices(to, at, false); }",

@@ -1,4 +1,4 @@
-"""Products with a stack of experts on a Hopper GPU: many pairs of a token and an expert, sorted by expert.
+"""Products with a stack of experts on a GPU: many pairs of a token and an expert, sorted by expert.
 
 The kernels are those of `linear` for which x is laid out (kernels/linear/grouped.py). The sort and all that follows
 from it stay on the device (sort.cu), and launches are made for the most tiles that there can be, so CUDA graphs can
@@ -122,10 +122,10 @@ def variants(
     keeps = span_of(gate_up) == span_of(down)
     groupings = groupings_of(experts, activation, pairs, down.n // experts, keeps)
     each = (
-        grouped.variant(o, grouped.as_planned(grouping, plans), plan)
+        grouped.variant(o, grouped.as_planned(grouping, plans), plan, properties)
         for o, grouping, plan in zip(problems, groupings, plans, strict=True)
     )
-    return [sort_variant(plans[0].tile_m), *each]
+    return [sort_variant(plans[0].tile_m, properties), *each]
 
 
 def _part(tokens: int, bytes_of_token: int) -> int:

@@ -37,8 +37,9 @@ def _on_cuda(q: QuantizedWeight, properties: DeviceProperties) -> str:
     found = []
     if decode.plan_routed(1, problem, experts, "", False, properties) is not None:
         found.append(f"{decode.NAME} where tokens are few")
-    if experts <= MOST_EXPERTS and grouped.plan(1, experts, (problem,), properties) is not None:
-        found.append(f"{grouped.NAMES} where they are many" if found else grouped.NAMES)
+    plans = grouped.plan(1, experts, (problem,), properties) if experts <= MOST_EXPERTS else None
+    if plans is not None:
+        found.append(f"{grouped.names(plans)} where they are many" if found else grouped.names(plans))
     if not found:
         return f"{ONE_BY_ONE}, as no kernel is for such a stack on this GPU"
     return f"experts: CUDA C++ {', '.join(found)} (sm_{properties.capability})"

@@ -1,16 +1,17 @@
 // Pairs of a token and an expert, sorted by expert, and the tiles that follow: what the products of many pairs go by
 // (linear/device/grouped.cuh draws `routes`).
 //
-// Bytes: the ids twice, and two numbers for each pair. A cluster of CTAs does it all in a few microseconds, and nothing
-// waits for the host. Each warp has a run of pairs, and counts those of each expert. Each CTA adds up what its warps
-// have counted, and reads the sums of the others; then each warp knows where its pairs go. Pairs of an expert keep their
-// order, so the same ids give the same routes. Ids that are no expert are nobody's, and their place is NOWHERE.
+// Bytes: the ids twice, and two numbers for each pair. A cluster of CTAs does it all in a few microseconds, or a single
+// CTA where a GPU has no clusters, and nothing waits for the host. Each warp has a run of pairs, and counts those of
+// each expert. Each CTA adds up what its warps have counted, and reads the sums of the others; then each warp knows
+// where its pairs go. Pairs of an expert keep their order, so the same ids give the same routes. Ids that are no expert
+// are nobody's, and their place is NOWHERE.
 //
-// Config: tile_m, rows of a tile; x, which is not looked at.
+// Config: tile_m, rows of a tile; ctas; x, which is not looked at.
 
 #include "linear/device/ptx.cuh"
 
-constexpr u32 CTAS = 8, WARPS = 8, THREADS = 32 * WARPS, NOWHERE = ~0u;
+constexpr u32 CTAS = Config::ctas, WARPS = 8, THREADS = 32 * WARPS, NOWHERE = ~0u;
 constexpr u32 AT_ONCE = 8;           // ids that a lane loads ahead
 constexpr u32 MOST_OF_A_THREAD = 4;  // experts
 
@@ -44,12 +45,18 @@ __device__ __forceinline__ Sums add_up(u32 value, u32* of_warps, u32 warp, u32 l
 }
 // From the shared memory of the CTA of this rank.
 __device__ __forceinline__ u32 load_from(const u32* place, u32 rank) {
+  if constexpr (CTAS == 1) return *place;
   u32 value;
   asm volatile("ld.shared::cluster.u32 %0, [%1];"
                : "=r"(value)
                : "r"(address_in(u32(__cvta_generic_to_shared(place)), rank))
                : "memory");
   return value;
+}
+
+__device__ __forceinline__ void sync_all() {
+  if constexpr (CTAS == 1) __syncthreads();
+  else sync_cluster();
 }
 
 // Calls `each` with the pairs of a warp, 32 at a time: the lane's pair, its expert or NOWHERE, the lanes with the same
@@ -82,8 +89,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
   u32 *own = counts + warp * a.experts, *totals = counts + WARPS * a.experts;
   for (u32 e = lane; e < a.experts; e += 32) own[e] = 0;
   __syncwarp();
-  wait_for_prior_kernel();
-  launch_dependents();
+  if constexpr (CTAS > 1) {  // which is to say, on Hopper and later
+    wait_for_prior_kernel();
+    launch_dependents();
+  }
   for_each_pair(a, number, lane, [&](u32, u32, u32 expert, u32 alike) {
     if (expert != NOWHERE && !(alike & before)) own[expert] += __popc(alike);
   });
@@ -98,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
     }
     totals[e] = rows;
   }
-  sync_cluster();
+  sync_all();
   // A thread has neighbouring experts. Of each: its rows in all CTAs, and those of earlier ones.
   const u32 share = (a.experts + THREADS - 1) / THREADS, first = threadIdx.x * share;
   u32 rows[MOST_OF_A_THREAD], earlier[MOST_OF_A_THREAD], all_rows = 0, all_tiles = 0;
@@ -131,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
   for (u32 i = of_tiles.all + rank * THREADS + threadIdx.x; i < a.most_tiles; i += CTAS * THREADS)
     table[i] = make_uint4(0, 0, 0, 0);
   if (rank == 0 && threadIdx.x == 0) *a.routes = make_uint4(of_tiles.all, 0, 0, 0);
-  sync_cluster();  // places are there, and nobody reads this CTA's totals any more
+  sync_all();  // places are there, and nobody reads this CTA's totals any more
   u32 *sorted = reinterpret_cast<u32*>(table + a.most_tiles), *places = sorted + (a.pairs + 3) / 4 * 4;
   for_each_pair(a, number, lane, [&](u32 pair, u32 end, u32 expert, u32 alike) {
     const bool valid = expert != NOWHERE;

@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.common.device import HOPPER, DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels
 from halfbyte.kernels.common.nvrtc import Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
 
-CTAS, WARPS = 8, 8  # of one cluster, of a CTA
+CTAS, WARPS = 8, 8  # of one cluster, where a GPU has clusters; of a CTA
 MOST_EXPERTS = 4 * 32 * WARPS  # four a thread
 LAYOUT = ("", "2Q4I", "")  # sort.cu's Arguments, all of which change
 
@@ -43,15 +44,23 @@ def sort(ids: Tensor, experts: int, tile_m: int, tiles: int) -> Routes:
     return Routes(found, found[first:])
 
 
-def variant(tile_m: int) -> Variant:
+def variant(tile_m: int, properties: DeviceProperties) -> Variant:
     """What is compiled."""
-    return Variant.of(source(), 90, {"tile_m": tile_m, "x": "Type::bf16"})
+    capability = HOPPER if properties.ptx >= HOPPER else properties.capability
+    return Variant.of(source(), capability, {"tile_m": tile_m, "x": "Type::bf16", "ctas": ctas_of(properties)})
+
+
+def ctas_of(properties: DeviceProperties) -> int:
+    return CTAS if properties.ptx >= HOPPER else 1
 
 
 def _prepare(index: int, tile_m: int, experts: int) -> tuple[Launch, Arguments]:
-    shared = 4 * (WARPS + 1) * experts
-    (function,) = kernels(index, variant(tile_m), (("sort_pairs", shared),), carveout=100)
-    return Launch(function, (1, CTAS), 32 * WARPS, shared, CTAS, overlaps=True), Arguments(LAYOUT, (), ())
+    properties, shared = properties_of(index), 4 * (WARPS + 1) * experts
+    ctas = ctas_of(properties)
+    (function,) = kernels(index, variant(tile_m, properties), (("sort_pairs", shared),), carveout=100)
+    cluster = ctas if ctas > 1 else 0
+    launch = Launch(function, (1, ctas), 32 * WARPS, shared, cluster, overlaps=ctas > 1)
+    return launch, Arguments(LAYOUT, (), ())
 
 
 @cache

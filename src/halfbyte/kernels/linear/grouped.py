@@ -1,5 +1,6 @@
-"""Products of many pairs of a token and an expert with a stack of experts, or with their transposes: a kernel for which
-x is laid out, with Config::grouped. sm90_streamk has the narrow tiles, sm90_gemm the wide ones and the way back."""
+"""Products of many pairs of a token and an expert with a stack of experts, or with their transposes, with
+Config::grouped. On Hopper by a kernel for which x is laid out: sm90_streamk has the narrow tiles, sm90_gemm the wide
+ones and the way back. On other GPUs from sm_80 on by sm80_gemm."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.common.device import HOPPER, DeviceProperties
 from halfbyte.kernels.common.driver import Arguments
 from halfbyte.kernels.common.nvrtc import Constant, Variant
 from halfbyte.kernels.common.tensor_map import tensor_map
@@ -18,6 +19,9 @@ from halfbyte.kernels.linear import laid_out
 from halfbyte.kernels.linear.kernel import GroupedProduct
 from halfbyte.kernels.linear.laid_out import COPIED_LAYOUT, LAYOUT, SWIZZLED, UNIT_K, span_of
 from halfbyte.kernels.linear.problem import Addresses, Problem
+from halfbyte.kernels.linear.sm80_gemm import launch as many
+from halfbyte.kernels.linear.sm80_gemm.plan import ManyPlan
+from halfbyte.kernels.linear.sm80_gemm.plan import grouped_plan as many_grouped_plan
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm import plan as wide
 from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_BACK_REGISTERS, SCATTERED_REGISTERS, GemmPlan
@@ -26,8 +30,7 @@ from halfbyte.kernels.linear.sm90_streamk import plan as narrow
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
 from halfbyte.kernels.linear.tune import h200
 
-Plan = StreamKPlan | GemmPlan
-NAMES = f"{streamk.NAME} and {gemm.NAME}"
+Plan = StreamKPlan | GemmPlan | ManyPlan
 EVERY_TILE_M = tuple(sorted({*narrow.TILES_M, *wide.BACK_TILES_M}))
 INTERLEAVED = "swiglu_oai"  # the activation whose gate and up rows are neighbours
 
@@ -57,11 +60,15 @@ def plan(
     """The plans for up to so many pairs and stacks, one after the other, that have tiles in common; None where no
     kernel supports them. The rows of each problem are those of all experts. back: of gradients, and for the products
     with the transposes."""
-    if not all(map(supports, problems)):
+    if properties.capability != HOPPER:
+        tiles_m, each = sorted({8 * m_warps * columns for _, m_warps, columns in h200.MANY_SHAPES}), _many
+    elif all(map(supports, problems)):
+        tiles_m, each = list(EVERY_TILE_M), _narrow_or_wide
+    else:
         return None
     found = []
-    for tile_m in EVERY_TILE_M:
-        plans = [_narrow_or_wide(pairs, experts, tile_m, problem, properties, back) for problem in problems]
+    for tile_m in tiles_m:
+        plans = [each(pairs, experts, tile_m, problem, properties, back) for problem in problems]
         if all(plans):
             found.append(tuple(one for one in plans if one is not None))
     return min(found, key=lambda plans: sum(one.microseconds for one in plans), default=None)
@@ -72,6 +79,20 @@ def _narrow_or_wide(
 ) -> Plan | None:
     each = (kernel.grouped_plan(pairs, experts, tile_m, problem, properties, back) for kernel in (narrow, wide))
     return next((one for one in each if one is not None), None)
+
+
+def _many(
+    pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
+) -> Plan | None:
+    fits = h200.MANY_GROUPED and many.supports(problem)
+    return many_grouped_plan(pairs, experts, tile_m, problem, properties, back) if fits else None
+
+
+def names(plans: Sequence[Plan]) -> str:
+    """Of the kernels that may multiply where these do, for people."""
+    if any(isinstance(plan, ManyPlan) for plan in plans):
+        return many.NAME
+    return f"{streamk.NAME} and {gemm.NAME}"
 
 
 def sorted_microseconds(pairs: int, plans: Sequence[Plan]) -> float:
@@ -89,10 +110,12 @@ def as_planned(grouping: Grouping, plans: Sequence[Plan]) -> Grouping:
 def bind(device: torch.device, problem: Problem, weight: Addresses, grouping: Grouping, plan: Plan) -> GroupedProduct:
     """The products of pairs with the experts of a stack on the current device; or, under a plan for the way back, with
     their transposes."""
+    if isinstance(plan, ManyPlan):
+        return many.bind_grouped(device, problem, weight, grouping, plan)
     o, index, side = problem, device.index, problem.n // grouping.experts
     n, k = (o.k, side) if plan.back else (side, o.k)
     tiles, units = plan.x_tiles(plan.chunk), -(-k // UNIT_K)
-    compiled = variant(o, grouping, plan)
+    compiled = _laid_out_variant(o, grouping, plan)
     key = index, tiles * units, plan, compiled
     lay_out, multiply = laid_out.launches.get(key, lambda: laid_out.make_launches(index, tiles * units, plan, compiled))
     packed, *scales = weight
@@ -119,7 +142,7 @@ def bind(device: torch.device, problem: Problem, weight: Addresses, grouping: Gr
     return run
 
 
-def weight_map(packed: int, o: Problem, grouping: Grouping, plan: Plan) -> bytes:
+def weight_map(packed: int, o: Problem, grouping: Grouping, plan: StreamKPlan | GemmPlan) -> bytes:
     """Of the stack. A copy brings rows of one expert, or columns of them on the way back: what is beyond its last row
     is zeros, not the next one's. Where gate and up are halves, it brings rows of both in turn. If results are ordered,
     it brings the gates and ups of eight (device/tile_rows.cuh)."""
@@ -145,17 +168,23 @@ def has_halves(grouping: Grouping) -> bool:
     return grouping.activation not in ("", INTERLEAVED)
 
 
-def kernel_of(plan: Plan) -> laid_out.LaidOutKernel:
+def kernel_of(plan: StreamKPlan | GemmPlan) -> laid_out.LaidOutKernel:
     return gemm if isinstance(plan, GemmPlan) else streamk
 
 
-@lru_cache(1 << 12)  # asked for by each layer
-def variant(problem: Problem, grouping: Grouping, plan: Plan) -> Variant:
+def variant(problem: Problem, grouping: Grouping, plan: Plan, properties: DeviceProperties) -> Variant:
     """What is compiled."""
+    if isinstance(plan, ManyPlan):
+        return many.grouped_variant(problem, grouping, plan, properties)
+    return _laid_out_variant(problem, grouping, plan)
+
+
+@lru_cache(1 << 12)  # asked for by each layer
+def _laid_out_variant(problem: Problem, grouping: Grouping, plan: StreamKPlan | GemmPlan) -> Variant:
     return Variant.of(kernel_of(plan).source(), "90a", constants(problem, grouping, plan))
 
 
-def constants(problem: Problem, grouping: Grouping, plan: Plan) -> dict[str, Constant]:
+def constants(problem: Problem, grouping: Grouping, plan: StreamKPlan | GemmPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
     of_experts: dict[str, Constant] = {
         "grouped": True, "activation": f"Activation::{grouping.activation or 'none'}", "wide": grouping.wide,

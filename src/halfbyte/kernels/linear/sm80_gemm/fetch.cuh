@@ -11,13 +11,23 @@ __device__ __forceinline__ u32 piece_column() {
   constexpr u32 IN_ROW = Config::back ? TILE_W / 32 : DEPTH / 32;
   return threadIdx.x % IN_ROW * 32;
 }
-// The first row of W of a unit's tile, and its first column.
-__device__ __forceinline__ u32 first_row(const WorkUnit& at) {
-  return Config::back ? at.depth * DEPTH : at.row_tile * TILE_W;
-}
-__device__ __forceinline__ u32 first_column(const WorkUnit& at) {
-  return Config::back ? at.row_tile * TILE_W : at.depth * DEPTH;
-}
+// Where a thread's piece i of a unit is in W: its row, of all experts' rows, and column, and whether they exist.
+struct Place {
+  u32 row, column;
+  bool exists;
+  __device__ __forceinline__ Place(const Arguments& a, const WorkUnit& at, u32 i) {
+    const u32 of_tile = piece_row(i);
+    column = (Config::back ? at.row_tile * TILE_W : at.depth * DEPTH) + piece_column();
+    row = (Config::back ? at.depth * DEPTH : at.row_tile * TILE_W) + of_tile;
+    exists = row < a.n && column < a.k;
+    if constexpr (HALVES) {  // of eight rows of the tile, four of gate and the same of up
+      const u32 gate = at.row_tile * (TILE_W / 2) + of_tile / 8 * 4 + of_tile % 4;
+      row = gate + (of_tile & 4 ? a.n / 2 : 0);
+      exists = gate < a.n / 2 && column < a.k;
+    }
+    if constexpr (Config::grouped) row += pairs_of(at).expert * a.n;
+  }
+};
 
 // The units of a run, one after the other, as this thread copies them: of each its x, and W of the one after it, since
 // W is decoded ahead. A stage's copies are sent in four parts, between MMAs. Beyond the ends of W and x, and of the
@@ -30,12 +40,11 @@ class Copies {
 
   // W of the next unit, in a group with what was sent before.
   __device__ __forceinline__ void send_w(const Arguments& a) {
-    const u32 row = first_row(w_at_), k = first_column(w_at_) + piece_column();
 #pragma unroll
     for (u32 i = 0; i < PIECES; i++) {
-      const u32 n = row + piece_row(i);
-      const bool exists = w_left_ > 0 && n < a.n && k < a.k;
-      const u8* from = a.packed + (exists ? (u64(n) * a.k + k) / 2 : 0);
+      const Place place(a, w_at_, i);
+      const bool exists = w_left_ > 0 && place.exists;
+      const u8* from = a.packed + (exists ? (u64(place.row) * a.k + place.column) / 2 : 0);
       copy_async(start_ + PACKED + w_slot_ * PACKED_BYTES + (i * THREADS + threadIdx.x) * 16, from, exists);
     }
     w_left_ -= w_left_ > 0;
@@ -46,26 +55,42 @@ class Copies {
   // The next unit: where this thread's pieces of x come from.
   __device__ __forceinline__ void begin(const Arguments& a) {
     const u32 row = threadIdx.x / 8, piece = threadIdx.x % 8, first = x_at_.depth * DEPTH + piece * 8;
-    const u32 m = x_at_.column_tile * TILE_M + row;
-    from_ = a.aligned + (u64(m) * a.pitch + first);
+    from_ = a.aligned + first;
+    if constexpr (Config::grouped) find_rows(a, row);
+    else from_ += u64(x_at_.column_tile * TILE_M + row) * a.pitch;
     to_ = start_ + X + x_slot_ * X_BYTES + x_place(row, piece);
-    rows_ = x_left_ > 0 && first < a.pitch && m < a.m ? a.m - m : 0;
+    rows_ = x_left_ > 0 && first < a.pitch ? rows_from(a, x_at_, row) : 0;
     x_left_ -= x_left_ > 0;
     advance(x_at_, a);
     if (++x_slot_ == Config::stages) x_slot_ = 0;
   }
   // A quarter of them; with the last one W.
   template <u32 PART> __device__ __forceinline__ void send(const Arguments& a) {
-    constexpr u32 STEP = THREADS / 8, COUNT = TILE_M / STEP;
 #pragma unroll
     for (u32 i = PART * COUNT / 4; i < (PART + 1) * COUNT / 4; i++) {
       const bool exists = i * STEP < rows_;
-      copy_async(to_ + i * (STEP * DEPTH * 2), exists ? from_ + u64(i * STEP) * a.pitch : a.aligned, exists);
+      const u32 row = Config::grouped ? kept_rows()[i * STEP] : i * STEP;
+      copy_async(to_ + i * (STEP * DEPTH * 2), exists ? from_ + u64(row) * a.pitch : a.aligned, exists);
     }
     if constexpr (PART == 3) send_w(a);
   }
 
  private:
+  static constexpr u32 STEP = THREADS / 8, COUNT = TILE_M / STEP;  // rows between a thread's pieces; pieces
+
+  // Of experts, where this thread keeps the rows of its pieces; no other thread needs them.
+  __device__ static __forceinline__ u32* kept_rows() { return reinterpret_cast<u32*>(memory + ROWS) + threadIdx.x / 8; }
+  __device__ __forceinline__ void find_rows(const Arguments& a, u32 row) {
+    if (x_at_.depth > 0) return;
+    const u32 rows = rows_from(a, x_at_, row);
+#pragma unroll
+    for (u32 i = 0; i < COUNT; i++)
+      if (i * STEP < rows) {
+        const u32 sorted = pairs_of(x_at_).first + row + i * STEP;
+        kept_rows()[i * STEP] = a.m ? pair_of(a, sorted) / a.m : sorted;
+      }
+  }
+
   const u32 start_;
   u32 x_left_, w_left_, x_slot_ = 0, w_slot_ = 0;
   WorkUnit x_at_, w_at_;
@@ -79,14 +104,13 @@ struct Scales {
   float absmax[NESTED ? PIECES : 1];
 
   __device__ __forceinline__ void load(const Arguments& a, const WorkUnit& at) {
-    const u32 row = first_row(at), k = first_column(at) + piece_column();
 #pragma unroll
     for (u32 i = 0; i < PIECES; i++) {
-      const u32 n = row + piece_row(i);
+      const Place place(a, at, i);
       stored[i] = 0;  // of weights that do not exist
       if constexpr (NESTED) absmax[i] = 0;
-      if (n >= a.n || k >= a.k) continue;
-      const u32 block = (n * (a.k / 32) + k / 32) >> a.shift;
+      if (!place.exists) continue;
+      const u32 block = (place.row * (a.k / 32) + place.column / 32) >> a.shift;
       stored[i] = __ldg(a.scale + block);
       if constexpr (NESTED) absmax[i] = __ldg(a.absmax + (block >> 8));
     }

@@ -31,40 +31,65 @@
 //   flushes                subnormal weights are zeros
 //   x, scale, mma_k        types; 16
 //   direct                 the most parts of a tile that its first CTA adds up one by one
+//   grouped                the product is of sorted pairs with a stack of experts, and of these
+//   activation               of gate and up rows, of which only what it gives is stored
+//   wide, scatters           results are fp32; they go to their pairs' rows
 //   shared_bytes           dynamic shared memory
 
 #include "decode.cuh"
 #include "device/ldmatrix.cuh"
 
-// Stores a tile: of each row of y eight neighbours, from `produced` on.
+// Stores a tile: of each row of y this lane's eight neighbours, from `produced` on, or the four that its gates and ups
+// make. row: of the tile, the lane's first.
 __device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const WorkUnit& at, u32 produced,
                                       u32 row) {
-  const u32 length = Config::back ? a.k : a.n;
-  if (produced >= length) return;
+  constexpr u32 COUNT = GATES ? 4 : 8;
+  const u32 length = Config::back ? a.k : GATES ? a.n / 2 : a.n, first = GATES ? produced / 2 : produced;
+  if (first >= length) return;
   u32 bias[4] = {};  // of two neighbours each
-  if (a.bias)
+  if (a.bias) {
+    const u16* from = a.bias;
+    if constexpr (Config::grouped) from += u64(pairs_of(at).expert) * a.n;
 #pragma unroll
-    for (u32 p = 0; p < 8; p++)
-      if (produced + p < length) bias[p / 2] |= u32(a.bias[produced + p]) << p % 2 * 16;
+    for (u32 p = 0; p < 8; p++) {
+      const u32 n = HALVES ? first + p % 4 + p / 4 * length : produced + p;
+      if (HALVES ? first + p % 4 < length : n < a.n) bias[p / 2] |= u32(from[n]) << p % 2 * 16;
+    }
+  }
+  const u32 rows = rows_from(a, at, 0);
 #pragma unroll
   for (u32 c = 0; c < Config::columns; c++)
 #pragma unroll
     for (u32 j = 0; j < 2; j++) {
-      const u32 m = at.column_tile * TILE_M + row + 8 * c + j;
-      if (m >= a.m) continue;
-      u32 words[4];
+      u32 m = row + 8 * c + j;
+      if (m >= rows) continue;
+      if constexpr (Config::grouped) m = Config::scatters ? pair_of(a, pairs_of(at).first + m) : pairs_of(at).first + m;
+      else m += at.column_tile * TILE_M;
+      float v[8];
 #pragma unroll
       for (u32 t = 0; t < 4; t++) {
         const u32 i = 4 * (t * Config::columns + c) + j;
-        words[t] = pack(total[i] + unpack(u16(bias[t])), total[i + 2] + unpack(u16(bias[t] >> 16)));
+        v[2 * t] = total[i] + unpack(u16(bias[t])), v[2 * t + 1] = total[i + 2] + unpack(u16(bias[t] >> 16));
       }
-      u16* to = a.y + (u64(m) * length + produced);
-      if (length % 8 == 0) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+      if constexpr (GATES)
+#pragma unroll
+        for (u32 p = 0; p < 4; p++)
+          v[p] = gated<Config::activation>(HALVES ? v[p] : v[2 * p], HALVES ? v[4 + p] : v[2 * p + 1]);
+      const u64 place = u64(m) * length + first;
+      if constexpr (Config::wide) {
+        float* to = reinterpret_cast<float*>(a.y) + place;
+#pragma unroll
+        for (u32 p = 0; p < COUNT; p++)
+          if (first + p < length) to[p] = v[p];
+      } else if (length % 8 == 0 && !GATES) {
+        *reinterpret_cast<uint4*>(a.y + place) =
+            make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+      } else if (length % 4 == 0 && GATES) {
+        store_four(a.y + place, make_float4(v[0], v[1], v[2], v[3]));
       } else {
 #pragma unroll
-        for (u32 p = 0; p < 8; p++)
-          if (produced + p < length) to[p] = u16(words[p / 2] >> p % 2 * 16);
+        for (u32 p = 0; p < COUNT; p++)
+          if (first + p < length) a.y[place + p] = narrow(v[p]);
       }
     }
 }
@@ -125,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   const u32 lane = threadIdx.x % 32;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
   const u32 w_warp = warp % Config::w_warps, m_warp = warp / Config::w_warps;
-  const u32 first = first_unit(a, own_number()), last = first_unit(a, own_number() + 1);
+  const u32 first = first_unit(a, own_number()), last = end_unit(a, own_number());
   const u32 start = u32(__cvta_generic_to_shared(memory));
 
   // The first stages set out: W of the first unit by itself.
@@ -208,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
         [&] { store_part<0>(pieces, entry); });
     slot = next_slot, buffer ^= 1;
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
-      if (fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane))
+      if (Config::grouped || fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane))
         store(a, total, at, at.row_tile * TILE_W + 64 * w_warp + lane / 4 * 8,
               8 * Config::columns * m_warp + lane % 4 * 2);
 #pragma unroll

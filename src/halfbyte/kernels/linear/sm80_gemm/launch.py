@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,14 +18,27 @@ from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear import workspace
 from halfbyte.kernels.linear.codebook import exact_codebook
 from halfbyte.kernels.linear.constants import TYPES
-from halfbyte.kernels.linear.kernel import Product
+from halfbyte.kernels.linear.kernel import GroupedProduct, Product
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm80_gemm.plan import DTYPES, ManyPlan, is_arithmetic, many_plan
 
 NAME = "sm80_gemm"
-# Arguments in work.cuh: x, the same with aligned rows, bias, y, workspace, stale, their count and m change.
-LAYOUT = ("5Q", "6QII", "8I64s")
+# Arguments in work.cuh: x, the same with aligned rows, bias, y, routes, workspace, stale, their count and m change.
+LAYOUT = ("5Q", "7QII", "8I64s")
 launches: ThreadCache[Hashable, tuple[Launch, Launch]] = ThreadCache()
+
+
+class OfExperts(Protocol):
+    """What this kernel knows of the Grouping that linear/grouped.py binds a product with a stack by."""
+
+    @property
+    def experts(self) -> int: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def wide(self) -> bool: ...
+    @property
+    def scatters(self) -> bool: ...
 
 
 def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> ManyPlan | None:
@@ -32,15 +46,16 @@ def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant
 
     It supports every format, x of 16 bits, K % 32 == 0, any N and any rows of x.
     """
-    return None if batch_invariant or not _is_for(problem) else many_plan(m, problem, properties, back=False)
+    return None if batch_invariant or not supports(problem) else many_plan(m, problem, properties, back=False)
 
 
 def plan_back(m: int, problem: Problem, properties: DeviceProperties) -> ManyPlan | None:
     """The plan for the product of dy [m, N] with W itself, or None where this kernel does not support the problem."""
-    return many_plan(m, problem, properties, back=True) if _is_for(problem) else None
+    return many_plan(m, problem, properties, back=True) if supports(problem) else None
 
 
-def _is_for(problem: Problem) -> bool:
+def supports(problem: Problem) -> bool:
+    """True for weights, and stacks, of formats and dtypes that the kernel knows."""
     o = problem
     known = o.has_exponents or (o.has_known_scales and o.has_usual_nesting)
     return o.dtype in DTYPES and known and o.align_packed >= 16
@@ -59,9 +74,32 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
         copy = None
         if pitch != length:
             copy = torch.empty(m * pitch, dtype=problem.dtype, device=device)
-        told.set(x, x if copy is None else copy.data_ptr(), bias, out, sums, stale, count // 4, m)
+        told.set(x, x if copy is None else copy.data_ptr(), bias, out, 0, sums, stale, count // 4, m)
         if copy is not None:
             aligns(stream, told.parameters)
+        multiplies(stream, told.parameters)
+        del copy  # the launches are in the stream
+
+    return multiply
+
+
+def bind_grouped(
+    device: torch.device, problem: Problem, weight: Addresses, grouping: OfExperts, plan: ManyPlan
+) -> GroupedProduct:
+    """The products of sorted pairs with the experts of a stack on the current device, or with their transposes. The
+    rows of the problem are those of all experts."""
+    o, index, side = problem, device.index, problem.n // grouping.experts
+    compiled = grouped_variant(o, grouping, plan, properties_of(index))
+    multiplies, aligns = launches.get((index, plan, compiled), lambda: _launches(index, plan, compiled))
+    told = Arguments(LAYOUT, *grouped_arguments(o, weight, side, plan))
+    length, pitch = row_and_pitch(replace(o, n=side), plan)
+
+    def multiply(stream: int, x: int, routes: int, bias: int, out: int, rows: int, per_row: int) -> None:
+        copy = None if pitch == length else torch.empty(rows * pitch, dtype=o.dtype, device=device)
+        if copy is not None:
+            told.set(x, copy.data_ptr(), 0, 0, 0, 0, 0, 0, rows)
+            aligns(stream, told.parameters)
+        told.set(x, x if copy is None else copy.data_ptr(), bias, out, routes, 0, 0, 0, per_row)
         multiplies(stream, told.parameters)
         del copy  # the launches are in the stream
 
@@ -81,6 +119,16 @@ def arguments(m: int, problem: Problem, weight: Addresses, plan: ManyPlan) -> tu
     return weight, (o.n, o.k, row_and_pitch(o, plan)[1], shift, *plan.sizes(m, o), plan.ctas, exact_codebook(o.format))
 
 
+def grouped_arguments(
+    problem: Problem, weight: Addresses, side: int, plan: ManyPlan
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The same for a stack whose experts have `side` rows each, under a plan for so many tiles of pairs."""
+    one = replace(problem, n=side)
+    row_tiles, _, depth = plan.sizes(1, one)
+    weight, (n, k, pitch, shift, *_, codebook) = arguments(1, one, weight, plan)
+    return weight, (n, k, pitch, shift, row_tiles, plan.grouped_tiles, depth, plan.ctas, codebook)
+
+
 def _launches(index: int, plan: ManyPlan, compiled: Variant) -> tuple[Launch, Launch]:
     """The product, and what aligns the rows of x."""
     shared = int(dict(compiled.constants)["shared_bytes"])
@@ -94,6 +142,11 @@ def variant(problem: Problem, plan: ManyPlan, properties: DeviceProperties) -> V
     return Variant.of(source(), properties.capability, constants(problem, plan))
 
 
+def grouped_variant(problem: Problem, grouping: OfExperts, plan: ManyPlan, properties: DeviceProperties) -> Variant:
+    """What is compiled for a stack."""
+    return Variant.of(source(), properties.capability, grouped_constants(problem, grouping, plan))
+
+
 def constants(problem: Problem, plan: ManyPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
     return {
@@ -101,7 +154,16 @@ def constants(problem: Problem, plan: ManyPlan) -> dict[str, Constant]:
         "low_first": problem.low_first, "flushes": FORMATS[problem.format].flushes, "mma_k": 16,
         "arithmetic": is_arithmetic(problem), "back": plan.back, "w_warps": plan.w_warps, "m_warps": plan.m_warps,
         "columns": plan.columns, "stages": plan.stages, "resident_ctas": plan.resident_ctas, "direct": plan.direct,
-        "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "grouped": False, "activation": "Activation::none",
+        "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "grouped": plan.grouped_tiles > 0,
+        "activation": "Activation::none", "wide": False, "scatters": False,
+    }  # fmt: skip
+
+
+def grouped_constants(problem: Problem, grouping: OfExperts, plan: ManyPlan) -> dict[str, Constant]:
+    """The same for a stack."""
+    return constants(problem, plan) | {
+        "activation": f"Activation::{grouping.activation or 'none'}", "wide": grouping.wide,
+        "scatters": grouping.scatters,
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.codebook import factor_of, has_integers
 from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.spread import most_tiles, usual_tiles, wanted
 from halfbyte.kernels.linear.tune import h200
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -30,6 +31,7 @@ class ManyPlan:
     stages: int  # on their way
     resident_ctas: int  # that share a multiprocessor
     ctas: int  # that share the work
+    grouped_tiles: int = 0  # of experts: the most tiles of pairs that there can be
     microseconds: float = field(default=math.inf, compare=False)
 
     @property
@@ -74,7 +76,8 @@ class ManyPlan:
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory. work.cuh lays it out, and does not compile where this sum is another than its own."""
         stage = DEPTH * (2 * self.tile_m + self.tile_w // 2)
-        return (CODE_BYTES if problem.nested else 0) + self.stages * stage + 2 * DEPTH * 2 * self.tile_w
+        rows = 4 * self.tile_m if self.grouped_tiles else 0
+        return (CODE_BYTES if problem.nested else 0) + self.stages * stage + 2 * DEPTH * 2 * self.tile_w + rows
 
 
 def is_valid(plan: ManyPlan, m: int, problem: Problem, properties: DeviceProperties) -> bool:
@@ -152,6 +155,34 @@ def _microseconds(plan: ManyPlan, m: int, problem: Problem, properties: DevicePr
     reading = problem.megabytes / (h200.MOST_BANDWIDTH * properties.rates.bandwidth)
     busy = stages * max(measured, tensor)
     return h200.MANY_START + max(busy, reading) + h200.MANY_SUMS / properties.rates.bandwidth * sums
+
+
+def grouped_plan(
+    pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
+) -> ManyPlan | None:
+    """The plan for up to so many sorted pairs and a stack, in tiles of tile_m, or None where this kernel is not for it.
+    The rows of the problem are those of all experts."""
+    o = problem
+    if pairs < 1 or properties.ptx < 80 or o.n % experts:
+        return None
+    one, found = replace(o, n=o.n // experts), []
+    for shape, most in h200.MANY_SHAPES.items():
+        for resident in range(most, 0, -1):
+            whole = ManyPlan(back, *shape, 3, resident, 1, most_tiles(pairs, experts, tile_m))
+            if whole.tile_m != tile_m or not is_valid(whole, tile_m, o, properties):
+                continue
+            row_tiles, _, depth = whole.sizes(1, one)
+            ctas = min(properties.sms * resident, row_tiles * whole.grouped_tiles)
+            tiles = math.ceil(usual_tiles(pairs, experts, tile_m) * row_tiles)
+            alone, together = h200.MANY_STAGE[shape, is_arithmetic(o)]
+            in_turn = min(resident, -(-tiles // properties.sms))
+            turns = -(-tiles // (properties.sms * in_turn)) * in_turn
+            busy = turns * (depth * (together if in_turn > 1 else alone) / properties.rates.clock + h200.MANY_TILE)
+            reading = o.megabytes * wanted(pairs, experts) / experts
+            least = reading / (h200.GROUPED_BANDWIDTH * properties.rates.bandwidth)
+            found.append(replace(whole, ctas=ctas, microseconds=h200.MANY_START + max(busy, least)))
+            break
+    return min(found, key=lambda plan: plan.microseconds, default=None)
 
 
 def is_arithmetic(problem: Problem) -> bool:

@@ -16,6 +16,10 @@
 // Pieces of 16 bytes are turned within their 128 by an exclusive or (x_turn, w_turn), such that eight lanes that
 // shared memory serves at once meet all 32 banks, of ldmatrix and of what stores the weights.
 
+// Of experts (Config::grouped) a tile of x has pairs of one of them, see device/grouped.cuh; n is that of one expert.
+// Shared memory then has, behind all else, where each row of x's tile comes from.
+
+#include "device/epilogue.cuh"
 #include "device/mma.cuh"
 #include "device/ring.cuh"
 #include "device/scale.cuh"
@@ -32,7 +36,8 @@ static_assert(Config::columns % 2 == 0 && PIECES >= 1 && PIECES * THREADS * 16 =
               "plan.py allows others");
 
 constexpr u32 X = NESTED ? 1024 : 0, W = X + Config::stages * X_BYTES, PACKED = W + 2 * W_BYTES;
-static_assert(PACKED + Config::stages * PACKED_BYTES == Config::shared_bytes, "plan.py reckons with other sizes");
+constexpr u32 ROWS = PACKED + Config::stages * PACKED_BYTES, ROWS_BYTES = Config::grouped ? TILE_M * 4 : 0;
+static_assert(ROWS + ROWS_BYTES == Config::shared_bytes, "plan.py reckons with other sizes");
 extern __shared__ __align__(128) unsigned char memory[];
 
 struct Arguments {
@@ -42,13 +47,20 @@ struct Arguments {
   const u16* x;                         // [m, k]; with `back` [m, n]
   u16* aligned;                         // [m, pitch], x itself where its rows are aligned
   const u16* bias;                      // of n, null for none; none with `back`
-  u16* y;                               // [m, n]; with `back` [m, k]
+  u16* y;                               // [m, n]; with `back` [m, k]; fp32 with `wide`
+  const void* other;                    // of experts: the routes of sorted pairs
   float4* workspace;                    // all SENTINEL before this launch
   float4* stale;                        // sums of the launch before, which this one overwrites with SENTINEL
-  // shift: 32 weights to a block, as a power of two. row_tiles: of what is produced. depth_units: of what is summed.
+  // m: of experts, pairs that share a row of x, or 0 where its rows are sorted. shift: 32 weights to a block, as a power
+  // of two. row_tiles: of what is produced. depth_units: of what is summed.
   u32 stale_count, m, n, k, pitch, shift, row_tiles, column_tiles, depth_units, ctas;
   float codebook[16];
 };
+
+// Of a lane's eight numbers of y, the first four are gates and the others ups (HALVES); of gpt-oss' rows, which are
+// neighbours in W, the even and the odd ones. What is stored then is half as long.
+constexpr bool GATES = Config::activation != Activation::none;
+constexpr bool HALVES = GATES && Config::activation != Activation::swiglu_oai;
 
 // What a piece is turned by: of x, of a row; and of the weights of a produced or, with `back`, of a summed number.
 __device__ __forceinline__ u32 x_turn(u32 row) { return row & 7; }
@@ -63,13 +75,29 @@ __device__ __forceinline__ u32 w_place(u32 produced, u32 summed, u32 piece) {
   return row * W_ROW + (Config::back ? produced / 64 * 128 : 0) + (piece ^ w_turn(produced, summed)) * 16;
 }
 
-// The unit after this one. No branch, so that MMAs may stand on both sides of it.
+// The unit after this one. No branch, so that MMAs may stand on both sides of it, but for experts: their tiles are
+// found in memory.
 __device__ __forceinline__ void advance(WorkUnit& at, const Arguments& a) {
-  at.depth++;
-  const bool tile_ends = at.depth == a.depth_units;
-  at.depth = tile_ends ? 0 : at.depth;
-  at.column_tile += tile_ends;
-  const bool row_ends = at.column_tile == a.column_tiles;
-  at.column_tile = row_ends ? 0 : at.column_tile;
-  at.row_tile += row_ends;
+  if constexpr (Config::grouped) {
+    at.next(a);
+  } else {
+    at.depth++;
+    const bool tile_ends = at.depth == a.depth_units;
+    at.depth = tile_ends ? 0 : at.depth;
+    at.column_tile += tile_ends;
+    const bool row_ends = at.column_tile == a.column_tiles;
+    at.column_tile = row_ends ? 0 : at.column_tile;
+    at.row_tile += row_ends;
+  }
+}
+// Of experts, a unit's pairs.
+template <class Unit> __device__ __forceinline__ Tile pairs_of(const Unit& at) {
+  if constexpr (Config::grouped) return at.tile;
+  else return {};
+}
+// How many rows a tile of x has, of those from `row` on.
+__device__ __forceinline__ u32 rows_from(const Arguments& a, const WorkUnit& at, u32 row) {
+  u32 rows = at.column_tile * TILE_M < a.m ? a.m - at.column_tile * TILE_M : 0;
+  if constexpr (Config::grouped) rows = pairs_of(at).rows;
+  return rows > row ? rows - row : 0;
 }
