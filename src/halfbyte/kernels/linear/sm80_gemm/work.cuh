@@ -51,8 +51,8 @@ struct Arguments {
   const void* other;                    // of experts: the routes of sorted pairs
   float4* workspace;                    // all SENTINEL before this launch
   float4* stale;                        // sums of the launch before, which this one overwrites with SENTINEL
-  // m: of experts, pairs that share a row of x, or 0 where its rows are sorted. shift: 32 weights to a block, as a power
-  // of two. row_tiles: of what is produced. depth_units: of what is summed.
+  // m: of experts, pairs that share a row of x, or 0 where its rows are sorted. shift: 32 weights to a block, as a
+  // power of two. row_tiles: of what is produced. depth_units: of what is summed.
   u32 stale_count, m, n, k, pitch, shift, row_tiles, column_tiles, depth_units, ctas;
   float codebook[16];
 };
