@@ -22,18 +22,7 @@ from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.error import relative_error as error
 
 from .conftest import BF16, DEVICE, F32, NOISE, POISON, captured, compile_ahead, poisoned, sixteen_bits, weight
-
-KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("nf4", {}),
-    ("nf4", {"nested": False}),
-    ("nf4", {"block_size": 32}),
-    ("fp4", {"block_size": 32, "nested": False}),
-    ("fp4", {"block_size": 4096}),
-    ("int4", {"group_size": 32}),
-    ("int4", {"group_size": 128}),
-    ("mxfp4", {}),
-)
-
+from .test_linear_sm80_back import KINDS
 
 both_ways = pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
 

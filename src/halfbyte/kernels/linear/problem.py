@@ -63,6 +63,12 @@ class Problem:
         """Weights in W."""
         return self.n * self.k
 
+    def has_spans(self, span: int, m: int) -> bool:
+        """True if each `span` weights of a row lie in one block, and such spans, and m rows of x, can be counted in 32
+        bits."""
+        fits = self.k % span == 0 and self.block_size % span == 0 and self.n * (self.k // span) < 1 << 32
+        return fits and self.k >= 1 and 1 <= m < 1 << 31 and 1 <= self.n < 1 << 31
+
     @property
     def scale_megabytes(self) -> float:
         """Of the scales, without what nested ones share."""

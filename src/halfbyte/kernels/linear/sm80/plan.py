@@ -134,14 +134,9 @@ def is_valid(plan: Sm80Plan, m: int, problem: Problem, properties: DevicePropert
         and o.dtype in DTYPES
         and plan.span in SPANS
         and plan.tile_k in (64, 128, 256)
-        and o.k % plan.span == 0
-        and o.block_size % plan.span == 0
+        and o.has_spans(plan.span, m)
         and own in (1, 2, 4)
         and own * plan.span * plan.k_warps == plan.tile_k
-        and min(m, o.n, o.k) >= 1
-        and m < 1 << 31
-        and o.n < 1 << 31
-        and o.n * (o.k // plan.span) < 1 << 32
         and plan.row_groups in (1, 2, 4)
         and plan.columns in h200.SM80_COLUMNS
         and plan.n_warps in (2, 4, 8)

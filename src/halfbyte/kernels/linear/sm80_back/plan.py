@@ -68,12 +68,7 @@ def is_valid(plan: BackPlan, m: int, problem: Problem, properties: DevicePropert
     return (
         properties.ptx >= 80
         and o.dtype in DTYPES
-        and o.k % 32 == 0
-        and o.block_size % 32 == 0
-        and min(m, o.n, o.k) >= 1
-        and m < 1 << 31
-        and o.n < 1 << 31
-        and o.n * (o.k // 32) < 1 << 32
+        and o.has_spans(32, m)
         and plan.columns in h200.SM80_BACK_SHAPES
         and resident <= h200.SM80_BACK_SHAPES[plan.columns]  # or registers do not hold the sums
         and 3 <= plan.stages <= 8
