@@ -78,10 +78,11 @@ class Copies {
  private:
   static constexpr u32 STEP = THREADS / 8, COUNT = TILE_M / STEP;  // rows between a thread's pieces; pieces
 
-  // Of experts, where this thread keeps the rows of its pieces; no other thread needs them.
+  // Of experts, where the eight threads of a row keep where it comes from, each by itself. They are of one warp.
   __device__ static __forceinline__ u32* kept_rows() { return reinterpret_cast<u32*>(memory + ROWS) + threadIdx.x / 8; }
   __device__ __forceinline__ void find_rows(const Arguments& a, u32 row) {
     if (x_at_.depth > 0) return;
+    __syncwarp();  // all of them have read those of the tile before
     const u32 rows = rows_from(a, x_at_, row);
 #pragma unroll
     for (u32 i = 0; i < COUNT; i++)
