@@ -19,6 +19,7 @@ import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import properties_for
 from halfbyte.kernels.linear import dispatch
+from halfbyte.kernels.linear.aligned import pitch_of
 from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm80_back import launch as back
 from halfbyte.kernels.linear.sm80_back.plan import BackPlan, back_plan, is_valid
@@ -109,7 +110,7 @@ def on_cpu(folder: Path, dy: torch.Tensor, q: hb.QuantizedWeight, shape: tuple[i
     variant, out = back.variant(problem, plan, H200), torch.full((m + 2, k), 777.0, dtype=dy.dtype)
     sums = torch.full((plan.partial_sums(m, problem),), SENTINEL, dtype=torch.int32)
     stale = torch.zeros(68, dtype=torch.int32)
-    pitch = back.pitch_of(problem)
+    pitch = pitch_of(problem.n)
     aligned = dy if pitch == n else torch.full((m, pitch), 777.0, dtype=dy.dtype)
     before, after = back.arguments(m, problem, addresses(q), plan)
     places = (tensor.data_ptr() for tensor in (dy, aligned, out, sums, stale))

@@ -32,6 +32,12 @@ def has_integers(format: str, dtype: torch.dtype) -> bool:
     return tuple(value * factor_of(format, dtype) for value in FORMATS[format].codebook) == INTEGERS
 
 
+def are_computed(format: str, dtype: torch.dtype, scale: torch.dtype) -> bool:
+    """True if weights are such integers times scales of the type of x: side by side in that type they become what
+    dequantize gives."""
+    return has_integers(format, dtype) and factor_of(format, dtype) == 1 and scale is dtype
+
+
 @cache
 def factor_of(format: str, dtype: torch.dtype) -> float:
     """What a codebook is multiplied by before it is rounded to `dtype`, fp16 or bf16."""

@@ -59,6 +59,11 @@ class Problem:
         return self.nested in (0, NESTED_BLOCK_SIZE)
 
     @property
+    def has_decodable_scales(self) -> bool:
+        """True if scales are of one of the kinds that device/scale.cuh decodes."""
+        return self.has_exponents or (self.has_known_scales and self.has_usual_nesting)
+
+    @property
     def numel(self) -> int:
         """Weights in W."""
         return self.n * self.k

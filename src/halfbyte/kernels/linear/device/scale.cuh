@@ -47,6 +47,13 @@ __device__ __forceinline__ float decode_nested(float code, float absmax, float o
   return __fadd_rn(__fmul_rn(code, absmax), offset);
 }
 
+// Of either kind. absmax, offset: with NESTED, for which the 256 numbers of `code` are in shared memory.
+__device__ __forceinline__ float decode_scale(StoredScale stored, float absmax, const unsigned char* code,
+                                              float offset) {
+  if constexpr (NESTED) return decode_nested(reinterpret_cast<const float*>(code)[u32(stored)], absmax, offset);
+  else return decode_stored(stored);
+}
+
 // 2^(e - 127) twice, in bf16: e = 0 is a subnormal number, 255 NaN.
 __device__ __forceinline__ u32 decode_exponent(u32 e) { return (e << 7 | u32((e + 1 & 255) <= 1) << 6) * 0x10001; }
 

@@ -29,6 +29,14 @@ __device__ __forceinline__ bool is_missing(float4 v) {
          __float_as_uint(v.w) == SENTINEL;
 }
 
+// Makes room for the next launch: what the one before has left.
+template <u32 Threads, class Arguments> __device__ __forceinline__ void clear_stale(const Arguments& a) {
+  for (u32 i = blockIdx.x * Threads + threadIdx.x; i < a.stale_count; i += gridDim.x * Threads) {
+    const float missing = __uint_as_float(SENTINEL);
+    a.stale[i] = make_float4(missing, missing, missing, missing);
+  }
+}
+
 // Of the CTA in its cluster.
 __device__ __forceinline__ u32 own_rank() { return Config::cluster > 1 ? blockIdx.y : 0; }
 // Of column groups: which the CTA adds up and stores.

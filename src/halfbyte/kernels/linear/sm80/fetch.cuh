@@ -94,12 +94,7 @@ struct UnitScales {
     }
   }
   __device__ __forceinline__ float decode(u32 i, float offset, float unit) const {
-    if constexpr (NESTED) {
-      const float code = reinterpret_cast<const float*>(memory + TABLE_BYTES)[u32(stored[i])];
-      return decode_nested(code, absmax[i], offset) * unit;
-    } else {
-      return decode_stored(stored[i]) * unit;
-    }
+    return decode_scale(stored[i], absmax[NESTED ? i : 0], memory + TABLE_BYTES, offset) * unit;
   }
 };
 

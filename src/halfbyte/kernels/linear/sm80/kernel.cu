@@ -53,10 +53,7 @@ __device__ __forceinline__ float prepare(const Arguments& a, u32 warp, u32 lane)
       reinterpret_cast<u32*>(memory)[byte * 32 + lane] = Config::low_first ? pack(low, high) : pack(high, low);
     }
   }
-  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < a.stale_count; i += gridDim.x * THREADS) {
-    const float missing = __uint_as_float(SENTINEL);
-    a.stale[i] = make_float4(missing, missing, missing, missing);
-  }
+  clear_stale<THREADS>(a);
   if constexpr (NESTED) {
     for (u32 i = threadIdx.x; i < 256; i += THREADS) reinterpret_cast<float*>(memory + TABLE_BYTES)[i] = a.code[i];
     return *a.offset;

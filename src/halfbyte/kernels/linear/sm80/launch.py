@@ -32,8 +32,7 @@ def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant
     It supports every format, x of 16 bits, K % 32 == 0, any N and any rows of x.
     """
     o = problem
-    known = o.has_exponents or (o.has_known_scales and o.has_usual_nesting)
-    if o.dtype not in DTYPES or not known or o.align_packed < 16:
+    if o.dtype not in DTYPES or not o.has_decodable_scales or o.align_packed < 16:
         return None
     return (invariant_plan if batch_invariant else sm80_plan)(m, o, properties)
 

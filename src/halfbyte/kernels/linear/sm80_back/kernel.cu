@@ -29,6 +29,7 @@
 // Config: columns (groups of eight rows of dy), stages (on their way), resident_ctas (that share a multiprocessor),
 // direct (the most parts of a tile that its first CTA adds up one by one), x, scale, low_first, flushes, shared_bytes.
 
+#include "device/align_rows.cuh"
 #include "device/epilogue.cuh"
 #include "device/ldmatrix.cuh"
 #include "device/mma.cuh"
@@ -117,12 +118,7 @@ struct Scales {
     }
   }
   __device__ __forceinline__ float decode(u32 half, float offset) const {
-    if constexpr (NESTED) {
-      const float code = reinterpret_cast<const float*>(memory)[u32(stored[half])];
-      return decode_nested(code, absmax[half], offset);
-    } else {
-      return decode_stored(stored[half]);
-    }
+    return decode_scale(stored[half], absmax[NESTED ? half : 0], memory, offset);
   }
 };
 
@@ -172,10 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   scales.load(a, at, warp, lane);
 
   // While they are under way.
-  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < a.stale_count; i += gridDim.x * THREADS) {
-    const float missing = __uint_as_float(SENTINEL);
-    a.stale[i] = make_float4(missing, missing, missing, missing);
-  }
+  clear_stale<THREADS>(a);
   float offset = 0;
   if constexpr (NESTED) {
     for (u32 i = threadIdx.x; i < 256; i += THREADS) reinterpret_cast<float*>(memory)[i] = a.code[i];
@@ -232,9 +225,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
 
 // Copies dy to rows of `pitch` numbers, with zeros behind the last.
 extern "C" __global__ void __launch_bounds__(THREADS) align(const __grid_constant__ Arguments a) {
-  const u64 count = u64(a.m) * a.pitch;
-  for (u64 i = u64(blockIdx.x) * THREADS + threadIdx.x; i < count; i += u64(gridDim.x) * THREADS) {
-    const u32 column = i % a.pitch;
-    a.aligned[i] = column < a.n ? a.dy[i / a.pitch * a.n + column] : 0;
-  }
+  align_rows<THREADS>(a, a.dy, a.n);
 }

@@ -11,10 +11,11 @@ import torch
 
 from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
-from halfbyte.kernels.common.driver import Arguments, Launch, kernels
+from halfbyte.kernels.common.driver import Arguments, Launch
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear import workspace
+from halfbyte.kernels.linear.aligned import make_launches, pitch_of
 from halfbyte.kernels.linear.codebook import exact_codebook
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import Product
@@ -38,8 +39,7 @@ def plan_back(m: int, problem: Problem, properties: DeviceProperties) -> BackPla
     It supports every format, dy of 16 bits, K % 32 == 0, any N and any rows of dy.
     """
     o = problem
-    known = o.has_exponents or (o.has_known_scales and o.has_usual_nesting)
-    if o.dtype not in DTYPES or not known or o.align_packed < 16:
+    if o.dtype not in DTYPES or not o.has_decodable_scales or o.align_packed < 16:
         return None
     return back_plan(m, o, properties)
 
@@ -48,9 +48,9 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
     """The product with a weight on the current device, of as many rows as there are tiles of dy for m."""
     index = device.index
     compiled = variant(problem, plan, properties_of(index))
-    multiplies, aligns = launches.get((index, plan, compiled), lambda: _launches(index, plan, compiled))
+    multiplies, aligns = launches.get((index, plan, compiled), lambda: make_launches(index, plan, compiled))
     told, partial = Arguments(LAYOUT, *arguments(m, problem, weight, plan)), plan.partial_sums(m, problem)
-    pitch = pitch_of(problem)
+    pitch = pitch_of(problem.n)
 
     def multiply(stream: int, dy: int, bias: int, dx: int, m: int) -> None:
         sums, stale, count = workspace.take(device, stream, partial) if partial else (0, 0, 0)
@@ -66,24 +66,11 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
     return multiply
 
 
-def pitch_of(problem: Problem) -> int:
-    """Numbers from a row of dy to the next where rows are aligned."""
-    return -(-problem.n // 8) * 8
-
-
 def arguments(m: int, problem: Problem, weight: Addresses, plan: BackPlan) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """What kernel.cu's Arguments hold before what changes, and after it."""
     o = problem
     shift = (o.block_size // 32).bit_length() - 1
-    return weight, (o.n, o.k, pitch_of(o), shift, *plan.sizes(m, o), plan.ctas, exact_codebook(o.format))
-
-
-def _launches(index: int, plan: BackPlan, compiled: Variant) -> tuple[Launch, Launch]:
-    """The product, and what aligns the rows of dy."""
-    shared = int(dict(compiled.constants)["shared_bytes"])
-    multiply, align = kernels(index, compiled, (("multiply", shared), ("align", 0)), carveout=100)
-    everywhere = 4 * properties_of(index).sms
-    return Launch(multiply, (plan.ctas, 1), plan.threads, shared), Launch(align, (everywhere, 1), plan.threads)
+    return weight, (o.n, o.k, pitch_of(o.n), shift, *plan.sizes(m, o), plan.ctas, exact_codebook(o.format))
 
 
 def variant(problem: Problem, plan: BackPlan, properties: DeviceProperties) -> Variant:

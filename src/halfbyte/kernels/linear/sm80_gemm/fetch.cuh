@@ -117,11 +117,6 @@ struct Scales {
     }
   }
   __device__ __forceinline__ float decode(u32 i, float offset) const {
-    if constexpr (NESTED) {
-      const float code = reinterpret_cast<const float*>(memory)[u32(stored[i])];
-      return decode_nested(code, absmax[i], offset);
-    } else {
-      return decode_stored(stored[i]);
-    }
+    return decode_scale(stored[i], absmax[NESTED ? i : 0], memory, offset);
   }
 };

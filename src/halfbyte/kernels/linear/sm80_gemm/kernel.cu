@@ -37,6 +37,7 @@
 //   shared_bytes           dynamic shared memory
 
 #include "decode.cuh"
+#include "device/align_rows.cuh"
 #include "device/ldmatrix.cuh"
 
 // Stores a tile: of each row of y this lane's eight neighbours, from `produced` on, or the four that its gates and ups
@@ -167,10 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   advance(coming, a);
 
   // While they are under way.
-  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < a.stale_count; i += gridDim.x * THREADS) {
-    const float missing = __uint_as_float(SENTINEL);
-    a.stale[i] = make_float4(missing, missing, missing, missing);
-  }
+  clear_stale<THREADS>(a);
   float offset = 0;
   if constexpr (NESTED) {
     for (u32 i = threadIdx.x; i < 256; i += THREADS) reinterpret_cast<float*>(memory)[i] = a.code[i];
@@ -248,10 +246,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
 
 // Copies x to rows of `pitch` numbers, with zeros behind the last.
 extern "C" __global__ void __launch_bounds__(THREADS) align(const __grid_constant__ Arguments a) {
-  const u32 length = Config::back ? a.n : a.k;
-  const u64 count = u64(a.m) * a.pitch;
-  for (u64 i = u64(blockIdx.x) * THREADS + threadIdx.x; i < count; i += u64(gridDim.x) * THREADS) {
-    const u32 column = i % a.pitch;
-    a.aligned[i] = column < length ? a.x[i / a.pitch * length + column] : 0;
-  }
+  align_rows<THREADS>(a, a.x, Config::back ? a.n : a.k);
 }

@@ -12,10 +12,11 @@ import torch
 
 from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
-from halfbyte.kernels.common.driver import Arguments, Launch, kernels
+from halfbyte.kernels.common.driver import Arguments, Launch
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear import workspace
+from halfbyte.kernels.linear.aligned import make_launches, pitch_of
 from halfbyte.kernels.linear.codebook import exact_codebook
 from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import GroupedProduct, Product
@@ -56,16 +57,14 @@ def plan_back(m: int, problem: Problem, properties: DeviceProperties) -> ManyPla
 
 def supports(problem: Problem) -> bool:
     """True for weights, and stacks, of formats and dtypes that the kernel knows."""
-    o = problem
-    known = o.has_exponents or (o.has_known_scales and o.has_usual_nesting)
-    return o.dtype in DTYPES and known and o.align_packed >= 16
+    return problem.dtype in DTYPES and problem.has_decodable_scales and problem.align_packed >= 16
 
 
 def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan: ManyPlan) -> Product:
     """The product with a weight on the current device, of as many rows as there are tiles of x for m."""
     index = device.index
     compiled = variant(problem, plan, properties_of(index))
-    multiplies, aligns = launches.get((index, plan, compiled), lambda: _launches(index, plan, compiled))
+    multiplies, aligns = launches.get((index, plan, compiled), lambda: make_launches(index, plan, compiled))
     told, partial = Arguments(LAYOUT, *arguments(m, problem, weight, plan)), plan.partial_sums(m, problem)
     length, pitch = row_and_pitch(problem, plan)
 
@@ -90,7 +89,7 @@ def bind_grouped(
     rows of the problem are those of all experts."""
     o, index, side = problem, device.index, problem.n // grouping.experts
     compiled = grouped_variant(o, grouping, plan, properties_of(index))
-    multiplies, aligns = launches.get((index, plan, compiled), lambda: _launches(index, plan, compiled))
+    multiplies, aligns = launches.get((index, plan, compiled), lambda: make_launches(index, plan, compiled))
     told = Arguments(LAYOUT, *grouped_arguments(o, weight, side, plan))
     length, pitch = row_and_pitch(replace(o, n=side), plan)
 
@@ -109,7 +108,7 @@ def bind_grouped(
 def row_and_pitch(problem: Problem, plan: ManyPlan) -> tuple[int, int]:
     """Numbers in a row of x, and from one row to the next where rows are aligned."""
     length = problem.n if plan.back else problem.k
-    return length, -(-length // 8) * 8
+    return length, pitch_of(length)
 
 
 def arguments(m: int, problem: Problem, weight: Addresses, plan: ManyPlan) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -127,14 +126,6 @@ def grouped_arguments(
     row_tiles, _, depth = plan.sizes(1, one)
     weight, (n, k, pitch, shift, *_, codebook) = arguments(1, one, weight, plan)
     return weight, (n, k, pitch, shift, row_tiles, plan.grouped_tiles, depth, plan.ctas, codebook)
-
-
-def _launches(index: int, plan: ManyPlan, compiled: Variant) -> tuple[Launch, Launch]:
-    """The product, and what aligns the rows of x."""
-    shared = int(dict(compiled.constants)["shared_bytes"])
-    multiply, align = kernels(index, compiled, (("multiply", shared), ("align", 0)), carveout=100)
-    everywhere = 4 * properties_of(index).sms
-    return Launch(multiply, (plan.ctas, 1), plan.threads, shared), Launch(align, (everywhere, 1), plan.threads)
 
 
 def variant(problem: Problem, plan: ManyPlan, properties: DeviceProperties) -> Variant:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from halfbyte.kernels.common.device import DeviceProperties
-from halfbyte.kernels.linear.codebook import factor_of, has_integers
+from halfbyte.kernels.linear.codebook import are_computed
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.spread import most_tiles, usual_tiles, wanted
 from halfbyte.kernels.linear.tune import h200
@@ -104,7 +104,8 @@ def many_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
     found: list[ManyPlan] = []
     for shape, most in h200.MANY_SHAPES.items():
         for resident in range(most, 0, -1):
-            plans = [plan for ctas in (0, 1) if (plan := _plan(shape, resident, ctas, m, problem, properties, back))]
+            each = (_plan(shape, resident, whole, m, problem, properties, back) for whole in (False, True))
+            plans = [plan for plan in each if plan is not None]
             found += plans
             if plans:
                 break
@@ -114,7 +115,7 @@ def many_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
 def _plan(
     shape: tuple[int, int, int],
     resident: int,
-    whole: int,
+    whole: bool,
     m: int,
     problem: Problem,
     properties: DeviceProperties,
@@ -182,5 +183,4 @@ def grouped_plan(
 
 def is_arithmetic(problem: Problem) -> bool:
     """True if weights are integers whose scales are of the type of x."""
-    o = problem
-    return has_integers(o.format, o.dtype) and factor_of(o.format, o.dtype) == 1 and o.scale is o.dtype
+    return are_computed(problem.format, problem.dtype, problem.scale)
