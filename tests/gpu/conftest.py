@@ -20,6 +20,10 @@ from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.capture import capture
 from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.experts import cuda as experts
+from halfbyte.kernels.experts import grouped as grouped_experts
+from halfbyte.kernels.experts import sort
+from halfbyte.kernels.linear import grouped
 from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.kernel import Kernel
 from halfbyte.kernels.linear.problem import Problem
@@ -50,6 +54,19 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def sorts_as_other_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Hopper GPU multiplies with experts as others do: by sm80_gemm, all pairs sorted, without a cluster."""
+    monkeypatch.setattr(grouped, "HOPPER", 0)
+    monkeypatch.setattr(sort, "ctas_of", lambda properties: 1)
+    monkeypatch.setattr(experts, "_product", lambda *arguments, **options: None)  # the kernel for few pairs
+    for kept in (grouped_experts.products, sort.launches):
+        kept.entries.clear()
+    yield
+    for kept in (grouped_experts.products, sort.launches):
+        kept.entries.clear()
 
 
 @contextmanager

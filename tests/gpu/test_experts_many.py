@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +9,8 @@ import torch
 
 import halfbyte as hb
 from halfbyte.kernels.experts import grouped as sorted_experts
-from halfbyte.kernels.experts import reference, sort
+from halfbyte.kernels.experts import reference
 from halfbyte.kernels.experts.block import Block
-from halfbyte.kernels.linear import grouped
-from halfbyte.kernels.linear.tune import h200
 
 from .conftest import BF16, DEVICE, F32, captured, error, sixteen_bits
 
@@ -27,18 +24,7 @@ KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
 SIZES = [(16, 256, 512, 4), (128, 768, 2048, 8), (8, 2880, 2880, 4), (4, 96, 160, 2)]
 
 
-@pytest.fixture(autouse=True)
-def as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Hopper GPU takes the way of others: this kernel, and a sort without clusters."""
-    monkeypatch.setattr(h200, "MANY_GROUPED", True)
-    monkeypatch.setattr(grouped, "HOPPER", 0)
-    monkeypatch.setattr(sort, "ctas_of", lambda properties: 1)
-    caches = (sorted_experts.products.entries.clear, sort.launches.entries.clear)
-    for clear in caches:
-        clear()
-    yield
-    for clear in caches:
-        clear()
+pytestmark = pytest.mark.usefixtures("sorts_as_other_gpus")
 
 
 def stack(experts: int, n: int, k: int, format: str, dtype: torch.dtype, **options: Any) -> hb.QuantizedWeight:

@@ -6,6 +6,7 @@ cuBLAS more than anything.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
@@ -330,11 +331,24 @@ def test_a_router(experts: int, k: int, top_k: int) -> None:
 @pytest.mark.parametrize("format", ["nf4", "fp4", "mxfp4"])
 def test_many_pairs_with_experts(format: str, inner: int, hidden: int) -> None:
     """Rows of W and pairs that fill no tile, K that ends within a unit, ids that are none, an expert without pairs."""
-    experts, k, size = 4, 3, 64 if format == "nf4" and inner % 64 == 0 else 32
+    multiply_pairs(format, inner, hidden, 64 if format == "nf4" and inner % 64 == 0 else 32, (172, 347))
+
+
+@pytest.mark.usefixtures("sorts_as_other_gpus")
+@pytest.mark.parametrize(("inner", "hidden"), [(32, 32), (96, 160), (160, 320)])
+@pytest.mark.parametrize("format", ["nf4", "mxfp4"])
+def test_many_pairs_with_experts_on_other_gpus(format: str, inner: int, hidden: int) -> None:
+    """The same, of sums that are a single stage, and of few pairs."""
+    multiply_pairs(format, inner, hidden, 32, (3, 120))
+
+
+def multiply_pairs(format: str, inner: int, hidden: int, size: int, sizes: Sequence[int]) -> None:
+    """Blocks of so many tokens, and gradients of both stacks, beside those of a CPU."""
+    experts, k = 4, 3
     sides = ((2 * inner, hidden), (hidden, inner))
     stacks = [weight((experts, *both), format, block_size=size) for both in sides]
     (gate_up, down), on_cpu = zip(*stacks, strict=True)
-    for tokens, activation in ((172, "silu"), (347, "swiglu_oai")):
+    for tokens, activation in zip(sizes, ("silu", "swiglu_oai"), strict=True):
         x, weights = numbers(tokens, hidden), torch.rand(tokens, k).cuda()
         ids = torch.randint(-1, experts - 1, (tokens, k)).cuda()
         found = hb.moe(x, ids, weights, gate_up, down, activation)

@@ -46,7 +46,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 // -- A CTA -------------------------------------------------------------------------------------------------------------
 
 struct Copy {
-  unsigned to;
+  unsigned to, bytes;
   const void* from;
   bool exists;
 };
@@ -165,10 +165,10 @@ template <int Open> void wait_for_groups() {
   while (copy_groups.size() > Open + 1) {
     for (const Copy& copy : copy_groups.front())
       if (copy.exists) {
-        check(copy.from, 16);
-        std::memcpy(memory + copy.to, copy.from, 16);
+        check(copy.from, copy.bytes);
+        std::memcpy(memory + copy.to, copy.from, copy.bytes);
       } else {
-        std::memset(memory + copy.to, 0, 16);
+        std::memset(memory + copy.to, 0, copy.bytes);
       }
     copy_groups.pop_front();
   }

@@ -36,7 +36,9 @@ FUNCTIONS = {
     "fetch": "void fetch(const u16* norm, u32 lane) {}",
     "kept": "u32 kept(u32 value) { return value; }",
     "copy_async": "void copy_async(u32 to, const void* from, bool exists) {"
-    " copy_groups.back().push_back({to, from, exists}); }",
+    " copy_groups.back().push_back({to, 16, from, exists}); }",
+    "copy_word_async": "void copy_word_async(u32 to, const u32* from) {"
+    " copy_groups.back().push_back({to, 4, from, true}); }",
     "close_group": "void close_group() { copy_groups.emplace_back(); }",
     "wait_for_groups": "",
     "settled": "",

@@ -61,7 +61,7 @@ def test_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     both = f"experts: CUDA C++ sm90_decode where tokens are few, {many} where they are many (sm_90)"
     assert serves._on_cuda(q, H200) == both
     assert serves._on_cuda(hb.quantize(torch.randn(4, 72, 256)), H200) == f"experts: CUDA C++ {many} (sm_90)"
-    assert "no kernel is for such a stack" in serves._on_cuda(q, A100)
+    assert serves._on_cuda(q, A100) == "experts: CUDA C++ sm80_gemm (sm_80)"
     assert "no kernel is for such a stack" in serves._on_cuda(hb.quantize(torch.randn(4, 64, 250)), H200)
 
 

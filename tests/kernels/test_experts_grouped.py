@@ -159,7 +159,6 @@ def test_wide_plans_that_would_be_wrong_are_not_valid() -> None:
     assert not valid(experts=1 << 20, n=1 << 13)
     assert valid(experts=1 << 20, n=1 << 13, k=1 << 11, back=True)  # whose rows of W are k
     assert not valid(experts=1 << 20, back=True)
-    assert grouped.plan(600, 8, problems("mixtral"), A100) is None  # until a GPU has run it
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -331,9 +330,9 @@ def test_gradients(
 
 
 def test_gradients_that_are_left_to_torch(gpu: Driver) -> None:
-    """Of fp32, of blocks that begin within a row, and of experts that begin where no copy can."""
+    """Of fp32, of rows that end within 32 weights, and of experts that begin where no copy can."""
     expert = torch.zeros(3, dtype=torch.int64)
-    for k, dtype in ((64, F32), (96, BF16)):
+    for k, dtype in ((64, F32), (80, BF16)):
         q = hb.quantize(torch.randn(2, 8, k))
         assert cuda.grouped_linear_backward(torch.randn(3, 8).to(dtype), q, expert) is None
     q = hb.quantize(torch.randn(2, 8, 64))

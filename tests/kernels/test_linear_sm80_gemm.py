@@ -239,9 +239,8 @@ STACKS = [
 
 @pytest.mark.parametrize("pairs", [1, 8, 600, 16384])
 @pytest.mark.parametrize("sides", [(128, 1536, 2048), (8, 28672, 4096), (32, 5760, 2880)])
-def test_plans_of_stacks(sides: tuple[int, int, int], pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_of_stacks(sides: tuple[int, int, int], pairs: int) -> None:
     """Wider tiles for more pairs of an expert, and tiles that both products of a block have in common."""
-    monkeypatch.setattr(h200, "MANY_GROUPED", True)
     experts, n, k = sides
     problems = nf4(experts * n, k), nf4(experts * k, n // 2)
     for properties in (A100, properties_for("sm_86"), properties_for("sm_120")):

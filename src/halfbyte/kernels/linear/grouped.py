@@ -1,6 +1,6 @@
 """Products of many pairs of a token and an expert with a stack of experts, or with their transposes, with
 Config::grouped. On Hopper by a kernel for which x is laid out: sm90_streamk has the narrow tiles, sm90_gemm the wide
-ones and the way back. On other GPUs from sm_80 on by sm80_gemm."""
+ones and the way back. What these do not support, and other GPUs from sm_80 on, have sm80_gemm."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Grouping(NamedTuple):
 
 
 def supports(problem: Problem) -> bool:
-    """True for stacks of what the kernels support as one weight, and of scales that are exponents, which they decode to
-    fp32 like all others."""
+    """True for stacks of what the kernels of Hopper support as one weight, and of scales that are exponents, which they
+    decode to fp32 like all others."""
     return laid_out.supports(replace(problem, scale=torch.float32) if problem.has_exponents else problem)
 
 
@@ -60,12 +60,10 @@ def plan(
     """The plans for up to so many pairs and stacks, one after the other, that have tiles in common; None where no
     kernel supports them. The rows of each problem are those of all experts. back: of gradients, and for the products
     with the transposes."""
-    if properties.capability != HOPPER:
-        tiles_m, each = sorted({8 * m_warps * columns for _, m_warps, columns in h200.MANY_SHAPES}), _many
-    elif all(map(supports, problems)):
+    if properties.capability == HOPPER and all(map(supports, problems)):
         tiles_m, each = list(EVERY_TILE_M), _narrow_or_wide
     else:
-        return None
+        tiles_m, each = sorted({8 * m_warps * columns for _, m_warps, columns in h200.MANY_SHAPES}), _many
     found = []
     for tile_m in tiles_m:
         plans = [each(pairs, experts, tile_m, problem, properties, back) for problem in problems]
@@ -84,8 +82,7 @@ def _narrow_or_wide(
 def _many(
     pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
 ) -> Plan | None:
-    fits = h200.MANY_GROUPED and many.supports(problem)
-    return many_grouped_plan(pairs, experts, tile_m, problem, properties, back) if fits else None
+    return many_grouped_plan(pairs, experts, tile_m, problem, properties, back) if many.supports(problem) else None
 
 
 def names(plans: Sequence[Plan]) -> str:

@@ -14,6 +14,10 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, bool exists
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
                : "memory");
 }
+// The same of four bytes, that exist.
+__device__ __forceinline__ void copy_word_async(u32 to, const u32* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the last `Open` groups of this thread have arrived.
 template <int Open> __device__ __forceinline__ void wait_for_groups() {

@@ -96,9 +96,9 @@ __device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Argum
 // width.
 //
 // The first CTA has enough to read; so the next launch clears what is left, see Workspace in workspace.py.
-template <u32 Direct, u32 Warps, int Sums, class Arguments>
-__device__ __forceinline__ bool fix_up(float (&total)[Sums], const Arguments& a, const WorkUnit& unit, u32 cta,
-                                       u32 warp, u32 lane) {
+template <u32 Direct, u32 Warps, int Sums, class Arguments, class Unit>
+__device__ __forceinline__ bool fix_up(float (&total)[Sums], const Arguments& a, const Unit& unit, u32 cta, u32 warp,
+                                       u32 lane) {
   constexpr u32 AT_ONCE = Sums < 16 ? 16 / Sums : 1;  // CTAs whose sums are loaded at once
   constexpr int CHUNK = chunk_of(Sums / 4);           // column groups that are
   const u32 units = count_units(a), tile = unit.row_tile * a.column_tiles + unit.column_tile;

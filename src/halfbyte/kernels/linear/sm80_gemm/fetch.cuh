@@ -1,6 +1,6 @@
 // What comes from memory: x and packed W by asynchronous copies, scales by loads of the threads that need them.
 
-#include "work.cuh"
+#include "turns.cuh"
 
 // Of the 32 weights that a thread decodes of a stage, piece i: its row of the tile's W, and its first column.
 __device__ __forceinline__ u32 piece_row(u32 i) {
@@ -15,13 +15,14 @@ __device__ __forceinline__ u32 piece_column() {
 struct Place {
   u32 row, column;
   bool exists;
-  __device__ __forceinline__ Place(const Arguments& a, const WorkUnit& at, u32 i) {
+  __device__ __forceinline__ Place(const Arguments& a, const Walk& at, u32 i) {
     const u32 of_tile = piece_row(i);
-    column = (Config::back ? at.row_tile * TILE_W : at.depth * DEPTH) + piece_column();
-    row = (Config::back ? at.depth * DEPTH : at.row_tile * TILE_W) + of_tile;
+    const u32 row_tile = row_tile_of(at);
+    column = (Config::back ? row_tile * TILE_W : at.depth * DEPTH) + piece_column();
+    row = (Config::back ? at.depth * DEPTH : row_tile * TILE_W) + of_tile;
     exists = row < a.n && column < a.k;
     if constexpr (HALVES) {  // of eight rows of the tile, four of gate and the same of up
-      const u32 gate = at.row_tile * (TILE_W / 2) + of_tile / 8 * 4 + of_tile % 4;
+      const u32 gate = row_tile * (TILE_W / 2) + of_tile / 8 * 4 + of_tile % 4;
       row = gate + (of_tile & 4 ? a.n / 2 : 0);
       exists = gate < a.n / 2 && column < a.k;
     }
@@ -36,7 +37,12 @@ class Copies {
  public:
   // start: the address of shared memory. Units `first` to `last`.
   __device__ Copies(const Arguments& a, u32 start, u32 first, u32 last)
-      : start_(start), x_left_(last - first), w_left_(last - first), x_at_(a, first), w_at_(a, first) {}
+      : start_(start),
+        sharing_(Config::grouped ? ~0u / max(a.m, 1u) : 0),
+        x_left_(last - first),
+        w_left_(last - first),
+        x_at_(a, first),
+        w_at_(a, first) {}
 
   // W of the next unit, in a group with what was sent before.
   __device__ __forceinline__ void send_w(const Arguments& a) {
@@ -56,8 +62,8 @@ class Copies {
   __device__ __forceinline__ void begin(const Arguments& a) {
     const u32 row = threadIdx.x / 8, piece = threadIdx.x % 8, first = x_at_.depth * DEPTH + piece * 8;
     from_ = a.aligned + first;
-    if constexpr (Config::grouped) find_rows(a, row);
-    else from_ += u64(x_at_.column_tile * TILE_M + row) * a.pitch;
+    if constexpr (Config::grouped) pairs_ = pairs_of_rows(x_at_) + row;
+    else from_ += u64(first_row_of(x_at_) + row) * a.pitch;
     to_ = start_ + X + x_slot_ * X_BYTES + x_place(row, piece);
     rows_ = x_left_ > 0 && first < a.pitch ? rows_from(a, x_at_, row) : 0;
     x_left_ -= x_left_ > 0;
@@ -69,7 +75,7 @@ class Copies {
 #pragma unroll
     for (u32 i = PART * COUNT / 4; i < (PART + 1) * COUNT / 4; i++) {
       const bool exists = i * STEP < rows_;
-      const u32 row = Config::grouped ? kept_rows()[i * STEP] : i * STEP;
+      const u32 row = Config::grouped ? row_of(pairs_[i * STEP]) : i * STEP;
       copy_async(to_ + i * (STEP * DEPTH * 2), exists ? from_ + u64(row) * a.pitch : a.aligned, exists);
     }
     if constexpr (PART == 3) send_w(a);
@@ -78,25 +84,15 @@ class Copies {
  private:
   static constexpr u32 STEP = THREADS / 8, COUNT = TILE_M / STEP;  // rows between a thread's pieces; pieces
 
-  // Of experts, where the eight threads of a row keep where it comes from, each by itself. They are of one warp.
-  __device__ static __forceinline__ u32* kept_rows() { return reinterpret_cast<u32*>(memory + ROWS) + threadIdx.x / 8; }
-  __device__ __forceinline__ void find_rows(const Arguments& a, u32 row) {
-    if (x_at_.depth > 0) return;
-    __syncwarp();  // all of them have read those of the tile before
-    const u32 rows = rows_from(a, x_at_, row);
-#pragma unroll
-    for (u32 i = 0; i < COUNT; i++)
-      if (i * STEP < rows) {
-        const u32 sorted = pairs_of(x_at_).first + row + i * STEP;
-        kept_rows()[i * STEP] = a.m ? pair_of(a, sorted) / a.m : sorted;
-      }
-  }
+  // The row of x of a pair: its number divided by those that share a row, exactly while their product is below 2^32.
+  __device__ __forceinline__ u32 row_of(u32 pair) const { return u32(u64(pair + 1) * sharing_ >> 32); }
 
-  const u32 start_;
+  const u32 start_, sharing_;
   u32 x_left_, w_left_, x_slot_ = 0, w_slot_ = 0;
-  WorkUnit x_at_, w_at_;
+  Walk x_at_, w_at_;
   const u16* from_;
-  u32 to_, rows_;  // of x, from this thread's first one on
+  const u32* pairs_;  // of experts, of this thread's rows of x, STEP apart
+  u32 to_, rows_;     // of x, from this thread's first one on
 };
 
 // The scales of this thread's pieces of a unit.
@@ -104,7 +100,7 @@ struct Scales {
   StoredScale stored[PIECES];
   float absmax[NESTED ? PIECES : 1];
 
-  __device__ __forceinline__ void load(const Arguments& a, const WorkUnit& at) {
+  __device__ __forceinline__ void load(const Arguments& a, const Walk& at) {
 #pragma unroll
     for (u32 i = 0; i < PIECES; i++) {
       const Place place(a, at, i);

@@ -42,7 +42,7 @@
 
 // Stores a tile: of each row of y this lane's eight neighbours, from `produced` on, or the four that its gates and ups
 // make. row: of the tile, the lane's first.
-__device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const WorkUnit& at, u32 produced,
+__device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const Walk& at, u32 produced,
                                       u32 row) {
   constexpr u32 COUNT = GATES ? 4 : 8;
   const u32 length = Config::back ? a.k : GATES ? a.n / 2 : a.n, first = GATES ? produced / 2 : produced;
@@ -64,8 +64,7 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&total)[S
     for (u32 j = 0; j < 2; j++) {
       u32 m = row + 8 * c + j;
       if (m >= rows) continue;
-      if constexpr (Config::grouped) m = Config::scatters ? pair_of(a, pairs_of(at).first + m) : pairs_of(at).first + m;
-      else m += at.column_tile * TILE_M;
+      m = Config::scatters ? pairs_of_rows(at)[m] : first_row_of(at) + m;
       float v[8];
 #pragma unroll
       for (u32 t = 0; t < 4; t++) {
@@ -154,6 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   const u32 first = first_unit(a, own_number()), last = end_unit(a, own_number());
   const u32 start = u32(__cvta_generic_to_shared(memory));
 
+  if constexpr (Config::grouped) bring_first_turns(a, start);
   // The first stages set out: W of the first unit by itself.
   Copies copies(a, start, first, last);
   copies.send_w(a);
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
     copies.begin(a);
     copies.send<0>(a), copies.send<1>(a), copies.send<2>(a), copies.send<3>(a);
   }
-  WorkUnit at(a, first), coming(a, first);  // coming: the unit whose scales are loaded next
+  Walk at(a, first), coming(a, first);  // coming: the unit whose scales are loaded next
   Scales scales;
   scales.load(a, coming);
   advance(coming, a);
@@ -231,9 +231,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
         [&] { store_part<0>(pieces, entry); });
     slot = next_slot, buffer ^= 1;
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
-      if (Config::grouped || fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane))
-        store(a, total, at, at.row_tile * TILE_W + 64 * w_warp + lane / 4 * 8,
+      bool stores = true;
+      if constexpr (!Config::grouped) stores = fix_up<Config::direct, WARPS>(total, a, at, own_number(), warp, lane);
+      if (stores)
+        store(a, total, at, row_tile_of(at) * TILE_W + 64 * w_warp + lane / 4 * 8,
               8 * Config::columns * m_warp + lane % 4 * 2);
+      bring_next_turns(a, start, at);
 #pragma unroll
       for (int i = 0; i < SUMS; i++) total[i] = 0;
       operands.load_first(next_w, next_x);  // again: meanwhile registers were for the sums of others

@@ -18,6 +18,8 @@ WARP_W, DEPTH = 64, 64  # numbers that a warp produces of a row of y; that a sta
 CODE_BYTES = 1024  # of shared memory: the code of nested scales
 RESERVED_BYTES = 1024  # of shared memory, which the system takes from each CTA
 MMA_FLOPS = 2 * 16 * 8 * 16
+# Of experts: tiles, and tiles' pairs, that shared memory has (turns.cuh); and the fewest units of a tile.
+TILES_KEPT, ROWS_KEPT, FEWEST_UNITS = 8, 4, 2
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class ManyPlan:
     def sizes(self, m: int, problem: Problem) -> tuple[int, int, int]:
         """Tiles along a row of y and along x's rows, and units of a tile."""
         produced, summed = (problem.k, problem.n) if self.back else (problem.n, problem.k)
-        return -(-produced // self.tile_w), self.x_tiles(m), -(-summed // DEPTH)
+        units = max(-(-summed // DEPTH), FEWEST_UNITS if self.grouped_tiles else 1)
+        return -(-produced // self.tile_w), self.x_tiles(m), units
 
     def tiles(self, m: int, problem: Problem) -> int:
         return math.prod(self.sizes(m, problem)[:2])
@@ -76,8 +79,8 @@ class ManyPlan:
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory. work.cuh lays it out, and does not compile where this sum is another than its own."""
         stage = DEPTH * (2 * self.tile_m + self.tile_w // 2)
-        rows = 4 * self.tile_m if self.grouped_tiles else 0
-        return (CODE_BYTES if problem.nested else 0) + self.stages * stage + 2 * DEPTH * 2 * self.tile_w + rows
+        turns = 20 * TILES_KEPT + 4 * ROWS_KEPT * self.tile_m if self.grouped_tiles else 0
+        return (CODE_BYTES if problem.nested else 0) + self.stages * stage + 2 * DEPTH * 2 * self.tile_w + turns
 
 
 def is_valid(plan: ManyPlan, m: int, problem: Problem, properties: DeviceProperties) -> bool:
@@ -89,7 +92,7 @@ def is_valid(plan: ManyPlan, m: int, problem: Problem, properties: DevicePropert
         and o.dtype in DTYPES
         and o.has_spans(32, m)
         and resident <= h200.MANY_SHAPES.get(plan.shape, 0)  # or registers do not hold the sums
-        and 3 <= plan.stages <= 4
+        and 3 <= plan.stages <= (3 if plan.grouped_tiles else 4)
         and 1 <= plan.ctas <= min(units, properties.sms * resident)
         and units * plan.ctas < 1 << 32
         and resident * (plan.shared_bytes(o) + RESERVED_BYTES) <= properties.shared_memory + RESERVED_BYTES
@@ -173,7 +176,8 @@ def grouped_plan(
             alone, together = h200.MANY_STAGE[shape, is_arithmetic(o)]
             in_turn = min(resident, -(-tiles // properties.sms))
             turns = -(-tiles // (properties.sms * in_turn)) * in_turn
-            busy = turns * (depth * (together if in_turn > 1 else alone) / properties.rates.clock + h200.MANY_TILE)
+            stage = h200.MANY_GROUPED * (together if in_turn > 1 else alone) / properties.rates.clock
+            busy = turns * (depth * stage + h200.MANY_TILE)
             reading = o.megabytes * wanted(pairs, experts) / experts
             least = reading / (h200.GROUPED_BANDWIDTH * properties.rates.bandwidth)
             found.append(replace(whole, ctas=ctas, microseconds=h200.MANY_START + max(busy, least)))

@@ -17,7 +17,7 @@
 // shared memory serves at once meet all 32 banks, of ldmatrix and of what stores the weights.
 
 // Of experts (Config::grouped) a tile of x has pairs of one of them, see device/grouped.cuh; n is that of one expert.
-// Shared memory then has, behind all else, where each row of x's tile comes from.
+// Shared memory then has, behind all else, the CTA's tiles and the pairs of their rows (turns.cuh).
 
 #include "device/epilogue.cuh"
 #include "device/mma.cuh"
@@ -36,8 +36,9 @@ static_assert(Config::columns % 2 == 0 && PIECES >= 1 && PIECES * THREADS * 16 =
               "plan.py allows others");
 
 constexpr u32 X = NESTED ? 1024 : 0, W = X + Config::stages * X_BYTES, PACKED = W + 2 * W_BYTES;
-constexpr u32 ROWS = PACKED + Config::stages * PACKED_BYTES, ROWS_BYTES = Config::grouped ? TILE_M * 4 : 0;
-static_assert(ROWS + ROWS_BYTES == Config::shared_bytes, "plan.py reckons with other sizes");
+constexpr u32 TURNS = PACKED + Config::stages * PACKED_BYTES, TILES_KEPT = 8, ROWS_KEPT = 4;  // of experts, tiles
+constexpr u32 TURNS_BYTES = Config::grouped ? TILES_KEPT * 20 + ROWS_KEPT * TILE_M * 4 : 0;
+static_assert(TURNS + TURNS_BYTES == Config::shared_bytes, "plan.py reckons with other sizes");
 extern __shared__ __align__(128) unsigned char memory[];
 
 struct Arguments {
@@ -75,29 +76,33 @@ __device__ __forceinline__ u32 w_place(u32 produced, u32 summed, u32 piece) {
   return row * W_ROW + (Config::back ? produced / 64 * 128 : 0) + (piece ^ w_turn(produced, summed)) * 16;
 }
 
-// The unit after this one. No branch, so that MMAs may stand on both sides of it, but for experts: their tiles are
-// found in memory.
-__device__ __forceinline__ void advance(WorkUnit& at, const Arguments& a) {
-  if constexpr (Config::grouped) {
-    at.next(a);
-  } else {
-    at.depth++;
-    const bool tile_ends = at.depth == a.depth_units;
-    at.depth = tile_ends ? 0 : at.depth;
-    at.column_tile += tile_ends;
-    const bool row_ends = at.column_tile == a.column_tiles;
-    at.column_tile = row_ends ? 0 : at.column_tile;
-    at.row_tile += row_ends;
-  }
+// Which tile a CTA is at, and which part of what is summed. Of experts the tile's number among those of the CTA; what it
+// is, shared memory knows (turns.cuh).
+struct Turn {
+  u32 tile, depth;
+  __device__ Turn(const Arguments&, u32) : tile(0), depth(0) {}
+};
+template <bool Grouped> struct WalkOf {
+  typedef StreamUnit Walk;
+};
+template <> struct WalkOf<true> {
+  typedef Turn Walk;
+};
+typedef WalkOf<Config::grouped>::Walk Walk;
+
+// The unit after this one. No branch, so that MMAs may stand on both sides of it.
+__device__ __forceinline__ void advance(StreamUnit& at, const Arguments& a) {
+  at.depth++;
+  const bool tile_ends = at.depth == a.depth_units;
+  at.depth = tile_ends ? 0 : at.depth;
+  at.column_tile += tile_ends;
+  const bool row_ends = at.column_tile == a.column_tiles;
+  at.column_tile = row_ends ? 0 : at.column_tile;
+  at.row_tile += row_ends;
 }
-// Of experts, a unit's pairs.
-template <class Unit> __device__ __forceinline__ Tile pairs_of(const Unit& at) {
-  if constexpr (Config::grouped) return at.tile;
-  else return {};
-}
-// How many rows a tile of x has, of those from `row` on.
-__device__ __forceinline__ u32 rows_from(const Arguments& a, const WorkUnit& at, u32 row) {
-  u32 rows = at.column_tile * TILE_M < a.m ? a.m - at.column_tile * TILE_M : 0;
-  if constexpr (Config::grouped) rows = pairs_of(at).rows;
-  return rows > row ? rows - row : 0;
+__device__ __forceinline__ void advance(Turn& at, const Arguments& a) {
+  at.depth++;
+  const bool tile_ends = at.depth == a.depth_units;
+  at.depth = tile_ends ? 0 : at.depth;
+  at.tile += tile_ends;
 }

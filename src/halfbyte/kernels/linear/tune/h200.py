@@ -217,9 +217,8 @@ MANY_STAGE = {
 }  # fmt: skip
 # µs: a launch, not fitted but taken for that of sm80; and a million partial sums.
 MANY_START, MANY_SUMS = 6.0, 4.28
-# With stacks of experts: µs of a tile besides its stages, a guess; and whether it is chosen, which it is once a GPU has
-# run it.
-MANY_TILE, MANY_GROUPED = 1.5, False
+# With stacks of experts: what a stage takes over that of a weight, and µs of a tile besides. Of an H100.
+MANY_GROUPED, MANY_TILE = 1.12, 0.25
 
 # -- simt --------------------------------------------------------------------------------------------------------------
 
