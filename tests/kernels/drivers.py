@@ -212,7 +212,7 @@ class Driver:
     def _sort(self, ids: int, routes: int, pairs: int, experts: int, wide: int, room: int) -> None:
         chosen = memory(ids, (pairs,), torch.int64 if wide else torch.int32)
         found = routes_of(chosen, experts, self.tile_m, room)
-        memory(routes, (4,), torch.int32).copy_(torch.tensor([found.count, 0, 0, 0]))
+        memory(routes, (4,), torch.int32).copy_(torch.tensor([found.count, pairs, 0, 0]))
         memory(routes + 16, (room, 4), torch.int32).copy_(found.tiles)
         if found.count:
             memory(routes + 16 * (1 + room), (len(found.order),), torch.int32).copy_(found.order)
@@ -237,7 +237,10 @@ class Driver:
         order = order_of(k, min(self.like.block_size, 64)) if grouping.ordered else slice(None)
         dense = self._dense(decode.rows_of(self.like), addresses).view(self.like.shape)
         self.seen.append((grouped, per_row))
-        (count,) = memory(routes, (1,), torch.int32).tolist()
+        count, pairs = memory(routes, (2,), torch.int32).tolist()
+        if grouping.scatters:  # as device/lay_out.cuh clears rows
+            places = memory(routes + 16 * (1 + room + -(-pairs // 4)), (pairs,), torch.int32)
+            memory(out, (pairs, n), self.dtype)[places < 0] = 0
         for expert, begin, rows, _ in memory(routes + 16, (room, 4), torch.int32)[:count].tolist():
             assert 0 < rows <= self.tile_m
             for row in range(begin, begin + rows):

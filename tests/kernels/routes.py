@@ -37,5 +37,5 @@ def written(table: Tensor, room: int, count: int) -> Expected:
     """The same from the memory of `sort.Routes`, of so many pairs with an expert."""
     header, tiles, rest = table[:4], table[4 : 4 * (1 + room)].view(-1, 4), table[4 * (1 + room) :]
     pairs = next(pairs for pairs in range(len(rest)) if -(-pairs // 4) * 4 + pairs == len(rest))
-    assert not header[1:].any()
+    assert header[1:].tolist() == [pairs, 0, 0]
     return Expected(int(header[0]), tiles, rest[:count], rest[len(rest) - pairs :])

@@ -27,6 +27,7 @@ from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.kernel import GroupedProduct
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
+from halfbyte.kernels.linear.sm80_gemm.plan import ManyPlan
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.spread import most_tiles
 
@@ -35,11 +36,13 @@ MOST_BYTES = 1 << 31  # of what a block keeps of its tokens; more of these go on
 
 
 class Products(NamedTuple):
-    """Products with stacks, one after the other, whose pairs are sorted once. tile_m, tiles: of the routes."""
+    """Products with stacks, one after the other, whose pairs are sorted once. tile_m, tiles: of the routes. clears:
+    those that scatter write zeros for pairs without an expert."""
 
     tile_m: int
     tiles: int
     each: tuple[GroupedProduct, ...]
+    clears: bool
 
     def sort(self, ids: Tensor, experts: int) -> Routes:
         return sort(ids, experts, self.tile_m, self.tiles)
@@ -64,7 +67,7 @@ def _scattered(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | Non
     found = _products(x, (q,), (bias,), (Grouping(experts, scatters=True),), len(x), back)
     if found is None:
         return None
-    out = x.new_zeros((len(x), k if back else n))
+    out = (x.new_empty if found.clears else x.new_zeros)((len(x), k if back else n))
     _launch(found.each[0], x, found.sort(expert, experts), bias, out, 1)
     return out
 
@@ -184,4 +187,5 @@ def _bind(
         for problem, q, grouping, plan in zip(problems, weights, groupings, plans, strict=True)
     )
     tile_m = plans[0].tile_m
-    return Products(tile_m, most_tiles(pairs, experts, tile_m), tuple(each))
+    clears = not isinstance(plans[0], ManyPlan)
+    return Products(tile_m, most_tiles(pairs, experts, tile_m), tuple(each), clears)

@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
   }
   for (u32 i = of_tiles.all + rank * THREADS + threadIdx.x; i < a.most_tiles; i += CTAS * THREADS)
     table[i] = make_uint4(0, 0, 0, 0);
-  if (rank == 0 && threadIdx.x == 0) *a.routes = make_uint4(of_tiles.all, 0, 0, 0);
+  if (rank == 0 && threadIdx.x == 0) *a.routes = make_uint4(of_tiles.all, a.pairs, 0, 0);
   sync_all();  // places are there, and nobody reads this CTA's totals any more
   u32 *sorted = reinterpret_cast<u32*>(table + a.most_tiles), *places = sorted + (a.pairs + 3) / 4 * 4;
   for_each_pair(a, number, lane, [&](u32 pair, u32 end, u32 expert, u32 alike) {

@@ -113,8 +113,10 @@ def bind(device: torch.device, problem: Problem, weight: Addresses, grouping: Gr
     n, k = (o.k, side) if plan.back else (side, o.k)
     tiles, units = plan.x_tiles(plan.chunk), -(-k // UNIT_K)
     compiled = _laid_out_variant(o, grouping, plan)
-    key = index, tiles * units, plan, compiled
-    lay_out, multiply = laid_out.launches.get(key, lambda: laid_out.make_launches(index, tiles * units, plan, compiled))
+    key = index, (tiles, units), plan, compiled
+    lay_out, multiply = laid_out.launches.get(
+        key, lambda: laid_out.make_launches(index, (tiles, units), plan, compiled)
+    )
     packed, *scales = weight
     unit, codebook = kernel_of(plan).codebook(o)
     fixed = weight_map(packed, o, grouping, plan), *scales

@@ -19,6 +19,7 @@ from halfbyte.kernels.linear import workspace
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
+from halfbyte.kernels.linear.tune import h200
 
 UNIT_K = 256  # of K, a unit of work
 SWIZZLED = 128  # bytes of a row of x that wgmma takes at a time
@@ -249,13 +250,13 @@ def prepare(
 
 
 class FixedArguments(NamedTuple):
-    """What a launch is told of a weight, and what follows from it. x_units, laid_out: units of x that are laid out, and
-    their bytes, 0 where CTAs keep x. fixes_up: CTAs share tiles."""
+    """What a launch is told of a weight, and what follows from it. x_units, laid_out: tiles of x that are laid out
+    and units of each, and their bytes, 0 where CTAs keep x. fixes_up: CTAs share tiles."""
 
     fixed: tuple[Any, ...]
     sizes: tuple[int, ...]
     factors: tuple[Any, ...]
-    x_units: int
+    x_units: tuple[int, int]
     laid_out: int
     fixes_up: bool
 
@@ -279,19 +280,22 @@ def fixed_arguments(
         (unit, 1.0 if factor is None else factor, codebook),
     )
     laid_out = 0 if plan.resident else x_tiles * units * plan.tile_m * UNIT_K * 2
-    return FixedArguments((weights, *scales), sizes, factors, x_tiles * units, laid_out, fixes_up)
+    return FixedArguments((weights, *scales), sizes, factors, (x_tiles, units), laid_out, fixes_up)
 
 
 def make_launches(
-    index: int, x_units: int, plan: LaidOutPlan, compiled: Variant, ctas: int = 0
+    index: int, x_units: tuple[int, int], plan: LaidOutPlan, compiled: Variant, ctas: int = 0
 ) -> tuple[Launch, Launch]:
-    """What lays x out, and the product. ctas: of all weights, where there are several."""
+    """What lays x out, and the product. x_units: tiles of x, and units of each. ctas: of all weights, where there are
+    several."""
     shared, workers = int(dict(compiled.constants)["shared_bytes"]), ctas or plan.workers
     lay_out, multiply = kernels(index, compiled, (("lay_out", 0), ("multiply", shared)), carveout=100)
-    pieces = x_units * plan.tile_m * UNIT_K // 8
-    laying = pieces // 4 if dict(compiled.constants)["grouped"] else pieces  # threads, as device/lay_out.cuh has them
+    tiles, units = x_units
+    threads = 8 * plan.tile_m * tiles  # of a run of steps, as device/lay_out.cuh has them
+    grouped = dict(compiled.constants)["grouped"]
+    runs = min(max(h200.LAYING_THREADS // threads, 1), units) if grouped else 4 * units
     return (
-        Launch(lay_out, (workers + -(-laying // 128), 1), 128, overlaps=True),
+        Launch(lay_out, (workers + -(-threads * runs // 128), 1), 128, overlaps=True),
         Launch(
             multiply,
             ((ctas or plan.ctas) // plan.cluster, plan.cluster),

@@ -1,7 +1,8 @@
 // Products of pairs of a token and an expert with a stack of experts. Pairs are sorted by expert; a tile of x has pairs
 // of one expert, up to tile_m of them. Which, the kernel of kernels/experts/sort.cu has written ahead:
 //
-//   routes   {tiles, 0, 0, 0} | for each of column_tiles tiles {expert, first, rows, 0} | the pair of each sorted row
+//   routes   {tiles, pairs, 0, 0} | for each of column_tiles tiles {expert, first, rows, 0} |
+//            the pair of each sorted row | at a multiple of 16 bytes: each pair's sorted row, or NOWHERE
 //
 // column_tiles is the most that there can be; those that there are not have no rows. So nothing depends on the host.
 //
@@ -36,6 +37,14 @@ template <class Arguments> __device__ __forceinline__ Tile tile_of(const Argumen
 // The pair of a sorted row.
 template <class Arguments> __device__ __forceinline__ u32 pair_of(const Arguments& a, u32 row) {
   return reinterpret_cast<const u32*>(routes_of(a) + 1 + a.column_tiles)[row];
+}
+// The other way round, of so many pairs.
+constexpr u32 NOWHERE = ~0u;
+template <class Arguments> __device__ __forceinline__ u32 count_pairs(const Arguments& a) {
+  return load_route(routes_of(a)).y;
+}
+template <class Arguments> __device__ __forceinline__ u32 place_of(const Arguments& a, u32 pair, u32 pairs) {
+  return reinterpret_cast<const u32*>(routes_of(a) + 1 + a.column_tiles)[(pairs + 3) / 4 * 4 + pair];
 }
 // Rows of a tile that are laid out: x is copied by eights. What is behind them in shared memory ends in no result.
 __device__ __forceinline__ u32 copied_rows(const Tile& tile) { return (tile.rows + 7) / 8 * 8; }

@@ -1,11 +1,11 @@
-// Of experts, the tiles that a CTA takes in turn, each in shared memory before any thread asks for it. Threads look ahead
-// of the unit that is multiplied, each part of a stage by another number of units; were a tile's facts loaded where they
-// are needed, every stage would have branches, and a thread would wait for memory at each of them.
+// Of experts, the tiles that a CTA takes in turn, each in shared memory before any thread asks for it. Threads look
+// ahead of the unit that is multiplied, each part of a stage by another number of units. If a tile's facts were loaded
+// where they are needed, every stage would have branches, and a thread would wait for memory at each of them.
 //
-// There is a ring of TILES_KEPT tiles, and one of the pairs of ROWS_KEPT tiles, which say where rows of x are. When a tile
-// has been multiplied, copies set out: of the tile TILES_AHEAD after it, and of the pairs of that ROWS_AHEAD after it.
-// Nobody asks for more than two tiles ahead, since a tile has two units at least (plan.py) and three are under way. A
-// slot's last readers are a tile behind, with a barrier between.
+// There is a ring of TILES_KEPT tiles, and one of the pairs of ROWS_KEPT tiles, which say where rows of x are. When a
+// tile has been multiplied, copies set out: of the tile TILES_AHEAD after it, and of the pairs of that ROWS_AHEAD after
+// it. Nobody asks for more than two tiles ahead, since a tile has two units at least (plan.py) and three are under way.
+// A slot's last readers are a tile behind, with a barrier between.
 
 #include "work.cuh"
 

@@ -76,8 +76,8 @@ __device__ __forceinline__ u32 w_place(u32 produced, u32 summed, u32 piece) {
   return row * W_ROW + (Config::back ? produced / 64 * 128 : 0) + (piece ^ w_turn(produced, summed)) * 16;
 }
 
-// Which tile a CTA is at, and which part of what is summed. Of experts the tile's number among those of the CTA; what it
-// is, shared memory knows (turns.cuh).
+// Which tile a CTA is at, and which part of what is summed. Of experts the tile's number among those of the CTA; what
+// it is, shared memory knows (turns.cuh).
 struct Turn {
   u32 tile, depth;
   __device__ Turn(const Arguments&, u32) : tile(0), depth(0) {}

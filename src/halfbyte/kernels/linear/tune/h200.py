@@ -235,6 +235,8 @@ GEMM_UNIT = {96: 1.676, 128: 1.897, 160: 2.002, 192: 2.385, 224: 2.572, 256: 2.8
 GEMM_START, GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.71, 3.254, 4.053, 4.667
 # CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows. Of an H100.
 GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 2.0, 4.5
+# Threads that lay x of experts out, where units suffice.
+LAYING_THREADS = 1 << 16
 # µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
 GEMM_LAYING_OUT = 1.5
 # Rows of x a tile from which on shared memory is what W waits for.
