@@ -111,6 +111,21 @@ template <> struct PlaceOf<true> {
   typedef ColumnPlace Place;
 };
 
+// Of experts, a tile that has no more pairs than this leaves the other columns out. An expert's last tile may have one.
+constexpr int NARROW_M = Config::tile_m < 64 ? 16 : (Config::tile_m + 63) / 64 * 32;
+__device__ __forceinline__ bool is_narrow(const StreamUnit&) { return false; }
+__device__ __forceinline__ bool is_narrow(const GroupedUnit& at) { return at.tile.rows <= NARROW_M; }
+
+// The operands of a step by the first columns of x at `tile`, as many as there are sums for. adds: to these sums.
+template <int Sums>
+__device__ __forceinline__ void multiply_step(float (&sums)[Sums], const u32 (&now)[OPERANDS], u32 tile, bool adds) {
+#pragma unroll
+  for (int i = 0; i < STEP_K / 16; i++)
+    multiply_add(sums, now[4 * i], now[4 * i + 1], now[4 * i + 2], now[4 * i + 3], descriptor(tile + 2 * i),
+                 i > 0 || adds);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void multiply_units(const Arguments& a, const float (&codebook)[16], u32 first, u32 last,
                                                u32 warp, u32 lane) {
   const u32 member = lane % 4, column = wide_column_of(shared(), lane);
@@ -135,11 +150,9 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const float (
       wait(shared() + X_FULL + 8 * x.at, x.parity);
       const u32 tile = lower_half(shared() + X_AT + x.at * X_STEP);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-      for (int i = 0; i < STEP_K / 16; i++)
-        multiply_add(total, now[4 * i], now[4 * i + 1], now[4 * i + 2], now[4 * i + 3], descriptor(tile + 2 * i),
-                     i > 0 || step > 0 || !fresh);
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      const bool adds = step > 0 || !fresh;
+      if (is_narrow(at)) multiply_step(reinterpret_cast<float (&)[sums_of(NARROW_M)]>(total), now, tile, adds);
+      else multiply_step(total, now, tile, adds);
       // The step before is done: its stage of x is free, and its operands make room for the next.
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
       if (used) release(used);
