@@ -263,7 +263,7 @@ def test_plans_of_stacks(sides: tuple[int, int, int], pairs: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.compile_all)])
+@pytest.mark.parametrize("capability", [80, *(pytest.param(c, marks=pytest.mark.compile_all) for c in (89, 90, 120))])
 def test_stacks_compile_into_registers(capability: int, tmp_path: Path) -> None:
     properties = properties_for(f"sm_{capability}")
     kinds = Grouping(4, "silu"), Grouping(4, "swiglu_oai"), Grouping(4, wide=True), Grouping(4, scatters=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfbyte.kernels.common.device import HOPPER, DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels
-from halfbyte.kernels.common.nvrtc import Variant, read_source
+from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
 
 CTAS, WARPS = 8, 8  # of one cluster, where a GPU has clusters; of a CTA
@@ -46,8 +46,8 @@ def sort(ids: Tensor, experts: int, tile_m: int, tiles: int) -> Routes:
 
 def variant(tile_m: int, properties: DeviceProperties) -> Variant:
     """What is compiled."""
-    capability = HOPPER if properties.ptx >= HOPPER else properties.capability
-    return Variant.of(source(), capability, {"tile_m": tile_m, "x": "Type::bf16", "ctas": ctas_of(properties)})
+    constants: dict[str, Constant] = {"tile_m": tile_m, "x": "Type::bf16", "ctas": ctas_of(properties)}
+    return Variant.of(source(), properties.capability, constants)
 
 
 def ctas_of(properties: DeviceProperties) -> int:
