@@ -27,7 +27,6 @@ from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.kernel import GroupedProduct
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
-from halfbyte.kernels.linear.sm80_gemm.plan import ManyPlan
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.spread import most_tiles
 
@@ -187,5 +186,4 @@ def _bind(
         for problem, q, grouping, plan in zip(problems, weights, groupings, plans, strict=True)
     )
     tile_m = plans[0].tile_m
-    clears = not isinstance(plans[0], ManyPlan)
-    return Products(tile_m, most_tiles(pairs, experts, tile_m), tuple(each), clears)
+    return Products(tile_m, most_tiles(pairs, experts, tile_m), tuple(each), grouped.clears(plans))

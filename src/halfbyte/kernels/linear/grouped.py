@@ -92,6 +92,11 @@ def names(plans: Sequence[Plan]) -> str:
     return f"{streamk.NAME} and {gemm.NAME}"
 
 
+def clears(plans: Sequence[Plan]) -> bool:
+    """True if products that scatter write zeros for pairs without an expert: where x is laid out."""
+    return not any(isinstance(plan, ManyPlan) for plan in plans)
+
+
 def sorted_microseconds(pairs: int, plans: Sequence[Plan]) -> float:
     """The estimated time of sorting pairs, and of the products with stacks."""
     return h200.SORT_START + h200.SORT_PAIRS * pairs / 1000 + sum(one.microseconds for one in plans)
