@@ -9,9 +9,9 @@
 //
 // Config: tile_m, rows of a tile; ctas; x, which is not looked at.
 
-#include "linear/device/ptx.cuh"
+#include "linear/device/grouped.cuh"
 
-constexpr u32 CTAS = Config::ctas, WARPS = 8, THREADS = 32 * WARPS, NOWHERE = ~0u;
+constexpr u32 CTAS = Config::ctas, WARPS = 8, THREADS = 32 * WARPS;
 constexpr u32 AT_ONCE = 8;           // ids that a lane loads ahead
 constexpr u32 MOST_OF_A_THREAD = 4;  // experts
 
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
     table[i] = make_uint4(0, 0, 0, 0);
   if (rank == 0 && threadIdx.x == 0) *a.routes = make_uint4(of_tiles.all, a.pairs, 0, 0);
   sync_all();  // places are there, and nobody reads this CTA's totals any more
-  u32 *sorted = reinterpret_cast<u32*>(table + a.most_tiles), *places = sorted + (a.pairs + 3) / 4 * 4;
+  u32 *sorted = reinterpret_cast<u32*>(table + a.most_tiles), *places = sorted + places_behind(a.pairs);
   for_each_pair(a, number, lane, [&](u32 pair, u32 end, u32 expert, u32 alike) {
     const bool valid = expert != NOWHERE;
     const u32 place = valid ? own[expert] + __popc(alike & before) : NOWHERE;

@@ -34,17 +34,21 @@ template <class Arguments> __device__ __forceinline__ Tile tile_of(const Argumen
   const uint4 v = load_route(routes_of(a) + 1 + column_tile);
   return {v.x, v.y, v.z};
 }
-// The pair of a sorted row.
-template <class Arguments> __device__ __forceinline__ u32 pair_of(const Arguments& a, u32 row) {
-  return reinterpret_cast<const u32*>(routes_of(a) + 1 + a.column_tiles)[row];
+// The pairs of sorted rows.
+template <class Arguments> __device__ __forceinline__ const u32* sorted_pairs(const Arguments& a) {
+  return reinterpret_cast<const u32*>(routes_of(a) + 1 + a.column_tiles);
 }
-// The other way round, of so many pairs.
+template <class Arguments> __device__ __forceinline__ u32 pair_of(const Arguments& a, u32 row) {
+  return sorted_pairs(a)[row];
+}
+// The other way round, of so many pairs: how far behind those the places begin.
 constexpr u32 NOWHERE = ~0u;
+__device__ __forceinline__ u32 places_behind(u32 pairs) { return (pairs + 3) / 4 * 4; }
 template <class Arguments> __device__ __forceinline__ u32 count_pairs(const Arguments& a) {
   return load_route(routes_of(a)).y;
 }
 template <class Arguments> __device__ __forceinline__ u32 place_of(const Arguments& a, u32 pair, u32 pairs) {
-  return reinterpret_cast<const u32*>(routes_of(a) + 1 + a.column_tiles)[(pairs + 3) / 4 * 4 + pair];
+  return sorted_pairs(a)[places_behind(pairs) + pair];
 }
 // Rows of a tile that are laid out: x is copied by eights. What is behind them in shared memory ends in no result.
 __device__ __forceinline__ u32 copied_rows(const Tile& tile) { return (tile.rows + 7) / 8 * 8; }

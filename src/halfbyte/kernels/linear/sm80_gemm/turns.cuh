@@ -18,12 +18,14 @@ __device__ __forceinline__ u32 row_tile_of(const StreamUnit& at) { return at.row
 __device__ __forceinline__ u32 row_tile_of(const Turn& at) {
   return reinterpret_cast<const u32*>(memory + ROW_TILES)[at.tile % TILES_KEPT];
 }
+// What a tile of the ring is, by its number among those of this CTA.
+__device__ __forceinline__ Tile kept_tile(u32 tile) {
+  const uint4 v = reinterpret_cast<const uint4*>(memory + TURNS)[tile % TILES_KEPT];
+  return {v.x, v.y, v.z};
+}
 // Of experts, its pairs; and those of the tile's rows or, where x is sorted, the rows' numbers among all.
 __device__ __forceinline__ Tile pairs_of(const StreamUnit&) { return {}; }
-__device__ __forceinline__ Tile pairs_of(const Turn& at) {
-  const uint4 tile = reinterpret_cast<const uint4*>(memory + TURNS)[at.tile % TILES_KEPT];
-  return {tile.x, tile.y, tile.z};
-}
+__device__ __forceinline__ Tile pairs_of(const Turn& at) { return kept_tile(at.tile); }
 __device__ __forceinline__ const u32* pairs_of_rows(const StreamUnit&) { return nullptr; }
 __device__ __forceinline__ const u32* pairs_of_rows(const Turn& at) {
   return reinterpret_cast<const u32*>(memory + PAIRS_OF_ROWS) + at.tile % ROWS_KEPT * TILE_M;
@@ -49,12 +51,12 @@ __device__ __forceinline__ void bring_tile(const Arguments& a, u32 start, u32 ti
   reinterpret_cast<u32*>(memory + ROW_TILES)[slot] = number % a.row_tiles;
 }
 __device__ __forceinline__ void bring_pairs(const Arguments& a, u32 start, u32 tile) {
-  const uint4 of = reinterpret_cast<const uint4*>(memory + TURNS)[tile % TILES_KEPT];
-  const u32* from = reinterpret_cast<const u32*>(routes_of(a) + 1 + a.column_tiles) + of.y;
-  for (u32 row = threadIdx.x; row < of.z; row += THREADS) {
+  const Tile of = kept_tile(tile);
+  const u32* from = sorted_pairs(a) + of.first;
+  for (u32 row = threadIdx.x; row < of.rows; row += THREADS) {
     const u32 to = PAIRS_OF_ROWS + (tile % ROWS_KEPT * TILE_M + row) * 4;
     if (a.m) copy_word_async(start + to, from + row);
-    else *reinterpret_cast<u32*>(memory + to) = of.y + row;
+    else *reinterpret_cast<u32*>(memory + to) = of.first + row;
   }
 }
 // The first ones, and waits for them.

@@ -91,18 +91,17 @@ template <> struct WalkOf<true> {
 typedef WalkOf<Config::grouped>::Walk Walk;
 
 // The unit after this one. No branch, so that MMAs may stand on both sides of it.
-__device__ __forceinline__ void advance(StreamUnit& at, const Arguments& a) {
+template <class At> __device__ __forceinline__ bool ends_tile(At& at, const Arguments& a) {
   at.depth++;
-  const bool tile_ends = at.depth == a.depth_units;
-  at.depth = tile_ends ? 0 : at.depth;
+  const bool ends = at.depth == a.depth_units;
+  at.depth = ends ? 0 : at.depth;
+  return ends;
+}
+__device__ __forceinline__ void advance(StreamUnit& at, const Arguments& a) {
+  const bool tile_ends = ends_tile(at, a);
   at.column_tile += tile_ends;
   const bool row_ends = at.column_tile == a.column_tiles;
   at.column_tile = row_ends ? 0 : at.column_tile;
   at.row_tile += row_ends;
 }
-__device__ __forceinline__ void advance(Turn& at, const Arguments& a) {
-  at.depth++;
-  const bool tile_ends = at.depth == a.depth_units;
-  at.depth = tile_ends ? 0 : at.depth;
-  at.tile += tile_ends;
-}
+__device__ __forceinline__ void advance(Turn& at, const Arguments& a) { at.tile += ends_tile(at, a); }

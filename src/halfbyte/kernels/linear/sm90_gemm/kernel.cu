@@ -111,7 +111,7 @@ template <> struct PlaceOf<true> {
   typedef ColumnPlace Place;
 };
 
-// Of experts, a tile that has no more pairs than this leaves the other columns out. An expert's last tile may have one.
+// Of experts, a tile with no more pairs than this, often the last of its expert, leaves the other columns out.
 constexpr int NARROW_M = Config::tile_m < 64 ? 16 : (Config::tile_m + 63) / 64 * 32;
 __device__ __forceinline__ bool is_narrow(const StreamUnit&) { return false; }
 __device__ __forceinline__ bool is_narrow(const GroupedUnit& at) { return at.tile.rows <= NARROW_M; }
