@@ -60,7 +60,7 @@ def _seed() -> None:
 def sorts_as_other_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Hopper GPU multiplies with experts as others do: by sm80_gemm, all pairs sorted, without a cluster."""
     monkeypatch.setattr(grouped, "HOPPER", 0)
-    monkeypatch.setattr(sort, "ctas_of", lambda properties: 1)
+    monkeypatch.setattr(sort, "ctas_of", lambda pairs, properties: 1)
     monkeypatch.setattr(experts, "_product", lambda *arguments, **options: None)  # the kernel for few pairs
     for kept in (grouped_experts.products, sort.launches):
         kept.entries.clear()

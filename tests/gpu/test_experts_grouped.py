@@ -109,7 +109,7 @@ def test_the_sort(experts: int, kind: torch.dtype) -> None:
             room = most_tiles(pairs, experts, tile_m)
             right = routes_of(ids.cpu(), experts, tile_m, room)
             table, places = sort.sort(ids, experts, tile_m, room)
-            found = written(table.cpu(), room, len(right.order))
+            found = written(table.cpu(), room, pairs, len(right.order))
             assert found.count == right.count
             assert torch.equal(places.cpu(), right.places)
             for ours, theirs in zip(found[1:], right[1:], strict=True):

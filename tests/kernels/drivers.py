@@ -212,11 +212,12 @@ class Driver:
     def _sort(self, ids: int, routes: int, pairs: int, experts: int, wide: int, room: int) -> None:
         chosen = memory(ids, (pairs,), torch.int64 if wide else torch.int32)
         found = routes_of(chosen, experts, self.tile_m, room)
-        memory(routes, (4,), torch.int32).copy_(torch.tensor([found.count, pairs, 0, 0]))
+        memory(routes, (4,), torch.int32).copy_(torch.tensor([found.count, 0, 0, 0]))
         memory(routes + 16, (room, 4), torch.int32).copy_(found.tiles)
         if found.count:
             memory(routes + 16 * (1 + room), (len(found.order),), torch.int32).copy_(found.order)
-        memory(routes + 16 * (1 + room + -(-pairs // 4)), (pairs,), torch.int32).copy_(found.places)
+        for part, of_each in enumerate((found.places, found.in_tiles), 1):
+            memory(routes + 16 * (1 + room + part * -(-pairs // 4)), (pairs,), torch.int32).copy_(of_each)
 
     def _grouped(self, arguments: bytes) -> None:
         """Tiles of sorted pairs, with the stack `like`."""
@@ -227,17 +228,17 @@ class Driver:
         else:
             map_of_x, (first, *values) = b"", struct.unpack("".join(laid_out.LAYOUT), arguments)
         addresses = (*struct.unpack_from("Q", first), *values[:4])
-        (x, bias, out, place, *others, routes), (stale, per_row) = values[4:11], values[11:13]
+        (x, bias, out, place, *others, routes), (pairs, per_row) = values[4:11], values[11:13]
         (n, k, row_tiles, room, units, _), _ = values[13:19], values[19:]
         assert (grouping.experts, *((k, n) if self.back else (n, k))) == self.like.shape
         assert row_tiles in {-(-n // rows) for rows in (128, 192, 256)}
         assert units == -(-k // 256)
-        assert stale == others[0] == others[1] == 0 != (x if grouping.ordered else place)
+        assert others[0] == others[1] == 0 != (x if grouping.ordered else place)
         assert not grouping.ordered or (struct.unpack_from("Q", map_of_x), per_row, place) == ((x,), 0, 0)
         order = order_of(k, min(self.like.block_size, 64)) if grouping.ordered else slice(None)
         dense = self._dense(decode.rows_of(self.like), addresses).view(self.like.shape)
         self.seen.append((grouped, per_row))
-        count, pairs = memory(routes, (2,), torch.int32).tolist()
+        (count,) = memory(routes, (1,), torch.int32).tolist()
         if grouping.scatters:  # as device/lay_out.cuh clears rows
             places = memory(routes + 16 * (1 + room + -(-pairs // 4)), (pairs,), torch.int32)
             memory(out, (pairs, n), self.dtype)[places < 0] = 0

@@ -10,12 +10,14 @@ from torch import Tensor
 
 class Expected(NamedTuple):
     """tiles: {expert, first, rows, 0} of each, and zeros for those that there are not. order: the pair of each sorted
-    row. places: the sorted row of each pair, or -1."""
+    row. places: the sorted row of each pair, or -1. in_tiles: the same where every tile has
+    tile_m rows, filled or not."""
 
     count: int
     tiles: Tensor
     order: Tensor
     places: Tensor
+    in_tiles: Tensor
 
 
 def routes_of(ids: Tensor, experts: int, tile_m: int, room: int) -> Expected:
@@ -25,17 +27,19 @@ def routes_of(ids: Tensor, experts: int, tile_m: int, room: int) -> Expected:
     order = key.argsort(stable=True)[: sum(counts)]
     places = torch.full((len(ids),), -1)
     places[order] = torch.arange(len(order))
+    in_tiles = places.clone()
     found, first = [], 0
     for expert, rows in enumerate(counts):
+        in_tiles[key == expert] += len(found) * tile_m - first
         found += [[expert, first + at, min(tile_m, rows - at), 0] for at in range(0, rows, tile_m)]
         first += rows
     tiles = torch.tensor(found + [[0] * 4] * (room - len(found)), dtype=torch.int32).view(-1, 4)
-    return Expected(len(found), tiles, order.int(), places.int())
+    return Expected(len(found), tiles, order.int(), places.int(), in_tiles.int())
 
 
-def written(table: Tensor, room: int, count: int) -> Expected:
-    """The same from the memory of `sort.Routes`, of so many pairs with an expert."""
+def written(table: Tensor, room: int, pairs: int, count: int) -> Expected:
+    """The same from the memory of `sort.Routes`, of so many pairs, of which `count` have an expert."""
     header, tiles, rest = table[:4], table[4 : 4 * (1 + room)].view(-1, 4), table[4 * (1 + room) :]
-    pairs = next(pairs for pairs in range(len(rest)) if -(-pairs // 4) * 4 + pairs == len(rest))
-    assert header[1:].tolist() == [pairs, 0, 0]
-    return Expected(int(header[0]), tiles, rest[:count], rest[len(rest) - pairs :])
+    assert header[1:].tolist() == [0, 0, 0]
+    order, places, in_tiles = (rest[at * (-(-pairs // 4) * 4) :][:pairs] for at in range(3))
+    return Expected(int(header[0]), tiles, order[:count], places, in_tiles)

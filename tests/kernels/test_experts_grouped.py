@@ -468,9 +468,12 @@ def test_the_sort_compiles(target: str, tmp_path: Path) -> None:
     import triton
 
     properties = properties_for(target)
-    variant = sort.variant(32, properties)
-    assert variant.capability == properties.capability
-    assert int(used(variant, tmp_path, triton)["sort_pairs"]["REG"]) <= 64
+    for pairs in (1, 1 << 16):
+        variant = sort.variant(pairs, 32, properties)
+        assert variant.capability == properties.capability
+        found = used(variant, tmp_path, triton)["sort_pairs"]
+        assert int(found["REG"]) <= 64
+        assert found["STACK"] == found["LOCAL"] == "0"
 
 
 def used(variant: nvrtc.Variant, directory: Path, triton: Any) -> dict[str, dict[str, str]]:

@@ -353,7 +353,7 @@ def grouped_on_cpu(
     room = most_tiles(pairs, experts, tile_m)
     plan = ManyPlan(back, *shape, 3, 1, 3, room)
     routes = routes_of(ids, experts, tile_m, room)
-    head = torch.tensor([routes.count, pairs, 0, 0], dtype=torch.int32)
+    head = torch.tensor([routes.count, 0, 0, 0], dtype=torch.int32)
     table = torch.cat([head, routes.tiles.flatten(), routes.order])
     width = k if back else n // 2 if grouping.activation else n
     out = torch.full((pairs + 1, width), 777.0, dtype=torch.float32 if grouping.wide else x.dtype)

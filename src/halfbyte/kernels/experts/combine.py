@@ -18,6 +18,9 @@ from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_
 from halfbyte.kernels.linear.fusion import Residual
 
 BLOCK = 512  # numbers of a token that one program adds up
+# From so many tokens on a program has more of them and fewer warps. Nothing begins ahead of its turn then: it would
+# only take room from what is at work.
+MANY, WIDE_BLOCK = 1024, 1024
 
 
 @triton.jit
@@ -71,12 +74,13 @@ def _combine(
     rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, experts: int, is_sorted: bool, residual: Residual | None
 ) -> None:
     (tokens, k), columns = weights.shape, out.shape[1]
-    blocks = -(-columns // BLOCK)
+    block, warps = (WIDE_BLOCK, 2) if tokens >= MANY else (BLOCK, 4)
+    blocks = -(-columns // block)
 
     def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
-        constants = {"K": k, "SORTED": is_sorted, "RESIDUAL": residual is not None, "FACTOR": factor}
-        constants |= {"BLOCK": BLOCK, "OVERLAPS": properties.ptx >= SINCE}
-        return tokens * blocks, constants | {"num_warps": 4}
+        constants = {"K": k, "SORTED": is_sorted, "RESIDUAL": residual is not None, "FACTOR": factor, "BLOCK": block}
+        constants |= {"OVERLAPS": properties.ptx >= SINCE and tokens < MANY}
+        return tokens * blocks, constants | {"num_warps": warps}
 
     added, factor = (out, 1.0) if residual is None else residual
     key = (rows.dtype, out.dtype, ids.dtype, weights.dtype, tokens, k, is_sorted, residual is None, factor)

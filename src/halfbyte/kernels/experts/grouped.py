@@ -127,7 +127,7 @@ def variants(
         grouped.variant(o, grouped.as_planned(grouping, plans), plan, properties)
         for o, grouping, plan in zip(problems, groupings, plans, strict=True)
     )
-    return [sort_variant(plans[0].tile_m, properties), *each]
+    return [sort_variant(pairs, plans[0].tile_m, properties), *each]
 
 
 def _part(tokens: int, bytes_of_token: int) -> int:

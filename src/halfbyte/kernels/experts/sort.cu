@@ -1,13 +1,14 @@
 // Pairs of a token and an expert, sorted by expert, and the tiles that follow: what the products of many pairs go by
 // (linear/device/grouped.cuh draws `routes`).
 //
-// Bytes: the ids twice, and two numbers for each pair. A cluster of CTAs does it all in a few microseconds, or a single
+// Bytes: the ids twice, and three numbers for each pair. A cluster of CTAs does it all in a few microseconds, or a single
 // CTA where a GPU has no clusters, and nothing waits for the host. Each warp has a run of pairs, and counts those of
 // each expert. Each CTA adds up what its warps have counted, and reads the sums of the others; then each warp knows
 // where its pairs go. Pairs of an expert keep their order, so the same ids give the same routes. Ids that are no expert
 // are nobody's, and their place is NOWHERE.
 //
-// Config: tile_m, rows of a tile; ctas; x, which is not looked at.
+// Config: tile_m, rows of a tile; ctas; overlaps, whether this launch may begin before the one ahead is done; x, which is
+// not looked at.
 
 #include "linear/device/grouped.cuh"
 
@@ -17,11 +18,12 @@ constexpr u32 MOST_OF_A_THREAD = 4;  // experts
 
 struct Arguments {
   const void* ids;  // [pairs], of 32 bits or 64
-  uint4* routes;    // behind which, at a multiple of 16 bytes, is the place of each pair among the sorted ones
+  uint4* routes;
   u32 pairs, experts, wide_ids, most_tiles;
 };
 
-extern __shared__ u32 counts[];  // [WARPS][experts], and behind them the CTA's own [experts]
+// [WARPS][experts], the CTA's own [experts], and how far a row of each expert moves where tiles are filled up.
+extern __shared__ u32 counts[];
 
 // The sum of `value` over the threads before this one, and over all of them.
 struct Sums {
@@ -59,12 +61,11 @@ __device__ __forceinline__ void sync_all() {
   else sync_cluster();
 }
 
-// Calls `each` with the pairs of a warp, 32 at a time: the lane's pair, its expert or NOWHERE, the lanes with the same
-// expert. All lanes call it.
-template <class Each>
-__device__ __forceinline__ void for_each_pair(const Arguments& a, u32 warp, u32 lane, const Each& each) {
-  const u32 run = (a.pairs + CTAS * THREADS - 1) / (CTAS * THREADS) * 32, end = min((warp + 1) * run, a.pairs);
-  for (u32 first = warp * run; first < end; first += 32 * AT_ONCE) {
+// The pairs first + lane, first + 32 + lane, … of a warp: the expert of each or NOWHERE, and the lanes with the same one.
+struct Pairs {
+  u32 expert[AT_ONCE], alike[AT_ONCE];
+  // By all lanes. end: the first pair that is not the warp's.
+  __device__ __forceinline__ void load(const Arguments& a, u32 first, u32 end, u32 lane) {
     u64 ids[AT_ONCE];
 #pragma unroll
     for (u32 i = 0; i < AT_ONCE; i++) {
@@ -75,27 +76,35 @@ __device__ __forceinline__ void for_each_pair(const Arguments& a, u32 warp, u32 
     }
 #pragma unroll
     for (u32 i = 0; i < AT_ONCE; i++) {
-      const u32 expert = ids[i] < a.experts ? u32(ids[i]) : NOWHERE;
-      each(first + 32 * i + lane, end, expert, __match_any_sync(~0u, expert));
-      __syncwarp();
+      expert[i] = ids[i] < a.experts ? u32(ids[i]) : NOWHERE;
+      alike[i] = __match_any_sync(~0u, expert[i]);
     }
   }
-}
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_constant__ Arguments a) {
   __shared__ u32 rows_of_warps[WARPS], tiles_of_warps[WARPS];
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.y, before = (1u << lane) - 1;
   const u32 number = rank * WARPS + warp;
-  u32 *own = counts + warp * a.experts, *totals = counts + WARPS * a.experts;
+  u32 *own = counts + warp * a.experts, *totals = counts + WARPS * a.experts, *moves = totals + a.experts;
   for (u32 e = lane; e < a.experts; e += 32) own[e] = 0;
   __syncwarp();
-  if constexpr (CTAS > 1) {  // which is to say, on Hopper and later
+  if constexpr (Config::overlaps) {
     wait_for_prior_kernel();
     launch_dependents();
   }
-  for_each_pair(a, number, lane, [&](u32, u32, u32 expert, u32 alike) {
-    if (expert != NOWHERE && !(alike & before)) own[expert] += __popc(alike);
-  });
+  // A run that is loaded at once stays in registers.
+  const u32 run = (a.pairs + CTAS * THREADS - 1) / (CTAS * THREADS) * 32, end = min((number + 1) * run, a.pairs);
+  Pairs pairs;
+  for (u32 begin = number * run; begin < end; begin += 32 * AT_ONCE) {
+    pairs.load(a, begin, end, lane);
+#pragma unroll
+    for (u32 i = 0; i < AT_ONCE; i++) {
+      const u32 expert = pairs.expert[i], alike = pairs.alike[i];
+      if (expert != NOWHERE && !(alike & before)) own[expert] += __popc(alike);
+      __syncwarp();
+    }
+  }
   __syncthreads();
   for (u32 e = threadIdx.x; e < a.experts; e += THREADS) {
     u32 rows = 0;
@@ -132,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
     if (i >= share || first + i >= a.experts) break;
 #pragma unroll
     for (u32 w = 0; w < WARPS; w++) counts[w * a.experts + first + i] += row + earlier[i];
+    moves[first + i] = tile * Config::tile_m - row;
     for (u32 done = 0; done < rows[i]; done += Config::tile_m, tile++)
       if (tile % CTAS == rank)
         table[tile] = make_uint4(first + i, row + done, min(u32(Config::tile_m), rows[i] - done), 0);
@@ -139,15 +149,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
   }
   for (u32 i = of_tiles.all + rank * THREADS + threadIdx.x; i < a.most_tiles; i += CTAS * THREADS)
     table[i] = make_uint4(0, 0, 0, 0);
-  if (rank == 0 && threadIdx.x == 0) *a.routes = make_uint4(of_tiles.all, a.pairs, 0, 0);
+  if (rank == 0 && threadIdx.x == 0) *a.routes = make_uint4(of_tiles.all, 0, 0, 0);
   sync_all();  // places are there, and nobody reads this CTA's totals any more
-  u32 *sorted = reinterpret_cast<u32*>(table + a.most_tiles), *places = sorted + places_behind(a.pairs);
-  for_each_pair(a, number, lane, [&](u32 pair, u32 end, u32 expert, u32 alike) {
-    const bool valid = expert != NOWHERE;
-    const u32 place = valid ? own[expert] + __popc(alike & before) : NOWHERE;
-    __syncwarp();
-    if (valid && !(alike & before)) own[expert] += __popc(alike);
-    if (valid) sorted[place] = pair;
-    if (pair < end) places[pair] = place;
-  });
+  u32* sorted = reinterpret_cast<u32*>(table + a.most_tiles);
+  u32 *places = sorted + count_aligned(a.pairs), *in_tiles = places + count_aligned(a.pairs);
+  for (u32 begin = number * run; begin < end; begin += 32 * AT_ONCE) {
+    if (run > 32 * AT_ONCE) pairs.load(a, begin, end, lane);
+#pragma unroll
+    for (u32 i = 0; i < AT_ONCE; i++) {
+      const u32 pair = begin + 32 * i + lane, expert = pairs.expert[i], alike = pairs.alike[i];
+      const bool valid = expert != NOWHERE;
+      const u32 place = valid ? own[expert] + __popc(alike & before) : NOWHERE;
+      __syncwarp();
+      if (valid && !(alike & before)) own[expert] += __popc(alike);
+      if (valid) sorted[place] = pair;
+      if (pair < end) places[pair] = place, in_tiles[pair] = valid ? place + moves[expert] : NOWHERE;
+      __syncwarp();
+    }
+  }
 }

@@ -16,6 +16,7 @@ from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
 
 CTAS, WARPS = 8, 8  # of one cluster, where a GPU has clusters; of a CTA
+FEW = 1024  # pairs that one CTA sorts sooner than a cluster does
 MOST_EXPERTS = 4 * 32 * WARPS  # four a thread
 LAYOUT = ("", "2Q4I", "")  # sort.cu's Arguments, all of which change
 
@@ -23,8 +24,8 @@ launches: ThreadCache[Hashable, tuple[Launch, Arguments]] = ThreadCache()
 
 
 class Routes(NamedTuple):
-    """table: what linear/device/grouped.cuh draws, int32. places: of each pair among the sorted ones, or -1; int32,
-    behind the table."""
+    """table: what linear/device/grouped.cuh draws, int32. places: of each pair among the sorted ones, or -1; a part of
+    that."""
 
     table: Tensor
     places: Tensor
@@ -36,30 +37,38 @@ def sort(ids: Tensor, experts: int, tile_m: int, tiles: int) -> Routes:
     tiles: that the table has room for, no fewer than there can be.
     """
     pairs, index = ids.numel(), ids.get_device()
-    first = 4 * (1 + tiles + -(-pairs // 4))
-    found = torch.empty(first + pairs, dtype=torch.int32, device=ids.device)
-    launch, arguments = launches.get((index, tile_m, experts), lambda: _prepare(index, tile_m, experts))
+    aligned = -(-pairs // 4) * 4
+    first = 4 * (1 + tiles) + aligned
+    found = torch.empty(first + aligned + pairs, dtype=torch.int32, device=ids.device)
+    properties = properties_of(index)
+    ctas = ctas_of(pairs, properties)
+    launch, arguments = launches.get((index, tile_m, experts, ctas), lambda: _prepare(index, tile_m, experts, ctas))
     arguments.set(ids.data_ptr(), found.data_ptr(), pairs, experts, ids.dtype is torch.int64, tiles)
     launch(torch._C._cuda_getCurrentRawStream(index), arguments.parameters)
-    return Routes(found, found[first:])
+    return Routes(found, found[first : first + pairs])
 
 
-def variant(tile_m: int, properties: DeviceProperties) -> Variant:
-    """What is compiled."""
-    constants: dict[str, Constant] = {"tile_m": tile_m, "x": "Type::bf16", "ctas": ctas_of(properties)}
+def variant(pairs: int, tile_m: int, properties: DeviceProperties) -> Variant:
+    """What is compiled for so many pairs."""
+    return _variant(tile_m, ctas_of(pairs, properties), properties)
+
+
+def ctas_of(pairs: int, properties: DeviceProperties) -> int:
+    return CTAS if properties.ptx >= HOPPER and pairs > FEW else 1
+
+
+def _variant(tile_m: int, ctas: int, properties: DeviceProperties) -> Variant:
+    constants: dict[str, Constant] = {
+        "tile_m": tile_m, "x": "Type::bf16", "ctas": ctas, "overlaps": properties.ptx >= HOPPER,
+    }  # fmt: skip
     return Variant.of(source(), properties.capability, constants)
 
 
-def ctas_of(properties: DeviceProperties) -> int:
-    return CTAS if properties.ptx >= HOPPER else 1
-
-
-def _prepare(index: int, tile_m: int, experts: int) -> tuple[Launch, Arguments]:
-    properties, shared = properties_of(index), 4 * (WARPS + 1) * experts
-    ctas = ctas_of(properties)
-    (function,) = kernels(index, variant(tile_m, properties), (("sort_pairs", shared),), carveout=100)
+def _prepare(index: int, tile_m: int, experts: int, ctas: int) -> tuple[Launch, Arguments]:
+    properties, shared = properties_of(index), 4 * (WARPS + 2) * experts
+    (function,) = kernels(index, _variant(tile_m, ctas, properties), (("sort_pairs", shared),), carveout=100)
     cluster = ctas if ctas > 1 else 0
-    launch = Launch(function, (1, ctas), 32 * WARPS, shared, cluster, overlaps=ctas > 1)
+    launch = Launch(function, (1, ctas), 32 * WARPS, shared, cluster, overlaps=properties.ptx >= HOPPER)
     return launch, Arguments(LAYOUT, (), ())
 
 

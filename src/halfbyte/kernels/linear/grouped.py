@@ -139,7 +139,7 @@ def bind(device: torch.device, problem: Problem, weight: Addresses, grouping: Gr
 
     def run(stream: int, x: int, routes: int, bias: int, out: int, rows: int, per_row: int) -> None:
         place = torch.empty(room, dtype=torch.uint8, device=device)
-        arguments.set(x, bias, out, place.data_ptr(), 0, 0, routes, 0, per_row)
+        arguments.set(x, bias, out, place.data_ptr(), 0, 0, routes, rows * max(per_row, 1), per_row)
         lay_out(stream, arguments.parameters)
         multiply(stream, arguments.parameters)
 

@@ -1,8 +1,11 @@
 // Products of pairs of a token and an expert with a stack of experts. Pairs are sorted by expert; a tile of x has pairs
 // of one expert, up to tile_m of them. Which, the kernel of kernels/experts/sort.cu has written ahead:
 //
-//   routes   {tiles, pairs, 0, 0} | for each of column_tiles tiles {expert, first, rows, 0} |
-//            the pair of each sorted row | at a multiple of 16 bytes: each pair's sorted row, or NOWHERE
+//   routes   {tiles, 0, 0, 0} | for each of column_tiles tiles {expert, first, rows, 0} |
+//            the pair of each sorted row | each pair's sorted row, or NOWHERE |
+//            each pair's row in tiles, tile by tile with tile_m rows each, or NOWHERE
+//
+// of which each part begins at a multiple of 16 bytes.
 //
 // column_tiles is the most that there can be; those that there are not have no rows. So nothing depends on the host.
 //
@@ -10,7 +13,7 @@
 // expert or a few, so that W and x come from memory once. The units of CTA c are numbered from c on.
 //
 // Their Arguments have the routes in `other`, and in `m` how many pairs share a row of x, or 0 where x is sorted. n is
-// that of one expert.
+// that of one expert. Where x is laid out, `stale_count` has the number of pairs.
 
 #include "ptx.cuh"
 
@@ -41,14 +44,15 @@ template <class Arguments> __device__ __forceinline__ const u32* sorted_pairs(co
 template <class Arguments> __device__ __forceinline__ u32 pair_of(const Arguments& a, u32 row) {
   return sorted_pairs(a)[row];
 }
-// The other way round, of so many pairs: how far behind those the places begin.
+// The other way round: of a pair.
 constexpr u32 NOWHERE = ~0u;
-__device__ __forceinline__ u32 places_behind(u32 pairs) { return (pairs + 3) / 4 * 4; }
-template <class Arguments> __device__ __forceinline__ u32 count_pairs(const Arguments& a) {
-  return load_route(routes_of(a)).y;
+__device__ __forceinline__ u32 count_aligned(u32 pairs) { return (pairs + 3) / 4 * 4; }
+template <class Arguments> __device__ __forceinline__ u32 count_pairs(const Arguments& a) { return a.stale_count; }
+template <class Arguments> __device__ __forceinline__ u32 place_of(const Arguments& a, u32 pair) {
+  return sorted_pairs(a)[count_aligned(count_pairs(a)) + pair];
 }
-template <class Arguments> __device__ __forceinline__ u32 place_of(const Arguments& a, u32 pair, u32 pairs) {
-  return sorted_pairs(a)[places_behind(pairs) + pair];
+template <class Arguments> __device__ __forceinline__ u32 row_in_tiles(const Arguments& a, u32 pair) {
+  return sorted_pairs(a)[2 * count_aligned(count_pairs(a)) + pair];
 }
 // Rows of a tile that are laid out: x is copied by eights. What is behind them in shared memory ends in no result.
 __device__ __forceinline__ u32 copied_rows(const Tile& tile) { return (tile.rows + 7) / 8 * 8; }

@@ -31,6 +31,9 @@ struct Arguments : MapOfX<Config::copies_x> {
   float unit, result_scale, codebook[16];
 };
 
+// Sums of `stale`. Products with experts share none, and have something else there (device/grouped.cuh).
+__device__ __forceinline__ u32 count_stale(const Arguments& a) { return Config::grouped ? 0 : a.stale_count; }
+
 // What a launch is told: of each weight that it multiplies x with. CTAs are dealt out to them, and each has one.
 struct Launched {
   Arguments part[Config::parts];

@@ -9,7 +9,7 @@
 __device__ __forceinline__ void clear_rows(const Arguments& a, u32 cta, u32 ctas) {
   const u32 lane = threadIdx.x % 32, pairs = count_pairs(a);
   for (u32 pair = cta * 4 + threadIdx.x / 32; pair < pairs; pair += ctas * 4) {
-    if (place_of(a, pair, pairs) != NOWHERE) continue;
+    if (place_of(a, pair) != NOWHERE) continue;
     u16* row = a.y + u64(pair) * a.n;
     if (a.n % 8 == 0)
       for (u32 i = lane; i < a.n / 8; i += 32) reinterpret_cast<uint4*>(row)[i] = make_uint4(0, 0, 0, 0);
@@ -19,15 +19,77 @@ __device__ __forceinline__ void clear_rows(const Arguments& a, u32 cta, u32 ctas
 }
 
 constexpr u32 AT_ONCE = Config::grouped ? 4 : 1;  // blocks of 64 numbers, in a thread's step
+constexpr u32 OF_ROWS = 8 * Config::tile_m;       // pieces of 16 bytes, from one block of a tile to the next
+using Pieces = u32[AT_ONCE][4];
+
+// The same piece of a row of x in each block of a step; zeros beyond K, or if there is no such row.
+__device__ __forceinline__ void load_pieces(Pieces& words, const Arguments& a, u32 row, u32 step, u32 piece,
+                                            bool exists) {
+  const u16* x = a.x + u64(row) * a.k;
+  const u32 word = piece / OWN * SPAN_WORDS + piece % OWN;
+#pragma unroll
+  for (u32 i = 0; i < AT_ONCE; i++)
+#pragma unroll
+    for (u32 member = 0; member < 4; member++) {
+      const u32 at = (step * AT_ONCE + i) * 64 + 2 * (word + OWN * member);
+      if constexpr (Config::back)
+        words[i][member] = exists && at < a.k ? load_two(x + at, a.k % 2 == 0, at + 1 < a.k) : 0;
+      else words[i][member] = exists && at < a.k ? *reinterpret_cast<const u32*>(x + at) : 0;
+    }
+}
+// To row `row` of a tile.
+__device__ __forceinline__ void store_pieces(const Arguments& a, u32 column_tile, u32 row, u32 step, u32 piece,
+                                             const Pieces& words) {
+  uint4* to = a.laid_out + (u64(column_tile) * a.depth_units * 4 * Config::tile_m + row) * 8 + (piece ^ (row & 7));
+#pragma unroll
+  for (u32 i = 0; i < AT_ONCE; i++)
+    to[u64(step * AT_ONCE + i) * OF_ROWS] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
+}
+// Calls `store` with a thread's run of steps and what it has loaded for each: the next while this one is stored.
+template <class Store>
+__device__ __forceinline__ void for_each_step(const Arguments& a, u32 row, u32 piece, bool exists, u32 run, u32 runs,
+                                              const Store& store) {
+  const u32 steps = a.depth_units * (4 / AT_ONCE), of_run = (steps + runs - 1) / runs;
+  const u32 first = run * of_run, last = min(first + of_run, steps);
+  if (first >= last) return;
+  Pieces words, next;
+  load_pieces(words, a, row, first, piece, exists);
+  for (u32 step = first; step < last; step++) {
+    if (step + 1 < last) load_pieces(next, a, row, step + 1, piece, exists);
+    store(step, words);
+#pragma unroll
+    for (u32 i = 0; i < AT_ONCE; i++)
+#pragma unroll
+      for (u32 member = 0; member < 4; member++) words[i][member] = next[i][member];
+  }
+}
+
+// Writes each row of x to where its pairs are in tiles, so that it is read once. Runs follow each other: at a time
+// all rows are at the same blocks, which lie side by side in tiles.
+__device__ __forceinline__ void scatter_rows(const Arguments& a, u32 thread, u32 threads) {
+  const u32 rows = count_pairs(a) / a.m, steps = a.depth_units * (4 / AT_ONCE);
+  const u32 runs = max(1u, min(steps, threads / (8 * rows)));
+  const u32 piece = thread % 8, row = thread / 8 % rows, run = thread / 8 / rows;
+  if (run >= runs) return;
+  const u32 lanes = 0xffu << (threadIdx.x & 24);  // that have the same row
+  for_each_step(a, row, piece, true, run, runs, [&](u32 step, const Pieces& words) {
+    for (u32 first = 0; first < a.m; first += 8) {
+      const u32 own = first + piece < a.m ? row_in_tiles(a, row * a.m + first + piece) : NOWHERE;
+      for (u32 i = 0; i < min(8u, a.m - first); i++) {
+        const u32 place = __shfl_sync(lanes, own, i, 8);
+        if (place != NOWHERE) store_pieces(a, place / Config::tile_m, place % Config::tile_m, step, piece, words);
+      }
+    }
+  });
+}
 
 // Prepares for `multiply`. For each CTA of that kernel one CTA here prefetches scales to L2; the others lay x [m, k]
 // out as [tile of x][K / 64][tile_m rows][128 bytes, whose 16-byte pieces are swizzled by the row]. A word is two
 // neighbouring k; piece j of a span holds word j of each of a quad's four lanes. With `grouped` a tile has the rows of
 // x that pairs of one expert want. With `back` the order of k stays, and K may be odd.
 //
-// A thread has the same piece of a row in every block of a run of steps. With `grouped` a run is long: it takes two
-// loads, one after the other, to find the row, and the next step is loaded while this one is stored. The host says by
-// the size of the grid how many runs a tile has.
+// A thread has the same piece of a row in every block of a run of steps. The host says by the size of the grid how many
+// runs a row has.
 extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant__ Launched launched) {
   // `multiply` waits for this kernel alone and reads W at once, so it may start only when all work before is done.
   wait_for_prior_kernel();
@@ -39,46 +101,23 @@ extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant_
     return;
   }
   const Arguments& a = launched.part[0];
+  const u32 thread = (blockIdx.x - ctas) * 128 + threadIdx.x, threads = (gridDim.x - ctas) * 128;
   if constexpr (Config::scatters) clear_rows(a, blockIdx.x - ctas, gridDim.x - ctas);
-  constexpr u32 OF_TILE = 8 * Config::tile_m;  // threads of a run
-  const u32 index = (blockIdx.x - ctas) * 128 + threadIdx.x;
-  const u32 steps = a.depth_units * (4 / AT_ONCE), runs = (gridDim.x - ctas) * 128 / (a.column_tiles * OF_TILE);
-  const u32 in_run = (steps + runs - 1) / runs, first = index / OF_TILE % runs * in_run;
-  const u32 last = min(first + in_run, steps);
-  const u32 piece = index % 8, row = index / 8 % Config::tile_m, column_tile = index / OF_TILE / runs;
-  if (column_tile >= a.column_tiles || first >= last) return;
+  if constexpr (Config::grouped)
+    if (a.m) {
+      scatter_rows(a, thread, threads);
+      return;
+    }
+  const u32 runs = threads / (a.column_tiles * OF_ROWS), run = thread / OF_ROWS % runs;
+  const u32 piece = thread % 8, row = thread / 8 % Config::tile_m, column_tile = thread / OF_ROWS / runs;
+  if (column_tile >= a.column_tiles) return;
   u32 m = column_tile * Config::tile_m + row;
   bool exists = m < a.m;
   if constexpr (Config::grouped) {
     const Tile tile = tile_of(a, column_tile);
     if (row >= copied_rows(tile)) return;
-    exists = row < tile.rows;
-    m = tile.first + row;
-    if (exists && a.m) m = pair_of(a, m) / a.m;
+    exists = row < tile.rows, m = tile.first + row;
   }
-  const u32 word = piece / OWN * SPAN_WORDS + piece % OWN;
-  const u16* x = a.x + u64(m) * a.k;
-  const auto load = [&](u32(&words)[AT_ONCE][4], u32 step) {
-#pragma unroll
-    for (u32 i = 0; i < AT_ONCE; i++)
-#pragma unroll
-      for (u32 member = 0; member < 4; member++) {
-        const u32 at = (step * AT_ONCE + i) * 64 + 2 * (word + OWN * member);
-        if constexpr (Config::back)
-          words[i][member] = exists && at < a.k ? load_two(x + at, a.k % 2 == 0, at + 1 < a.k) : 0;
-        else words[i][member] = exists && at < a.k ? *reinterpret_cast<const u32*>(x + at) : 0;
-      }
-  };
-  uint4* to = a.laid_out + (u64(column_tile) * a.depth_units * 4 * Config::tile_m + row) * 8 + (piece ^ (row & 7));
-  u32 words[AT_ONCE][4], next[AT_ONCE][4];
-  load(words, first);
-  for (u32 step = first; step < last; step++) {
-    if (step + 1 < last) load(next, step + 1);
-#pragma unroll
-    for (u32 i = 0; i < AT_ONCE; i++) {
-      to[u64(step * AT_ONCE + i) * OF_TILE] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
-#pragma unroll
-      for (u32 member = 0; member < 4; member++) words[i][member] = next[i][member];
-    }
-  }
+  for_each_step(a, m, piece, exists, run, runs,
+                [&](u32 step, const Pieces& words) { store_pieces(a, column_tile, row, step, piece, words); });
 }

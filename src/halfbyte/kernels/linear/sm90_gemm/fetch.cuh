@@ -27,10 +27,10 @@ class Clearing {
   __device__ __forceinline__ explicit Clearing(u32 thread)
       : at((blockIdx.x * Config::cluster + own_rank()) * SCALE_THREADS + thread) {}
   __device__ __forceinline__ void step(const Arguments& a) {
-    if (at < a.stale_count) clear(a);
+    if (at < count_stale(a)) clear(a);
   }
   __device__ __forceinline__ void finish(const Arguments& a) {
-    while (at < a.stale_count) clear(a);
+    while (at < count_stale(a)) clear(a);
   }
 
  private:

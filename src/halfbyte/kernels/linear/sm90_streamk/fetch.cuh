@@ -113,7 +113,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       if (thread + 128 * i < TILE_N)
         store_scales(now[i], offset, shared() + SCALE + ring.at * SCALE_BYTES + (thread + 128 * i) * 4, column);
     arrive(full);
-    if (stale < a.stale_count) clear_some();
+    if (stale < count_stale(a)) clear_some();
     at.next(a);
     if (covered == 1) {
 #pragma unroll
@@ -125,6 +125,6 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     }
   }
   if (Config::resident > 0 && PRODUCERS_WAIT && last <= first + units_before_x(a)) sync_x();
-  while (stale < a.stale_count) clear_some();
+  while (stale < count_stale(a)) clear_some();
   if (Config::cluster > 1) sync_cluster(), sync_cluster();  // as in cluster_reduce
 }
