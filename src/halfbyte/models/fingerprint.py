@@ -6,7 +6,7 @@ adapter or given hooks since must be captured anew. Values that were written in 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -18,39 +18,43 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Equal as long as graphs of the model's forward stay right. It takes about a microsecond a tensor."""
+    """Equal as long as graphs of the model's forward stay right. Every call of `generate` waits for it, so it is one
+    loop over one list: half a microsecond a tensor, and one a module."""
     config: Any = getattr(model, "config", None)
+    facts: list[Hashable] = [getattr(config, name, None) for name in IMPLEMENTATIONS]
+    modules, seen = [model], {id(model)}
     with torch._C.DisableTorchFunctionSubclass():  # Params4bit hooks every torch call
-        return tuple(getattr(config, name, None) for name in IMPLEMENTATIONS), tuple(_facts(model))
+        for module in modules:
+            own = module.__dict__
+            facts += (id(module), own["training"])
+            if (forward := own.get("forward")) is not None:
+                facts.append(id(getattr(forward, "__func__", forward)))
+            for name in HOOKS:
+                if own[name]:
+                    facts.append((name, *own[name]))
+            for name in ADAPTERS:
+                if name in own:
+                    facts.append(repr(own[name]))
+            for tensors in (own["_parameters"], own["_buffers"]):
+                for tensor in tensors.values():
+                    if tensor is not None:
+                        _add_places(facts, tensor)
+            for child in own["_modules"].values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    modules.append(child)
+    return tuple(facts)
 
 
-def _facts(model: nn.Module) -> Iterator[Hashable]:
-    for module in model.modules():
-        own = module.__dict__
-        yield id(module)
-        yield own["training"]
-        forward = own.get("forward")
-        yield forward and id(getattr(forward, "__func__", forward))
-        for name in HOOKS:
-            yield tuple(own[name])
-        for name in ADAPTERS:
-            if name in own:
-                yield repr(own[name])
-        for tensors in (own["_parameters"], own["_buffers"]):
-            for tensor in tensors.values():
-                if tensor is not None:
-                    yield from _places(tensor)
-
-
-def _places(tensor: Tensor) -> Iterator[Hashable]:
+def _add_places(facts: list[Hashable], tensor: Tensor) -> None:
     """Addresses of a tensor, and of the scales that bitsandbytes keeps on it."""
     try:
-        yield tensor.data_ptr()
+        facts.append(tensor.data_ptr())
     except RuntimeError:  # a tensor that is made of others, as torchao's are
-        yield id(tensor)
+        facts.append(id(tensor))
     state = getattr(tensor, "quant_state", None)
     while state is not None:  # of the weight, then of its scales where they are nested
         scales = getattr(state, "absmax", None)
         if isinstance(scales, Tensor):
-            yield scales.data_ptr()
+            facts.append(scales.data_ptr())
         state = getattr(state, "state2", None)
