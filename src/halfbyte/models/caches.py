@@ -25,6 +25,26 @@ LENGTHS = "_halfbyte_lengths"  # attribute of a cache: of its layers, at their f
 STORE = "_halfbyte_store"  # attribute of a cache: the CacheStore whose memory it uses
 
 
+def empty_like(cache: Any, length: int) -> Any:
+    """An empty StaticCache of so many tokens, made as that one was, in a tenth of the time in which transformers asks a
+    configuration about its layers. None if that one is not empty, or if a layer of it does not keep everything."""
+    if type(cache).__name__ != "StaticCache" or not all(
+        type(layer).__name__ == "StaticLayer" and not layer.is_initialized for layer in cache.layers
+    ):
+        return None
+    found = _same(cache)
+    found.layers = [_same(layer) for layer in cache.layers]
+    for layer in found.layers:
+        layer.max_cache_len, layer.cumulative_length = length, torch.zeros_like(layer.cumulative_length)
+    return found
+
+
+def _same(made: Any) -> Any:
+    found = object.__new__(type(made))
+    vars(found).update(vars(made))
+    return found
+
+
 def begin_short(cache: Any) -> None:
     """Let a cache that is still empty begin as long as what it is given first. Whoever writes a second time without
     having asked for the sizes of masks calls `grow` before."""

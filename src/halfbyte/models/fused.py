@@ -24,15 +24,18 @@ from torch import Tensor, nn
 from halfbyte.eager_fused import rms_norm
 from halfbyte.kernels.attention.plan import MOST_NEW
 from halfbyte.kernels.common.norm import Norm
+from halfbyte.kernels.common.slow import has_triton
 from halfbyte.models import prompt_layers
 from halfbyte.models.attention import StepAttention
 from halfbyte.models.layers import DecoderLayer, norm_of
 from halfbyte.models.patch import is_method_of
+from halfbyte.models.preparation import MOVING
 from halfbyte.models.regions import put_back, uncompiled
 from halfbyte.models.rotation import slot_of
 from halfbyte.models.whole import MOST_ROWS, WholeLayer, is_pair, whole_of
 
-# Attribute of a layer that was computed both ways: whether the results agree, by the number of new tokens of a text.
+# Attribute of a layer that was computed both ways: whether the results agree, by the number of new tokens of a text; of
+# rotary embeddings how many numbers they give a token, or False.
 AGREES = "_halfbyte_agrees"
 
 
@@ -48,8 +51,12 @@ def fused_layers(model: nn.Module, attention: StepAttention) -> Iterator[None]:
             _replace(stack, module, _Layer(module, layer, attention, is_first=number == 0))
         if found:
             for module in model.modules():
-                if module not in inside and (norm := norm_of(module)) is not None:
+                if module in inside:
+                    continue
+                if (norm := norm_of(module)) is not None:
                     _replace(stack, module, _NormOutside(module, norm))
+                elif _has_angles(module):
+                    _replace(stack, module, _Angles(module))
         yield
 
 
@@ -75,6 +82,53 @@ class _NormOutside:
         if not _may_fuse(x, self.norm):
             return self.theirs(x)
         return rms_norm(x.contiguous(), self.norm)
+
+
+def _has_angles(module: nn.Module) -> bool:
+    """Whether a module may be a rotary embedding with frequencies that stay."""
+    frequencies = getattr(module, "inv_freq", None)
+    return (
+        isinstance(frequencies, Tensor)
+        and frequencies.is_cuda
+        and frequencies.dim() == 1
+        and frequencies.dtype is torch.float32
+        and has_triton()
+        and isinstance(getattr(module, "attention_scaling", None), float | int)
+        and getattr(module, "rope_type", "default") not in MOVING
+    )
+
+
+class _Angles:
+    """In the place of the forward of a rotary embedding, which takes nine launches: in one, once it has been seen to
+    have the same bits."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.theirs = module, module.forward
+
+    def __call__(self, x: Tensor, position_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
+        known = vars(self.module).get(AGREES)
+        new = isinstance(position_ids, Tensor) and position_ids.dim() == 2 and position_ids.shape[1] <= MOST_NEW
+        if args or kwargs or not new or known is False:
+            return self.theirs(x, position_ids, *args, **kwargs)
+        frequencies = self.module.inv_freq
+        if known is not None:
+            return self._compute(x, position_ids, known)
+        right = self.theirs(x, position_ids)
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            width = right[0].shape[-1]
+            agrees = (
+                width in (len(frequencies), 2 * len(frequencies))
+                and right[0].shape == right[1].shape == (*position_ids.shape, width)
+                and all(map(torch.equal, self._compute(x, position_ids, width), right))
+            )
+            setattr(self.module, AGREES, width if agrees else False)
+        return right
+
+    def _compute(self, x: Tensor, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        from halfbyte.kernels.token.triton import angles
+
+        factor = float(self.module.attention_scaling)
+        return angles(positions.contiguous(), self.module.inv_freq, factor, width, x.dtype)
 
 
 class _Layer(WholeLayer):

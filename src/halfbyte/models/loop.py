@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.common import slow
 from halfbyte.models.captured import Captured
 from halfbyte.models.rotation import Rotation
 from halfbyte.models.rules import Numbers, Rule
@@ -27,9 +28,9 @@ BROKEN = -1  # in a report: probabilities that are no numbers
 class TokenBuffers:
     """What the steps of one bucket read and write: rows beyond the texts of a call are computed and never looked at.
 
-    ids: int64 [rows, tokens + 1], the prompt and what came after it. length: how many of them there are. positions:
-    int64 [rows, 1] of the token to be fed. visible: bool [rows, tokens], false for padding. report: int64 [rows + 1],
-    the newest tokens, and whether any text goes on.
+    ids: int64 [rows, tokens + 1], the prompt and what came after it. length: how many of them there are. fed and
+    positions: int64 [rows, 1], the token to be fed and its position. visible: bool [rows, tokens], false for padding.
+    report: int64 [rows + 1], the newest tokens, and whether any text goes on.
     """
 
     def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
@@ -37,7 +38,8 @@ class TokenBuffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         with torch.inference_mode(False), torch.no_grad():
-            self.ids, self.length, self.positions = zeros(rows, tokens + 1), zeros(), zeros(rows, 1)
+            self.ids, self.length = zeros(rows, tokens + 1), zeros()
+            self.positions, self.fed = zeros(rows, 1), zeros(rows, 1)
             self.visible = zeros(rows, tokens, dtype=torch.bool)
             self.real, self.unfinished = zeros(rows, dtype=torch.bool), zeros(rows, dtype=torch.bool)
             self.pad, self.report = zeros(), zeros(rows + 1)
@@ -67,10 +69,25 @@ class TokenBuffers:
             self.unfinished.logical_and_((tokens[:, None] != ends).all(1))
         self.ids.index_copy_(1, self.length[None], tokens[:, None])
         self.length.add_(1)
+        self.fed.copy_(tokens[:, None])
         self.report[:-1].copy_(tokens)
         self.report[-1:].copy_(self.unfinished.any())
         if broken is not None:
             self.report[-1:].masked_fill_((broken & self.real).any(), BROKEN)
+
+    def go_on(self, scores: Tensor, ends: Tensor | None) -> None:
+        """Write the likeliest token of each row, [rows, tokens], and let it be fed at the next position."""
+        if scores.is_cuda and slow.has_triton():
+            from halfbyte.kernels.token.triton import put_argmax, supports
+
+            if supports(scores):
+                put_argmax(
+                    scores, self.ids, self.length, self.positions, self.fed, self.unfinished, self.pad, self.report,
+                    ends,
+                )  # fmt: skip
+                return
+        self.put(scores.argmax(-1), None, ends)
+        self.positions.add_(1)
 
 
 def choose(scores: Tensor, samples: bool) -> tuple[Tensor, Tensor | None]:
@@ -115,6 +132,7 @@ class TokenStep(Stepper):
     ) -> None:
         super().__init__(model, buffers.ids.device, retried)
         self.rotation, self.buffers, self.rules, self.kind = rotation, buffers, rules, kind
+        self.takes_likeliest = not (kind.samples or kind.logits or kind.scores or rules)
         with torch.inference_mode(False), torch.no_grad():
             self.numbers = Numbers(rules, len(buffers.ids), self.device)
             self.ends = torch.tensor(kind.ends, dtype=torch.int64, device=self.device) if kind.ends else None
@@ -128,21 +146,27 @@ class TokenStep(Stepper):
 
     def step(self) -> dict[str, Tensor]:
         buffers = self.buffers
-        place = buffers.length - 1
         outputs = self.model(
-            input_ids=buffers.ids.index_select(1, place[None]),
+            input_ids=buffers.fed,
             position_ids=buffers.positions,
-            attention_mask=self.rotation.turn(place, buffers.visible),
+            attention_mask=self.rotation.turn(buffers.length, buffers.visible),
             past_key_values=self.rotation.cache,
             use_cache=True,
             return_dict=True,
             **dict(self.kind.extras),
         )
-        logits = scores = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+        given = outputs.logits[:, -1]
+        if self.takes_likeliest:
+            buffers.go_on(given, self.ends)
+            return {}
+        logits = scores = given.to(copy=True, dtype=torch.float32)
         for rule, numbers in zip(self.rules, self.numbers.of, strict=True):
             scores = rule(scores, buffers.ids, buffers.length, numbers)
-        buffers.put(*choose(scores, self.kind.samples), self.ends)
-        buffers.positions.add_(1)
+        if self.kind.samples:
+            buffers.put(*choose(scores, samples=True), self.ends)
+            buffers.positions.add_(1)
+        else:
+            buffers.go_on(scores, self.ends)
         wanted = {"logits": logits} if self.kind.logits else {}
         return wanted | ({"scores": scores} if self.kind.scores else {})
 

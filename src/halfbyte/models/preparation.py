@@ -10,6 +10,7 @@ from halfbyte.models.rotation import mask_names
 
 INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # of a model that we know
 PREPARES = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")  # what may be of transformers only
+MOVING = ("dynamic", "longrope")  # rotary embeddings that ask for the longest position
 PROMPTS = {"token_type_ids", "mm_token_type_ids", "pixel_values", "mm_encoder_outputs"}  # of a prompt with images
 # Models whose own preparation does not concern a step, and what else their prompts may have: that of Gemma 3 is for
 # images in the prompt, that of Phi 3 for a rotary embedding that switches (see `is_plain`).

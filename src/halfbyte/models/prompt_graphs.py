@@ -29,7 +29,7 @@ from halfbyte.models.buckets import cache_bytes, most_prompt_rows, prompt_bucket
 from halfbyte.models.caches import COUNTER
 from halfbyte.models.captured import GRAPHS, Captured, can_replay, current
 from halfbyte.models.graphs import building
-from halfbyte.models.preparation import INPUTS, is_plain, rotary_kinds
+from halfbyte.models.preparation import INPUTS, MOVING, is_plain, rotary_kinds
 from halfbyte.models.prompt_layers import PromptLayers
 from halfbyte.models.rotation import as_numbers, mask_names
 from halfbyte.models.store import CacheStore
@@ -37,7 +37,6 @@ from halfbyte.models.store import CacheStore
 MOST_GRAPHS = 24  # the least recently used goes
 LEAST_MEMORY = 256  # rows that graphs have room for; prompts up to 512, 1024, ... rows share another
 SHARE = 0.25  # of the memory that may be kept between calls, for prompts
-MOVING = ("dynamic", "longrope")  # rotary embeddings that ask for the longest position
 
 Pair = tuple[Tensor, Tensor]
 Shape = tuple[int, int, int, torch.dtype]  # of keys and values in a layer: heads, the sizes of a key and of a value

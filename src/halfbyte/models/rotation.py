@@ -87,16 +87,29 @@ class Rotation:
         self.shift.fill_(shift)
         return shift
 
-    def turn(self, place: Tensor, visible: Tensor) -> Mapping[str, Tensor] | Tensor:
-        """Make ready for the token of position `place`, an int64 without dimensions; returns the step's masks.
+    def turn(self, length: Tensor, visible: Tensor) -> Mapping[str, Tensor] | Tensor:
+        """Make ready for the last of `length` tokens, an int64 without dimensions; returns the step's masks.
 
         visible: bool [rows, tokens], false for padding.
         """
-        self.slots.tensor.copy_(torch.remainder(place - self.slides * self.shift, self.lengths))
+        names = (self.names,) if isinstance(self.names, str) else self.names
+        if self.floats is None and visible.is_cuda and slow.has_triton():
+            masks = self._in_one_launch(names, length, visible)
+        else:
+            place = length - 1
+            self.slots.tensor.copy_(torch.remainder(place - self.slides * self.shift, self.lengths))
+            masks = {name: self._mask(name, place, visible) for name in names}
         self.slots.send()
-        if isinstance(self.names, str):
-            return self._mask(self.names, place, visible)
-        return {name: self._mask(name, place, visible) for name in self.names}
+        return masks[self.names] if isinstance(self.names, str) else masks
+
+    def _in_one_launch(self, names: tuple[str, ...], length: Tensor, visible: Tensor) -> dict[str, Tensor]:
+        from halfbyte.kernels.token.triton import step_masks
+
+        sizes = {FULL: self.tokens, SLIDING: self.window}
+        made = {name: visible.new_empty((len(visible), sizes[name])) for name in names}
+        masks = made.get(FULL), made.get(SLIDING)
+        step_masks(self.slots.tensor, masks, length, self.shift, self.slides, self.lengths, visible)
+        return {name: mask[:, None, None] for name, mask in made.items()}
 
     def _mask(self, name: str, place: Tensor, visible: Tensor) -> Tensor:
         """[rows, 1, 1, tokens or window]"""

@@ -26,6 +26,7 @@ from halfbyte.models.buckets import (
     tokens_bucket,
     total_bytes,
 )
+from halfbyte.models.caches import empty_like
 from halfbyte.models.fingerprint import fingerprint
 from halfbyte.models.graphs import building
 from halfbyte.models.loop import TokenBuffers
@@ -117,6 +118,7 @@ class StepPool:
         self.prompt_layers, self.prompt_graphs = PromptLayers(), PromptGraphs()
         self.layers: Counter[torch.device] = Counter()  # of a model with this fingerprint, by device
         self.memory = 0  # of these devices, as far as its cache can use it
+        self.empty: tuple[Any, Any] = None, None  # the StaticCache of a call, before it was filled, and its layers
 
     def __reduce__(self) -> tuple[type[StepPool], tuple[()]]:
         return type(self), ()
@@ -142,6 +144,7 @@ class StepPool:
                     self.ahead.forget()
                 self.fingerprint, self.layers = found, layers_by_device(model)
                 self.prompt_layers, self.prompt_graphs = PromptLayers(), PromptGraphs()
+                self.empty = None, None
                 self.memory = least_bytes(self.layers, total_bytes)
             bucket = self._take(model, kind, texts, tokens)
         try:
@@ -153,6 +156,15 @@ class StepPool:
                 bucket.record({model.device, *bucket.store.devices})
                 with self.lock:
                     self._give_back(bucket)
+
+    def remember(self, model: Any, cache: Any) -> None:
+        """How transformers has made a cache, for later calls."""
+        self.empty = empty_like(cache, 0), _layers_of_cache(model)
+
+    def empty_cache(self, model: Any, length: int) -> Any:
+        """What transformers would make for so many tokens, or None where it has to be asked."""
+        cache, layers = self.empty
+        return None if cache is None or layers != _layers_of_cache(model) else empty_like(cache, length)
 
     def prompt(self, model: Any, ids: Tensor, inputs: Mapping[str, Any], store: CacheStore) -> Any:
         """What the model returns for a prompt, computed on a graph or as one is; None where it must be computed as the
@@ -248,3 +260,10 @@ def pool_of(model: nn.Module) -> StepPool | None:
     """The pool of a model that keeps its steps, or None."""
     found = vars(model).get(POOL)
     return found if isinstance(found, StepPool) else None
+
+
+def _layers_of_cache(model: Any) -> Any:
+    """What a StaticCache's layers follow from."""
+    config = model.config.get_text_config(decoder=True)
+    each = getattr(config, "layer_types", None)
+    return config.num_hidden_layers, getattr(config, "sliding_window", None), None if each is None else tuple(each)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -30,6 +31,7 @@ from halfbyte.models.prompts import begins_at_once, without_cudnn
 from halfbyte.models.stages import devices_of, is_offloaded, why_not
 from halfbyte.models.steps import POOL, StepPool, pool_of
 
+signature = cache(inspect.signature)
 HOOKS = ("_prepare_cache_for_generation", "_prefill", "_valid_auto_compile_criteria", "get_compiled_call")
 ON_GRAPHS = "on CUDA graphs, from the second token on"
 MODES = ("GREEDY_SEARCH", "SAMPLE")
@@ -98,7 +100,7 @@ def _prepare_cache_for_generation(
     self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     original = type(self)._prepare_cache_for_generation
-    given = inspect.signature(original).bind(self, generation_config, model_kwargs, *args, **kwargs).arguments
+    given = signature(original).bind(self, generation_config, model_kwargs, *args, **kwargs).arguments
     mode = getattr(given["generation_mode"], "name", None)
     ours = _is_left_to_us(self, generation_config, given)
     if ours and mode in DRIVEN and not any(getattr(generation_config, name, None) for name in OTHERS):
@@ -109,9 +111,16 @@ def _prepare_cache_for_generation(
         generation_config.cache_implementation = "static"
         # transformers keeps the longest length ever seen, to compile no second time; we capture anew and need not.
         self._previous_max_cache_length = -1
-        original(self, generation_config, model_kwargs, *args, **kwargs)
+        length, pool = given["max_cache_length"], pool_of(self)
+        as_usual = not any(getattr(generation_config, name, None) for name in ("prefill_chunk_size", "max_cache_len"))
+        if pool is not None and as_usual and (again := pool.empty_cache(self, length)) is not None:
+            model_kwargs["past_key_values"] = again
+        else:
+            original(self, generation_config, model_kwargs, *args, **kwargs)
+            if pool is not None and as_usual:
+                pool.remember(self, model_kwargs.get("past_key_values"))
         if generation_config.prefill_chunk_size is None and can_capture(model_kwargs.get("past_key_values")):
-            sampling.mark(model_kwargs["past_key_values"], given["max_cache_length"])
+            sampling.mark(model_kwargs["past_key_values"], length)
         return None
     return original(self, generation_config, model_kwargs, *args, **kwargs)
 

@@ -11,6 +11,7 @@ HIP_TARGETS = ("gfx942", "gfx1100")
 _TYPES = {
     "float16": "*fp16",
     "bfloat16": "*bf16",
+    "bool": "*i1",
     "float32": "*fp32",
     "uint8": "*u8",
     "int32": "*i32",

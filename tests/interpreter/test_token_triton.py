@@ -1,0 +1,123 @@
+"""From one token to the next in three launches, as plain torch does it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pairs import every_pair
+from torch import Tensor
+
+from halfbyte.kernels.token import triton as kernels
+from halfbyte.models.loop import TokenBuffers
+from halfbyte.models.rotation import FULL, SLIDING, Rotation
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+NAN, INF = float("nan"), float("inf")
+
+
+def buffers(rows: int, tokens: int, length: int) -> TokenBuffers:
+    found = TokenBuffers(rows, tokens, CPU)
+    found.ids.random_(0, 90)
+    found.length.fill_(length)
+    found.positions.random_(0, 9)
+    found.unfinished.copy_(torch.arange(rows) % 3 != 1)
+    found.pad.fill_(7)
+    return found
+
+
+@every_pair(
+    {
+        "rows": [1, 3, 40],
+        "columns": [1, 90, 4097, 9001],
+        "dtype": [BF16, torch.float16, torch.float32],
+        "ends": [None, [5], [3, 80, 11]],
+        "room": [0, 5],
+    }
+)
+def test_the_likeliest_token(rows: int, columns: int, dtype: torch.dtype, ends: list[int] | None, room: int) -> None:
+    generator = torch.Generator().manual_seed(rows + columns)
+    # Of so few values that many are the largest.
+    scores = torch.randint(-3, 4, (rows, columns + room), generator=generator).to(dtype)[:, :columns]
+    for row, value in enumerate((NAN, INF, -INF, -0.0)[:rows]):
+        if value == -INF or value == 0:
+            scores[row] = value
+            scores[row, columns // 2 :] = 0.0 if value == 0 else value
+        else:
+            scores[row, columns // 3] = scores[row, -1] = value
+    stops = None if ends is None else torch.tensor(ends)
+    right, found = buffers(rows, 12, 6), buffers(rows, 12, 6)
+    for name, value in vars(right).items():
+        getattr(found, name).copy_(value)
+    assert kernels.supports(scores)
+    for _ in range(2):
+        right.put(scores.float().argmax(-1), None, stops)
+        right.positions.add_(1)
+        kernels.put_argmax(
+            scores, found.ids, found.length, found.positions, found.fed, found.unfinished, found.pad, found.report,
+            stops,
+        )  # fmt: skip
+        for name, value in vars(right).items():
+            assert torch.equal(getattr(found, name), value), name
+
+
+def test_all_are_done_at_last() -> None:
+    found = buffers(2, 12, 6)
+    found.unfinished.fill_(True)
+    for token in (3, 4):
+        scores = torch.zeros(2, 90)
+        scores[:, token] = 1
+        kernels.put_argmax(
+            scores, found.ids, found.length, found.positions, found.fed, found.unfinished, found.pad, found.report,
+            torch.tensor([4]),
+        )  # fmt: skip
+        assert found.report.tolist() == [token, token, int(token != 4)]
+
+
+def rotation(names: tuple[str, ...] | str, tokens: int, window: int, layers: int) -> Rotation:
+    """Of a store whose layers have no memory: masks and slots alone."""
+    each = [names] * layers if isinstance(names, str) else [names[i % len(names)] for i in range(layers)]
+    slides = [name == SLIDING for name in each]
+    lengths = [window if one else tokens for one in slides]
+    found = Rotation.__new__(Rotation)
+    found.names, found.floats, found.tokens = names, None, tokens
+    found.window = window if any(slides) else tokens
+    found.lengths, found.slides = torch.tensor(lengths), torch.tensor([int(one) for one in slides])
+    found.shift = torch.zeros((), dtype=torch.int64)
+    found.slots = SimpleNamespace(tensor=torch.zeros((layers, 2), dtype=torch.int64)[:, 0], send=lambda: None)
+    found.places = torch.arange(max(tokens, window))
+    return found
+
+
+@pytest.mark.parametrize("names", [FULL, SLIDING, (FULL, SLIDING)], ids=str)
+@every_pair({"rows": [1, 3], "tokens, window": [(40, 9), (40, 64), (5000, 300), (9, 1)], "layers": [1, 5]})
+def test_masks_and_slots(names: tuple[str, ...] | str, rows: int, tokens: int, window: int, layers: int) -> None:
+    ours, theirs = (rotation(names, tokens, window, layers) for _ in range(2))
+    visible = torch.rand((rows, tokens), generator=torch.Generator().manual_seed(tokens)) < 0.7
+    for prompt in {1, tokens // 3, tokens - 1}:
+        for turned in (ours, theirs):
+            turned.begin(max(prompt, 1))
+        for length in {max(prompt, 1) + 1, min(prompt + 7, tokens), tokens}:
+            at = torch.tensor(length)
+            right = theirs.turn(at, visible)
+            each = (names,) if isinstance(names, str) else names
+            found = ours._in_one_launch(each, at, visible)
+            assert torch.equal(ours.slots.tensor, theirs.slots.tensor)
+            wanted: dict[str, Tensor] = {names: right} if isinstance(names, str) else dict(right)
+            assert found.keys() == wanted.keys()
+            for name, mask in wanted.items():
+                assert torch.equal(found[name], mask), (name, prompt, length)
+
+
+@every_pair(
+    {"texts": [1, 3], "new": [1, 8], "half": [1, 20, 64], "twice": [False, True], "dtype": [BF16, torch.float32]}
+)
+def test_angles(texts: int, new: int, half: int, twice: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(half)
+    positions = torch.randint(0, 9000, (texts, new), generator=generator)
+    frequencies = 500000.0 ** -(torch.arange(half) / half)
+    angles = (positions[..., None].float() * frequencies).repeat(1, 1, 1 + twice)
+    found = kernels.angles(positions, frequencies, 1.25, angles.shape[-1], dtype)
+    for ours, right in zip(found, (angles.cos() * 1.25, angles.sin() * 1.25), strict=True):
+        torch.testing.assert_close(ours, right.to(dtype))
