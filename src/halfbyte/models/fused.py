@@ -34,9 +34,9 @@ from halfbyte.models.regions import put_back, uncompiled
 from halfbyte.models.rotation import slot_of
 from halfbyte.models.whole import MOST_ROWS, WholeLayer, is_pair, whole_of
 
-# Attribute of a layer that was computed both ways: whether the results agree, by the number of new tokens of a text; of
-# rotary embeddings how many numbers they give a token, or False.
+# Attribute of a layer that was computed both ways: whether the results agree, by the number of new tokens of a text.
 AGREES = "_halfbyte_agrees"
+ANGLES = "_halfbyte_angles"  # attribute of a rotary embedding: how many numbers it gives a token, or False
 
 
 @contextmanager
@@ -106,7 +106,7 @@ class _Angles:
         self.module, self.theirs = module, module.forward
 
     def __call__(self, x: Tensor, position_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
-        known = vars(self.module).get(AGREES)
+        known = vars(self.module).get(ANGLES)
         new = isinstance(position_ids, Tensor) and position_ids.dim() == 2 and position_ids.shape[1] <= MOST_NEW
         if args or kwargs or not new or known is False:
             return self.theirs(x, position_ids, *args, **kwargs)
@@ -121,7 +121,7 @@ class _Angles:
                 and right[0].shape == right[1].shape == (*position_ids.shape, width)
                 and all(map(torch.equal, self._compute(x, position_ids, width), right))
             )
-            setattr(self.module, AGREES, width if agrees else False)
+            setattr(self.module, ANGLES, width if agrees else False)
         return right
 
     def _compute(self, x: Tensor, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:

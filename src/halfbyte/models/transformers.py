@@ -24,7 +24,7 @@ from halfbyte.models import sampling
 from halfbyte.models.buckets import cache_bytes, free_bytes, layers_by_device, least_bytes
 from halfbyte.models.caches import STORE, begin_short
 from halfbyte.models.captured import can_replay
-from halfbyte.models.fused import AGREES
+from halfbyte.models.fused import AGREES, ANGLES
 from halfbyte.models.graphs import DecodeGraphs, can_capture
 from halfbyte.models.patch import is_method_of
 from halfbyte.models.prompts import begins_at_once, without_cudnn
@@ -90,7 +90,8 @@ def _hook(generator: Any) -> str | None:
 def _unhook(module: nn.Module) -> None:
     release(module)
     vars(module).pop(POOL, None)
-    vars(module).pop(AGREES, None)
+    for name in (AGREES, ANGLES):
+        vars(module).pop(name, None)
     for name in HOOKS:
         if is_method_of(globals()[name], vars(module).get(name)):
             delattr(module, name)
