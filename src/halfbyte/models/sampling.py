@@ -10,6 +10,7 @@ is kept (steps.py), and the results are copies.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -217,7 +218,8 @@ class _Call:
         # A window forgets its oldest token with every step, so none may be made too many if it is handed out.
         loses = self.config.return_dict_in_generate and step.rotation.slides_any
         most = max(1, self.criteria.max_length - prompt)
-        with self.model._optimize_model_for_decode():
+        # With experts transformers walks through the model, here and back, for what a graph has long been made with.
+        with nullcontext() if step.is_graph else self.model._optimize_model_for_decode():
             made = run(step, most, texts, 0 if loses else AHEAD, self.streamer, lambda: self._keep(step.outputs))
         if self.streamer is not None:
             self.streamer.end()

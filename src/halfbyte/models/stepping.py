@@ -35,6 +35,11 @@ class Stepper:
     def nbytes(self) -> int:
         return self.captured.nbytes if self.captured is not None else 0
 
+    @property
+    def is_graph(self) -> bool:
+        """True where no Python of the model runs any more."""
+        return self.captured is not None and self.captured.is_graph
+
     def close(self) -> None:
         """Let go of what a step keeps."""
         self.captured = self.outputs = None

@@ -157,6 +157,12 @@ class StepPool:
                 with self.lock:
                     self._give_back(bucket)
 
+    def holds(self, model: Any, texts: int, tokens: int) -> bool:
+        """Whether a call of so many texts and tokens finds the memory of an earlier one."""
+        key = _key_of(model, texts_bucket(texts), tokens_bucket(tokens, longest_text(model)))
+        with self.lock:
+            return self._unused(key) is not None
+
     def remember(self, model: Any, cache: Any) -> None:
         """How transformers has made a cache, for later calls."""
         self.empty = empty_like(cache, 0), _layers_of_cache(model)
@@ -193,11 +199,9 @@ class StepPool:
         rows, length = texts_bucket(texts), tokens_bucket(tokens, longest_text(model))
         if cache_bytes(model, rows, length) > limit:  # too large to be kept, so no larger than it must be
             rows, length = texts, tokens
-        key = (rows, length, model.device, model.dtype, _settings(model.device))
-        for bucket in reversed(self.buckets):
-            if bucket.key == key and not bucket.is_busy and not bucket.is_stale:
-                break
-        else:
+        key = _key_of(model, rows, length)
+        bucket = self._unused(key)
+        if bucket is None:
             need = cache_bytes(model, rows, length)
             self._trim(limit - need)
             if any(bucket.is_busy for bucket in self.buckets) and self._nbytes() + need > limit:
@@ -209,6 +213,11 @@ class StepPool:
         self.buckets.append(bucket)
         bucket.is_busy = True
         return bucket
+
+    def _unused(self, key: Hashable) -> Bucket | None:
+        """The bucket of a key that was used last, of those that no call has."""
+        found = (one for one in reversed(self.buckets) if one.key == key and not one.is_busy and not one.is_stale)
+        return next(found, None)
 
     def _give_back(self, bucket: Bucket) -> None:
         bucket.is_busy = False
@@ -243,6 +252,11 @@ class StepPool:
     def _drop(self, bucket: Bucket) -> None:
         self.buckets.remove(bucket)
         bucket.close()
+
+
+def _key_of(model: Any, rows: int, length: int) -> Hashable:
+    """Of buckets whose steps compute the same."""
+    return rows, length, model.device, model.dtype, _settings(model.device)
 
 
 def _settings(device: torch.device) -> Hashable:

@@ -215,7 +215,7 @@ def _is_left_to_us(model: Any, generation_config: Any, given: Any) -> bool:
         and not given["model_kwargs"].get("output_router_logits")
         and not _mixes_dtypes(model)
         and model.config._attn_implementation in ATTENTION
-        and _needs(model, generation_config, given) < MOST_OF_FREE_MEMORY * _free_bytes(model)
+        and _has_memory(model, generation_config, given)
     )
 
 
@@ -225,10 +225,13 @@ def _mixes_dtypes(model: Any) -> bool:
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not model.dtype
 
 
-def _needs(model: Any, generation_config: Any, given: Any) -> int:
-    """Bytes of the cache of the longest text that this call may make."""
-    rows = max(generation_config.num_return_sequences, generation_config.num_beams or 1)
-    return cache_bytes(model, given["batch_size"] * rows, given["max_cache_length"])
+def _has_memory(model: Any, generation_config: Any, given: Any) -> bool:
+    """True if there is, or is kept, plenty for the cache of the longest text that this call may make."""
+    rows = given["batch_size"] * max(generation_config.num_return_sequences, generation_config.num_beams or 1)
+    tokens, pool = given["max_cache_length"], pool_of(model)
+    if pool is not None and pool.holds(model, rows, tokens):  # to ask CUDA takes half a millisecond
+        return True
+    return cache_bytes(model, rows, tokens) < MOST_OF_FREE_MEMORY * _free_bytes(model)
 
 
 def _free_bytes(model: Any) -> int:

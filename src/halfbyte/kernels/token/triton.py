@@ -133,7 +133,7 @@ def supports(scores: Tensor) -> bool:
         and scores.dim() == 2
         and scores.stride(1) == 1
         and 0 < scores.shape[1] < LARGEST
-        and 0 < scores.shape[0]
+        and scores.shape[0] > 0
         and scores.numel() < LARGEST * BLOCK
     )
 
