@@ -555,3 +555,16 @@ def test_two_hundred_calls_of_mixed_sizes(monkeypatch: pytest.MonkeyPatch) -> No
         assert pool_of(model).nbytes <= limit
         sizes.add(len(pool_of(model).buckets))
     assert max(sizes) > 1
+
+
+def test_experts_are_switched_until_there_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers does around its loop of a model with experts, takes it a millisecond."""
+    model = hooked(make("mixtral"))
+    kind = transformers.GenerationMixin
+    switched = counted(monkeypatch, kind, "_optimize_model_for_decode")
+    right = generate(model, prompt(2, 7))
+    assert len(switched) == 1
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(loop.TokenStep, "is_graph", True)
+    assert torch.equal(generate(model, prompt(2, 7)), right)
+    assert len(switched) == 1

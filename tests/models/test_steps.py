@@ -82,6 +82,49 @@ def test_a_call_that_needs_more_than_is_kept_gets_it_and_no_more(model: Any, mon
     assert not pool.buckets
 
 
+def test_memory_that_a_call_will_find(model: Any) -> None:
+    pool = steps.StepPool()
+    assert not pool.holds(model, 2, 9)
+    bucket = use(pool, model, 2, 9)
+    assert pool.holds(model, 2, 128)
+    assert not pool.holds(model, 1, 9)
+    assert not pool.holds(model, 2, 129)
+    with torch.inference_mode():
+        assert not pool.holds(model, 2, 9)
+    with pool.lease(model, transformers.StaticCache, 2, 9) as again:
+        assert again is bucket
+        assert not pool.holds(model, 2, 9)
+    pool.release()
+    assert not pool.holds(model, 2, 9)
+
+
+def test_a_cache_is_made_once(model: Any) -> None:
+    """Until the model has other layers, or is another one."""
+    pool = steps.StepPool()
+    assert pool.empty_cache(model, 40) is None
+    made = transformers.StaticCache(config=model.config, max_cache_len=30)
+    pool.remember(model, made)
+    with torch.no_grad():  # whoever fills the first one, fills that one alone
+        model(torch.ones((2, 5), dtype=torch.int64, device=DEVICE), past_key_values=made)
+    right = transformers.StaticCache(config=model.config, max_cache_len=40)
+    for _ in range(2):
+        found = pool.empty_cache(model, 40)
+        assert type(found) is type(right)
+        assert vars(found).keys() == vars(right).keys()
+        for ours, theirs in zip(found.layers, right.layers, strict=True):
+            assert vars(ours) == vars(theirs)
+        with torch.no_grad():
+            model(torch.ones((2, 5), dtype=torch.int64, device=DEVICE), past_key_values=found)
+        assert [int(layer.get_seq_length()) for layer in found.layers] == [5] * 3
+    other = make("llama", num_hidden_layers=2)
+    assert pool.empty_cache(other, 40) is None
+    pool.remember(model, found)  # not empty
+    assert pool.empty_cache(model, 40) is None
+    windows = make("mistral")
+    pool.remember(windows, transformers.StaticCache(config=windows.config, max_cache_len=40))
+    assert pool.empty_cache(windows, 40) is None
+
+
 def test_settings_have_buckets_of_their_own(model: Any) -> None:
     pool = steps.StepPool()
     plain = use(pool, model, 1, 9)
