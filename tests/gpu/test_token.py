@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfbyte.kernels.common import slow
-from halfbyte.models.loop import TokenBuffers
+from halfbyte.models.loop import BROKEN, TokenBuffers
 from halfbyte.models.rotation import FULL, SLIDING, Rotation
 
 GPU = torch.device("cuda")
@@ -29,12 +29,37 @@ def test_the_likeliest_token(rows: int, columns: int, ends: list[int] | None, mo
             made.pad.fill_(7)
         stops = None if ends is None else torch.tensor(ends, device=GPU)
         for _ in range(2):
-            found.go_on(scores, stops)
+            found.go_on(scores, False, stops)
             with monkeypatch.context() as patch:
                 patch.setattr(slow, "has_triton", lambda: False)
-                right.go_on(scores.float(), stops)
+                right.go_on(scores.float(), False, stops)
             for name, value in vars(right).items():
                 assert torch.equal(getattr(found, name), value), name
+
+
+@pytest.mark.parametrize("columns", [90, 4097, 151936])
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_a_drawn_token(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same seed it is the one that torch's operations draw."""
+    for broken in (None, 0, rows - 1):
+        scores = 4 * torch.randn((rows, columns), device=GPU)
+        if broken is not None:
+            scores[broken] = float("nan")
+        right, found = TokenBuffers(rows, 12, GPU), TokenBuffers(rows, 12, GPU)
+        for made in (right, found):
+            made.length.fill_(6)
+            made.unfinished.fill_(True)
+            made.real[: max(1, rows - 1)] = True
+        for seed in range(3):
+            torch.manual_seed(seed)
+            found.go_on(scores, True, None)
+            torch.manual_seed(seed)
+            with monkeypatch.context() as patch:
+                patch.setattr(slow, "has_triton", lambda: False)
+                right.go_on(scores, True, None)
+            for name, value in vars(right).items():
+                assert torch.equal(getattr(found, name), value), (name, seed)
+        assert (found.report[-1] == BROKEN) == (broken == 0)
 
 
 @pytest.mark.parametrize("names", [FULL, SLIDING, (FULL, SLIDING)], ids=str)

@@ -10,7 +10,7 @@ from pairs import every_pair
 from torch import Tensor
 
 from halfbyte.kernels.token import triton as kernels
-from halfbyte.models.loop import TokenBuffers
+from halfbyte.models.loop import BROKEN, TokenBuffers, choose, drawn
 from halfbyte.models.rotation import FULL, SLIDING, Rotation
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -54,12 +54,43 @@ def test_the_likeliest_token(rows: int, columns: int, dtype: torch.dtype, ends: 
     for _ in range(2):
         right.put(scores.float().argmax(-1), None, stops)
         right.positions.add_(1)
-        kernels.put_argmax(
-            scores, found.ids, found.length, found.positions, found.fed, found.unfinished, found.pad, found.report,
-            stops,
-        )  # fmt: skip
+        kernels.put_argmax(scores, found, stops)
         for name, value in vars(right).items():
             assert torch.equal(getattr(found, name), value), name
+
+
+@pytest.mark.parametrize("ends", [None, [5]], ids=str)
+@pytest.mark.parametrize("broken", [(), (1,), (39,)], ids=str)
+def test_a_drawn_token(broken: tuple[int, ...], ends: list[int] | None) -> None:
+    """Of the last rows no text is real."""
+    scores = torch.randn((40, 4097), generator=torch.Generator().manual_seed(0))
+    for row in broken:
+        scores[row] = NAN
+    torch.manual_seed(1)
+    chances, noise, flags = drawn(scores)
+    torch.manual_seed(1)
+    tokens, of_torch = choose(scores, samples=True)
+    assert of_torch is not None
+    assert torch.equal(flags, of_torch)
+    stops = None if ends is None else torch.tensor(ends)
+    right, found = buffers(40, 12, 6), buffers(40, 12, 6)
+    for name, value in vars(right).items():
+        getattr(found, name).copy_(value)
+    for made in (right, found):
+        made.real.copy_(torch.arange(40) < 30)
+    right.put(tokens, flags, stops)
+    right.positions.add_(1)
+    kernels.put_argmax(chances, found, stops, noise, (flags, BROKEN))
+    for name, value in vars(right).items():
+        assert torch.equal(getattr(found, name), value), name
+    assert (found.report[-1] == BROKEN) == (broken == (1,))
+
+
+def test_nothing_is_written_beyond_the_last_place() -> None:
+    found = buffers(2, 11, 12)
+    before = found.ids.clone()
+    kernels.put_argmax(torch.randn(2, 90), found, None)
+    assert torch.equal(found.ids, before)
 
 
 def test_all_are_done_at_last() -> None:
@@ -68,10 +99,7 @@ def test_all_are_done_at_last() -> None:
     for token in (3, 4):
         scores = torch.zeros(2, 90)
         scores[:, token] = 1
-        kernels.put_argmax(
-            scores, found.ids, found.length, found.positions, found.fed, found.unfinished, found.pad, found.report,
-            torch.tensor([4]),
-        )  # fmt: skip
+        kernels.put_argmax(scores, found, torch.tensor([4]))
         assert found.report.tolist() == [token, token, int(token != 4)]
 
 

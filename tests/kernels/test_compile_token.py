@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,10 @@ def test_compiles(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     scores, flags = empty(rows, 128256, dtype=dtype), empty(rows, dtype=torch.bool)
-    ids, at, report = empty(rows, tokens + 1), empty(rows, 1), empty(rows + 1)
-    token.put_argmax(scores, ids, empty(), at, at, flags, empty(), report, empty(2) if rows > 1 else None)
+    of_rows = {"ids": empty(rows, tokens + 1), "positions": empty(rows, 1), "fed": empty(rows, 1)}
+    of_rows |= {"unfinished": flags, "real": flags, "report": empty(rows + 1), "length": empty(), "pad": empty()}
+    noise, broken = (scores, (flags, -1)) if dtype is torch.float32 else (None, None)
+    token.put_argmax(scores, SimpleNamespace(**of_rows), empty(2) if rows > 1 else None, noise, broken)
     masks = [empty(rows, size, dtype=torch.bool) for size in (tokens, 1024)]
     layers = empty(28)
     token.step_masks(

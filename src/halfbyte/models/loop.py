@@ -75,31 +75,34 @@ class TokenBuffers:
         if broken is not None:
             self.report[-1:].masked_fill_((broken & self.real).any(), BROKEN)
 
-    def go_on(self, scores: Tensor, ends: Tensor | None) -> None:
-        """Write the likeliest token of each row, [rows, tokens], and let it be fed at the next position."""
+    def go_on(self, scores: Tensor, samples: bool, ends: Tensor | None) -> None:
+        """Choose the next token of each row by its scores [rows, tokens], write it, and let it be fed at the next
+        position."""
         if scores.is_cuda and slow.has_triton():
             from halfbyte.kernels.token.triton import put_argmax, supports
 
             if supports(scores):
-                put_argmax(
-                    scores, self.ids, self.length, self.positions, self.fed, self.unfinished, self.pad, self.report,
-                    ends,
-                )  # fmt: skip
+                chances, noise, broken = drawn(scores) if samples else (scores, None, None)
+                put_argmax(chances, self, ends, noise, None if broken is None else (broken, BROKEN))
                 return
-        self.put(scores.argmax(-1), None, ends)
+        self.put(*choose(scores, samples), ends)
         self.positions.add_(1)
 
 
-def choose(scores: Tensor, samples: bool) -> tuple[Tensor, Tensor | None]:
-    """The next token of each row, and where there is none since its probabilities are no numbers.
-
-    A sample is what torch.multinomial draws, which would wait for the GPU to look at the probabilities first.
-    """
-    if not samples:
-        return scores.argmax(-1), None
+def drawn(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities and noise [rows, tokens], whose largest quotient is what torch.multinomial draws, which would wait
+    for the GPU to look at the probabilities first; and of which rows these are no numbers."""
     probabilities = torch.softmax(scores, dim=-1)
     noise = torch.empty_like(probabilities).exponential_(1)
-    return (probabilities / noise).argmax(-1), probabilities[:, 0].isnan()  # one that is no number spoils its row
+    return probabilities, noise, probabilities[:, 0].isnan()  # one that is no number spoils its row
+
+
+def choose(scores: Tensor, samples: bool) -> tuple[Tensor, Tensor | None]:
+    """The next token of each row, and where there is none since its probabilities are no numbers."""
+    if not samples:
+        return scores.argmax(-1), None
+    probabilities, noise, broken = drawn(scores)
+    return (probabilities / noise).argmax(-1), broken
 
 
 @dataclass(frozen=True)
@@ -157,16 +160,12 @@ class TokenStep(Stepper):
         )
         given = outputs.logits[:, -1]
         if self.takes_likeliest:
-            buffers.go_on(given, self.ends)
+            buffers.go_on(given, False, self.ends)
             return {}
         logits = scores = given.to(copy=True, dtype=torch.float32)
         for rule, numbers in zip(self.rules, self.numbers.of, strict=True):
             scores = rule(scores, buffers.ids, buffers.length, numbers)
-        if self.kind.samples:
-            buffers.put(*choose(scores, samples=True), self.ends)
-            buffers.positions.add_(1)
-        else:
-            buffers.go_on(scores, self.ends)
+        buffers.go_on(scores, self.kind.samples, self.ends)
         wanted = {"logits": logits} if self.kind.logits else {}
         return wanted | ({"scores": scores} if self.kind.scores else {})
 

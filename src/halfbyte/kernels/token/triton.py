@@ -8,7 +8,7 @@ twenty, these are three.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -25,15 +25,21 @@ LARGEST = 0x7FFFFFFF
 
 
 @triton.jit
-def argmax_kernel(found, scores, columns, stride, parts, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def argmax_kernel(
+    found, scores, noise, columns, stride, parts,
+    DIVIDES: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Program i: part i % parts of row i // parts. Writes one number for the largest of it: how large that is, in its
-    upper half, and how early, in its lower half."""
+    upper half, and how early, in its lower half. DIVIDES: scores are divided by noise first."""
     row = tl.program_id(0) // parts
     column = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     if OVERLAPS:
         wait_for_the_one_ahead()
         let_the_next_begin()
-    value = tl.load(scores + row.to(tl.int64) * stride + column, column < columns, float("-inf")).to(tl.float32)
+    at = row.to(tl.int64) * stride + column
+    value = tl.load(scores + at, column < columns, float("-inf")).to(tl.float32)
+    if DIVIDES:
+        value = tl.div_rn(value, tl.load(noise + at, column < columns, 1.0))
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # both zeros are one number
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(value != value, 0x7FFFFFFF, order)  # as in torch, what is no number is the largest
@@ -43,10 +49,12 @@ def argmax_kernel(found, scores, columns, stride, parts, BLOCK: tl.constexpr, OV
 
 @triton.jit
 def put_argmax_kernel(
-    found, ids, length, positions, fed, unfinished, pad, report, ends, rows, parts, width,
-    ENDS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr,
+    found, ids, length, positions, fed, unfinished, pad, report, ends, broken, real, rows, parts, width,
+    ENDS: tl.constexpr, BREAKS: tl.constexpr, BROKEN: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: it is done with all rows before it counts the length up."""
+    """One program: it is done with all rows before it counts the length up. BREAKS: any real row that is broken makes
+    BROKEN of the report's last number."""
     if OVERLAPS:
         wait_for_the_one_ahead()
         let_the_next_begin()
@@ -54,6 +62,7 @@ def put_argmax_kernel(
     padding = tl.load(pad)
     part = tl.arange(0, PARTS)[None, :]
     goes_on = tl.zeros((1,), tl.int32)
+    breaks = tl.zeros((1,), tl.int32)
     for first in range(0, rows, ROWS):
         row = first + tl.arange(0, ROWS)
         exists = row < rows
@@ -67,12 +76,15 @@ def put_argmax_kernel(
             for end in tl.static_range(ENDS):
                 open_ = open_ & (token != tl.load(ends + end))
             tl.store(unfinished + row, open_, exists)
-        tl.store(ids + row.to(tl.int64) * width + place, token, exists)
+        tl.store(ids + row.to(tl.int64) * width + place, token, exists & (place < width))
         tl.store(fed + row, token, exists)
         tl.store(report + row, token, exists)
         tl.store(positions + row, tl.load(positions + row, exists, 0) + 1, exists)
         goes_on = tl.maximum(goes_on, tl.max((open_ & exists).to(tl.int32), axis=0))
-    tl.store(report + rows + tl.arange(0, 1), goes_on.to(tl.int64))
+        if BREAKS:
+            is_broken = (tl.load(broken + row, exists, 0) != 0) & (tl.load(real + row, exists, 0) != 0)
+            breaks = tl.maximum(breaks, tl.max(is_broken.to(tl.int32), axis=0))
+    tl.store(report + rows + tl.arange(0, 1), tl.where(breaks != 0, BROKEN, goes_on).to(tl.int64))
     tl.debug_barrier()  # every warp has read the length
     tl.store(length, place + 1)
 
@@ -138,41 +150,56 @@ def supports(scores: Tensor) -> bool:
     )
 
 
+class Rows(Protocol):
+    """What a captured step reads and writes (models/loop.py): ids int64 [rows, room], of which `length` are
+    there; positions and fed, what the next step is given, int64 [rows, 1]; unfinished and real bool [rows]; pad int64
+    without dimensions; report int64 [rows + 1], the tokens and whether any row goes on. All contiguous."""
+
+    ids: Tensor
+    length: Tensor
+    positions: Tensor
+    fed: Tensor
+    unfinished: Tensor
+    real: Tensor
+    pad: Tensor
+    report: Tensor
+
+
 def put_argmax(
-    scores: Tensor, ids: Tensor, length: Tensor, positions: Tensor, fed: Tensor, unfinished: Tensor, pad: Tensor,
-    report: Tensor, ends: Tensor | None,
-) -> None:  # fmt: skip
+    scores: Tensor, to: Rows, ends: Tensor | None, noise: Tensor | None = None, broken: tuple[Tensor, int] | None = None
+) -> None:
     """The likeliest token of each row, as torch.argmax finds it, behind the others, and all that follows from it.
 
-    scores [rows, tokens]. ids int64 [rows, room], of which `length` are there. positions and fed, what the next step is
-    given: int64 [rows, 1]. unfinished: bool [rows]. report: int64 [rows + 1], the tokens and whether any row goes on.
-    ends: int64, the tokens that end a row, which gets `pad`, int64 without dimensions, from then on; or None. All
-    contiguous but scores, on the current device.
+    scores [rows, tokens]; noise, fp32 and of their strides, divides them first. ends: int64, the tokens that end a row,
+    which gets `pad` from then on; or None. broken: bool [rows], and what the report says at its end if any of them is
+    real. On the current device.
     """
     (rows, columns), index = scores.shape, scores.get_device()
     parts = -(-columns // BLOCK)
     found = torch.empty((rows, parts), dtype=torch.int64, device=scores.device)
 
     def configure_argmax(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
-        return rows * parts, {"BLOCK": BLOCK, "OVERLAPS": properties.ptx >= SINCE, "num_warps": 8}
+        constants = {"DIVIDES": noise is not None, "BLOCK": BLOCK, "OVERLAPS": properties.ptx >= SINCE}
+        return rows * parts, constants | {"num_warps": 8}
 
     stride = 0 if rows == 1 else scores.stride(0)
-    key = (scores.dtype, rows, parts)
-    launch(argmax_kernel, index, (found, scores, columns, stride, parts), key, configure_argmax)
+    given = (found, scores, scores if noise is None else noise, columns, stride, parts)
+    launch(argmax_kernel, index, given, (scores.dtype, noise is None, rows, parts), configure_argmax)
 
     count = 0 if ends is None else len(ends)
     across = triton.next_power_of_2(parts)
     down = max(1, min(triton.next_power_of_2(rows), AT_ONCE // across))
+    flags, instead = (to.real, 0) if broken is None else broken
 
     def configure_put(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
-        constants = {"ENDS": count, "ROWS": down, "PARTS": across, "OVERLAPS": properties.ptx >= SINCE}
-        return 1, constants | {"num_warps": 4}
+        constants = {"ENDS": count, "BREAKS": broken is not None, "BROKEN": instead, "ROWS": down, "PARTS": across}
+        return 1, constants | {"OVERLAPS": properties.ptx >= SINCE, "num_warps": 4}
 
     arguments = (
-        found, ids, length, positions, fed, unfinished, pad, report, pad if ends is None else ends, rows, parts,
-        ids.shape[1],
+        found, to.ids, to.length, to.positions, to.fed, to.unfinished, to.pad, to.report,
+        to.pad if ends is None else ends, flags, to.real, rows, parts, to.ids.shape[1],
     )  # fmt: skip
-    launch(put_argmax_kernel, index, arguments, (count, down, across), configure_put)
+    launch(put_argmax_kernel, index, arguments, (count, broken is None, instead, down, across), configure_put)
 
 
 def step_masks(
