@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels
 from halfbyte.kernels.common.nvrtc import Variant, read_source
-from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.simt import launch as simt
 
 FOLD = """

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.linear import kernel, workspace
-from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.dispatch import choose, choose_group
 from halfbyte.kernels.linear.kernel import plan_for
 from halfbyte.kernels.linear.laid_out import UNIT_K, loads_scales_at_once, span_of

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear import kernel
-from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import plan_for
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm75 import launch as tensor

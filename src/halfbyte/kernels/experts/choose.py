@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.common import compiler
+from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import HOPPER, MOST_CLUSTER, DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, driver, kernels
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
-from halfbyte.kernels.linear.constants import TYPES
 
 TOKENS, WARPS, CHUNK = 8, 16, 32  # tokens of a cluster, warps of a CTA, numbers of K that a warp takes at a time
 TILE = 16  # experts

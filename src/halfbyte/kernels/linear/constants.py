@@ -1,9 +1,5 @@
-"""How CUDA C++ names dtypes: Type, in device/numeric.cuh. Scales in bytes are nested."""
+"""What planners know of instructions."""
 
 from __future__ import annotations
 
-import torch
-
-TYPES = {
-    torch.float32: "Type::fp32", torch.float16: "Type::fp16", torch.bfloat16: "Type::bf16", torch.uint8: "Type::nested",
-}  # fmt: skip
+MMA_FLOPS = 2 * 16 * 8 * 16  # of one mma.sync, m16n8k16

@@ -14,12 +14,12 @@ from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.sm90.plan import ClusterPlan, cluster_plan
 from halfbyte.kernels.attention.spans import WIDTH, lowest
 from halfbyte.kernels.common import compiler
+from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, driver, kernels
 from halfbyte.kernels.common.nvrtc import Constant, Variant, compile_ahead, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
 
-TYPES = {torch.float16: "Type::fp16", torch.bfloat16: "Type::bf16"}
 ALIGNED = 16  # bytes, of a load
 LAYOUT = ("", "14Q17q3I6f", "4x")  # Arguments in work.cuh
 launches: ThreadCache[Hashable, tuple[Launch, Arguments]] = ThreadCache()

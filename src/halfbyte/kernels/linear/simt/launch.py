@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from halfbyte.formats.spec import FORMATS, codebook_tensor
+from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
-from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import Product
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.simt.plan import WARPS, SimtPlan, simt_plan

@@ -9,6 +9,7 @@ import torch
 
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear import codebook
+from halfbyte.kernels.linear.constants import MMA_FLOPS
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.tune import h200
 
@@ -20,7 +21,6 @@ SPANS = (128, 64, 32)  # weights that are summed before they are scaled
 UNIT_SPANS = 4  # of a warp
 FOLDED_COLUMNS = 4
 REGISTERS = 65536  # of a multiprocessor
-MMA_FLOPS = 2 * 16 * 8 * 16
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.linear.constants import MMA_FLOPS
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.tune import h200
 
@@ -15,7 +16,6 @@ DTYPES = (torch.float16, torch.bfloat16)
 WARPS, TILE_K, UNIT_N = 4, 128, 64  # columns of W in a tile; rows of W in a unit, which is a stage
 CODE_BYTES = 1024  # of shared memory: the code of nested scales
 RESERVED_BYTES = 1024  # of shared memory, which the system takes from each CTA
-MMA_FLOPS = 2 * 16 * 8 * 16
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.codebook import are_computed
+from halfbyte.kernels.linear.constants import MMA_FLOPS
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.spread import most_tiles, usual_tiles, wanted
 from halfbyte.kernels.linear.tune import h200
@@ -17,7 +18,6 @@ DTYPES = (torch.float16, torch.bfloat16)
 WARP_W, DEPTH = 64, 64  # numbers that a warp produces of a row of y; that a stage sums
 CODE_BYTES = 1024  # of shared memory: the code of nested scales
 RESERVED_BYTES = 1024  # of shared memory, which the system takes from each CTA
-MMA_FLOPS = 2 * 16 * 8 * 16
 # Of experts: tiles, and tiles' pairs, that shared memory has (turns.cuh); and the fewest units of a tile.
 TILES_KEPT, ROWS_KEPT, FEWEST_UNITS = 8, 4, 2
 

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear.codebook import unit_and_codebook
-from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product, RoutedProduct
 from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem

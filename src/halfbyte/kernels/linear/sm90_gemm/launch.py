@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from halfbyte.formats.spec import FORMATS
+from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.linear import laid_out, side_by_side
 from halfbyte.kernels.linear.codebook import exact_codebook
-from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.kernel import GroupProduct, Product
 from halfbyte.kernels.linear.laid_out import copies_x, loads_scales_at_once, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.linear import laid_out, side_by_side
 from halfbyte.kernels.linear.codebook import unit_and_codebook
-from halfbyte.kernels.linear.constants import TYPES
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.laid_out import loads_scales_at_once, span_of, supports
