@@ -1,5 +1,5 @@
-"""Kernels of this project on a CPU: their own source, as C++ (cuda_on_cpu.h). It is slow, and finds on any machine what
-else only a GPU would: a wrong index, a wait too few, a read outside of a tensor."""
+"""Kernels of this project on a CPU: their own source, as C++ (cuda_on_cpu.h), run by cuda_on_cpu.cpp. It is slow, and
+finds on any machine what else only a GPU would: a wrong index, a wait too few, a read outside of a tensor."""
 
 from __future__ import annotations
 
@@ -35,11 +35,9 @@ FUNCTIONS = {
     "transposed": "u32 transposed(u32 pair) { return turned(pair); }",
     "fetch": "void fetch(const u16* norm, u32 lane) {}",
     "kept": "u32 kept(u32 value) { return value; }",
-    "copy_async": "void copy_async(u32 to, const void* from, bool exists) {"
-    " copy_groups.back().push_back({to, 16, from, exists}); }",
-    "copy_word_async": "void copy_word_async(u32 to, const u32* from) {"
-    " copy_groups.back().push_back({to, 4, from, true}); }",
-    "close_group": "void close_group() { copy_groups.emplace_back(); }",
+    "copy_async": "void copy_async(u32 to, const void* from, bool exists) { copy(to, 16, from, exists); }",
+    "copy_word_async": "void copy_word_async(u32 to, const u32* from) { copy(to, 4, from, true); }",
+    "close_group": "void close_group() { close_copies(); }",
     "wait_for_groups": "",
     "settled": "",
     "insert": "u32 insert(u32 bits, u32 mask, u32 base) { return bits & mask | base; }",
@@ -54,13 +52,16 @@ _ASSEMBLY = re.compile(r"\basm\s*(?:volatile)?\s*\((?:[^()\"]|\"[^\"]*\"|\((?:[^
 LAUNCH = """
 extern "C" unsigned run(const void* arguments, size_t bytes, unsigned ctas, unsigned threads, unsigned shared,
                         const Range* ranges, unsigned count) {
-  return launch<Arguments>(%s, arguments, bytes, ctas, threads, shared, ranges, count);
+  if (bytes != sizeof(Arguments)) return ~0u;
+  const auto kernel = [](const void* told) { %s(*static_cast<const Arguments*>(told)); };
+  return launch(kernel, arguments, bytes, ctas, threads, shared, ranges, count);
 }
 """
 
 
 def library(folder: Path, variant: Variant, functions: str) -> ctypes.CDLL:
-    """The variant as C++, compiled in `folder`, with C functions of the caller's behind it."""
+    """The variant as C++, compiled in `folder`, with C functions of the caller's behind it. One that was compiled
+    before is used again."""
     text = variant.source.replace('#include "config.cuh"', _config(dict(variant.constants)))
     text = re.sub(r"^\s*#(?:line|pragma unroll).*$", "", text, flags=re.M)
     text = re.sub(r"^extern __shared__.*;$", "", text, flags=re.M)
@@ -68,13 +69,34 @@ def library(folder: Path, variant: Variant, functions: str) -> ctypes.CDLL:
         text = _replaced(text, name, instead)
     text = _ASSEMBLY.sub("__builtin_trap();", text)  # of functions that this kernel does not call
     text = text.replace('extern "C" __global__', "static")
-    source, compiled = folder / "kernel.cpp", folder / "kernel.so"
-    source.write_text(f'#include "cuda_on_cpu.h"\n{text}\n{functions}', encoding="utf-8")
-    # CUDA C++ allows a little more than C++.
-    options = ["-std=c++20", "-O1", "-w", "-fpermissive", "-fPIC", "-shared", "-pthread", f"-I{HERE}"]
+    text = f'#include "cuda_on_cpu.h"\n{text}\n{functions}'
+    if text not in _libraries:
+        number = len(_libraries)  # a library is loaded once from a path
+        source, compiled = folder / f"kernel{number}.cpp", folder / f"kernel{number}.so"
+        source.write_text(text, encoding="utf-8")
+        # CUDA C++ allows a little more than C++. Kernels run so briefly that -O1 costs more than it gains.
+        _compile("-Og", "-w", "-fpermissive", "-shared", f"-I{HERE}", source, _what_runs_them(folder), "-o", compiled)
+        _libraries[text] = ctypes.CDLL(str(compiled))
+    return _libraries[text]
+
+
+_libraries: dict[str, ctypes.CDLL] = {}
+_objects: list[Path] = []
+
+
+def _what_runs_them(folder: Path) -> Path:
+    """Compiled once, in the folder of whoever comes first."""
+    if _objects:
+        return _objects[0]
+    compiled = folder / "cuda_on_cpu.o"
+    _compile("-O2", "-Wall", "-Wno-parentheses", "-c", HERE / "cuda_on_cpu.cpp", "-o", compiled)
+    _objects.append(compiled)
+    return compiled
+
+
+def _compile(*arguments: object) -> None:
     assert COMPILER is not None
-    subprocess.run([COMPILER, *options, str(source), "-o", str(compiled)], check=True)
-    return ctypes.CDLL(str(compiled))
+    subprocess.run([COMPILER, "-std=c++20", "-fPIC", "-U_FORTIFY_SOURCE", *map(str, arguments)], check=True)
 
 
 def _replaced(text: str, name: str, instead: str) -> str:
