@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
+
+from halfbyte import eager
+from halfbyte.kernels.common import slow
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if IS_INTERPRETED else ["test_*.py"]
@@ -16,7 +20,8 @@ collect_ignore_glob = [] if IS_INTERPRETED else ["test_*.py"]
 @pytest.fixture(autouse=True, scope="session")
 def _interpreter_is_faster() -> Iterator[None]:
     """It would patch Triton's language for every call of one function by another, which is half of its time; once a
-    launch is enough. And sums of integers are not made a second time in 64 bits: they are small here."""
+    launch is enough. Sums of integers are not made a second time in 64 bits: they are small here. And numpy's dtype is
+    not looked up in a table that is made anew each time."""
     if not IS_INTERPRETED:
         yield
         return
@@ -25,8 +30,12 @@ def _interpreter_is_faster() -> Iterator[None]:
 
     patch, at_work = interpreter._patch_lang, set[int]()
 
+    @cache
+    def modules_of(function: Any) -> set[int]:
+        return {id(each) for each in function.__globals__.values() if each in (language, language.core)}
+
     def patch_once(function: Any) -> Any:
-        modules = {id(each) for each in function.__globals__.values() if each in (language, language.core)}
+        modules = modules_of(function)
         if modules <= at_work:
             return interpreter._LangPatchScope()
         scope = patch(function)
@@ -40,9 +49,34 @@ def _interpreter_is_faster() -> Iterator[None]:
         at_work.update(modules)
         return scope
 
+    look_up, found = interpreter._get_np_dtype, dict[str, Any]()
+
+    def looked_up(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in found:
+            found[name] = look_up(dtype)
+        return found[name]
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(interpreter, "_patch_lang", patch_once)
+        patched.setattr(interpreter, "_get_np_dtype", looked_up)
         patched.setattr(
             interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False)
         )
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _plain_torch_is_the_reference() -> Iterator[None]:
+    """The definition itself is what kernels are compared with here, and each process compiles nothing with numba."""
+    if not IS_INTERPRETED:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(slow, "has_numba", lambda: False)
+        patched.setattr(slow, "_told", {*slow._told, "kernels for cpu"})
+        slow.no_kernels.cache_clear()
+        eager.backend.cache_clear()
+        yield
+        slow.no_kernels.cache_clear()
+        eager.backend.cache_clear()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
+from pairs import every_pair
 from torch import Tensor
 
 from halfbyte.formats.weight import FLOAT_DTYPES
@@ -39,33 +42,33 @@ def exact(query: Tensor, candidates: Tensor) -> Tensor:
 
 
 SIZES = [(1, 1, 1), (1, 5, 3), (1, 70, 64), (1, 130, 100), (3, 33, 17), (5, 70, 129), (17, 130, 64), (70, 20, 33)]
+KERNELS: dict[str, Any] = {"direct": distance, "products": products}
 
 
-@dtypes
-@pytest.mark.parametrize(("p", "v", "d"), SIZES)
-@pytest.mark.parametrize("kernels", [distance, products], ids=["direct", "products"])
-def test_distances(
-    kernels: object, p: int, v: int, d: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@every_pair({"p, v, d": SIZES, "dtype": FLOAT_DTYPES, "name": [*KERNELS]})
+def test_distances(name: str, p: int, v: int, d: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = KERNELS[name]
     monkeypatch.setattr(distance, "FEW", 100)
     monkeypatch.setattr(distance, "FEW_WIDE", 100)
     query, candidates = matrices(p, v, d, dtype)
     buffer = torch.full((p, v + 3), POISON)
-    kernels.distances(query, candidates, buffer[:, :v])  # type: ignore[attr-defined]
+    kernels.distances(query, candidates, buffer[:, :v])
     torch.testing.assert_close(buffer[:, :v].double(), exact(query, candidates), rtol=2.0**-16, atol=0)
     assert (buffer[:, v:] == POISON).all()
 
 
-@dtypes
-@pytest.mark.parametrize(("p", "v", "d", "k"), [(1, 1, 1, 1), (1, 70, 33, 1), (2, 70, 64, 7), (2, 90, 20, 33)])
-@pytest.mark.parametrize("kernels", [distance, products], ids=["direct", "products"])
+NEAREST = [(1, 1, 1, 1), (1, 70, 33, 1), (2, 70, 64, 7), (2, 90, 20, 33)]
+
+
+@every_pair({"p, v, d, k": NEAREST, "dtype": FLOAT_DTYPES, "name": [*KERNELS]})
 def test_nearest(
-    kernels: object, p: int, v: int, d: int, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, p: int, v: int, d: int, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kernels = KERNELS[name]
     monkeypatch.setattr(distance, "FEW", 100)
     monkeypatch.setattr(distance, "FEW_WIDE", 100)
     query, candidates = matrices(p, v, d, dtype)
-    least, rows = kernels.nearest(query, candidates, k)  # type: ignore[attr-defined]
+    least, rows = kernels.nearest(query, candidates, k)
     right, right_rows = reference.first_of(exact(query, candidates), None, k)
     torch.testing.assert_close(least.double(), right, rtol=1e-5, atol=0)
     assert torch.equal(rows, right_rows)
@@ -86,13 +89,11 @@ def test_ties_infinities_and_nan(kernels: object, monkeypatch: pytest.MonkeyPatc
     assert least[0, 59].isnan()
 
 
-@pytest.mark.parametrize(
-    ("n", "k"), [(1, 1), (40, 1), (5, 2), (64, 16), (65, 16), (1500, 3), (1300, 10), (130, 100), (1100, 33)]
-)
-@pytest.mark.parametrize(
-    ("order", "keys"),
-    [("random", True), ("random", False), ("sorted", False), ("equal", False), ("in the groups' rhythm", False)],
-)
+SELECTED = [(1, 1), (40, 1), (5, 2), (64, 16), (65, 16), (1500, 3), (1300, 10), (130, 100), (1100, 33)]
+ORDERS = ["random", "sorted", "equal", "in the groups' rhythm"]
+
+
+@every_pair({"n, k": SELECTED, "order": ORDERS, "keys": [True, False]})
 def test_select(keys: bool, order: str, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In most orders few keys reach the floor; if the nearest are all of one group, more than there is room for."""
     monkeypatch.setattr(select, "TAKEN", {torch.float32: 1024, torch.int64: 512})

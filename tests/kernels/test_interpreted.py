@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton")
-PROCESSES = 3  # few, as each imports for seconds; more than one, for machines with several cores
+PROCESSES = 2  # few, as each imports for seconds; more than one, for machines with several cores
 FILES = sorted((Path(__file__).parents[1] / "interpreter").glob("test_*.py"))
 
 
