@@ -90,7 +90,7 @@ def test_dense_weights_are_timed_in_every_mode() -> None:
     """As the other two are, for a CPU its one mode of a step."""
     model = models.load("tiny", torch.device("cpu"), torch.bfloat16)
     models.make_dense(model, torch.bfloat16)
-    settings = decode.Settings(context=16, new_tokens=4, rounds=3)
+    settings = decode.Settings(context=16, new_tokens=4, rounds=2)
     rows = list(decode._dense_rows(model, 2, settings, torch.device("cpu")))
     assert [(row["provider"], row["mode"]) for row in rows] == [
         ("bf16", mode) for mode in ("eager", "prefill", "generate")
@@ -99,7 +99,7 @@ def test_dense_weights_are_timed_in_every_mode() -> None:
 
 
 @pytest.mark.slow
-def test_train(tmp_path: Path) -> None:
+def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = run(tmp_path, "train", "--tokens", "16,2x12")
     rows = record["rows"]
     assert isinstance(rows, list)
@@ -123,6 +123,7 @@ def test_train(tmp_path: Path) -> None:
         assert losses == pytest.approx(learned["bitsandbytes"], rel=train.MOST_LOSS_APART)
     assert all(row["loss"] == learned[row["provider"]][0] for row in rows if row["tokens"] == 16)
 
+    monkeypatch.setattr(train, "STEPS", 3)
     again = run(tmp_path, "train", "--tokens", "16", "--no-checkpointing")["rows"]
     assert isinstance(again, list)
     assert [(row["model"], row["tokens"]) for row in again] == [
@@ -185,6 +186,7 @@ def test_dense_layers_have_the_same_adapters() -> None:
 @pytest.mark.slow
 def test_a_step_without_memory_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What fits stays: the same provider with fewer tokens, and the others."""
+    monkeypatch.setattr(train, "STEPS", 3)
     gradients = train.Step.gradients
 
     def limited(step: train.Step, ids: torch.Tensor) -> torch.Tensor:
@@ -194,7 +196,7 @@ def test_a_step_without_memory_is_left_out(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(train.Step, "gradients", limited)
     told: list[str] = []
-    settings = train.Settings(train.loads_of("16,2x12"), rounds=3, layers=1)
+    settings = train.Settings(train.loads_of("16,2x12"), rounds=2, layers=1)
     rows = list(train.train_rows("tiny", torch.device("cpu"), settings, told.append))
     assert [(row["provider"], row["tokens"]) for row in rows] == [
         ("bitsandbytes", 16), ("halfbyte", 16), ("bitsandbytes", 12), ("halfbyte", 12), ("bf16", 16)
@@ -216,6 +218,7 @@ def test_loads() -> None:
 @pytest.mark.slow
 def test_experts_run_in_4_bits_and_then_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never both at once: bitsandbytes' turn comes when halfbyte's is over, with what the same bytes stand for."""
+    monkeypatch.setattr(train, "STEPS", 3)  # `test_train` has them all
     options = ("--model", "tiny-moe", "--batch", "2", "--context", "16", "--new-tokens", "4")
     rows = run(tmp_path, "decode", *options)["rows"]
     assert isinstance(rows, list)
@@ -244,6 +247,7 @@ TINY_GPT_OSS = {
 @pytest.mark.parametrize("model", ["tiny-moe", "tiny-gpt-oss"])
 def test_experts_with_adapters(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside PEFT's own adapters of dense experts, and grouped products with those, however the dense ones lie."""
+    monkeypatch.setattr(train, "STEPS", 3)  # `test_train` has them all
     monkeypatch.setitem(models.SHAPES, "tiny-gpt-oss", ("gpt_oss", TINY_GPT_OSS))
     products: list[tuple[int, ...]] = []
     product = peft_experts.product
