@@ -64,14 +64,17 @@ SIZES = [
 
 def test_greedy_tokens_of_every_family(model: Any, made: list[int]) -> None:
     """Before and behind a full window, across the sizes of caches, and a second time with what is kept."""
+    right: dict[tuple[int, ...], Tensor] = {}
     for _ in range(2):
-        for texts, tokens, padding in SIZES:
-            inputs = prompt(texts, tokens, padding)
+        for size in SIZES:
+            inputs = prompt(*size)
             made.clear()
             found = generate(model, inputs)
             assert len(made) == 23
-            assert torch.equal(found, plainly(model, inputs)), (texts, tokens)
-            assert len(made) == 23
+            if size not in right:
+                right[size] = plainly(model, inputs)
+                assert len(made) == 23
+            assert torch.equal(found, right[size]), size
     assert {(bucket.store.rows, bucket.store.tokens) for bucket in pool_of(model).buckets} == {
         (1, 128), (2, 128), (4, 128), (8, 128), (2, 192),
     }  # fmt: skip
@@ -108,8 +111,9 @@ def test_a_model_that_sees(made: list[int]) -> None:
 def test_attention_in_plain_torch(family: str, made: list[int]) -> None:
     model = hooked(make(family, attn_implementation="eager"))
     inputs = prompt(3, 15, 4)
+    right = plainly(model, inputs)
     for _ in range(2):
-        assert torch.equal(generate(model, inputs), plainly(model, inputs))
+        assert torch.equal(generate(model, inputs), right)
     assert made
 
 
@@ -118,10 +122,10 @@ def test_texts_end_at_their_own_time(llama: Any, made: list[int]) -> None:
     free = generate(llama, inputs, max_new_tokens=40)
     ends = [int(free[0, 9 + 5]), int(free[1, 9 + 11]), int(free[2, 9 + 2])]
     for eos in (ends, ends[:1], ends[2]):
+        right = plainly(llama, inputs, max_new_tokens=40, eos_token_id=eos)
         for _ in range(2):
             made.clear()
             found = generate(llama, inputs, max_new_tokens=40, eos_token_id=eos)
-            right = plainly(llama, inputs, max_new_tokens=40, eos_token_id=eos)
             assert torch.equal(found, right)
             assert len(made) <= right.shape[1] - 9 - 1 + loop.AHEAD
     assert right.shape[1] <= 49
