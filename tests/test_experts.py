@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import kinds, quantize
+from kinds import KINDS, kinds, quantize
+from pairs import every_pair
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
@@ -122,9 +123,7 @@ def test_grouped_linear_is_no_less_exact_than_dequantizing(
             assert relative_error(ours, right) <= relative_error(theirs, right) * slack(q, dtype)
 
 
-@activations
-@dtypes
-@kinds
+@every_pair({"format, size, nested": KINDS, "dtype": FLOAT_DTYPES, "activation": [*ACTIVATIONS]})
 def test_moe_is_no_less_exact_than_dequantizing(
     format: str, size: int, nested: bool, dtype: torch.dtype, activation: str
 ) -> None:
