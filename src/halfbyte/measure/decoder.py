@@ -182,5 +182,5 @@ def _kept_logits(model: Any, texts: Tensor) -> Iterator[Tensor]:
     yield kept.prompt
     for position in range(32, texts.shape[1]):
         kept.token.copy_(texts[:, position : position + 1])
-        kept.place.fill_(position)
+        kept.go_to(position)
         yield kept.step().logits

@@ -48,7 +48,7 @@ def prompt_ms(model: Any, ids: Tensor) -> float | None:
 
 
 class KeptSteps:
-    """Makes steps of one token behind a prompt, each at the place that `place` says.
+    """Makes steps of one token behind a prompt, each at the same place, until it is told another one.
 
     ids: the prompt [texts, tokens]. tokens: of the cache. It feeds `token` [texts, 1].
     """
@@ -69,16 +69,22 @@ class KeptSteps:
             self.rotation = Rotation(self.store, names, floats, ids.device)
             self.rotation.begin(ids.shape[1])
         self.visible = torch.ones((len(ids), tokens), dtype=torch.bool, device=ids.device)
-        self.place = torch.full((), ids.shape[1], dtype=torch.int64, device=ids.device)
         self.token = ids[:, :1].clone()
+        self.length = torch.empty((), dtype=torch.int64, device=ids.device)  # that a text has with the token
+        self.positions = torch.empty_like(self.token)
+        self.go_to(ids.shape[1])
+
+    def go_to(self, place: int) -> None:
+        self.length.fill_(place + 1)
+        self.positions.fill_(place)
 
     def step(self) -> Any:
         """The model's outputs for `token`, which takes its place in the cache."""
         with torch.no_grad(), built(self.model):
             return self.model(
                 input_ids=self.token,
-                position_ids=self.place.expand(len(self.token), 1),
-                attention_mask=self.rotation.turn(self.place, self.visible),
+                position_ids=self.positions,
+                attention_mask=self.rotation.turn(self.length, self.visible),
                 past_key_values=self.rotation.cache,
                 use_cache=True,
             )
