@@ -1,15 +1,14 @@
-"""From one token to the next in three launches, as plain torch does it."""
+"""From one token to the next in four launches, as plain torch does it."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from rotations import rotation
 
 from halfbyte.kernels.common import slow
 from halfbyte.models.loop import BROKEN, TokenBuffers
-from halfbyte.models.rotation import FULL, SLIDING, Rotation
+from halfbyte.models.rotation import FULL, SLIDING
 
 GPU = torch.device("cuda")
 
@@ -68,18 +67,8 @@ def test_a_drawn_token(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch)
 def test_masks_and_slots(
     names: tuple[str, ...] | str, rows: int, layers: int, tokens: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    each = [names] if isinstance(names, str) else list(names)
-    slides = [each[i % len(each)] == SLIDING for i in range(layers)]
-    with torch.device(GPU):
-        turned = Rotation.__new__(Rotation)
-        turned.names, turned.floats, turned.tokens = names, None, tokens
-        turned.window = window if any(slides) else tokens
-        turned.lengths = torch.tensor([window if one else tokens for one in slides])
-        turned.slides, turned.shift = torch.tensor(slides).long(), torch.zeros((), dtype=torch.int64)
-        slots = torch.zeros((layers, 2), dtype=torch.int64)[:, 0]
-        turned.slots = SimpleNamespace(tensor=slots, send=lambda: None)  # type: ignore[assignment]
-        turned.places = torch.arange(max(tokens, window))
-        visible = torch.rand((rows, tokens)) < 0.7
+    turned = rotation(names, tokens, window, layers, GPU)
+    slots, visible = turned.slots.tensor, torch.rand((rows, tokens), device=GPU) < 0.7
     for prompt in (1, tokens // 3, tokens - 1):
         turned.begin(max(prompt, 1))
         for length in (max(prompt, 1) + 1, tokens):

@@ -1,17 +1,16 @@
-"""From one token to the next in three launches, as plain torch does it."""
+"""From one token to the next in four launches, as plain torch does it."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 from pairs import every_pair
+from rotations import rotation
 from torch import Tensor
 
 from halfbyte.kernels.token import triton as kernels
 from halfbyte.models.loop import BROKEN, TokenBuffers, choose, drawn
-from halfbyte.models.rotation import FULL, SLIDING, Rotation
+from halfbyte.models.rotation import FULL, SLIDING
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 NAN, INF = float("nan"), float("inf")
@@ -103,25 +102,10 @@ def test_all_are_done_at_last() -> None:
         assert found.report.tolist() == [token, token, int(token != 4)]
 
 
-def rotation(names: tuple[str, ...] | str, tokens: int, window: int, layers: int) -> Rotation:
-    """Of a store whose layers have no memory: masks and slots alone."""
-    each = [names] * layers if isinstance(names, str) else [names[i % len(names)] for i in range(layers)]
-    slides = [name == SLIDING for name in each]
-    lengths = [window if one else tokens for one in slides]
-    found = Rotation.__new__(Rotation)
-    found.names, found.floats, found.tokens = names, None, tokens
-    found.window = window if any(slides) else tokens
-    found.lengths, found.slides = torch.tensor(lengths), torch.tensor([int(one) for one in slides])
-    found.shift = torch.zeros((), dtype=torch.int64)
-    found.slots = SimpleNamespace(tensor=torch.zeros((layers, 2), dtype=torch.int64)[:, 0], send=lambda: None)
-    found.places = torch.arange(max(tokens, window))
-    return found
-
-
 @pytest.mark.parametrize("names", [FULL, SLIDING, (FULL, SLIDING)], ids=str)
 @every_pair({"rows": [1, 3], "tokens, window": [(40, 9), (40, 64), (5000, 300), (9, 1)], "layers": [1, 5]})
 def test_masks_and_slots(names: tuple[str, ...] | str, rows: int, tokens: int, window: int, layers: int) -> None:
-    ours, theirs = (rotation(names, tokens, window, layers) for _ in range(2))
+    ours, theirs = (rotation(names, tokens, window, layers, CPU) for _ in range(2))
     visible = torch.rand((rows, tokens), generator=torch.Generator().manual_seed(tokens)) < 0.7
     for prompt in {1, tokens // 3, tokens - 1}:
         for turned in (ours, theirs):

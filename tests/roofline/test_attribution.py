@@ -36,6 +36,7 @@ FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>(Flas
         ("decode", UNNAMED), ("multiply", UNNAMED), ("lay_out", UNNAMED),
         ("attend_kernel", ATTENTION), ("attend_parts_kernel", ATTENTION), ("append_kernel", COPIES),
         ("argmax_kernel", SAMPLING), ("put_argmax_kernel", SAMPLING), ("step_masks_kernel", ELEMENTWISE),
+        ("angles_kernel", ELEMENTWISE),
         ("void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>(float*)", DEQUANTIZE),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", NORMS),
         ("triton_poi_fused__to_copy_mul_silu_1", ELEMENTWISE),

@@ -135,7 +135,8 @@ class TokenStep(Stepper):
     ) -> None:
         super().__init__(model, buffers.ids.device, retried)
         self.rotation, self.buffers, self.rules, self.kind = rotation, buffers, rules, kind
-        self.takes_likeliest = not (kind.samples or kind.logits or kind.scores or rules)
+        # The largest of 16 bits is the largest of their fp32 copies.
+        self.needs_floats = bool(kind.samples or kind.logits or kind.scores or rules)
         with torch.inference_mode(False), torch.no_grad():
             self.numbers = Numbers(rules, len(buffers.ids), self.device)
             self.ends = torch.tensor(kind.ends, dtype=torch.int64, device=self.device) if kind.ends else None
@@ -158,11 +159,9 @@ class TokenStep(Stepper):
             return_dict=True,
             **dict(self.kind.extras),
         )
-        given = outputs.logits[:, -1]
-        if self.takes_likeliest:
-            buffers.go_on(given, False, self.ends)
-            return {}
-        logits = scores = given.to(copy=True, dtype=torch.float32)
+        logits = scores = outputs.logits[:, -1]
+        if self.needs_floats:
+            logits = scores = scores.to(copy=True, dtype=torch.float32)
         for rule, numbers in zip(self.rules, self.numbers.of, strict=True):
             scores = rule(scores, buffers.ids, buffers.length, numbers)
         buffers.go_on(scores, self.kind.samples, self.ends)

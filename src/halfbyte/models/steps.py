@@ -165,7 +165,8 @@ class StepPool:
 
     def remember(self, model: Any, cache: Any) -> None:
         """How transformers has made a cache, for later calls."""
-        self.empty = empty_like(cache, 0), _layers_of_cache(model)
+        found = empty_like(cache, 0)
+        self.empty = found, None if found is None else _layers_of_cache(model)
 
     def empty_cache(self, model: Any, length: int) -> Any:
         """What transformers would make for so many tokens, or None where it has to be asked."""

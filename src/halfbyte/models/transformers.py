@@ -114,12 +114,13 @@ def _prepare_cache_for_generation(
         self._previous_max_cache_length = -1
         length, pool = given["max_cache_length"], pool_of(self)
         as_usual = not any(getattr(generation_config, name, None) for name in ("prefill_chunk_size", "max_cache_len"))
-        if pool is not None and as_usual and (again := pool.empty_cache(self, length)) is not None:
-            model_kwargs["past_key_values"] = again
-        else:
+        again = pool.empty_cache(self, length) if pool is not None and as_usual else None
+        if again is None:
             original(self, generation_config, model_kwargs, *args, **kwargs)
             if pool is not None and as_usual:
                 pool.remember(self, model_kwargs.get("past_key_values"))
+        else:
+            model_kwargs["past_key_values"] = again
         if generation_config.prefill_chunk_size is None and can_capture(model_kwargs.get("past_key_values")):
             sampling.mark(model_kwargs["past_key_values"], length)
         return None

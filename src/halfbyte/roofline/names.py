@@ -57,10 +57,8 @@ WORDS: tuple[tuple[Label, str], ...] = (
         "memcpy memset copy index_put catarray scatter gather index_select indexselect embedding repeat aten::cat",
     ),
     (COPIES, "append_kernel aten::clone aten::_to_copy"),
-    (
-        ELEMENTWISE,
-        "step_masks elementwise pointwise functor silu gelu rotary aten::add aten::mul aten::sub aten::div aten::neg",
-    ),
+    (ELEMENTWISE, "elementwise pointwise functor silu gelu rotary aten::add aten::mul aten::sub aten::div aten::neg"),
+    (ELEMENTWISE, "step_masks angles_kernel"),
     (ELEMENTWISE, "aten::sin aten::cos aten::exp aten::tanh aten::where aten::fill aten::zero aten::ones aten::arange"),
     (ELEMENTWISE, "aten::le aten::lt aten::ge aten::gt aten::eq aten::ne aten::bitwise aten::logical aten::all"),
     (ELEMENTWISE, "aten::any aten::index aten::sum aten::max aten::min aten::clamp"),

@@ -2,7 +2,7 @@
 // (linear/device/grouped.cuh draws `routes`).
 //
 // Bytes: the ids twice, and three numbers for each pair. A cluster of CTAs does it all in a few microseconds, or a single
-// CTA where a GPU has no clusters, and nothing waits for the host. Each warp has a run of pairs, and counts those of
+// CTA where pairs are few or a GPU has no clusters, and nothing waits for the host. Each warp has a run of pairs, and counts those of
 // each expert. Each CTA adds up what its warps have counted, and reads the sums of the others; then each warp knows
 // where its pairs go. Pairs of an expert keep their order, so the same ids give the same routes. Ids that are no expert
 // are nobody's, and their place is NOWHERE.

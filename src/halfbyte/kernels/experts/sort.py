@@ -40,9 +40,8 @@ def sort(ids: Tensor, experts: int, tile_m: int, tiles: int) -> Routes:
     aligned = -(-pairs // 4) * 4
     first = 4 * (1 + tiles) + aligned
     found = torch.empty(first + aligned + pairs, dtype=torch.int32, device=ids.device)
-    properties = properties_of(index)
-    ctas = ctas_of(pairs, properties)
-    launch, arguments = launches.get((index, tile_m, experts, ctas), lambda: _prepare(index, tile_m, experts, ctas))
+    key = index, tile_m, experts, ctas_of(pairs, properties_of(index))
+    launch, arguments = launches.get(key, lambda: _prepare(index, pairs, tile_m, experts))
     arguments.set(ids.data_ptr(), found.data_ptr(), pairs, experts, ids.dtype is torch.int64, tiles)
     launch(torch._C._cuda_getCurrentRawStream(index), arguments.parameters)
     return Routes(found, found[first : first + pairs])
@@ -50,23 +49,20 @@ def sort(ids: Tensor, experts: int, tile_m: int, tiles: int) -> Routes:
 
 def variant(pairs: int, tile_m: int, properties: DeviceProperties) -> Variant:
     """What is compiled for so many pairs."""
-    return _variant(tile_m, ctas_of(pairs, properties), properties)
+    constants: dict[str, Constant] = {
+        "tile_m": tile_m, "x": "Type::bf16", "ctas": ctas_of(pairs, properties), "overlaps": properties.ptx >= HOPPER,
+    }  # fmt: skip
+    return Variant.of(source(), properties.capability, constants)
 
 
 def ctas_of(pairs: int, properties: DeviceProperties) -> int:
     return CTAS if properties.ptx >= HOPPER and pairs > FEW else 1
 
 
-def _variant(tile_m: int, ctas: int, properties: DeviceProperties) -> Variant:
-    constants: dict[str, Constant] = {
-        "tile_m": tile_m, "x": "Type::bf16", "ctas": ctas, "overlaps": properties.ptx >= HOPPER,
-    }  # fmt: skip
-    return Variant.of(source(), properties.capability, constants)
-
-
-def _prepare(index: int, tile_m: int, experts: int, ctas: int) -> tuple[Launch, Arguments]:
+def _prepare(index: int, pairs: int, tile_m: int, experts: int) -> tuple[Launch, Arguments]:
     properties, shared = properties_of(index), 4 * (WARPS + 2) * experts
-    (function,) = kernels(index, _variant(tile_m, ctas, properties), (("sort_pairs", shared),), carveout=100)
+    (function,) = kernels(index, variant(pairs, tile_m, properties), (("sort_pairs", shared),), carveout=100)
+    ctas = ctas_of(pairs, properties)
     cluster = ctas if ctas > 1 else 0
     launch = Launch(function, (1, ctas), 32 * WARPS, shared, cluster, overlaps=properties.ptx >= HOPPER)
     return launch, Arguments(LAYOUT, (), ())
