@@ -4,7 +4,7 @@ import ctypes
 import re
 import subprocess
 from dataclasses import replace
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -22,17 +22,21 @@ from halfbyte.kernels.linear.dispatch import choose, choose_group
 from halfbyte.kernels.linear.kernel import plan_for
 from halfbyte.kernels.linear.laid_out import UNIT_K, loads_scales_at_once, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
-from halfbyte.kernels.linear.sm90_decode import launch as decode
-from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.launch import constants, source
-from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan, is_valid, one_after_another, streamk_plan
-from halfbyte.kernels.linear.tune.h200 import STREAMK_NARROW_SIZE
+from halfbyte.kernels.linear.sm90_streamk.plan import (
+    TILES_M,
+    StreamKPlan,
+    is_valid,
+    one_after_another,
+    streamk_plan,
+)
+from halfbyte.kernels.linear.tune.h200 import INVARIANT_WARPGROUPS, STREAMK_TILES
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 MODELS = ((28672, 8192), (8192, 28672), (14336, 4096), (4096, 14336), (1024, 4096), (25600, 5120), (5120, 25600))
-TILES_M = (8, 16, 32, 64)
 GROUPS = (2, 3, 4)
+TILES = tuple(STREAMK_TILES.items())
 shapes = {
     "n": st.integers(1, 40000),
     "span": st.sampled_from([32, 64]),
@@ -80,9 +84,11 @@ def test_every_plan_is_valid(
         assert m > 300  # too many units for 32 bits
         return
     assert is_valid(plan, m, n, k, span, properties)
-    # The narrowest tile that holds every row of x, or the widest there is; for few weights half of it.
-    narrowest = next((width for width in TILES_M if width >= m), TILES_M[-1])
-    assert plan.tile_m == (32 if 32 < m <= 64 and n * k <= STREAMK_NARROW_SIZE else narrowest)
+    # No tile is empty, and none could be narrower; with batch_invariant tiles have one number of warpgroups.
+    allowed = [width for width in TILES_M if not batch_invariant or (width, INVARIANT_WARPGROUPS) in STREAMK_TILES]
+    count = -(-m // plan.tile_m)
+    assert plan.tile_m == next(width for width in allowed if width * count >= m)
+    assert count <= -(-m // allowed[-1]) + (m > 32) or count * -(-n // 128) <= sms
     work = tiles(plan, m, n) * -(-k // UNIT_K)
     assert 1 <= plan.ctas <= work
     assert (work + 1) * plan.ctas <= 1 << 32  # sm90_streamk/kernel.cu multiplies them in 32 bits
@@ -115,7 +121,7 @@ def test_the_order_of_a_sum_does_not_depend_on_the_rows_of_x(
     assert len({plan.direct for plan in plans.values()}) == 1
 
 
-@pytest.mark.parametrize("n", [400_000, 4_000_000])
+@pytest.mark.parametrize("n", [600_000, 4_000_000])
 def test_a_weight_too_large_for_many_rows_is_refused_with_few(n: int) -> None:
     """Another kernel, which adds up in another order, would take the many."""
     plans = {planned(m, n, 16384, 64, H200, True) for m in (1, 9, 64, INVARIANT_ROWS)}
@@ -150,23 +156,21 @@ def test_one_kernel_takes_all_that_must_not_depend_on_the_batch(target: str) -> 
 
 
 def test_a_group_has_x_laid_out_in_one_way() -> None:
-    """Once for all, which is not done for a weight whose CTAs keep it."""
+    """Once for all, even where a weight by itself would have other tiles, or keep its x."""
+    assert hopper.plan(24, Problem(BF16, 1024, 8192, "nf4", 64, torch.uint8, 256), H200, False).resident
     group = tuple(Problem(BF16, n, 2304, "nf4", 64, torch.uint8, 256) for n in (9000, 8000, 64))
     for m in (33, 64, 65, 200):
-        plans = [hopper.plan(m, one, H200, False) for one in group]
-        assert [plan.resident > 0 for plan in plans] == [False, False, True]
-        together = one_after_another(m, group[:2], H200)
-        assert together.plans == tuple(plans[:2])
-        assert together.microseconds < sum(plan.microseconds for plan in plans[:2])
-        assert one_after_another(m, group, H200) is None
-        assert choose(m, group[2], H200, False).kernel in ((decode,) if m <= 64 else (hopper, gemm))  # a small one
+        for some in (group[:2], group):
+            together = one_after_another(m, some, H200)
+            assert len({(plan.tile_m, plan.resident, plan.cluster) for plan in together.plans}) == 1
+            assert all(is_valid(plan, m, o.n, o.k, 64, H200) for o, plan in zip(some, together.plans, strict=True))
+        assert together.microseconds < sum(plan.microseconds for plan in together.plans)
     others = (replace(group[0], k=1024), replace(group[0], block_size=32), replace(group[0], dtype=F32))
     assert all(choose_group(200, (group[0], other), H200) is None for other in others)
-    small = (group[0], replace(group[0], n=256, k=2304))
-    assert one_after_another(200, small, H200) is None
-    narrower = tuple(replace(one, n=n) for one, n in zip(group, (9000, 3000), strict=False))
-    assert {hopper.plan(64, one, H200, False).tile_m for one in narrower} == {32, 64}
-    assert one_after_another(64, narrower, H200) is None
+    assert all(one_after_another(200, (group[0], other), H200) is None for other in others)
+    narrower = tuple(replace(one, n=n) for one, n in zip(group, (9000, 1000), strict=False))
+    assert [hopper.plan(64, one, H200, False).tile_m for one in narrower] == [64, 16]
+    assert len({plan.tile_m for plan in one_after_another(64, narrower, H200).plans}) == 1
 
 
 def test_how_many_clusters_run_at_once() -> None:
@@ -191,7 +195,12 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert valid()
     assert valid(span=32)
     assert valid(m=9, ctas=64)
-    assert all(valid(warpgroups=groups, tile_m=width, stages=2) for groups in GROUPS for width in TILES_M)
+    assert all(
+        valid(warpgroups=groups, tile_m=width, stages=2)
+        is (StreamKPlan(width, groups, 2, 1).shared_bytes(64) <= 232448)
+        for groups, width in product(GROUPS, TILES_M)
+    )
+    assert all(valid(warpgroups=groups, tile_m=width, stages=stages) for (width, groups), (stages, _) in TILES)
     assert not valid(ctas=33)  # two tiles of sixteen units
     assert not valid(n=192, ctas=17)
     assert valid(resident=1)
@@ -211,7 +220,7 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert not valid(ctas=0)
     assert not valid(warpgroups=1)
     assert not valid(warpgroups=5)
-    for width in (1, 4, 24, 256):
+    for width in (1, 4, 40, 256):
         assert not valid(tile_m=width)
     assert not valid(stages=0)
     assert not valid(stages=1)
@@ -265,8 +274,8 @@ def test_what_the_planner_picks_compiles_into_registers(every: bool, tmp_path: P
     """With three kinds of weights; without `every` one plan of each class with one."""
     picked = {
         replace(plan, ctas=1)
-        for m in (1, 16, 32, 64)
-        for shape in MODELS
+        for m in TILES_M
+        for shape in (*MODELS, (600, 4096))
         for batch_invariant in (False, True)
         if (plan := planned(m, *shape, 64, H200, batch_invariant)) is not None
     }
@@ -285,7 +294,7 @@ def test_what_the_planner_picks_compiles_into_registers(every: bool, tmp_path: P
 @pytest.mark.parametrize("groups", GROUPS)
 def test_what_a_tuner_may_pick_compiles(groups: int, tmp_path: Path) -> None:
     kinds = cycle(problem(BF16 if groups == 3 else F16, *kind) for kind in KINDS[groups::4])
-    for width, kind in zip(TILES_M, kinds, strict=False):
+    for width, kind in zip((8, 16, 32, 64), kinds, strict=False):
         plans = (StreamKPlan(width, groups, stages, 1) for stages in range(2, 9))
         valid = [plan for plan in plans if is_valid(plan, width, 4096, 4096, span_of(kind), H200)]
         multiply, _ = _compiled(kind, valid[-1], tmp_path)
@@ -403,10 +412,9 @@ def _as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_kernel_is_for() -> None:
     x, weight = torch.randn(100, 1024).bfloat16(), torch.randn(65, 1024).bfloat16()
     q = hb.quantize(weight)
-    for rows, width in ((1, 8), (8, 8), (9, 16), (17, 32), (33, 32), (65, 64), (100, 64)):
-        plan = plan_for(hopper, x[:rows], q)
-        assert plan == planned(rows, 65, 1024, 64, H200, False)
-        assert plan.tile_m == width
+    for rows, width in ((1, 8), (8, 8), (9, 16), (17, 24), (32, 32), (33, 48), (64, 64), (65, 80), (97, 112)):
+        assert planned(rows, 28672, 8192, 64, H200, False).tile_m == width
+        assert plan_for(hopper, x[:rows], q) == planned(rows, 65, 1024, 64, H200, False)
         assert plan_for(hopper, x[:rows], q, None, True) == planned(rows, 65, 1024, 64, H200, True)
     small = hb.quantize(weight[:, :96], block_size=32)
     assert plan_for(hopper, x[:, :96].contiguous(), small) is not None

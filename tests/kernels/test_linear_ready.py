@@ -169,7 +169,7 @@ def test_x_is_not_laid_out_ahead_where_ctas_hold_it(gpu: Driver) -> None:
 
 def test_workspaces_of_shared_sums(gpu: Driver) -> None:
     """One launch clears what the one before has left."""
-    q, x = make(64, 4096), torch.randn(70, 4096).bfloat16()
+    q, x = make(300, 4096), torch.randn(200, 4096).bfloat16()
     gpu.like = q
     for _ in range(3):
         cuda.linear(x, q, None, False)
@@ -182,7 +182,7 @@ def test_workspaces_of_shared_sums(gpu: Driver) -> None:
 
 def test_workspaces_of_graphs(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """All launches of a capture have one, which grows with them; the next capture has another, and none is kept."""
-    q, wide, x = make(64, 4096), make(2048, 4096), torch.randn(70, 4096).bfloat16()
+    q, wide, x = make(300, 4096), make(2048, 4096), torch.randn(200, 4096).bfloat16()
     gpu.like = q
     cuda.linear(x, q, None, False)
     of_thread = gpu.workspaces.pop()

@@ -85,7 +85,7 @@ def test_which_go_together() -> None:
         assert not side_by_side.are_alike((q, other))
     assert not side_by_side.are_alike((q,))
     assert not side_by_side.are_alike((k,) * 5)
-    for m, kernel in ((32, streamk), (64, streamk), (96, gemm), (512, gemm), (1024, gemm), (2048, gemm)):
+    for m, kernel in ((32, streamk), (64, streamk), (96, streamk), (512, gemm), (1024, gemm), (2048, gemm)):
         choice = choose_group(m, (q, k, k), H200)
         assert choice is not None
         assert (choice.kernel, choice.plan.is_one_launch) == (kernel, True)

@@ -82,7 +82,7 @@ def test_what_is_superseded_is_not_asked() -> None:
     for problem, target, name in (
         (known, "sm_80", "sm80"),
         (replace(known, align_packed=8), "sm_80", "sm75"),
-        (known, "sm_90", "sm90_decode"),
+        (known, "sm_90", "sm90_streamk"),
         (Problem(torch.float16, 4096, 4096, "mxfp4", 32, torch.uint8), "sm_90", "sm80"),
     ):
         choice = dispatch.choose(40, problem, properties_for(target), False)

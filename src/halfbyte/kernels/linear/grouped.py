@@ -76,7 +76,7 @@ def _narrow_or_wide(
     pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
 ) -> Plan | None:
     each = (kernel.grouped_plan(pairs, experts, tile_m, problem, properties, back) for kernel in (narrow, wide))
-    return next((one for one in each if one is not None), None)
+    return min(filter(None, each), key=lambda one: one.microseconds, default=None)
 
 
 def _many(

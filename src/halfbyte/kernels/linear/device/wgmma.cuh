@@ -1,5 +1,5 @@
-// Hopper's tensor cores: wgmma of a warpgroup's 64 rows of W by Columns rows of x (8, 16, and 32 to 256 in steps of
-// 32), m64nColumnsk16 with fp32 sums. Needs sm_90a.
+// Hopper's tensor cores: wgmma of a warpgroup's 64 rows of W by Columns rows of x (8, 16, 24, 48, 80, 112, and 32 to
+// 256 in steps of 32), m64nColumnsk16 with fp32 sums. Needs sm_90a.
 //
 // W is the A operand as in device/mma.cuh, in registers, and out.T = W @ x.T: warp w of the four has rows 16 w to 16 w
 // + 15, its lanes have of A and of the sums what they have of m16n8k16, sums 4 i to 4 i + 3 being those of columns 8 i
@@ -14,11 +14,15 @@ __device__ constexpr int sums_of(int columns) { return columns / 2; }
 #define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
 #define D4 "%0,%1,%2,%3"
 #define D8 D4 ",%4,%5,%6,%7"
-#define D16 D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define D12 D8 ",%8,%9,%10,%11"
+#define D16 D12 ",%12,%13,%14,%15"
 #define F64(i) F16(i), F16(i + 16), F16(i + 32), F16(i + 48)
-#define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define D48 D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define D64 D48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define D24 D16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define D32 D24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define D40 D32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define D48 D40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define D56 D48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define D64 D56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define D80 D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define D96 D80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define D112 D96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
@@ -39,12 +43,20 @@ __device__ __forceinline__ void multiply_add(float (&sum)[Sums], u32 a0, u32 a1,
     WGMMA("m64n8k16", D4, "%4,%5,%6,%7", "%8", "%9", F4(0));
   } else if constexpr (Sums == sums_of(16)) {
     WGMMA("m64n16k16", D8, "%8,%9,%10,%11", "%12", "%13", F4(0), F4(4));
+  } else if constexpr (Sums == sums_of(24)) {
+    WGMMA("m64n24k16", D12, "%12,%13,%14,%15", "%16", "%17", F4(0), F4(4), F4(8));
   } else if constexpr (Sums == sums_of(32)) {
     WGMMA("m64n32k16", D16, "%16,%17,%18,%19", "%20", "%21", F16(0));
+  } else if constexpr (Sums == sums_of(48)) {
+    WGMMA("m64n48k16", D24, "%24,%25,%26,%27", "%28", "%29", F16(0), F4(16), F4(20));
   } else if constexpr (Sums == sums_of(64)) {
     WGMMA("m64n64k16", D32, "%32,%33,%34,%35", "%36", "%37", F16(0), F16(16));
+  } else if constexpr (Sums == sums_of(80)) {
+    WGMMA("m64n80k16", D40, "%40,%41,%42,%43", "%44", "%45", F16(0), F16(16), F4(32), F4(36));
   } else if constexpr (Sums == sums_of(96)) {
     WGMMA("m64n96k16", D48, "%48,%49,%50,%51", "%52", "%53", F16(0), F16(16), F16(32));
+  } else if constexpr (Sums == sums_of(112)) {
+    WGMMA("m64n112k16", D56, "%56,%57,%58,%59", "%60", "%61", F16(0), F16(16), F16(32), F4(48), F4(52));
   } else if constexpr (Sums == sums_of(128)) {
     WGMMA("m64n128k16", D64, "%64,%65,%66,%67", "%68", "%69", F64(0));
   } else if constexpr (Sums == sums_of(160)) {
@@ -54,7 +66,7 @@ __device__ __forceinline__ void multiply_add(float (&sum)[Sums], u32 a0, u32 a1,
   } else if constexpr (Sums == sums_of(224)) {
     WGMMA("m64n224k16", D112, "%112,%113,%114,%115", "%116", "%117", F64(0), F16(64), F16(80), F16(96));
   } else {
-    static_assert(Sums == sums_of(256), "there are shapes for 8, 16, 32 rows of x and multiples of 32");
+    static_assert(Sums == sums_of(256), "there is no shape for so many rows of x");
     WGMMA("m64n256k16", D128, "%128,%129,%130,%131", "%132", "%133", F64(0), F64(64));
   }
 }
@@ -63,9 +75,13 @@ __device__ __forceinline__ void multiply_add(float (&sum)[Sums], u32 a0, u32 a1,
 #undef F64
 #undef D4
 #undef D8
+#undef D12
 #undef D16
+#undef D24
 #undef D32
+#undef D40
 #undef D48
+#undef D56
 #undef D64
 #undef D80
 #undef D96

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import itemgetter
@@ -16,7 +16,7 @@ from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem
 from halfbyte.kernels.linear.spread import most_tiles
 from halfbyte.kernels.linear.tune import h200
 
-TILES_M = (8, 16, 32, 64)
+TILES_M = (8, 16, 24, 32, 48, 64, 80, 96, 112)
 REGISTERS = {2: (120, 192), 3: (80, 144), 4: (96, 96)}  # of producer and consumer threads; by warpgroups
 
 
@@ -110,22 +110,16 @@ def _can_reduce_in_cluster(plan: StreamKPlan) -> bool:
 def streamk_plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> StreamKPlan | None:
     """The plan for x [m, K], or None where this kernel is not for it.
 
-    Where a CTA has room for all of x that it needs, it keeps that. Else either every SM takes an equal part of all
-    units, or every tile is cut into the same number of parts, whichever lets the busiest CTA be done first. With
-    batch_invariant a row's sums are made in one order, whatever m is.
+    A CTA keeps all of x that it needs, where there is room for that. Or x is laid out ahead, and either every SM takes
+    an equal part of all units, or every tile is cut into the same number of parts. With batch_invariant a row's sums
+    are made in one order, whatever m is.
     """
-    n, k, span = problem.n, problem.k, span_of(problem)
     if m < 1 or properties.ptx != 90:
         return None
     if batch_invariant:
-        found = _invariant_plan(m, n, k, span, properties)
-    else:
-        of_one = _plans(_tile_m(m, n, k), m, (n,), k, span, properties)
-        found = None if of_one is None else (of_one[0], of_one[1][0])
-    if found is None:
-        return None
-    busy, plan = found
-    return replace(plan, microseconds=_microseconds(busy, plan, m, problem, properties))
+        return _invariant_plan(m, problem, properties)
+    found = _fastest(m, (problem.n,), problem, properties)
+    return found[0] if found else None
 
 
 def group_plan(m: int, group: Sequence[Problem], properties: DeviceProperties) -> StreamKGroup | None:
@@ -140,25 +134,21 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
     one tile, whose x it may keep."""
     if not side_by_side.are_alike(group) or m < 1 or properties.ptx != 90:
         return None
-    every, span, sides = side_by_side.merged(group), span_of(group[0]), [o.n for o in group]
-    tile_m = _tile_m(m, every.n, every.k)
-    found = _plans(tile_m, m, sides, every.k, span, properties)
-    if found is None:
-        return None
-    busy, plans = found
-    estimate = _microseconds(busy, plans[0], m, every, properties)
-    each = tuple(replace(plan, microseconds=estimate) for plan in plans)
-    return StreamKGroup(each, estimate, is_one_launch=True)
+    plans = _fastest(m, [o.n for o in group], side_by_side.merged(group), properties)
+    return StreamKGroup(tuple(plans), plans[0].microseconds, is_one_launch=True) if plans else None
 
 
 def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProperties) -> StreamKGroup | None:
-    """Each weight as alone, but that x is laid out once."""
-    plans = tuple(found for problem in group if (found := streamk_plan(m, problem, properties, False)) is not None)
-    if len(plans) < len(group) or any(found.resident for found in plans):
+    """Each weight in a launch of its own, in tiles for which x is laid out once."""
+    if m < 1 or properties.ptx != 90 or len({(o.k, o.dtype, span_of(o)) for o in group}) > 1:
         return None
-    ways = {(o.k, o.dtype, span_of(o), found.tile_m) for o, found in zip(group, plans, strict=True)}
-    saved = (len(plans) - 1) * h200.STREAMK_LAYING_OUT
-    return StreamKGroup(plans, sum(found.microseconds for found in plans) - saved) if len(ways) == 1 else None
+    found = []
+    for tile_m in tiles_m(m, max(o.n for o in group), properties.sms):
+        plans = tuple(plan for o in group for plan in _estimated(_cut_plans, tile_m, m, (o.n,), o, properties))
+        if len(plans) == len(group):
+            saved = (len(plans) - 1) * h200.STREAMK_LAYING_OUT
+            found.append(StreamKGroup(plans, sum(plan.microseconds for plan in plans) - saved))
+    return min(found, key=lambda plan: plan.microseconds, default=None)
 
 
 def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> StreamKGroup | None:
@@ -208,24 +198,49 @@ def grouped_plan(
     return min(found, key=lambda plan: plan.microseconds, default=None)
 
 
+def tiles_m(m: int, n: int, sms: int) -> tuple[int, ...]:
+    """Rows of x a tile that come into question, none more than they need to be: so many that there are as few tiles as
+    can be, or one more; and fewer, where all tiles together are no more than multiprocessors."""
+    narrowest = {-(-m // width): width for width in reversed(TILES_M)}  # by the number of tiles
+    row_tiles = -(-n // (64 * min(REGISTERS)))
+    most = max(min(narrowest) + (m > h200.STREAMK_ONE_TILE), sms // row_tiles)
+    return tuple(width for count, width in narrowest.items() if count <= most)
+
+
+def _fastest(m: int, sides: Sequence[int], problem: Problem, properties: DeviceProperties) -> list[StreamKPlan]:
+    """The plans with the lowest estimate, which is that of all, of weights of so many rows in one launch; none where
+    there is none. `problem` has all of their rows."""
+    found = (
+        _estimated(plans_of, tile_m, m, sides, problem, properties)
+        for plans_of in (_resident_plans, _cut_plans)
+        for tile_m in tiles_m(m, problem.n, properties.sms)
+    )
+    return min(filter(None, found), key=lambda plans: plans[0].microseconds, default=[])
+
+
+def _estimated(
+    plans_of: Callable[[int, int, Sequence[int], int, int, DeviceProperties], tuple[float, list[StreamKPlan]] | None],
+    tile_m: int,
+    m: int,
+    sides: Sequence[int],
+    problem: Problem,
+    properties: DeviceProperties,
+) -> list[StreamKPlan]:
+    """The same of one kind, in tiles of so many rows of x."""
+    found = plans_of(tile_m, m, sides, problem.k, span_of(problem), properties)
+    if found is None:
+        return []
+    time = _microseconds(found[0], found[1][0], m, problem, properties)
+    return [replace(plan, microseconds=time) for plan in found[1]]
+
+
 def _microseconds(busy: float, plan: StreamKPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
-    """The estimated time, of the busiest CTA's time and of what must be read and written; of 64 rows of x and more
-    tiles of x read W again, from L2."""
+    """The estimated time, of the busiest CTA's time and of what must be read and written."""
     times, rates = h200.STREAMK_TIMES[plan.tile_m, plan.resident > 0], properties.rates
-    tiles, working = plan.x_tiles(m), times.busy * busy / rates.clock
     reading = problem.megabytes / (times.bandwidth * rates.bandwidth)
-    most = max(math.hypot(reading, working), problem.megabytes / (h200.MOST_BANDWIDTH * rates.bandwidth))
-    again = times.again * problem.megabytes * (tiles - 1) + times.scales * problem.scale_megabytes * tiles
-    return times.start + most + again + times.result * problem.result_megabytes(m)
-
-
-def _plans(
-    tile_m: int, m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
-) -> tuple[float, list[StreamKPlan]] | None:
-    """The plans of weights of so many rows in one launch, with the time of the busiest CTA: CTAs keep their x where
-    there is room for it."""
-    of_resident = _resident_plans(tile_m, m, sides, k, span, properties)
-    return of_resident or _cut_plans(tile_m, m, sides, k, span, properties)
+    most = max(math.hypot(reading, busy / rates.clock), problem.megabytes / (h200.MOST_BANDWIDTH * rates.bandwidth))
+    scales = times.scales * problem.scale_megabytes * plan.x_tiles(m)
+    return times.start + most + scales + times.result * problem.result_megabytes(m)
 
 
 def _cut_plans(
@@ -239,8 +254,9 @@ def _cut_plans(
             continue
         tiles = [-(-n // (64 * warpgroups)) * x_tiles for n in sides]
         part = h200.STREAMK_PART[tile_m] * warpgroups
-        time, shares = _best_shares(sum(tiles), depth, cost, h200.STREAMK_CUT[tile_m], part, properties.sms)
-        found.append((time, [StreamKPlan(tile_m, warpgroups, stages, some * shares) for some in tiles]))
+        if sum(tiles) <= properties.sms:
+            time, shares = _best_shares(sum(tiles), depth, cost, h200.STREAMK_CUT[tile_m], part, properties.sms)
+            found.append((time, [StreamKPlan(tile_m, warpgroups, stages, some * shares) for some in tiles]))
         dealt = side_by_side.deal([some * depth for some in tiles], properties.sms)
         time = max(
             -(-some * depth // ctas) * cost + h200.STREAMK_RUN[tile_m] + (ctas / some + 1) * part
@@ -257,45 +273,41 @@ def _are_valid(
     return all(is_valid(plan, m, n, k, span, properties) for plan, n in zip(plans, sides, strict=True))
 
 
-def _invariant_plan(
-    m: int, n: int, k: int, span: int, properties: DeviceProperties
-) -> tuple[float, StreamKPlan] | None:
+def _invariant_plan(m: int, problem: Problem, properties: DeviceProperties) -> StreamKPlan | None:
     """The plan of which only tile_m and the number of tiles depend on m: how a tile is cut along K and in which order
-    its parts are added up does not, nor does whether there is a plan. With the time of the busiest CTA."""
+    its parts are added up does not, nor does whether there is a plan."""
+    n, k, span = problem.n, problem.k, span_of(problem)
     warpgroups, depth = h200.INVARIANT_WARPGROUPS, -(-k // UNIT_K)
     row_tiles = -(-n // (64 * warpgroups))
-    costs = h200.INVARIANT_UNIT, h200.INVARIANT_CUT, h200.INVARIANT_PART
-    shares = _best_shares(row_tiles, depth, *costs, properties.sms)[1]
+    shares = _best_shares(
+        row_tiles, depth, h200.INVARIANT_UNIT, h200.INVARIANT_CUT, h200.INVARIANT_PART, properties.sms
+    )[1]
+    kinds = {width: kind for (width, groups), kind in h200.STREAMK_TILES.items() if groups == warpgroups}
 
     def plan(m: int) -> StreamKPlan:
-        tile_m = _tile_m(m, n, k)
-        stages, _ = h200.STREAMK_TILES[tile_m, warpgroups]
-        return StreamKPlan(tile_m, warpgroups, stages, row_tiles * -(-m // tile_m) * shares, invariant=True)
+        """In the tiles that take the least time, all of them together."""
+        tile_m = min(kinds, key=lambda width: -(-m // width) * kinds[width][1])
+        ctas = row_tiles * -(-m // tile_m) * shares
+        return StreamKPlan(tile_m, warpgroups, kinds[tile_m][0], ctas, invariant=True)
 
-    every = (*TILES_M, max(m, INVARIANT_ROWS))
+    every = (*kinds, max(m, INVARIANT_ROWS))
     if not all(is_valid(plan(rows), rows, n, k, span, properties) for rows in every):
         return None
     found = plan(m)
-    cost, part = h200.STREAMK_TILES[found.tile_m, warpgroups][1], h200.STREAMK_PART[found.tile_m] * warpgroups
+    cost, part = kinds[found.tile_m][1], h200.STREAMK_PART[found.tile_m] * warpgroups
     tiles = row_tiles * found.x_tiles(m)
-    return _time_of_shares(shares, tiles, depth, cost, h200.STREAMK_CUT[found.tile_m], part, properties.sms), found
-
-
-def _tile_m(m: int, n: int, k: int) -> int:
-    """The narrowest that holds all rows of x, or the widest."""
-    if 32 < m <= 64 and n * k <= h200.STREAMK_NARROW_SIZE:
-        return 32
-    return next((tile_m for tile_m in TILES_M if tile_m >= m), TILES_M[-1])
+    busy = _time_of_shares(shares, tiles, depth, cost, h200.STREAMK_CUT[found.tile_m], part, properties.sms)
+    return replace(found, microseconds=_microseconds(busy, found, m, problem, properties))
 
 
 def _resident_plans(
     tile_m: int, m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
 ) -> tuple[float, list[StreamKPlan]] | None:
     """The plans of weights of so many rows in one launch in which every CTA keeps its x, a part of one tile, with the
-    time of the busiest CTA; None where there is no room for that. Where all clusters of a tile's CTAs run at once, they
-    add up among themselves."""
+    time of the busiest CTA; None where there is no room for that, or nothing to gain. Where all clusters of a tile's
+    CTAs run at once, they add up among themselves."""
     depth, found = -(-k // UNIT_K), []
-    for warpgroups, unit in h200.RESIDENT_UNIT.items():
+    for warpgroups, unit in h200.RESIDENT_UNIT.items() if tile_m in h200.RESIDENT_TILE_M else ():
         each = [-(-n // (64 * warpgroups)) * -(-m // tile_m) for n in sides]
         tiles = sum(each)
         scattered = warpgroups > 2 and k % h200.RESIDENT_SCALES_K != 0
@@ -303,13 +315,15 @@ def _resident_plans(
         for shares in range(1, min(depth, properties.sms // tiles) + 1):
             resident, cluster = -(-depth // shares), shares if tiles <= properties.clusters(shares) else 1
             fix_up = h200.FIX_UP + h200.FIX_UP_PART * warpgroups * shares if shares > 1 else 0.0
-            adding = fix_up if cluster == 1 else h200.CLUSTER_PART * shares
+            adding = fix_up if cluster == 1 else h200.CLUSTER_REDUCE + h200.CLUSTER_PART * shares
             time = resident * cost + warpgroups * h200.RESIDENT_WARPGROUP + adding
             for stages in range(min(h200.RESIDENT_STAGES, max(resident, 2)), h200.RESIDENT_MOST_STAGES + 1):
-                plans = [StreamKPlan(tile_m, warpgroups, stages, some * shares, resident, cluster) for some in each]
-                found.append((time, -stages, plans))
-    ordered = ((time, plans) for time, _, plans in sorted(found, key=itemgetter(0, 1)))
-    return next((pair for pair in ordered if _are_valid(pair[1], m, sides, k, span, properties)), None)
+                found.append((time, -stages, warpgroups, tuple(some * shares for some in each), resident, cluster))
+    for time, stages, warpgroups, ctas, resident, cluster in sorted(found):
+        plans = [StreamKPlan(tile_m, warpgroups, -stages, some, resident, cluster) for some in ctas]
+        if _are_valid(plans, m, sides, k, span, properties):
+            return time, plans
+    return None
 
 
 def _best_shares(tiles: int, depth: int, cost: float, cut: float, part: float, sms: int) -> tuple[float, int]:

@@ -32,7 +32,8 @@ constexpr u32 X_RESIDENT = TILES + Config::stages * STAGE_BYTES;
 constexpr u32 SCALE = X_RESIDENT + Config::resident * X_BYTES;
 static_assert(SCALE + Config::stages * SCALE_BYTES == Config::shared_bytes, "plan.py reckons with other sizes");
 constexpr int SUM_GROUPS = (Config::tile_m / 8 + Config::cluster - 1) / Config::cluster * Config::cluster;
-static_assert(SUM_GROUPS * WARPS * 512 <= Config::stages * STAGE_BYTES, "the cluster reduce reuses the stages of W");
+static_assert(Config::cluster == 1 || SUM_GROUPS * WARPS * 512 <= Config::stages * STAGE_BYTES,
+              "the cluster reduce reuses the stages of W");
 
 extern __shared__ __align__(1024) unsigned char memory[];
 // The address of shared memory. In a cluster the CTA's rank is on top of BASE.
