@@ -20,6 +20,7 @@ from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan, is_valid
+from halfbyte.kernels.linear.tune import h200
 
 from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, decoded, poisoned, sixteen_bits, weight
 
@@ -46,7 +47,10 @@ KINDS = (
     (F16, "int4", {"group_size": 64}, BF16),
 )
 # Width, groups and stages: the extremes of what the planner chooses from, and a tuner may.
-TILES = ((8, 4, 3), (64, 2, 3), (16, 3, 4), (32, 3, 3), (8, 2, 6), (64, 3, 2), (32, 4, 2), (16, 2, 2), (64, 4, 2))
+TILES = (
+    *((8, 4, 3), (64, 2, 3), (16, 3, 4), (32, 3, 3), (80, 3, 2), (24, 2, 3), (96, 2, 2), (8, 2, 6), (64, 3, 2)),
+    *((48, 3, 3), (112, 2, 2), (32, 4, 2), (24, 4, 3), (80, 2, 2), (16, 2, 2), (96, 3, 2), (48, 2, 3), (64, 4, 2)),
+)
 CASES = tuple((*kind, tile) for kind, tile in zip(KINDS, cycle(TILES), strict=False))
 cases = pytest.mark.parametrize(("dtype", "format", "options", "stored", "tile"), CASES, ids=str)
 
@@ -100,8 +104,7 @@ def test_error(
         check(numbers(m, k, dtype), q, shared_by(tile, m, n, k))
 
 
-@pytest.mark.parametrize("groups", [2, 3, 4])
-@pytest.mark.parametrize("width", [8, 16, 32, 64])
+@pytest.mark.parametrize(("width", "groups"), [*h200.STREAMK_TILES, (64, 4)])
 def test_every_tile(width: int, groups: int) -> None:
     """As few and as many stages as there can be, and more units than stages a CTA."""
     m, n = 2 * width + 3, 777
@@ -333,7 +336,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("format", ["nf4", "int4"])
 def test_several_weights_of_one_x(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """x is laid out once; each gets the bits that this kernel gives it alone, in a graph too, whose x then changes."""
+    """x is laid out once; each gets the bits that its plan gives it alone, in a graph too, whose x then changes."""
     monkeypatch.setattr(side_by_side, "are_alike", lambda group: False)
     dispatch.choose_group.cache_clear()
     for m, sizes in (
@@ -355,9 +358,9 @@ def test_several_weights_of_one_x(format: str, monkeypatch: pytest.MonkeyPatch) 
             found = cuda.linear_group(x, weights, biases)
             graph.replay()
             assert found is not None
-            for y, out, q, bias in zip(found, outs, weights, biases, strict=True):
+            for y, out, q, bias, plan in zip(found, outs, weights, biases, choice.plan.plans, strict=True):
                 alone = torch.empty_like(y)
-                run(hopper, x, q, bias, alone, plan_for(hopper, x, q, bias))
+                run(hopper, x, q, bias, alone, plan)
                 assert torch.equal(y, alone)
                 assert torch.equal(out, alone)
             x.copy_(torch.randn_like(x))
