@@ -214,6 +214,17 @@ def test_grouped_linear(n: int, rows: int) -> None:
     assert torch.equal(out, found)
 
 
+def test_rows_that_are_sorted_ahead() -> None:
+    """They get the bits that they get where they are sorted with every call, whatever x is by then."""
+    q, x = stack(16, 200, 320, "nf4", BF16), torch.randn((300, 320), dtype=BF16, device=DEVICE)
+    ids = torch.randint(-1, 17, (300, 3), device=DEVICE)
+    multiply = many.sorted_ahead(x, q, ids)
+    assert multiply is not None
+    for _ in range(2):
+        assert torch.equal(multiply(), many.grouped_linear(x.repeat_interleave(3, 0), q, ids.view(-1), None))
+        x.copy_(torch.randn_like(x))
+
+
 def test_a_graph_whose_ids_change() -> None:
     """Experts that come and go, with one that takes all between."""
     gate_up, down = stack(16, 512, 512, "nf4", BF16), stack(16, 512, 256, "nf4", BF16)

@@ -149,7 +149,7 @@ def test_clusters_run_at_once(cluster: int) -> None:
     plan = StreamKPlan(16, 2, 4, 2 * cluster, 1, cluster)
     check(x, q, [plan])
     compiled = hopper.variant(problem_of(x, q, None), plan, properties_of(0))
-    _, multiply = laid_out.make_launches(x.get_device(), cluster, plan, compiled)
+    _, multiply = laid_out.make_launches(x.get_device(), (1, cluster), plan, compiled)
     assert multiply.most_clusters() >= properties_of(0).clusters(cluster)
 
 

@@ -6,8 +6,8 @@ given, and its error is recorded. Bytes are those of the experts that any token 
 has them, and of x, the result and the router; flops those of the products.
 
 In the two products halfbyte finds on its own which rows belong to which expert. Peers are given rows that are sorted
-already, and only their products are timed. Whole blocks run as CUDA graphs wherever CUDA can capture them, and contain
-all of that.
+already, and only their products are timed; "halfbyte, sorted ahead" is halfbyte's product under that condition. Whole
+blocks run as CUDA graphs wherever CUDA can capture them, and contain all of that.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from halfbyte.bench import baselines
 from halfbyte.bench.case import Case, first_line
 from halfbyte.bench.humming import Humming
 from halfbyte.bench.mixtures import DTYPE, Choice, Mixture, Stack, choices, facts_of, wanted_by
-from halfbyte.kernels.experts import router_reference
+from halfbyte.kernels.experts import grouped, router_reference
 from halfbyte.kernels.experts.reference import activate
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.measure.error import relative_error
-from halfbyte.measure.report import DENSE, OURS
+from halfbyte.measure.report import DENSE, OURS, SORTED
 from halfbyte.models.captured import Captured, current
 
 HUMMING = "humming"
@@ -93,20 +93,22 @@ def _product(
     x = [rows.repeat_interleave(mixture.top_k, 0) if of_tokens else rows for rows in given]
     ordered = [rows[choice.order] for rows, choice in zip(x, chosen, strict=True)]
     offsets = [choice.offsets(count) for choice in chosen]
-    grouped = baselines.GroupedMm()
+    of_torch = baselines.GroupedMm()
     providers: dict[str, Provider] = {
         OURS: lambda i: operations.grouped_linear(x[i], stack.weights[i % stack.copies], chosen[i].pairs),
-        DENSE: lambda i: grouped.linear(ordered[i], stack.dense[i % stack.copies], offsets[i]),
+        DENSE: lambda i: of_torch.linear(ordered[i], stack.dense[i % stack.copies], offsets[i]),
     }
     ours, dense = (cache(partial(_exact_products, x, chosen, weight)) for weight in (stack.exact, stack.exact_dense))
     right: dict[str, Exact] = {OURS: ours, DENSE: lambda i: dense(i)[chosen[i].order]}
     of_expert = {OURS: stack.bytes_of_expert, DENSE: stack.dense[0].nbytes // count}
+    ids = [choice.ids if of_tokens else choice.pairs[:, None] for choice in chosen]
+    sorted_ahead = _sorted_ahead(given, stack, ids)
+    if sorted_ahead:
+        providers[SORTED], right[SORTED] = lambda i: sorted_ahead[i](), ours
+        of_expert[SORTED] = stack.bytes_of_expert
     if humming is not None:
         try:
-            rows = [
-                humming.rows(row, choice.ids if of_tokens else choice.pairs[:, None])
-                for row, choice in zip(given, chosen, strict=True)
-            ]
+            rows = [humming.rows(row, of_row) for row, of_row in zip(given, ids, strict=True)]
             humming(rows[0], 0)  # which compiles
         except Exception as error:  # as above
             left_out = {**left_out, HUMMING: f"it cannot multiply {pairs} pairs: {first_line(error)}"}
@@ -121,6 +123,17 @@ def _product(
     check = partial(_check, bound=BOUND[part])
     everything = {**facts, **counted}
     return Case(name, moved, len(chosen), providers, right, check, device, everything, _error, left_out)
+
+
+def _sorted_ahead(x: Sequence[Tensor], stack: Stack, ids: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
+    """Of each input, halfbyte's product of pairs that are sorted; none where no kernel sorts."""
+    if x[0].device.type != "cuda":
+        return []
+    found = (
+        grouped.sorted_ahead(rows, stack.weights[i % stack.copies], of_row)
+        for i, (rows, of_row) in enumerate(zip(x, ids, strict=True))
+    )
+    return [product for product in found if product is not None]
 
 
 def _exact_products(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.bench.report import by_case
-from halfbyte.measure.report import COLORS, OURS, line, provenance, pyplot, title
+from halfbyte.measure.report import COLORS, OURS, SORTED, line, provenance, pyplot, title
 
 INK = "#2b2d42"
 
@@ -16,7 +16,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     """One line a case: every provider's time, our bandwidth, share of the copy ceiling and flops a second, the peers'
     times over ours, and our error."""
     providers = list(dict.fromkeys(row["provider"] for row in record["rows"]))
-    peers = [name for name in providers if name != OURS]
+    peers = [name for name in providers if name not in (OURS, SORTED)]
     columns = [*(f"{name}, µs" for name in providers), "GB/s", "of copy", "TFLOP/s", *(f"× {name}" for name in peers)]
     lines = [line(["experts", *columns, "error"]), line(["---", *["---:"] * (1 + len(columns))])]
     for case, rows in by_case(record):

@@ -8,7 +8,7 @@ capture them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,23 @@ def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor |
 def grouped_linear_backward(grad: Tensor, q: QuantizedWeight, expert: Tensor) -> Tensor | None:
     """As in cuda.py."""
     return _scattered(grad, q, expert, None, back=True)
+
+
+def sorted_ahead(x: Tensor, q: QuantizedWeight, ids: Tensor) -> Callable[[], Tensor] | None:
+    """What multiplies rows [R, K] with k experts each, ids [R, k], into [R k, N], and finds these pairs sorted: that is
+    done here, once. None where no kernel is for it. All contiguous, x aligned to 16 bytes, on the current device."""
+    experts, n, _ = q.shape
+    found = _products(x, (q,), (None,), (Grouping(experts, scatters=True),), ids.numel())
+    if found is None:
+        return None
+    routes, product = found.sort(ids, experts), found.each[0]
+
+    def multiply() -> Tensor:
+        out = (x.new_empty if found.clears else x.new_zeros)((ids.numel(), n))
+        _launch(product, x, routes, None, out, ids.shape[1])
+        return out
+
+    return multiply
 
 
 def _scattered(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None, back: bool) -> Tensor | None:
