@@ -253,6 +253,7 @@ def _cut_plans(
         if other != tile_m:
             continue
         tiles = [-(-n // (64 * warpgroups)) * x_tiles for n in sides]
+        cost *= h200.STREAMK_SCATTERED if _are_scattered(warpgroups, k) else 1
         part = h200.STREAMK_PART[tile_m] * warpgroups
         if sum(tiles) <= properties.sms:
             time, shares = _best_shares(sum(tiles), depth, cost, h200.STREAMK_CUT[tile_m], part, properties.sms)
@@ -265,6 +266,11 @@ def _cut_plans(
         found.append((time, [StreamKPlan(tile_m, warpgroups, stages, ctas) for ctas in dealt]))
     ordered = sorted(found, key=itemgetter(0))
     return next((pair for pair in ordered if _are_valid(pair[1], m, sides, k, span, properties)), None)
+
+
+def _are_scattered(warpgroups: int, k: int) -> bool:
+    """Whether loading scales one by one takes the producer longer than others take to multiply."""
+    return warpgroups > 2 and k % h200.SCALES_K != 0
 
 
 def _are_valid(
@@ -310,8 +316,8 @@ def _resident_plans(
     for warpgroups, unit in h200.RESIDENT_UNIT.items() if tile_m in h200.RESIDENT_TILE_M else ():
         each = [-(-n // (64 * warpgroups)) * -(-m // tile_m) for n in sides]
         tiles = sum(each)
-        scattered = warpgroups > 2 and k % h200.RESIDENT_SCALES_K != 0
-        cost = unit * h200.RESIDENT_TILE_M[tile_m] * (h200.RESIDENT_SCATTERED if scattered else 1)
+        cost = unit * h200.RESIDENT_TILE_M[tile_m]
+        cost *= h200.RESIDENT_SCATTERED if _are_scattered(warpgroups, k) else 1
         for shares in range(1, min(depth, properties.sms // tiles) + 1):
             resident, cluster = -(-depth // shares), shares if tiles <= properties.clusters(shares) else 1
             fix_up = h200.FIX_UP + h200.FIX_UP_PART * warpgroups * shares if shares > 1 else 0.0
