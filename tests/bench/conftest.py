@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,19 @@ from halfbyte.bench import humming
 from halfbyte.bench.case import Case, make_record, run, same_bits
 
 CPU = torch.device("cpu")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FACTS = {"shape": [2, 3], "dtype": "bfloat16", "format": "nf4", "block_size": 64, "nested": True, "inputs": 2}
+
+
+def load_script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/`name`.py as a module, for as long as the test lasts."""
+    spec = spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

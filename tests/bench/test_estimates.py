@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,19 +16,14 @@ from halfbyte.kernels.common.device import properties_like
 from halfbyte.kernels.common.gpus import GPUS
 from halfbyte.measure.timing import Timing
 
-ROOT = Path(__file__).parents[2]
+from .conftest import BENCHMARKS, load_script
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Small, and on a CPU: every provider takes a microsecond for each letter of its label, and none computes anything
     but the dense way."""
-    spec = importlib.util.spec_from_file_location("estimates", ROOT / "benchmarks/estimates.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
-    spec.loader.exec_module(module)
+    module = load_script("estimates", monkeypatch)
 
     def time_all(providers: Mapping[str, Any], sets: int, device: torch.device, rounds: int) -> dict[str, Timing]:
         if DENSE in providers:
@@ -107,7 +100,7 @@ def test_a_measurement_goes_on_where_it_was_left(
 
 def test_the_report_of_the_h200(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tenth of what was measured there: the medians of estimates are right."""
-    lines = (ROOT / "benchmarks/results/h200/estimates.csv").read_text(encoding="utf-8").splitlines()
+    lines = (BENCHMARKS / "results/h200/estimates.csv").read_text(encoding="utf-8").splitlines()
     path = tmp_path / "estimates.csv"
     path.write_text("\n".join([lines[0], *lines[1::10]]) + "\n", encoding="utf-8")
     script.main(["report", str(path)])

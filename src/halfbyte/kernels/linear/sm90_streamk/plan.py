@@ -199,8 +199,8 @@ def grouped_plan(
 
 
 def tiles_m(m: int, n: int, sms: int) -> tuple[int, ...]:
-    """Rows of x a tile that come into question, none more than they need to be: so many that there are as few tiles as
-    can be, or one more; and fewer, where all tiles together are no more than multiprocessors."""
+    """Rows of x a tile that come into question, none more than they need to be: those of the fewest tiles, or of one
+    tile more; of any number of tiles, as long as each has a multiprocessor."""
     narrowest = {-(-m // width): width for width in reversed(TILES_M)}  # by the number of tiles
     row_tiles = -(-n // (64 * min(REGISTERS)))
     most = max(min(narrowest) + (m > h200.STREAMK_ONE_TILE), sms // row_tiles)
@@ -234,6 +234,19 @@ def _estimated(
     return [replace(plan, microseconds=time) for plan in found[1]]
 
 
+def estimate(plan: StreamKPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
+    """The estimated time of any plan for x [m, K], in µs."""
+    o, depth, tiles = problem, -(-problem.k // UNIT_K), -(-problem.n // plan.rows) * plan.x_tiles(m)
+    shares, rest = divmod(plan.ctas, tiles)
+    if plan.resident:
+        busy = _busy_with_x(plan.tile_m, plan.warpgroups, o.k, plan.resident, shares, plan.cluster)
+    elif rest == 0:
+        busy = _busy_of_shares(plan.tile_m, plan.warpgroups, o.k, tiles, shares, properties.sms)
+    else:
+        busy = _busy_of_run(plan.tile_m, plan.warpgroups, o.k, tiles * depth, plan.ctas / tiles, plan.ctas)
+    return _microseconds(busy, plan, m, o, properties)
+
+
 def _microseconds(busy: float, plan: StreamKPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
     """The estimated time, of the busiest CTA's time and of what must be read and written."""
     times, rates = h200.STREAMK_TIMES[plan.tile_m, plan.resident > 0], properties.rates
@@ -249,23 +262,44 @@ def _cut_plans(
     """The plans where x is laid out ahead, with the time of the busiest CTA."""
     depth, x_tiles = -(-k // UNIT_K), -(-m // tile_m)
     found = []
-    for (other, warpgroups), (stages, cost) in h200.STREAMK_TILES.items():
+    for (other, warpgroups), (stages, _) in h200.STREAMK_TILES.items():
         if other != tile_m:
             continue
         tiles = [-(-n // (64 * warpgroups)) * x_tiles for n in sides]
-        cost *= h200.STREAMK_SCATTERED if _are_scattered(warpgroups, k) else 1
-        part = h200.STREAMK_PART[tile_m] * warpgroups
-        if sum(tiles) <= properties.sms:
-            time, shares = _best_shares(sum(tiles), depth, cost, h200.STREAMK_CUT[tile_m], part, properties.sms)
-            found.append((time, [StreamKPlan(tile_m, warpgroups, stages, some * shares) for some in tiles]))
+        every = sum(tiles)
+        for shares in range(1, min(depth, properties.sms // every) + 1):
+            time = _busy_of_shares(tile_m, warpgroups, k, every, shares, properties.sms)
+            found.append((time, warpgroups, stages, tuple(some * shares for some in tiles)))
         dealt = side_by_side.deal([some * depth for some in tiles], properties.sms)
         time = max(
-            -(-some * depth // ctas) * cost + h200.STREAMK_RUN[tile_m] + (ctas / some + 1) * part
+            _busy_of_run(tile_m, warpgroups, k, some * depth, ctas / some, ctas)
             for some, ctas in zip(tiles, dealt, strict=True)
         )
-        found.append((time, [StreamKPlan(tile_m, warpgroups, stages, ctas) for ctas in dealt]))
-    ordered = sorted(found, key=itemgetter(0))
-    return next((pair for pair in ordered if _are_valid(pair[1], m, sides, k, span, properties)), None)
+        found.append((time, warpgroups, stages, dealt))
+    for time, warpgroups, stages, ctas in sorted(found, key=itemgetter(0)):
+        plans = [StreamKPlan(tile_m, warpgroups, stages, some) for some in ctas]
+        if _are_valid(plans, m, sides, k, span, properties):
+            return time, plans
+    return None
+
+
+def _busy_of_shares(tile_m: int, warpgroups: int, k: int, tiles: int, shares: int, sms: int) -> float:
+    """µs of the busiest SM where every tile is cut into so many parts."""
+    part = h200.STREAMK_PART[tile_m] * warpgroups
+    adding = h200.STREAMK_CUT[tile_m] + part * shares if shares > 1 else 0.0
+    units = math.ceil(-(-k // UNIT_K) / shares)
+    return math.ceil(tiles * shares / sms) * (units * _unit(tile_m, warpgroups, k) + adding)
+
+
+def _busy_of_run(tile_m: int, warpgroups: int, k: int, units: int, ctas_of_tile: float, ctas: int) -> float:
+    """µs of the busiest CTA where all units are dealt out in equal runs."""
+    part = h200.STREAMK_PART[tile_m] * warpgroups
+    return -(-units // ctas) * _unit(tile_m, warpgroups, k) + h200.STREAMK_RUN[tile_m] + (ctas_of_tile + 1) * part
+
+
+def _unit(tile_m: int, warpgroups: int, k: int) -> float:
+    scattered = h200.STREAMK_SCATTERED if _are_scattered(warpgroups, k) else 1.0
+    return h200.STREAMK_TILES[tile_m, warpgroups][1] * scattered
 
 
 def _are_scattered(warpgroups: int, k: int) -> bool:
@@ -285,9 +319,12 @@ def _invariant_plan(m: int, problem: Problem, properties: DeviceProperties) -> S
     n, k, span = problem.n, problem.k, span_of(problem)
     warpgroups, depth = h200.INVARIANT_WARPGROUPS, -(-k // UNIT_K)
     row_tiles = -(-n // (64 * warpgroups))
-    shares = _best_shares(
-        row_tiles, depth, h200.INVARIANT_UNIT, h200.INVARIANT_CUT, h200.INVARIANT_PART, properties.sms
-    )[1]
+
+    def time_of(shares: int) -> float:
+        adding = h200.INVARIANT_CUT + h200.INVARIANT_PART * shares if shares > 1 else 0.0
+        return -(-row_tiles * shares // properties.sms) * (-(-depth // shares) * h200.INVARIANT_UNIT + adding)
+
+    shares = min(range(1, max(1, min(depth, properties.sms // row_tiles)) + 1), key=time_of)
     kinds = {width: kind for (width, groups), kind in h200.STREAMK_TILES.items() if groups == warpgroups}
 
     def plan(m: int) -> StreamKPlan:
@@ -300,10 +337,7 @@ def _invariant_plan(m: int, problem: Problem, properties: DeviceProperties) -> S
     if not all(is_valid(plan(rows), rows, n, k, span, properties) for rows in every):
         return None
     found = plan(m)
-    cost, part = kinds[found.tile_m][1], h200.STREAMK_PART[found.tile_m] * warpgroups
-    tiles = row_tiles * found.x_tiles(m)
-    busy = _time_of_shares(shares, tiles, depth, cost, h200.STREAMK_CUT[found.tile_m], part, properties.sms)
-    return replace(found, microseconds=_microseconds(busy, found, m, problem, properties))
+    return replace(found, microseconds=estimate(found, m, problem, properties))
 
 
 def _resident_plans(
@@ -313,16 +347,12 @@ def _resident_plans(
     time of the busiest CTA; None where there is no room for that, or nothing to gain. Where all clusters of a tile's
     CTAs run at once, they add up among themselves."""
     depth, found = -(-k // UNIT_K), []
-    for warpgroups, unit in h200.RESIDENT_UNIT.items() if tile_m in h200.RESIDENT_TILE_M else ():
+    for warpgroups in h200.RESIDENT_UNIT if tile_m in h200.RESIDENT_TILE_M else ():
         each = [-(-n // (64 * warpgroups)) * -(-m // tile_m) for n in sides]
         tiles = sum(each)
-        cost = unit * h200.RESIDENT_TILE_M[tile_m]
-        cost *= h200.RESIDENT_SCATTERED if _are_scattered(warpgroups, k) else 1
         for shares in range(1, min(depth, properties.sms // tiles) + 1):
             resident, cluster = -(-depth // shares), shares if tiles <= properties.clusters(shares) else 1
-            fix_up = h200.FIX_UP + h200.FIX_UP_PART * warpgroups * shares if shares > 1 else 0.0
-            adding = fix_up if cluster == 1 else h200.CLUSTER_REDUCE + h200.CLUSTER_PART * shares
-            time = resident * cost + warpgroups * h200.RESIDENT_WARPGROUP + adding
+            time = _busy_with_x(tile_m, warpgroups, k, resident, shares, cluster)
             for stages in range(min(h200.RESIDENT_STAGES, max(resident, 2)), h200.RESIDENT_MOST_STAGES + 1):
                 found.append((time, -stages, warpgroups, tuple(some * shares for some in each), resident, cluster))
     for time, stages, warpgroups, ctas, resident, cluster in sorted(found):
@@ -332,11 +362,10 @@ def _resident_plans(
     return None
 
 
-def _best_shares(tiles: int, depth: int, cost: float, cut: float, part: float, sms: int) -> tuple[float, int]:
-    """The time of the busiest SM where every tile is cut into so many parts, and that number."""
-    every = range(1, max(1, min(depth, sms // tiles)) + 1)
-    return min((_time_of_shares(shares, tiles, depth, cost, cut, part, sms), shares) for shares in every)
-
-
-def _time_of_shares(shares: int, tiles: int, depth: int, cost: float, cut: float, part: float, sms: int) -> float:
-    return -(-tiles * shares // sms) * (-(-depth // shares) * cost + (cut + part * shares if shares > 1 else 0))
+def _busy_with_x(tile_m: int, warpgroups: int, k: int, resident: int, shares: int, cluster: int) -> float:
+    """µs of a CTA that keeps its x, of so many units."""
+    unit = h200.RESIDENT_UNIT[warpgroups] * h200.RESIDENT_TILE_M[tile_m]
+    unit *= h200.RESIDENT_SCATTERED if _are_scattered(warpgroups, k) else 1.0
+    fix_up = h200.FIX_UP + h200.FIX_UP_PART * warpgroups * shares if shares > 1 else 0.0
+    adding = fix_up if cluster == 1 else h200.CLUSTER_REDUCE + h200.CLUSTER_PART * shares
+    return resident * unit + warpgroups * h200.RESIDENT_WARPGROUP + adding

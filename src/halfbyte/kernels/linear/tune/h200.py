@@ -1,10 +1,11 @@
 """Every measured constant of the planners and of the estimates that kernels compete with, from an H200.
 
 Estimates are in µs. Each is the sum of what does not overlap, and of the root of the sum of the squares of what does:
-reading W from memory, and the busiest CTA's work. They were fitted to benchmarks/results/h200/estimates.csv, and
-benchmarks/estimates.py says how well (docs/notebook.md). Other GPUs go by the same constants, scaled: what comes from
-memory by their bandwidth, what a multiprocessor does by their clock, the dense product by their tensor cores, each over
-that of an H200 (`rates` in common/device.py). None of that has been measured; docs/predictions.md says what follows.
+reading W from memory, and the busiest CTA's work. They were fitted to benchmarks/results/h200/estimates.csv, but where
+another source is named, and benchmarks/estimates.py says how well (docs/notebook.md). Other GPUs go by the same
+constants, scaled: what comes from memory by their bandwidth, what a multiprocessor does by their clock, the dense
+product by their tensor cores, each over that of an H200 (`rates` in common/device.py). None of that has been measured;
+docs/predictions.md says what follows.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class StreamKTimes(NamedTuple):
     result: float
 
 
-# By tile_m, and whether CTAs keep their x. All of this was fitted to 4,300 plans of NF4 on an H100, whose clock is the
-# H200's: errors of 4 to 9 %. What they choose takes 1.4 % more than the fastest, in the mean.
+# By tile_m, and whether CTAs keep their x. This table, and what follows down to STREAMK_PART and from RESIDENT_UNIT on,
+# was fitted by benchmarks/streamk_plans.py to an H100, whose clock is the H200's.
 STREAMK_TIMES = {
     (8, False): StreamKTimes(1.783, 4.519, 1.0, 0.738),
     (8, True): StreamKTimes(0.686, 4.078, 0.0, 0.0),

@@ -1,0 +1,271 @@
+"""The constants of sm90_streamk's planner: measure every plan that might be chosen, then fit the estimate to the times.
+
+    python benchmarks/streamk_plans.py measure benchmarks/results/h200/streamk-plans.csv   # two minutes on a Hopper GPU
+    python benchmarks/streamk_plans.py fit benchmarks/results/h200/streamk-plans.csv       # anywhere, with scipy
+
+`fit` goes from what tune/h200.py has, prints what that should be by the file, how far both estimates are off, and what
+the choice of each loses against the fastest plan that was measured. Weights are NF4 with nested scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.progress import track
+
+import halfbyte as hb
+from halfbyte.bench.dequantize import input_sets
+from halfbyte.bench.predictions import problem, properties_named
+from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
+from halfbyte.kernels.linear.kernel import run
+from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
+from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.sm90_streamk import launch as streamk
+from halfbyte.kernels.linear.sm90_streamk.plan import TILES_M, StreamKPlan, estimate, is_valid, streamk_plan, tiles_m
+from halfbyte.kernels.linear.tune import h200
+from halfbyte.measure.records import device_name
+from halfbyte.measure.timing import time_all
+
+SHAPES = (
+    *((1024, 4096), (2048, 2048), (2560, 2560), (3584, 3584), (4096, 4096), (6144, 4096), (1024, 8192), (8192, 8192)),
+    *((10240, 8192), (4096, 14336), (14336, 4096), (3584, 18944), (5376, 21504), (28672, 4096), (28672, 8192)),
+)
+ROWS = (6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192)
+MOST_TILES, MOST_EMPTY = 3, 1.45  # of x; and by how much these may be larger than x
+
+
+class Row(NamedTuple):
+    """A line of the file."""
+
+    device: str
+    n: int
+    k: int
+    m: int
+    tile_m: int
+    warpgroups: int
+    stages: int
+    ctas: int
+    resident: int
+    cluster: int
+    microseconds: float
+
+    @property
+    def plan(self) -> StreamKPlan:
+        return StreamKPlan(self.tile_m, self.warpgroups, self.stages, self.ctas, self.resident, self.cluster)
+
+    @property
+    def problem(self) -> Problem:
+        return problem("nf4", 64, True, self.n, self.k)
+
+
+def plans(m: int, o: Problem, properties: DeviceProperties) -> Iterator[StreamKPlan]:
+    """Those that fit, of tiles that hold x well or that the planner thinks of: with x laid out, all units dealt out or
+    every tile cut into as many parts as there are multiprocessors for; with x kept, as many parts, one fewer, and half
+    as many."""
+    depth, sms = -(-o.k // UNIT_K), properties.sms
+    for tile_m in TILES_M:
+        x_tiles = -(-m // tile_m)
+        holds_well = x_tiles <= MOST_TILES and x_tiles * tile_m <= MOST_EMPTY * m + 8
+        if not holds_well and tile_m not in tiles_m(m, o.n, sms):
+            continue
+        for warpgroups in (2, 3, 4) if tile_m <= 32 else (2, 3):
+            tiles = -(-o.n // (64 * warpgroups)) * x_tiles
+            most = min(depth, sms // tiles)
+            dealt = {min(sms, tiles * depth), *([tiles * most] if most else [])}
+            found = [(3, ctas, 0, 1) for ctas in dealt]
+            for shares in {most, max(1, most - 1), max(1, most // 2)} if most and warpgroups < 4 else ():
+                cluster = shares if tiles <= properties.clusters(shares) else 1
+                found.append((4, tiles * shares, -(-depth // shares), cluster))
+            for stages, ctas, resident, cluster in found:
+                shape = ctas, resident, cluster
+                every = (StreamKPlan(tile_m, warpgroups, some, *shape) for some in range(stages, 1, -1))
+                yield from [plan for plan in every if is_valid(plan, m, o.n, o.k, span_of(o), properties)][:1]
+
+
+def measure(path: Path, device: torch.device, properties: DeviceProperties) -> None:
+    """Writes the file anew."""
+    every = [(problem("nf4", 64, True, *shape), m) for shape in SHAPES for m in ROWS]
+    variants = {streamk.variant(o, plan, properties) for o, m in every for plan in plans(m, o, properties)}
+    with ThreadPoolExecutor() as pool:
+        list(track(pool.map(nvrtc.cubin, variants), "compiling", len(variants)))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(Row._fields)
+        for shape in track(SHAPES, "measuring"):
+            writer.writerows(_rows_of_weight(*shape, device, properties))
+            file.flush()
+
+
+def _rows_of_weight(n: int, k: int, device: torch.device, properties: DeviceProperties) -> Iterator[Row]:
+    o = problem("nf4", 64, True, n, k)
+
+    def quantized() -> hb.QuantizedWeight:
+        return hb.quantize(torch.randn((n, k), dtype=torch.float32, device=device).to(o.dtype), "nf4")
+
+    sets = input_sets(quantized().nbytes, device)
+    qs = [quantized() for _ in range(sets)]
+    for m in ROWS:
+        xs = [torch.randn((m, k), dtype=torch.float32, device=device).to(o.dtype) for _ in range(sets)]
+        outs = [x.new_empty((m, n)) for x in xs]
+        for plan in plans(m, o, properties):
+            (timing,) = time_all({"": _provider(plan, xs, qs, outs)}, sets, device, rounds=5).values()
+            fields = plan.tile_m, plan.warpgroups, plan.stages, plan.ctas, plan.resident, plan.cluster
+            yield Row(device_name(device), n, k, m, *fields, round(timing.median, 3))
+
+
+def _provider(plan: StreamKPlan, xs: Sequence[Any], qs: Sequence[Any], outs: Sequence[Any]) -> Callable[[int], None]:
+    return lambda i: run(streamk, xs[i], qs[i], None, outs[i], plan)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number of tune/h200.py: the name of a table, the key and the field of an entry where it has these, and between
+    what it is sought."""
+
+    table: str
+    key: Hashable = None
+    field: str | int | None = None
+    low: float = 0.0
+    high: float = 9.0
+
+    def __str__(self) -> str:
+        key = "" if self.key is None else f"[{str(self.key).strip('()')}]"
+        field = f".{self.field}" if isinstance(self.field, str) else "" if self.field is None else f"[{self.field}]"
+        return f"{self.table}{key}{field}"
+
+    @property
+    def value(self) -> float:
+        found = getattr(h200, self.table)
+        found = found if self.key is None else found[self.key]
+        if self.field is not None:
+            found = getattr(found, self.field) if isinstance(self.field, str) else found[self.field]
+        return float(found)
+
+    def put(self, value: float) -> None:
+        table = getattr(h200, self.table)
+        if self.key is None:
+            setattr(h200, self.table, value)
+        elif self.field is None:
+            table[self.key] = value
+        elif isinstance(self.field, str):
+            table[self.key] = table[self.key]._replace(**{self.field: value})
+        else:
+            table[self.key] = (*table[self.key][: self.field], value, *table[self.key][self.field + 1 :])
+
+
+def constants_of_tile(tile_m: int) -> list[Constant]:
+    """Where x is laid out ahead."""
+    times = tile_m, False
+    return [
+        Constant("STREAMK_TIMES", times, "start", 0.5), Constant("STREAMK_TIMES", times, "bandwidth", 3.0, 6.0),
+        Constant("STREAMK_TIMES", times, "scales", 0.0, 1.0),
+        *(Constant(table, tile_m) for table in ("STREAMK_CUT", "STREAMK_RUN", "STREAMK_PART")),
+        *(Constant("STREAMK_TILES", key, 1, 0.1) for key in h200.STREAMK_TILES if key[0] == tile_m),
+    ]  # fmt: skip
+
+
+def constants_with_x() -> list[Constant]:
+    """Where CTAs keep x: all tiles have some in common."""
+    found = [Constant("RESIDENT_UNIT", warpgroups, low=0.2) for warpgroups in h200.RESIDENT_UNIT]
+    found.append(Constant("RESIDENT_SCATTERED", low=1.0, high=2.0))
+    common = "RESIDENT_WARPGROUP", "FIX_UP", "FIX_UP_PART", "CLUSTER_REDUCE", "CLUSTER_PART"
+    found += [Constant(name) for name in common]
+    for tile_m in h200.RESIDENT_TILE_M:
+        times = tile_m, True
+        found += [Constant("RESIDENT_TILE_M", tile_m, low=0.3), Constant("STREAMK_TIMES", times, "start", 0.3)]
+        found.append(Constant("STREAMK_TIMES", times, "result", 0.0, 4.0))
+    return found
+
+
+def fit(path: Path) -> None:
+    """Prints everything, and leaves what it has found in the tables of this process."""
+    rows = read(path)
+    properties = properties_named(rows[0].device)
+    print(f"choices as they are: {_lost(rows, properties)}")
+    groups = [("x kept", constants_with_x(), [row for row in rows if row.resident])]
+    for tile_m in TILES_M:
+        laid_out = [row for row in rows if row.tile_m == tile_m and not row.resident]
+        groups.append((f"tiles of {tile_m}, x laid out", constants_of_tile(tile_m), laid_out))
+    for name, constants, some in groups:
+        known = [row for row in some if _is_known(row)]
+        if known:
+            print(f"{name}: {len(known)} plans, rms error {_fit(constants, known, properties)}")
+            print("\n".join(f"    {constant} = {constant.value:.3f}" for constant in constants))
+    streamk_plan.cache_clear()
+    print(f"choices as fitted: {_lost(rows, properties)}")
+
+
+def read(path: Path) -> list[Row]:
+    """Raises ValueError where the file is not of this form."""
+    with path.open(newline="", encoding="utf-8") as file:
+        columns, *lines = csv.reader(file)
+    if columns != list(Row._fields):
+        raise ValueError(f"{path} has the columns {','.join(columns)} instead of {','.join(Row._fields)}")
+    rows = [Row(device, *map(int, shape), float(time)) for device, *shape, time in lines]
+    if len(devices := {row.device for row in rows}) != 1:
+        raise ValueError(f"{path} has rows of {len(devices)} devices instead of one")
+    return rows
+
+
+def _is_known(row: Row) -> bool:
+    """The planner has constants for it."""
+    if row.resident:
+        return row.tile_m in h200.RESIDENT_TILE_M
+    return (row.tile_m, row.warpgroups) in h200.STREAMK_TILES
+
+
+def _fit(constants: Sequence[Constant], rows: Sequence[Row], properties: DeviceProperties) -> str:
+    import numpy as np
+    from scipy.optimize import least_squares
+
+    def errors(values: Sequence[float]) -> list[float]:
+        for constant, value in zip(constants, values, strict=True):
+            constant.put(float(value))
+        return [math.log(estimate(row.plan, row.m, row.problem, properties) / row.microseconds) for row in rows]
+
+    low, high = (np.array([getattr(constant, side) for constant in constants]) for side in ("low", "high"))
+    start = np.clip([constant.value for constant in constants], low + 1e-4, high - 1e-4)
+    found = least_squares(errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.1)
+    before, after = (float(np.sqrt(np.mean(np.square(errors(values))))) for values in (start, found.x))
+    return f"{before:.1%} -> {after:.1%}"
+
+
+def _lost(rows: Sequence[Row], properties: DeviceProperties) -> str:
+    cells: dict[tuple[int, int, int], dict[StreamKPlan, float]] = defaultdict(dict)
+    for row in rows:
+        cells[row.n, row.k, row.m][row.plan] = row.microseconds
+    ratios = []
+    for (n, k, m), times in cells.items():
+        chosen = streamk_plan(m, problem("nf4", 64, True, n, k), properties.as_fitted, False)
+        if chosen in times:
+            ratios.append(times[chosen] / min(times.values()))
+    if not ratios:
+        return "none was measured"
+    mean = sum(ratios) / len(ratios)
+    return f"{len(ratios)} of {len(cells)} were measured; chosen / fastest: mean {mean:.4f}, most {max(ratios):.3f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("command", choices=("measure", "fit"))
+    parser.add_argument("path", type=Path)
+    given = parser.parse_args(arguments)
+    if given.command == "fit":
+        fit(given.path)
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    measure(given.path, device, properties_of(device.index))
+
+
+if __name__ == "__main__":
+    main()
