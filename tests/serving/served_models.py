@@ -143,6 +143,11 @@ def dequantized(path: Path, source: Path) -> Path:
     return path
 
 
+def tokens_in(step: Any) -> list[list[int]]:
+    """What an engine has said in a step "tokens" (engines/engine.py)."""
+    return [each["tokens"] for each in step]
+
+
 def tokens_of(model: Any) -> list[list[int]]:
     """What a transformers model in fp32 goes on with, greedily, a prompt at a time."""
     found = []

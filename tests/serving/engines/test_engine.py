@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from served_models import dequantized, tokens_of
+from served_models import dequantized, tokens_in, tokens_of
 
 PREQUANTIZED = [
     pytest.param("nf4", {"nested": True}, id="nf4-nested"),
@@ -20,10 +20,6 @@ PREQUANTIZED = [
 ]
 Models = Callable[..., Path]
 Engine = Callable[..., list[Any]]
-
-
-def tokens(step: Any) -> list[list[int]]:
-    return [each["tokens"] for each in step]
 
 
 def logprobs(step: Any) -> list[list[float]]:
@@ -56,7 +52,7 @@ def test_prequantized(models: Models, run_engine: Engine, format: str, settings:
     path = models("llama", format, **settings)
     asked = {"quantization": "halfbyte"} if format == "int4" else {}
     [found] = run_engine(path, **asked)
-    assert tokens(found) == through_transformers(path)
+    assert tokens_in(found) == through_transformers(path)
 
 
 def test_in_flight(models: Models, run_engine: Engine) -> None:
@@ -66,7 +62,7 @@ def test_in_flight(models: Models, run_engine: Engine) -> None:
     found, _, again = run_engine(
         models("llama"), "tokens", "reload", "tokens", quantization="halfbyte", hf_overrides=overrides
     )
-    assert tokens(found) == through_transformers(models("llama"), **options)
+    assert tokens_in(found) == through_transformers(models("llama"), **options)
     assert found == again
 
 
@@ -83,7 +79,7 @@ def test_own_checkpoint(models: Models, run_engine: Engine, tmp_path: Path) -> N
     model.save_pretrained(path)
     right = tokens_of(model)
     found, _, again = run_engine(path, "tokens", "reload", "tokens")
-    assert tokens(found) == right
+    assert tokens_in(found) == right
     assert again == found
 
 
@@ -91,7 +87,7 @@ def test_compiled(models: Models, run_engine: Engine) -> None:
     """The same with torch.compile: q, k and v in one operator, and the others each in one."""
     path = models("llama", "nf4", nested=True)
     [found] = run_engine(path, enforce_eager=False)
-    assert tokens(found) == through_transformers(path)
+    assert tokens_in(found) == through_transformers(path)
 
 
 def test_two_processes(models: Models, run_engine: Engine) -> None:
@@ -102,8 +98,8 @@ def test_two_processes(models: Models, run_engine: Engine) -> None:
     """
     path = models("llama", "nf4", nested=True)
     found, _, again = run_engine(path, "tokens", "reload", "tokens", tensor_parallel_size=2)
-    assert tokens(found) == through_transformers(path)
-    assert tokens(again) == tokens(found)
+    assert tokens_in(found) == through_transformers(path)
+    assert tokens_in(again) == tokens_in(found)
     assert logprobs(again) == [pytest.approx(each, abs=1e-5) for each in logprobs(found)]
 
 
@@ -112,9 +108,9 @@ def test_lora(models: Models, run_engine: Engine, tmp_path: Path) -> None:
     path = models("llama", "nf4", nested=True)
     adapter, merged = lora_adapter(tmp_path, path)
     plain, found = run_engine(path, "tokens", "lora", enable_lora=True, max_lora_rank=8, adapter=adapter)
-    assert tokens(plain) == through_transformers(path)
-    assert tokens(found) == dense_tokens(merged)
-    assert tokens(found) != tokens(plain)
+    assert tokens_in(plain) == through_transformers(path)
+    assert tokens_in(found) == dense_tokens(merged)
+    assert tokens_in(found) != tokens_in(plain)
 
 
 def lora_adapter(folder: Path, path: Path) -> tuple[Path, Path]:

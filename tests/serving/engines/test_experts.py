@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from served_models import dequantized, quantized, tokens_of
+from served_models import dequantized, quantized, tokens_in, tokens_of
 
 Models = Callable[..., Path]
 Engine = Callable[..., list[Any]]
@@ -20,10 +20,6 @@ def dense_tokens(path: Path) -> list[list[int]]:
     return tokens_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
 
-def tokens(step: Any) -> list[list[int]]:
-    return [each["tokens"] for each in step]
-
-
 @pytest.fixture(scope="session")
 def right(models: Models, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """Tokens of the dense model that the nested NF4 checkpoint stands for."""
@@ -32,7 +28,7 @@ def right(models: Models, tmp_path_factory: pytest.TempPathFactory) -> list[list
 
 def test_prequantized_experts(models: Models, run_engine: Engine, right: Any) -> None:
     found, _, again = run_engine(models("qwen3_moe", "nf4", nested=True), "tokens", "reload", "tokens")
-    assert tokens(found) == right
+    assert tokens_in(found) == right
     assert found == again
 
 
@@ -40,7 +36,7 @@ def test_prequantized_experts(models: Models, run_engine: Engine, right: Any) ->
 def test_experts_in_two_processes(models: Models, run_engine: Engine, right: Any, experts: str) -> None:
     path = models("qwen3_moe", "nf4", nested=True)
     [found] = run_engine(path, tensor_parallel_size=2, enable_expert_parallel=experts == "shared out")
-    assert tokens(found) == right
+    assert tokens_in(found) == right
 
 
 def test_experts_in_flight(models: Models, run_engine: Engine, tmp_path: Path) -> None:
@@ -48,11 +44,11 @@ def test_experts_in_flight(models: Models, run_engine: Engine, tmp_path: Path) -
     overrides = {"quantization_config_dict_json": '{"format": "nf4", "nested": false}'}
     [found] = run_engine(models("qwen3_moe"), quantization="halfbyte", hf_overrides=overrides)
     flat = quantized(tmp_path / "flat", models("qwen3_moe"), "nf4", nested=False)
-    assert tokens(found) == dense_tokens(dequantized(tmp_path / "dense", flat))
+    assert tokens_in(found) == dense_tokens(dequantized(tmp_path / "dense", flat))
 
 
 def test_dummy_weights(models: Models, run_engine: Engine) -> None:
     """A shape is served without its weights, with random ones."""
     found, again = run_engine(models("qwen3_moe"), "tokens", "tokens", quantization="halfbyte", load_format="dummy")
     assert found == again
-    assert len({token for answer in tokens(found) for token in answer}) > 3
+    assert len({token for answer in tokens_in(found) for token in answer}) > 3

@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 from processes import SECONDS, end, environment, free_port, wait_for
-from served_models import NEW_TOKENS, PROMPTS, dequantized, in_mxfp4, tokens_of
+from served_models import NEW_TOKENS, PROMPTS, dequantized, in_mxfp4, tokens_in, tokens_of
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization import get_quantization_config
 
@@ -47,16 +47,12 @@ def served(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return get
 
 
-def tokens(step: Any) -> list[list[int]]:
-    return [each["tokens"] for each in step]
-
-
 def test_as_openai_saves_it(served: Any, run_engine: Engine) -> None:
     """No flag is needed where vLLM has no kernels of its own, such as on a CPU without AMX."""
     path, right = served(None)
     asked = {"quantization": "halfbyte"} if vllm_runs_mxfp4() else {}
     found, _, again = run_engine(path, "tokens", "reload", "tokens", **asked)
-    assert tokens(found) == right
+    assert tokens_in(found) == right
     assert found == again
 
 
