@@ -298,7 +298,7 @@ def _busy_of_run(tile_m: int, warpgroups: int, k: int, units: int, ctas_of_tile:
 
 
 def _unit(tile_m: int, warpgroups: int, k: int) -> float:
-    scattered = h200.STREAMK_SCATTERED if _are_scattered(warpgroups, k) else 1.0
+    scattered = h200.STREAMK_SCATTERED if _are_scattered(warpgroups, k) else 1
     return h200.STREAMK_TILES[tile_m, warpgroups][1] * scattered
 
 
@@ -365,7 +365,7 @@ def _resident_plans(
 def _busy_with_x(tile_m: int, warpgroups: int, k: int, resident: int, shares: int, cluster: int) -> float:
     """µs of a CTA that keeps its x, of so many units."""
     unit = h200.RESIDENT_UNIT[warpgroups] * h200.RESIDENT_TILE_M[tile_m]
-    unit *= h200.RESIDENT_SCATTERED if _are_scattered(warpgroups, k) else 1.0
+    unit *= h200.RESIDENT_SCATTERED if _are_scattered(warpgroups, k) else 1
     fix_up = h200.FIX_UP + h200.FIX_UP_PART * warpgroups * shares if shares > 1 else 0.0
     adding = fix_up if cluster == 1 else h200.CLUSTER_REDUCE + h200.CLUSTER_PART * shares
     return resident * unit + warpgroups * h200.RESIDENT_WARPGROUP + adding
