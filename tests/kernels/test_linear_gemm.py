@@ -166,8 +166,8 @@ def test_compiles_into_registers(every: bool, back: bool, tmp_path: Path) -> Non
             found = {name: dict(re.findall(r"(\w+):(\d+)", used)) for name, used in kernels}
             assert found.keys() == {"multiply", "lay_out"}
             assert all(used["LOCAL"] == "0" for used in found.values()), (plan, problem)
-            # The widest tiles of a cluster leave two words on the stack, outside of the loop.
-            most = 8 if cluster > 1 and tile_m >= 224 else 0
+            # The widest tiles of a cluster leave up to four words on the stack, outside of the loop.
+            most = 16 if cluster > 1 and tile_m >= 192 else 0
             assert all(int(used["STACK"]) <= most for used in found.values()), (plan, problem)
 
 

@@ -288,8 +288,8 @@ def test_what_the_planner_picks_compiles_into_registers(every: bool, tmp_path: P
         for kind in islice(kinds, 3 if every else 1):
             multiply, lay_out = _compiled(kind, plan, tmp_path)
             assert multiply["LOCAL"] == lay_out["STACK"] == lay_out["LOCAL"] == 0, (kind, plan)
-            # One word of the widest tile is stored and loaded once a unit.
-            assert multiply["STACK"] <= (8 if (plan.tile_m, plan.warpgroups) == (96, 3) else 0), (kind, plan)
+            # One word of the widest tiles is stored and loaded once a unit.
+            assert multiply["STACK"] <= (8 if plan.tile_m >= 80 and plan.warpgroups == 3 else 0), (kind, plan)
 
 
 @pytest.mark.slow
