@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from operator import itemgetter
+from typing import NamedTuple
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear import side_by_side, spread
@@ -144,7 +144,7 @@ def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProper
         return None
     found = []
     for tile_m in tiles_m(m, max(o.n for o in group), properties.sms):
-        plans = tuple(plan for o in group for plan in _estimated(_cut_plans, tile_m, m, (o.n,), o, properties))
+        plans = tuple(plan for o in group for plan in _estimated(_without_x, tile_m, m, (o.n,), o, properties))
         if len(plans) == len(group):
             saved = (len(plans) - 1) * h200.STREAMK_LAYING_OUT
             found.append(StreamKGroup(plans, sum(plan.microseconds for plan in plans) - saved))
@@ -207,19 +207,31 @@ def tiles_m(m: int, n: int, sms: int) -> tuple[int, ...]:
     return tuple(width for count, width in narrowest.items() if count <= most)
 
 
+class _Candidate(NamedTuple):
+    """The plans of weights in one launch, those with the least time of the busiest CTA first; of as short ones, those
+    with the most stages."""
+
+    busy: float
+    fewer_stages: int  # minus the stages
+    warpgroups: int
+    ctas: tuple[int, ...]
+    resident: int = 0
+    cluster: int = 1
+
+
 def _fastest(m: int, sides: Sequence[int], problem: Problem, properties: DeviceProperties) -> list[StreamKPlan]:
     """The plans with the lowest estimate, which is that of all, of weights of so many rows in one launch; none where
     there is none. `problem` has all of their rows."""
     found = (
-        _estimated(plans_of, tile_m, m, sides, problem, properties)
-        for plans_of in (_resident_plans, _cut_plans)
+        _estimated(candidates, tile_m, m, sides, problem, properties)
+        for candidates in (_with_x, _without_x)
         for tile_m in tiles_m(m, problem.n, properties.sms)
     )
     return min(filter(None, found), key=lambda plans: plans[0].microseconds, default=[])
 
 
 def _estimated(
-    plans_of: Callable[[int, int, Sequence[int], int, int, DeviceProperties], tuple[float, list[StreamKPlan]] | None],
+    candidates: Callable[[int, int, Sequence[int], int, DeviceProperties], list[_Candidate]],
     tile_m: int,
     m: int,
     sides: Sequence[int],
@@ -227,23 +239,25 @@ def _estimated(
     properties: DeviceProperties,
 ) -> list[StreamKPlan]:
     """The same of one kind, in tiles of so many rows of x."""
-    found = plans_of(tile_m, m, sides, problem.k, span_of(problem), properties)
-    if found is None:
-        return []
-    time = _microseconds(found[0], found[1][0], m, problem, properties)
-    return [replace(plan, microseconds=time) for plan in found[1]]
+    k, span = problem.k, span_of(problem)
+    for busy, fewer, warpgroups, ctas, resident, cluster in sorted(candidates(tile_m, m, sides, k, properties)):
+        plans = [StreamKPlan(tile_m, warpgroups, -fewer, some, resident, cluster) for some in ctas]
+        if all(is_valid(plan, m, n, k, span, properties) for plan, n in zip(plans, sides, strict=True)):
+            time = _microseconds(busy, plans[0], m, problem, properties)
+            return [replace(plan, microseconds=time) for plan in plans]
+    return []
 
 
 def estimate(plan: StreamKPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
     """The estimated time of any plan for x [m, K], in µs."""
-    o, depth, tiles = problem, -(-problem.k // UNIT_K), -(-problem.n // plan.rows) * plan.x_tiles(m)
+    o, tiles = problem, -(-problem.n // plan.rows) * plan.x_tiles(m)
     shares, rest = divmod(plan.ctas, tiles)
     if plan.resident:
         busy = _busy_with_x(plan.tile_m, plan.warpgroups, o.k, plan.resident, shares, plan.cluster)
     elif rest == 0:
         busy = _busy_of_shares(plan.tile_m, plan.warpgroups, o.k, tiles, shares, properties.sms)
     else:
-        busy = _busy_of_run(plan.tile_m, plan.warpgroups, o.k, tiles * depth, plan.ctas / tiles, plan.ctas)
+        busy = _busy_of_run(plan.tile_m, plan.warpgroups, o.k, tiles, plan.ctas)
     return _microseconds(busy, plan, m, o, properties)
 
 
@@ -256,10 +270,8 @@ def _microseconds(busy: float, plan: StreamKPlan, m: int, problem: Problem, prop
     return times.start + most + scales + times.result * problem.result_megabytes(m)
 
 
-def _cut_plans(
-    tile_m: int, m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
-) -> tuple[float, list[StreamKPlan]] | None:
-    """The plans where x is laid out ahead, with the time of the busiest CTA."""
+def _without_x(tile_m: int, m: int, sides: Sequence[int], k: int, properties: DeviceProperties) -> list[_Candidate]:
+    """Where x is laid out ahead."""
     depth, x_tiles = -(-k // UNIT_K), -(-m // tile_m)
     found = []
     for (other, warpgroups), (stages, _) in h200.STREAMK_TILES.items():
@@ -269,32 +281,28 @@ def _cut_plans(
         every = sum(tiles)
         for shares in range(1, min(depth, properties.sms // every) + 1):
             time = _busy_of_shares(tile_m, warpgroups, k, every, shares, properties.sms)
-            found.append((time, warpgroups, stages, tuple(some * shares for some in tiles)))
+            found.append(_Candidate(time, -stages, warpgroups, tuple(some * shares for some in tiles)))
         dealt = side_by_side.deal([some * depth for some in tiles], properties.sms)
-        time = max(
-            _busy_of_run(tile_m, warpgroups, k, some * depth, ctas / some, ctas)
-            for some, ctas in zip(tiles, dealt, strict=True)
-        )
-        found.append((time, warpgroups, stages, dealt))
-    for time, warpgroups, stages, ctas in sorted(found, key=itemgetter(0)):
-        plans = [StreamKPlan(tile_m, warpgroups, stages, some) for some in ctas]
-        if _are_valid(plans, m, sides, k, span, properties):
-            return time, plans
-    return None
+        each = zip(tiles, dealt, strict=True)
+        time = max(_busy_of_run(tile_m, warpgroups, k, some, ctas) for some, ctas in each)
+        found.append(_Candidate(time, -stages, warpgroups, dealt))
+    return found
 
 
 def _busy_of_shares(tile_m: int, warpgroups: int, k: int, tiles: int, shares: int, sms: int) -> float:
     """µs of the busiest SM where every tile is cut into so many parts."""
-    part = h200.STREAMK_PART[tile_m] * warpgroups
-    adding = h200.STREAMK_CUT[tile_m] + part * shares if shares > 1 else 0.0
-    units = math.ceil(-(-k // UNIT_K) / shares)
-    return math.ceil(tiles * shares / sms) * (units * _unit(tile_m, warpgroups, k) + adding)
+    unit, part = _unit(tile_m, warpgroups, k), h200.STREAMK_PART[tile_m] * warpgroups
+    return _time_of_shares(shares, tiles, -(-k // UNIT_K), unit, h200.STREAMK_CUT[tile_m], part, sms)
 
 
-def _busy_of_run(tile_m: int, warpgroups: int, k: int, units: int, ctas_of_tile: float, ctas: int) -> float:
-    """µs of the busiest CTA where all units are dealt out in equal runs."""
-    part = h200.STREAMK_PART[tile_m] * warpgroups
-    return -(-units // ctas) * _unit(tile_m, warpgroups, k) + h200.STREAMK_RUN[tile_m] + (ctas_of_tile + 1) * part
+def _time_of_shares(shares: int, tiles: int, depth: int, unit: float, cut: float, part: float, sms: int) -> float:
+    return -(-tiles * shares // sms) * (-(-depth // shares) * unit + (cut + part * shares if shares > 1 else 0))
+
+
+def _busy_of_run(tile_m: int, warpgroups: int, k: int, tiles: int, ctas: int) -> float:
+    """µs of the busiest CTA where the units of all tiles are dealt out in equal runs."""
+    part, units = h200.STREAMK_PART[tile_m] * warpgroups, tiles * -(-k // UNIT_K)
+    return -(-units // ctas) * _unit(tile_m, warpgroups, k) + h200.STREAMK_RUN[tile_m] + (ctas / tiles + 1) * part
 
 
 def _unit(tile_m: int, warpgroups: int, k: int) -> float:
@@ -307,24 +315,15 @@ def _are_scattered(warpgroups: int, k: int) -> bool:
     return warpgroups > 2 and k % h200.SCALES_K != 0
 
 
-def _are_valid(
-    plans: Sequence[StreamKPlan], m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
-) -> bool:
-    return all(is_valid(plan, m, n, k, span, properties) for plan, n in zip(plans, sides, strict=True))
-
-
 def _invariant_plan(m: int, problem: Problem, properties: DeviceProperties) -> StreamKPlan | None:
     """The plan of which only tile_m and the number of tiles depend on m: how a tile is cut along K and in which order
     its parts are added up does not, nor does whether there is a plan."""
     n, k, span = problem.n, problem.k, span_of(problem)
     warpgroups, depth = h200.INVARIANT_WARPGROUPS, -(-k // UNIT_K)
     row_tiles = -(-n // (64 * warpgroups))
-
-    def time_of(shares: int) -> float:
-        adding = h200.INVARIANT_CUT + h200.INVARIANT_PART * shares if shares > 1 else 0.0
-        return -(-row_tiles * shares // properties.sms) * (-(-depth // shares) * h200.INVARIANT_UNIT + adding)
-
-    shares = min(range(1, max(1, min(depth, properties.sms // row_tiles)) + 1), key=time_of)
+    costs = h200.INVARIANT_UNIT, h200.INVARIANT_CUT, h200.INVARIANT_PART
+    every_share = range(1, max(1, min(depth, properties.sms // row_tiles)) + 1)
+    shares = min(every_share, key=lambda shares: _time_of_shares(shares, row_tiles, depth, *costs, properties.sms))
     kinds = {width: kind for (width, groups), kind in h200.STREAMK_TILES.items() if groups == warpgroups}
 
     def plan(m: int) -> StreamKPlan:
@@ -340,26 +339,22 @@ def _invariant_plan(m: int, problem: Problem, properties: DeviceProperties) -> S
     return replace(found, microseconds=estimate(found, m, problem, properties))
 
 
-def _resident_plans(
-    tile_m: int, m: int, sides: Sequence[int], k: int, span: int, properties: DeviceProperties
-) -> tuple[float, list[StreamKPlan]] | None:
-    """The plans of weights of so many rows in one launch in which every CTA keeps its x, a part of one tile, with the
-    time of the busiest CTA; None where there is no room for that, or nothing to gain. Where all clusters of a tile's
-    CTAs run at once, they add up among themselves."""
+def _with_x(tile_m: int, m: int, sides: Sequence[int], k: int, properties: DeviceProperties) -> list[_Candidate]:
+    """Where every CTA keeps its x, a part of one tile; none where nothing is to be gained. Where all clusters of a
+    tile's CTAs run at once, they add up among themselves."""
     depth, found = -(-k // UNIT_K), []
     for warpgroups in h200.RESIDENT_UNIT if tile_m in h200.RESIDENT_TILE_M else ():
         each = [-(-n // (64 * warpgroups)) * -(-m // tile_m) for n in sides]
         tiles = sum(each)
         for shares in range(1, min(depth, properties.sms // tiles) + 1):
             resident, cluster = -(-depth // shares), shares if tiles <= properties.clusters(shares) else 1
-            time = _busy_with_x(tile_m, warpgroups, k, resident, shares, cluster)
+            time, ctas = (
+                _busy_with_x(tile_m, warpgroups, k, resident, shares, cluster),
+                [some * shares for some in each],
+            )
             for stages in range(min(h200.RESIDENT_STAGES, max(resident, 2)), h200.RESIDENT_MOST_STAGES + 1):
-                found.append((time, -stages, warpgroups, tuple(some * shares for some in each), resident, cluster))
-    for time, stages, warpgroups, ctas, resident, cluster in sorted(found):
-        plans = [StreamKPlan(tile_m, warpgroups, -stages, some, resident, cluster) for some in ctas]
-        if _are_valid(plans, m, sides, k, span, properties):
-            return time, plans
-    return None
+                found.append(_Candidate(time, -stages, warpgroups, tuple(ctas), resident, cluster))
+    return found
 
 
 def _busy_with_x(tile_m: int, warpgroups: int, k: int, resident: int, shares: int, cluster: int) -> float:
