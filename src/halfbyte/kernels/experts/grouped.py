@@ -52,40 +52,39 @@ products: ThreadCache[Hashable, tuple[Products | None]] = ThreadCache()
 
 def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None) -> Tensor | None:
     """As in cuda.py."""
-    return _scattered(x, q, expert, bias, back=False)
+    multiply = _of_sorted(x, q, expert, bias)
+    return None if multiply is None else multiply()
 
 
 def grouped_linear_backward(grad: Tensor, q: QuantizedWeight, expert: Tensor) -> Tensor | None:
     """As in cuda.py."""
-    return _scattered(grad, q, expert, None, back=True)
+    multiply = _of_sorted(grad, q, expert, back=True)
+    return None if multiply is None else multiply()
 
 
 def sorted_ahead(x: Tensor, q: QuantizedWeight, ids: Tensor) -> Callable[[], Tensor] | None:
     """What multiplies rows [R, K] with k experts each, ids [R, k], into [R k, N], and finds these pairs sorted: that is
     done here, once. None where no kernel is for it. All contiguous, x aligned to 16 bytes, on the current device."""
-    experts, n, _ = q.shape
-    found = _products(x, (q,), (None,), (Grouping(experts, scatters=True),), ids.numel())
+    return _of_sorted(x, q, ids, per_row=ids.shape[1])
+
+
+def _of_sorted(
+    x: Tensor, q: QuantizedWeight, ids: Tensor, bias: Tensor | None = None, back: bool = False, per_row: int = 1
+) -> Callable[[], Tensor] | None:
+    """What multiplies each row with its experts, as many as `per_row`, or on the way back with their transposes, into
+    the order of ids. Pairs are sorted here."""
+    experts, n, k = q.shape
+    found = _products(x, (q,), (bias,), (Grouping(experts, scatters=True),), ids.numel(), back)
     if found is None:
         return None
-    routes, product = found.sort(ids, experts), found.each[0]
+    routes = found.sort(ids, experts)
 
     def multiply() -> Tensor:
-        out = (x.new_empty if found.clears else x.new_zeros)((ids.numel(), n))
-        _launch(product, x, routes, None, out, ids.shape[1])
+        out = (x.new_empty if found.clears else x.new_zeros)((ids.numel(), k if back else n))
+        _launch(found.each[0], x, routes, bias, out, per_row)
         return out
 
     return multiply
-
-
-def _scattered(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None, back: bool) -> Tensor | None:
-    """Each row times its expert or, on the way back, times the transpose of it, in the order of x."""
-    experts, n, k = q.shape
-    found = _products(x, (q,), (bias,), (Grouping(experts, scatters=True),), len(x), back)
-    if found is None:
-        return None
-    out = (x.new_empty if found.clears else x.new_zeros)((len(x), k if back else n))
-    _launch(found.each[0], x, found.sort(expert, experts), bias, out, 1)
-    return out
 
 
 def moe(
