@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """It may change every constant: what the planner then says is forgotten."""
     module = load_script("streamk_plans", monkeypatch)
     for name in vars(h200):

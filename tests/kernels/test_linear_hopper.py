@@ -22,6 +22,8 @@ from halfbyte.kernels.linear.dispatch import choose, choose_group
 from halfbyte.kernels.linear.kernel import plan_for
 from halfbyte.kernels.linear.laid_out import UNIT_K, loads_scales_at_once, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
+from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.launch import constants, source
 from halfbyte.kernels.linear.sm90_streamk.plan import (
@@ -165,6 +167,7 @@ def test_a_group_has_x_laid_out_in_one_way() -> None:
             assert len({(plan.tile_m, plan.resident, plan.cluster) for plan in together.plans}) == 1
             assert all(is_valid(plan, m, o.n, o.k, 64, H200) for o, plan in zip(some, together.plans, strict=True))
         assert together.microseconds < sum(plan.microseconds for plan in together.plans)
+        assert choose(m, group[2], H200, False).kernel in ((decode,) if m <= 64 else (hopper, gemm))  # a small one
     others = (replace(group[0], k=1024), replace(group[0], block_size=32), replace(group[0], dtype=F32))
     assert all(choose_group(200, (group[0], other), H200) is None for other in others)
     assert all(one_after_another(200, (group[0], other), H200) is None for other in others)
