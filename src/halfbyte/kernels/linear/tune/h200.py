@@ -90,8 +90,8 @@ class StreamKTimes(NamedTuple):
     result: float
 
 
-# By tile_m, and whether CTAs keep their x. This table, and what follows down to STREAMK_PART and from RESIDENT_UNIT on,
-# was fitted by benchmarks/streamk_plans.py to an H100, whose clock is the H200's.
+# By tile_m, and whether CTAs keep their x. This table, and all numbers that benchmarks/streamk_plans.py prints, were
+# fitted by it to an H100, whose clock is the H200's.
 STREAMK_TIMES = {
     (8, False): StreamKTimes(1.783, 4.519, 1.0, 0.738),
     (8, True): StreamKTimes(0.686, 4.078, 0.0, 0.0),
