@@ -20,7 +20,7 @@ from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.linear import kernel, workspace
 from halfbyte.kernels.linear.dispatch import choose, choose_group
 from halfbyte.kernels.linear.kernel import plan_for
-from halfbyte.kernels.linear.laid_out import UNIT_K, loads_scales_at_once, span_of
+from halfbyte.kernels.linear.laid_out import UNIT_K, scale_loads, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
@@ -244,30 +244,31 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert valid(m=1 << 16, n=1 << 16, k=1 << 13, ctas=1)
 
 
-# Weights of every kind that kernel.cu is compiled for: format, block size, scales, K, and whether that is a multiple of
-# what lets scales of a row be loaded at once.
+# Weights of every kind that kernel.cu is compiled for: format, block size, scales, K, and how scales of a row are
+# loaded.
 KINDS = (
-    ("nf4", 64, torch.uint8, 1024, True),
-    ("nf4", 64, torch.uint8, 960, False),
-    ("nf4", 32, torch.uint8, 512, True),
-    ("nf4", 32, torch.uint8, 96, False),
-    ("nf4", 128, torch.uint8, 4096, False),
-    ("nf4", 4096, torch.uint8, 4096, False),
-    ("nf4", 32, torch.float32, 1024, False),
-    ("nf4", 64, torch.float32, 256, True),
-    ("int4", 256, torch.float32, 1024, True),
-    ("nf4", 4096, torch.float32, 4096, False),
-    ("int4", 32, torch.float16, 256, True),
-    ("int4", 128, torch.float16, 512, False),
-    ("int4", 64, torch.bfloat16, 512, True),
-    ("int4", 32, torch.bfloat16, 96, False),
-    ("int4", 128, torch.bfloat16, 1024, True),
+    ("nf4", 64, torch.uint8, 1024, "vector"),
+    ("nf4", 64, torch.uint8, 960, "one"),
+    ("nf4", 64, torch.uint8, 768, "unit"),
+    ("nf4", 32, torch.uint8, 512, "vector"),
+    ("nf4", 32, torch.uint8, 96, "one"),
+    ("nf4", 128, torch.uint8, 4096, "one"),
+    ("nf4", 4096, torch.uint8, 4096, "one"),
+    ("nf4", 32, torch.float32, 1024, "one"),
+    ("nf4", 64, torch.float32, 256, "vector"),
+    ("int4", 256, torch.float32, 1024, "vector"),
+    ("nf4", 4096, torch.float32, 4096, "one"),
+    ("int4", 32, torch.float16, 256, "vector"),
+    ("int4", 128, torch.float16, 512, "unit"),
+    ("int4", 64, torch.bfloat16, 512, "vector"),
+    ("int4", 32, torch.bfloat16, 96, "across"),
+    ("int4", 128, torch.bfloat16, 1024, "vector"),
 )
 
 
-def problem(dtype: torch.dtype, format: str, block_size: int, scale: torch.dtype, k: int, at_once: bool) -> Problem:
+def problem(dtype: torch.dtype, format: str, block_size: int, scale: torch.dtype, k: int, loads: str) -> Problem:
     found = Problem(dtype, 4096, k, format, block_size, scale, 256 if scale == torch.uint8 else 0)
-    assert loads_scales_at_once(found) is at_once
+    assert scale_loads(found) == loads
     return found
 
 
@@ -361,44 +362,48 @@ def test_source_refuses_sizes_that_are_not_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "k", "options", "vector"),
+    ("format", "k", "options", "loads"),
     [
-        ("nf4", 1024, {"block_size": 64}, True),
-        ("nf4", 14336, {"block_size": 64}, True),
-        ("nf4", 512, {"block_size": 64}, False),  # eight bytes of scales a row
-        ("nf4", 5376, {"block_size": 64}, False),
-        ("nf4", 960, {"block_size": 64}, False),
-        ("nf4", 512, {"block_size": 32}, True),
-        ("nf4", 96, {"block_size": 32}, False),
-        ("fp4", 4096, {"block_size": 128}, False),  # two bytes a unit
-        ("fp4", 4096, {"block_size": 4096}, False),
-        ("nf4", 256, {"block_size": 64, "nested": False}, True),
-        ("nf4", 320, {"block_size": 64, "nested": False}, False),
-        ("nf4", 1024, {"block_size": 32, "nested": False}, False),  # 32 bytes a unit
-        ("fp4", 512, {"block_size": 128, "nested": False}, True),
-        ("fp4", 1024, {"block_size": 256, "nested": False}, True),
-        ("fp4", 512, {"block_size": 256, "nested": False}, False),
-        ("fp4", 4096, {"block_size": 512, "nested": False}, False),
-        ("int4", 256, {"group_size": 32}, True),
-        ("int4", 512, {"group_size": 64}, True),
-        ("int4", 1024, {"group_size": 128}, True),
-        ("int4", 512, {"group_size": 128}, False),
-        ("int4", 320, {"group_size": 64}, False),
+        ("nf4", 1024, {"block_size": 64}, "vector"),
+        ("nf4", 14336, {"block_size": 64}, "vector"),
+        ("nf4", 512, {"block_size": 64}, "unit"),  # eight bytes of scales a row
+        ("nf4", 5376, {"block_size": 64}, "unit"),
+        ("nf4", 960, {"block_size": 64}, "one"),
+        ("nf4", 512, {"block_size": 32}, "vector"),
+        ("nf4", 96, {"block_size": 32}, "one"),
+        ("fp4", 4096, {"block_size": 128}, "one"),  # two bytes a unit
+        ("fp4", 4096, {"block_size": 4096}, "one"),
+        ("nf4", 256, {"block_size": 64, "nested": False}, "vector"),
+        ("nf4", 320, {"block_size": 64, "nested": False}, "across"),
+        ("nf4", 1024, {"block_size": 32, "nested": False}, "one"),  # 32 bytes a unit
+        ("fp4", 512, {"block_size": 128, "nested": False}, "vector"),
+        ("fp4", 1024, {"block_size": 256, "nested": False}, "vector"),
+        ("fp4", 512, {"block_size": 256, "nested": False}, "unit"),
+        ("fp4", 4096, {"block_size": 512, "nested": False}, "one"),
+        ("int4", 256, {"group_size": 32}, "vector"),
+        ("int4", 512, {"group_size": 64}, "vector"),
+        ("int4", 1024, {"group_size": 128}, "vector"),
+        ("int4", 512, {"group_size": 128}, "unit"),
+        ("int4", 320, {"group_size": 64}, "across"),
     ],
 )
-def test_kinds(format: str, k: int, options: dict[str, object], vector: bool) -> None:
-    q, x = hb.quantize(torch.randn((3, k)).half(), format, **options), torch.zeros((2, k), dtype=BF16)
+def test_kinds(format: str, k: int, options: dict[str, object], loads: str) -> None:
+    q, x = hb.quantize(torch.randn((16, k)).half(), format, **options), torch.zeros((2, k), dtype=BF16)
     for dtype in (BF16, F16):
         found = problem_of(x.to(dtype), q, None)
-        assert loads_scales_at_once(found) is vector
-        assert not loads_scales_at_once(problem_of(x, replace(q, scale=moved(q.scale)), None))
+        assert scale_loads(found) == loads
+        one_is_a_unit = UNIT_K // q.block_size == 1 and q.scale.itemsize == 4 and k % UNIT_K == 0
+        unaligned = problem_of(x, replace(q, scale=moved(q.scale)), None)
+        assert scale_loads(unaligned) == ("unit" if one_is_a_unit else "one")
+        if loads == "across":
+            assert scale_loads(replace(found, n=found.n + 1)) == "one"  # nothing is read beyond the last scale
         config = constants(found, StreamKPlan(8, 3, 3, 1))
         assert config["x"] == TYPES[dtype]
         assert config["scale"] == TYPES[q.scale.dtype]
         assert 1 << config["log_block"] == q.block_size
-        assert (config["span"], config["vector"], config["low_first"]) == (
+        assert (config["span"], config["loads"], config["low_first"]) == (
             min(q.block_size, 64),
-            vector,
+            f"Loads::{loads}",
             format == "int4",
         )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ LAYOUT = ("128s4Q", "7Q2I", "7I2f64s")
 COPIED_LAYOUT = ("", "128s128s4Q7Q2I", "7I2f64s")
 # Of one weight, where a launch has several: device/laid_out.cuh aligns them for their tensor maps.
 ARGUMENTS_BYTES = -(-struct.calcsize("".join(LAYOUT)) // 64) * 64
+ScaleLoads = Literal["one", "unit", "vector", "across"]
 launches: ThreadCache[Hashable, tuple[Launch, Launch]] = ThreadCache()
 
 
@@ -37,15 +38,18 @@ def span_of(problem: Problem) -> int:
     return min(problem.block_size, 64)
 
 
-def loads_scales_at_once(problem: Problem) -> bool:
-    """True if the scales of a row are loaded 4, 8 or 16 bytes at a time."""
+def scale_loads(problem: Problem) -> ScaleLoads:
+    """How device/scale_rows.cuh loads the scales of a row."""
     o, size = problem, problem.scale.itemsize
-    return (
-        UNIT_K // o.block_size * size in (4, 8, 16)
-        and o.k % UNIT_K == 0
-        and o.k // o.block_size * size % 16 == 0
-        and o.align_scale == ALIGNMENT
-    )
+    unit, row = UNIT_K // o.block_size * size, o.k // o.block_size * size
+    if unit not in (4, 8, 16) or o.k % o.block_size:
+        return "one"
+    if o.k % UNIT_K:
+        ends = o.n * row % ALIGNMENT == 0
+        return "across" if ends and not o.nested and o.align_scale == ALIGNMENT else "one"
+    if row % ALIGNMENT == 0 and o.align_scale == ALIGNMENT:
+        return "vector"
+    return "unit" if o.align_scale >= unit else "one"
 
 
 def supports(problem: Problem) -> bool:

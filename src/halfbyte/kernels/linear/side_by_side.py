@@ -14,7 +14,14 @@ from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.driver import Arguments
 from halfbyte.kernels.linear import laid_out, workspace
 from halfbyte.kernels.linear.kernel import GroupProduct
-from halfbyte.kernels.linear.laid_out import ARGUMENTS_BYTES, LAYOUT, GroupPlan, LaidOutKernel, WithPlan
+from halfbyte.kernels.linear.laid_out import (
+    ARGUMENTS_BYTES,
+    LAYOUT,
+    GroupPlan,
+    LaidOutKernel,
+    WithPlan,
+    scale_loads,
+)
 from halfbyte.kernels.linear.problem import Addresses, Problem
 
 MOST = 4  # weights of a launch: each has 384 bytes of its arguments
@@ -22,7 +29,7 @@ MOST = 4  # weights of a launch: each has 384 bytes of its arguments
 
 def are_alike(group: Sequence[Problem]) -> bool:
     """True if the weights differ in their rows alone, so that one kernel is for all."""
-    return 1 < len(group) <= MOST and len({replace(o, n=0, bias=False) for o in group}) == 1
+    return 1 < len(group) <= MOST and len({(replace(o, n=0, bias=False), scale_loads(o)) for o in group}) == 1
 
 
 def merged(group: Sequence[Problem]) -> Problem:

@@ -51,10 +51,11 @@ __device__ __forceinline__ void fetch_scales(const Arguments& a, u32 first, u32 
 #pragma unroll
   for (int i = 0; i < SHARE; i++) now[i].load(a, row_at(at, thread + SCALE_THREADS * i), at.depth * UNIT_K);
   const float offset = prepare_code(a, thread);
-  if constexpr (Config::vector)
-    for (u32 i = 0; i < at.depth % LOADED; i++)
 #pragma unroll
-      for (int j = 0; j < SHARE; j++) now[j].next_unit();
+  for (int i = 0; i < SHARE; i++) now[i].settle();
+  for (u32 unit = 0; unit < at.depth % LOADED; unit++)
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) now[i].next_unit();
   wait_for_prior_kernel();  // the launch before last may still read what it left behind
   Clearing clearing(thread);
   Ring ring(1);
@@ -83,7 +84,7 @@ __device__ __forceinline__ void fetch_scales(const Arguments& a, u32 first, u32 
     at.next(a);
     if (covered == 1) {
 #pragma unroll
-      for (int i = 0; i < SHARE; i++) now[i] = then[i];
+      for (int i = 0; i < SHARE; i++) now[i] = then[i], now[i].settle();
       has_next = false;
     } else {
 #pragma unroll

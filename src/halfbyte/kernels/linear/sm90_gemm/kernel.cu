@@ -30,7 +30,7 @@
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
 //   permutes                                 odd rows of W are looked up in registers
 //   span, log_block                          weights that share a scale, 64 or 32; log2 of the block size
-//   vector                                   a thread loads 16 bytes of a row's scales at a time
+//   loads                                    how a thread loads the scales of a row of W (device/scale_rows.cuh)
 //   x, scale, low_first, flushes             types; whether the first weight of a byte is in its low half; whether
 //                                            subnormal weights count as zero
 //   back, copies_x                           the result is dy @ W; x is copied as it is, not laid out

@@ -17,7 +17,7 @@ from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.linear import laid_out, side_by_side
 from halfbyte.kernels.linear.codebook import exact_codebook
 from halfbyte.kernels.linear.kernel import GroupProduct, Product
-from halfbyte.kernels.linear.laid_out import copies_x, loads_scales_at_once, span_of, supports
+from halfbyte.kernels.linear.laid_out import copies_x, scale_loads, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm.plan import (
     DIRECT,
@@ -108,15 +108,15 @@ def variant(problem: Problem, plan: GemmPlan, properties: DeviceProperties, part
 
 def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
-    at_once = loads_scales_at_once(problem) and not plan.back
+    loads = "one" if plan.back else scale_loads(problem)
     # A producer of a cluster knows which part is its own, for which only the widest tiles leave no room.
-    usual = at_once and (plan.cluster == 1 or (plan.tile_m == TILES_M[-1] and not plan.back))
+    usual = loads != "one" and (plan.cluster == 1 or (plan.tile_m == TILES_M[-1] and not plan.back))
     producer, consumer = REGISTERS[plan.warpgroups] if usual else SCATTERED_REGISTERS
     return {
         "x": TYPES[problem.dtype], "low_first": problem.low_first,
         "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
         "flushes": FORMATS[problem.format].flushes, "log_block": problem.block_size.bit_length() - 1,
-        "span": span_of(problem), "vector": at_once, "tile_m": plan.tile_m,
+        "span": span_of(problem), "loads": f"Loads::{loads}", "tile_m": plan.tile_m,
         "warpgroups": plan.warpgroups, "w_stages": plan.w_stages, "x_stages": plan.x_stages, "direct": DIRECT,
         "permutes": plan.permutes, "cluster": plan.cluster, "producer_registers": producer,
         "consumer_registers": consumer, "shared_bytes": plan.shared_bytes(span_of(problem)), "back": plan.back,

@@ -14,9 +14,9 @@ constexpr int UNIT_K = 256, STEP_K = 64;                                        
 constexpr int SPANS = UNIT_K / Config::span, STEP_SPANS = STEP_K / Config::span;  // weights that share a scale
 constexpr int SUMS = sums_of(Config::tile_m);
 
-// How many spans share a scale. With `vector` no row begins within a block.
+// How many spans share a scale. No row begins within a block whose scale is loaded with others.
 constexpr int BLOCK_SPANS = (1 << Config::log_block) / Config::span;
-constexpr int JOINED = Config::vector ? (BLOCK_SPANS < SPANS ? BLOCK_SPANS : SPANS) : 1;
+constexpr int JOINED = Config::loads != Loads::one ? (BLOCK_SPANS < SPANS ? BLOCK_SPANS : SPANS) : 1;
 constexpr int UNIT_SCALES = SPANS / JOINED;  // of a row of W
 
 // In words, each two neighbouring k: a span, and what a quad's lane takes of it. Those of `back` keep the order of k.

@@ -72,10 +72,11 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   __syncwarp();
   if (thread == 0) fetch_bytes(a, map, at, shared() + TILES, shared() + FULL);
   sync_all();
-  if constexpr (Config::vector)
-    for (u32 i = 0; i < at.depth % LOADED; i++)
 #pragma unroll
-      for (int j = 0; j < SHARE; j++) now[j].next_unit();
+  for (int i = 0; i < SHARE; i++) now[i].settle();
+  for (u32 unit = 0; unit < at.depth % LOADED; unit++)
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) now[i].next_unit();
   if constexpr (NESTED) {
     for (u32 half = 0; half < 2; half++)  // each warp writes its own values, a copy for every lane
 #pragma unroll
@@ -117,7 +118,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     at.next(a);
     if (covered == 1) {
 #pragma unroll
-      for (int i = 0; i < SHARE; i++) now[i] = then[i];
+      for (int i = 0; i < SHARE; i++) now[i] = then[i], now[i].settle();
       has_next = false;
     } else {
 #pragma unroll

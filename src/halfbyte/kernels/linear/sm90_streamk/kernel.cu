@@ -31,7 +31,7 @@
 //   resident                                 units whose x stays in shared memory; 0: x comes with W
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
 //   span, log_block                          weights summed before they are scaled, 64 or 32; log2 of the block size
-//   vector                                   a thread loads 16 bytes of a row's scales at a time
+//   loads                                    how a thread loads the scales of a row of W (device/scale_rows.cuh)
 //   x, scale, low_first                      types, and whether the first weight of a byte is in its low half
 //   activation, residual                     what y is combined with (device/laid_out.cuh)
 //   grouped, wide, scatters                  of experts, whose `activation` is what gates: results are fp32; they go to

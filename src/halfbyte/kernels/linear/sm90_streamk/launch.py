@@ -16,7 +16,7 @@ from halfbyte.kernels.linear import laid_out, side_by_side
 from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
-from halfbyte.kernels.linear.laid_out import loads_scales_at_once, span_of, supports
+from halfbyte.kernels.linear.laid_out import scale_loads, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_streamk.plan import (
     REGISTERS,
@@ -95,7 +95,7 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "x": TYPES[problem.dtype], "low_first": problem.low_first,
         "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
         "log_block": problem.block_size.bit_length() - 1, "span": span_of(problem),
-        "vector": loads_scales_at_once(problem), "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
+        "loads": f"Loads::{scale_loads(problem)}", "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
         "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "direct": plan.direct,
         "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,

@@ -14,10 +14,10 @@ constexpr int SPANS = UNIT_K / Config::span, STEPS = Config::span / 16;  // span
 constexpr int WORDS = Config::span / 32;                                 // of W, that a lane takes of a row's span
 constexpr int SUMS = sums_of(Config::tile_m);
 
-// How many spans are summed before they are scaled. With `vector` no row begins within a block that shares a scale.
+// How many spans are summed before they are scaled. No row begins within a block whose scale is loaded with others.
 constexpr int BLOCK_SPANS = (1 << Config::log_block) / Config::span;
 constexpr int SPANS_OR_BLOCK = BLOCK_SPANS < SPANS ? BLOCK_SPANS : SPANS;
-constexpr int JOINED = Config::vector ? SPANS_OR_BLOCK : 1;
+constexpr int JOINED = Config::loads != Loads::one ? SPANS_OR_BLOCK : 1;
 constexpr int UNIT_SCALES = SPANS / JOINED;  // of a row of W
 
 // In words, each two neighbouring k: a span, and what a quad's lane takes of it.
@@ -63,7 +63,7 @@ template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) {
 // before the third unit, or before the second where x is large and scales come one by one or W is read twice.
 constexpr bool PRODUCERS_WAIT = !NESTED;
 __device__ __forceinline__ u32 units_before_x(const Arguments& a) {
-  return Config::tile_m < 32 || (Config::vector && a.column_tiles == 1) ? 2 : 1;
+  return Config::tile_m < 32 || (Config::loads != Loads::one && a.column_tiles == 1) ? 2 : 1;
 }
 __device__ __forceinline__ void sync_all() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
 __device__ __forceinline__ void sync_x() {
