@@ -153,13 +153,18 @@ class Driver:
         group = self.group or [self.like]
         parts = len(group)
         values = struct.unpack("".join(decode.layout(parts)), arguments)
-        weights, (x, norm, residual, ids) = values[: 6 * parts], values[6 * parts : 6 * parts + 4]
-        results, (m, pairs) = values[6 * parts + 4 : 8 * parts + 4], values[8 * parts + 4 : 8 * parts + 6]
-        sizes, (tiles, k) = values[8 * parts + 6 : 10 * parts + 6], values[10 * parts + 6 : 10 * parts + 8]
-        routing, (_, epsilon, offset, factor) = values[10 * parts + 8 :][:5], values[10 * parts + 13 :][:4]
+        every, of_weight = iter(values), 7
+        weights = [next(every) for _ in range(of_weight * parts)]
+        x, norm, residual, ids = (next(every) for _ in range(4))
+        results = [next(every) for _ in range(2 * parts)]
+        m, pairs = next(every), next(every)
+        sizes = tuple(next(every) for _ in range(2 * parts))
+        tiles, k, *routing = (next(every) for _ in range(7))
+        _, epsilon, offset, factor = (next(every) for _ in range(4))
         if routing[0]:
-            (packed,) = struct.unpack_from("Q", weights[0])
-            self._routed((packed, *weights[2:6]), x, ids, *results, pairs, sizes[0], tiles, k, *routing)
+            (mapped,), (packed, *others) = struct.unpack_from("Q", weights[0]), weights[2:of_weight]
+            assert mapped == packed
+            self._routed((packed, *others), x, ids, *results, pairs, sizes[0], tiles, k, *routing)
             return
         assert sizes[:parts] == tuple(like.shape[0] for like in group)
         counts = [-(-n // 16) for n in sizes[:parts]]
@@ -171,9 +176,10 @@ class Driver:
             rows = pointwise.rms_norm(rows, memory(norm, (k,), self.dtype), epsilon, offset)
         products = []
         for part, like in enumerate(group):
-            weight_map, scale_map, scale, *nested = weights[6 * part : 6 * part + 6]
-            (packed,), (mapped,) = struct.unpack_from("Q", weight_map), struct.unpack_from("Q", scale_map)
-            assert mapped in (0, scale)
+            weight_map, scale_map, packed, scale, *nested = weights[of_weight * part : of_weight * (part + 1)]
+            (mapped,), (mapped_scale,) = struct.unpack_from("Q", weight_map), struct.unpack_from("Q", scale_map)
+            assert mapped == packed
+            assert mapped_scale in (0, scale)
             products.append(self._product(like, (packed, scale, *nested), rows, results[2 * part]))
         if self.activation:
             products = [pointwise.gated(*products, self.activation)]

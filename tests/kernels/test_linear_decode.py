@@ -140,6 +140,10 @@ def test_a_plan_that_leaves_part_of_k_is_not_valid() -> None:
         DecodePlan(1, 8, 8, 2, 2, window_scales=True), 64, 5440, NESTED, H200
     )  # a last row would end beyond
     assert not is_valid(DecodePlan(1, 11, 8, 2, 1, bulk_scales=True), 64, 5440, NESTED, H200)
+    in_one_piece = DecodePlan(1, 12, 4, 2, 1, bulk_scales=True, bulk_weights=True, experts=32, pairs=32)
+    assert is_valid(in_one_piece, 64, 2880, NESTED, H200)
+    assert not is_valid(in_one_piece, 64, 3072, NESTED, H200)  # rows of a multiple of 128 bytes lie in the same banks
+    assert not is_valid(replace(in_one_piece, experts=0, pairs=0), 64, 2880, NESTED, H200)
     # A warp too many, and rows of scales are no multiple of 16 bytes apart in shared memory.
     assert is_valid(DecodePlan(1, 10, 8, 2, 1), 64, 4096, NESTED, H200)
     assert not is_valid(DecodePlan(1, 9, 8, 2, 1), 64, 4096, NESTED, H200)

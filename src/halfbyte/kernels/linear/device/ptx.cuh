@@ -8,11 +8,6 @@ __device__ __forceinline__ u32 load_number(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
   return value;
 }
-__device__ __forceinline__ u32 load_byte(u32 address) {
-  u32 value;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
-  return value;
-}
 __device__ __forceinline__ float load_float(u32 address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));

@@ -33,7 +33,7 @@ typedef ScaleTypes<Config::scale>::Bits ScaleBits;
 
 // The value of a scale that is a number itself. Bits beyond the scale's own are not looked at.
 __device__ __forceinline__ float decode_flat(u32 bits) {
-  if constexpr (EXPONENTS) {  // as in decode_exponent
+  if constexpr (EXPONENTS) {  // 2^(e - 127): of 0 a subnormal number, and NaN of 255
     const u32 e = bits & 255;
     return __uint_as_float(e << 23 | u32((e + 1 & 255) <= 1) << 22);
   }
@@ -53,9 +53,6 @@ __device__ __forceinline__ float decode_scale(StoredScale stored, float absmax, 
   if constexpr (NESTED) return decode_nested(reinterpret_cast<const float*>(code)[u32(stored)], absmax, offset);
   else return decode_stored(stored);
 }
-
-// 2^(e - 127) twice, in bf16: e = 0 is a subnormal number, 255 NaN.
-__device__ __forceinline__ u32 decode_exponent(u32 e) { return (e << 7 | u32((e + 1 & 255) <= 1) << 6) * 0x10001; }
 
 // Adds `sum`, the MMA's results of one span, to `total`. upper, lower: the scales of the lane's two rows of W, in the
 // order of device/mma.cuh.

@@ -9,8 +9,7 @@
 // them up. One look-up in a table in shared memory turns a byte into two 16-bit numbers (device/decode.cuh). The host
 // multiplies the codebook by a factor that makes its rounding to 16 bits harmless, and the epilogue multiplies by one
 // over that factor, `unit`. Scales are applied in fp32 to the sums of a block, or of `joined` blocks that share one.
-// Those that are powers of two, one for 32 weights, are multiplied into the operand of the MMA instead, which is exact:
-// a lane's 16 weights of a block share one.
+// Where each 32 weights share one, which is a power of two, sums are of half a block.
 //
 // Work. A CTA owns warps * slice blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in
 // registers throughout. A producer warp copies tiles into shared memory, `stages` of them, each by one tensor copy:
@@ -55,6 +54,7 @@
 //   resident_ctas, shared_bytes  CTAs that share a multiprocessor; dynamic shared memory
 //   chunk, scale_chunk, padded   bytes a row that a copy brings, of W and of scales; whether K ends inside a CTA's part
 //   bulk_scales, window_scales   how scales come, see above
+//   bulk_weights                 W comes without a tensor map, a tile's rows in one piece
 //   scale_blocks, joined         blocks of 64 weights that share a scale; blocks that are summed before they are scaled
 //   x, scale, low_first, bias    types; the first weight of a byte is in its low half; there is a bias
 //   norm, activation, residual   x is normed first; what gates the second of two weights; the result is added to this
@@ -65,6 +65,46 @@
 #include "norm.cuh"
 #include "produce.cuh"
 #include "reduce.cuh"
+
+// A lane's 8 bytes of each block of its two rows of W: side by side, or four in each half.
+class Weights {
+ public:
+  uint2 upper, lower;  // of a block
+
+  __device__ __forceinline__ Weights(const Arguments& a, u32 warp, u32 group, u32 member)
+      : swaps(Config::bulk_weights && EXPONENTS && group >= 4), below(NEXT_ROW * row_bytes(a)) {
+    const u32 row = upper_row(group);
+    mine = Config::bulk_weights ? row * row_bytes(a) + place(warp, 0) * BLOCK_BYTES : row_at<Config::chunk>(row);
+    mine ^= member * (8 / HALVES) ^ (swaps ? BLOCK_BYTES / 2 : 0);
+  }
+  // Block b of the warp's slice, in the stage at `stage`.
+  __device__ __forceinline__ void load(u32 stage, u32 warp, int b) {
+    if constexpr (Config::bulk_weights) {
+      upper = load_eight(stage, mine + b * BLOCK_BYTES), lower = load_eight(stage, mine + b * BLOCK_BYTES + below);
+    } else {
+      const u32 number_of_chunk = (warp * STEP_SLICE + b % STEP_SLICE) * BLOCK_BYTES / Config::chunk;
+      const u32 chunk = stage + number_of_chunk * (TILE_N * Config::chunk);
+      const u32 inside = mine ^ b * BLOCK_BYTES % Config::chunk;
+      upper = load_eight(chunk, inside), lower = load_eight(chunk, lower_at<Config::chunk>(inside));
+    }
+  }
+
+ private:
+  // Of eight rows that a bulk copy brings, four lie in banks of their own. So the others' halves are loaded in turn.
+  bool swaps;
+  u32 mine, below;
+
+  __device__ __forceinline__ uint2 load_eight(u32 base, u32 at) const {
+    if constexpr (!EXPONENTS) return load_pair(base + at);
+    const u32 first = load_number(base + at), second = load_number(base + (at ^ BLOCK_BYTES / 2));
+    return swaps ? make_uint2(second, first) : make_uint2(first, second);
+  }
+};
+// Sums of a lane's two rows.
+__device__ __forceinline__ void store_rows(u32 at, float upper, float lower) {
+  if constexpr (NEXT_ROW == 1) store_pair(at, upper, lower);
+  else store_float(at, upper), store_float(at + 4 * NEXT_ROW, lower);
+}
 
 using XFragments = uint2[Config::m_tiles][Config::slice][4];
 __device__ __forceinline__ void copy_fragments(XFragments& to, const XFragments& from) {
@@ -82,8 +122,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
                                          const float (&offsets)[Config::parts], const Ready& ready) {
   const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64;
   const u32 column = column_of(shared, lane);
-  // Where in a tile this lane's bytes of row 2 * group of W are; it has row 2 * group + 1 too.
-  const u32 mine = row_at<Config::chunk>(2 * group) ^ member * 8;
+  Weights weights(a, warp, group, member);
   const ScaleDecoder scales_of_warp(shared, warp, lane);
   XFragments x, then;  // then: of the next unit, where there are several
   const auto load_x = [&](XFragments& to, u32 unit) {
@@ -97,7 +136,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const u32 block = first_block + place(warp, b);
-          const u64 at = u64(row) * a.k + block * 64 + member * 16 + half * 8;
+          const u64 at = u64(row) * a.k + block * 64 + eight_at(member, half);
           const uint4 both =
               wanted && block < row_blocks ? *reinterpret_cast<const uint4*>(a.x + at) : make_uint4(0, 0, 0, 0);
           to[c][b][2 * half] = make_uint2(both.x, both.y), to[c][b][2 * half + 1] = make_uint2(both.z, both.w);
@@ -123,39 +162,30 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
 #pragma unroll
     for (int b = 0; b < Config::slice; b++) {
       if (b > 0 && b % STEP_SLICE == 0) wait(shared + FULL + 8 * ring.at, ring.parity);
-      const u32 number_of_chunk = (warp * STEP_SLICE + b % STEP_SLICE) * BLOCK_BYTES / Config::chunk;
-      const u32 chunk = shared + TILES + ring.at * STAGE + number_of_chunk * (TILE_N * Config::chunk);
-      const u32 inside = mine ^ b * BLOCK_BYTES % Config::chunk;
-      const uint2 w = load_pair(chunk + inside), v = load_pair(chunk + row_after<Config::chunk>(inside));
-      u32 upper = 0, lower = 0;  // factors of this lane's 16 weights of each row
-      if constexpr (EXPONENTS) {
-        const u32 slot = Config::steps == 1 ? ring.at : scales.at, byte = place(warp, b) * SCALE_SIZE + member / 2;
-        if (!Config::padded || first_block + place(warp, b) < row_blocks) {
-          upper = decode_exponent(load_byte(exponent_at(a, shared, tile, first_block, slot, 2 * group, byte)));
-          lower = decode_exponent(load_byte(exponent_at(a, shared, tile, first_block, slot, 2 * group + 1, byte)));
-        }
-      }
+      weights.load(shared + TILES + ring.at * STAGE, warp, b);
 #pragma unroll
-      for (int c = 0; c < Config::m_tiles; c++)
-        if (b % Config::joined == 0) sum[c][0] = sum[c][1] = sum[c][2] = sum[c][3] = 0;
-#pragma unroll
-      for (int step = 0; step < 4; step++) {
-        const u32 over = step < 2 ? w.x : w.y, under = step < 2 ? v.x : v.y;
-        u32 a0 = step % 2 ? look_up<2>(over, column) : look_up<0>(over, column);
-        u32 a2 = step % 2 ? look_up<3>(over, column) : look_up<1>(over, column);
-        u32 a1 = step % 2 ? look_up<2>(under, column) : look_up<0>(under, column);
-        u32 a3 = step % 2 ? look_up<3>(under, column) : look_up<1>(under, column);
-        if constexpr (EXPONENTS) a0 = fold(a0, upper), a2 = fold(a2, upper), a1 = fold(a1, lower), a3 = fold(a3, lower);
+      for (int half = 0; half < HALVES; half++) {
 #pragma unroll
         for (int c = 0; c < Config::m_tiles; c++)
-          mma(EXPONENTS ? total[c] : sum[c], a0, a1, a2, a3, x[c][b][step].x, x[c][b][step].y);
-      }
-      if (b == 0 && !EXPONENTS)
-        scales_of_warp.decode(a, shared, tile, first_block, Config::steps == 1 ? ring.at : scales.at, offset, lane);
-      if (b % Config::joined == Config::joined - 1 && !EXPONENTS) {
-        const float2 scale = scales_of_warp.of_block(b, group);
+          if (b % Config::joined == 0) sum[c][0] = sum[c][1] = sum[c][2] = sum[c][3] = 0;
 #pragma unroll
-        for (int c = 0; c < Config::m_tiles; c++) promote(total[c], sum[c], scale.x, scale.y);
+        for (int step = half * 4 / HALVES; step < (half + 1) * 4 / HALVES; step++) {
+          const u32 over = step < 2 ? weights.upper.x : weights.upper.y;
+          const u32 under = step < 2 ? weights.lower.x : weights.lower.y;
+          const u32 a0 = step % 2 ? look_up<2>(over, column) : look_up<0>(over, column);
+          const u32 a2 = step % 2 ? look_up<3>(over, column) : look_up<1>(over, column);
+          const u32 a1 = step % 2 ? look_up<2>(under, column) : look_up<0>(under, column);
+          const u32 a3 = step % 2 ? look_up<3>(under, column) : look_up<1>(under, column);
+#pragma unroll
+          for (int c = 0; c < Config::m_tiles; c++) mma(sum[c], a0, a1, a2, a3, x[c][b][step].x, x[c][b][step].y);
+        }
+        if (b == 0 && half == 0)
+          scales_of_warp.decode(a, shared, tile, first_block, Config::steps == 1 ? ring.at : scales.at, offset, lane);
+        if (b % Config::joined == Config::joined - 1) {
+          const float2 scale = scales_of_warp.of_block(b, half, group);
+#pragma unroll
+          for (int c = 0; c < Config::m_tiles; c++) promote(total[c], sum[c], scale.x, scale.y);
+        }
       }
       if (b % STEP_SLICE == STEP_SLICE - 1) {
         arrive(shared + EMPTY + 8 * ring.at);
@@ -167,9 +197,9 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
 #pragma unroll
     for (int c = 0; c < Config::m_tiles; c++)
       if (first_row() + 8 * c + 2 * member < a.m) {
-        const u32 at = to + (8 * c + 2 * member) * SUM_COLUMN + 8 * group;
-        store_pair(at, total[c][0], total[c][2]);
-        store_pair(at + SUM_COLUMN, total[c][1], total[c][3]);
+        const u32 at = to + (8 * c + 2 * member) * SUM_COLUMN + 4 * upper_row(group);
+        store_rows(at, total[c][0], total[c][2]);
+        store_rows(at + SUM_COLUMN, total[c][1], total[c][3]);
       }
     arrive(shared + SUM_FULL + 8 * sums.at);
     if (changes) copy_fragments(x, then);

@@ -222,13 +222,13 @@ def _described(plan: DecodePlan, o: Problem, weight: Addresses) -> tuple[Any, ..
     if not plan.bulk_scales and not plan.window_scales:
         row = scales.bytes_of(blocks)
         scale_map = tensor_map(scale, (row, o.n), (row,), (scale_chunk(plan, scales), ROWS))
-    return weights, scale_map, scale, *nested
+    return weights, scale_map, packed, scale, *nested
 
 
 def layout(parts: int) -> tuple[str, str, str]:
     """kernel.cu's Arguments, of which x, norm, residual and ids, then bias and out for each weight, and m and
     pairs change."""
-    before, changing, after = parts * "128s128s4Q32x", f"{4 + 2 * parts}Q2I", f"{2 * parts + 7}I4f64s"
+    before, changing, after = parts * "128s128s5Q24x", f"{4 + 2 * parts}Q2I", f"{2 * parts + 7}I4f64s"
     return before, changing, after + f"{-struct.calcsize(before + changing + after) % 64}x"
 
 

@@ -70,7 +70,7 @@ __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 
       for (int half = 0; half < 2; half++) {
         const u32 block = first_block + place(warp, b);
         const uint4 w = block < row_blocks
-                            ? *reinterpret_cast<const uint4*>(a.norm + block * 64 + member * 16 + half * 8)
+                            ? *reinterpret_cast<const uint4*>(a.norm + block * 64 + eight_at(member, half))
                             : make_uint4(0, 0, 0, 0);
         uint2 &first = x[c][b][2 * half], &second = x[c][b][2 * half + 1];
         first.x = scaled(first.x, w.x, factor, a.norm_offset), first.y = scaled(first.y, w.y, factor, a.norm_offset);

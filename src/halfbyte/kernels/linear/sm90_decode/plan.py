@@ -22,6 +22,7 @@ EXPONENT_BLOCK = 32  # weights that share an exponent
 ROWS = 16  # rows of W in a tile
 MOST_ROWS = 64  # of x
 MOST_STAGES = 8  # that there are barriers for
+NARROW_CHUNK = 32  # bytes of a row that a tensor copy brings at a time where K has no larger power of two in it
 RESERVED = 1024  # bytes of shared memory that the system takes for each CTA
 
 
@@ -43,12 +44,17 @@ class Scales(NamedTuple):
         return max(1, self.block_size // BLOCK)
 
     @property
+    def halves(self) -> int:
+        """Parts of a block that have an exponent each, or one: a block has one scale at most."""
+        return BLOCK // EXPONENT_BLOCK if self.exponents else 1
+
+    @property
     def are_known(self) -> bool:
         return self.block_size == EXPONENT_BLOCK if self.exponents else self.block_size % BLOCK == 0
 
     def bytes_of(self, blocks: int) -> int:
         """Of so many blocks of 64 weights, the first of which is the first of those that share a scale."""
-        return -(-blocks // self.blocks) * (BLOCK // EXPONENT_BLOCK if self.exponents else self.dtype.itemsize)
+        return -(-blocks // self.blocks) * (self.halves if self.exponents else self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class DecodePlan:
     cluster: int  # CTAs that share K
     bulk_scales: bool = False  # scales of a tile are copied in one piece
     window_scales: bool = False  # those of a row are copied with what lies around them
+    bulk_weights: bool = False  # rows of a tile are copied in one piece
     parts: int = 1  # weights of one launch
     steps: int = 1  # that a tile is fetched in
     registers: int = 0  # of a multiplying thread, at the expense of others; 0: as many as those have
@@ -109,7 +116,8 @@ class DecodePlan:
             self.norm * self.cluster * self.warps * self.m_tiles * 32 + (self.tiles_at_once - 1) * self.m_tiles * 512
         )
         ahead = -(-(1024 * self.parts + 256 + sums) // 1024) * 1024  # of the stages, which begin at a multiple of that
-        scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested) + self.blocks // self.joined * 80
+        scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested)
+        scaling += self.blocks * scales.halves // self.joined * 80
         whole = 256 * 256 + ahead + self.stages * stage + scaling
         if self.experts == 0:
             return whole
@@ -143,6 +151,7 @@ def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, properties: Devic
         and scales.are_known
         and k % max(BLOCK, scales.block_size) == 0
         and _can_copy_scales(plan, blocks, scales)
+        and (not plan.bulk_weights or _can_copy_rows(plan, k))
         and n % 4 == 0
         and 0 < n * k < 1 << 38  # blocks are counted in 32 bits
         and plan.slice in (4, 8)
@@ -166,6 +175,11 @@ def _can_hand_over_registers(plan: DecodePlan) -> bool:
     has = (1 << 16) // plan.threads // 8 * 8 * plan.threads
     asked = 32 * (plan.warps * plan.registers + 4 * 32)
     return plan.warps % 4 == plan.registers % 8 == 0 and asked <= has
+
+
+def _can_copy_rows(plan: DecodePlan, k: int) -> bool:
+    """A tile of 16 rows, all of K; and banks of shared memory, which such a copy does not permute, suit its rows."""
+    return plan.experts > 0 and plan.cluster == plan.steps == 1 and weight_chunk(k) == NARROW_CHUNK
 
 
 def _can_copy_scales(plan: DecodePlan, blocks: int, scales: Scales) -> bool:
@@ -260,7 +274,7 @@ def routed_plan(
     found = DecodePlan(
         1, warps, width, stages=2, cluster=cluster, bulk_scales=unaligned and cluster == 1,
         window_scales=unaligned and cluster > 1, activation=activation, experts=-(-experts // 32) * 32, pairs=room,
-        wide=wide, neighbours=h200.ROUTED_NEIGHBOURS,
+        wide=wide, neighbours=h200.ROUTED_NEIGHBOURS, bulk_weights=cluster == 1 and weight_chunk(k) == NARROW_CHUNK,
     )  # fmt: skip
     most = max(1, min(h200.ROUTED_RESIDENT, h200.ROUTED_SM_WARPS // (warps + 2)))
     plans = (

@@ -7,6 +7,11 @@ __device__ __forceinline__ u32 chunk_of(u32 first_block, int step) {
   return (first_block + step * STEP_BLOCKS) * BLOCK_BYTES / Config::chunk;
 }
 
+// Bytes of W that a stage is filled with.
+__device__ __forceinline__ u32 step_bytes(const Arguments& a) {
+  return Config::bulk_weights ? TILE_N * row_bytes(a) : STAGE;
+}
+
 // Tensor copies for the tile that begins at `row`: W from its chunk number `chunk` on, scales from byte `byte` on.
 __device__ __forceinline__ void copy_weights(u32 to, const Weight& w, u32 row, u32 chunk, u32 barrier) {
   asm volatile(
@@ -70,19 +75,23 @@ __device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 firs
         const u64 from = Config::window_scales ? scale & ~15ull : scale;
         const u32 some = Config::window_scales ? u32((scale + scale_bytes + 15 & ~15ull) - from) : rows * scale_bytes;
         const u32 all = Config::window_scales ? __reduce_add_sync(~0u, lane < rows ? some : 0) : some;
-        if (lane == 0) expect(full, STAGE + (step == 0 ? all : 0));
+        if (lane == 0) expect(full, step_bytes(a) + (step == 0 ? all : 0));
         __syncwarp();
         if (step == 0 && lane < (Config::window_scales ? rows : 1))
           copy(to + lane * SCALE_ROW, w.scale + from, some, full);
       } else {
-        if (lane == 0) expect(full, STAGE + (step == 0 ? SCALE_STAGE : 0));
+        if (lane == 0) expect(full, step_bytes(a) + (step == 0 ? SCALE_STAGE : 0));
         if (lane == 0 && step == 0)
 #pragma unroll
           for (int i = 0; i < SCALE_COPIES; i++)
             copy_scales(to + i * TILE_N * Config::scale_chunk, w, tile.row,
                         first_block / Config::scale_blocks * SCALE_SIZE + i * Config::scale_chunk, full);
       }
-      if (lane == 0) copy_weights(shared + TILES + ring.at * STAGE, w, tile.row, chunk_of(first_block, step), full);
+      if (lane == 0) {
+        const u32 stage = shared + TILES + ring.at * STAGE;
+        if constexpr (Config::bulk_weights) copy(stage, w.packed + u64(tile.row) * row_bytes(a), step_bytes(a), full);
+        else copy_weights(stage, w, tile.row, chunk_of(first_block, step), full);
+      }
       if constexpr (NESTED) {
         if (step == 0) copy_absmax(shared + ABSMAX + scales.at * 128 + lane * 4, absmax);
         arrive_after_copies(full);

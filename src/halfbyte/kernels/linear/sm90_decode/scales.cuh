@@ -27,17 +27,6 @@ __device__ __forceinline__ void arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Of scales that are exponents: the address of one of those of a row of a tile, `byte` being its place among the CTA's.
-__device__ __forceinline__ u32 exponent_at(const Arguments& a, u32 shared, const Tile& tile, u32 first_block, u32 slot,
-                                           u32 row, u32 byte) {
-  const u32 row_blocks = a.k / 64, base = shared + SCALES + slot * SCALE_STAGE;
-  if constexpr (TENSOR_SCALES)
-    return base + byte / Config::scale_chunk * (TILE_N * Config::scale_chunk) +
-           (row_at<Config::scale_chunk>(row) ^ byte % Config::scale_chunk);
-  if (Config::bulk_scales) return base + row * (row_blocks * SCALE_SIZE) + byte;
-  return base + row * SCALE_ROW + (((tile.row + row) * row_blocks + first_block) * SCALE_SIZE & 15) + byte;
-}
-
 // A lane's part in decoding its warp's scales of a tile: it decodes EACH of them, of one row, and reads those of two
 // rows for every block. No other warp reads or writes them.
 struct ScaleDecoder {
@@ -66,14 +55,15 @@ struct ScaleDecoder {
     at += slot * SCALE_STAGE;
     if (Config::bulk_scales) at += row * (row_blocks / Config::scale_blocks * SCALE_SIZE);
     if (Config::window_scales) at += row * SCALE_ROW + (begin * SCALE_SIZE & 15);
-    const u32 four = OWN_BYTES == 4 ? load_number(at) : 0;
+    constexpr bool AT_ONCE = OWN_BYTES == 4 && !EXPONENTS;  // of those, rows may begin at any even byte
+    const u32 four = AT_ONCE ? load_number(at) : 0;
     u32 bits[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
       const u32 before = e * Config::joined / Config::scale_blocks * SCALE_SIZE;
-      bits[e] = OWN_BYTES == 4 ? four >> 8 * before & ~0u >> 32 - 8 * SCALE_SIZE : load_bits(at + before);
+      bits[e] = AT_ONCE ? four >> 8 * before & ~0u >> 32 - 8 * SCALE_SIZE : load_bits(at + before);
     }
-    float value[EACH], absmax[EACH];
+    float value[HALVES * EACH], absmax[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++)
       if (NESTED && (e == 0 || !ONE_ABSMAX)) {
@@ -81,22 +71,26 @@ struct ScaleDecoder {
         absmax[e] = load_float(shared + ABSMAX + slot * 128 + row * 8 + second * 4);
       }
 #pragma unroll
-    for (int e = 0; e < EACH; e++)
-      value[e] = NESTED ? load_float(shared + CODE + 1024 * tile.part + 4 * bits[e]) : decode_flat(bits[e]);
+    for (int i = 0; i < HALVES * EACH; i++) {
+      const u32 own = bits[i / HALVES] >> 8 * (i % HALVES);
+      value[i] = NESTED ? load_float(shared + CODE + 1024 * tile.part + 4 * own) : decode_flat(own);
+    }
 #pragma unroll
-    for (int e = 0; e < EACH; e++) {
-      if (NESTED) value[e] = decode_nested(value[e], absmax[ONE_ABSMAX ? 0 : e], offset);
-      if (Config::padded && first_block + block + e * Config::joined >= row_blocks) value[e] = 0;  // beyond K
+    for (int i = 0; i < HALVES * EACH; i++) {
+      const u32 e = i / HALVES;
+      if (NESTED) value[i] = decode_nested(value[i], absmax[ONE_ABSMAX ? 0 : e], offset);
+      if (Config::padded && first_block + block + e * Config::joined >= row_blocks) value[i] = 0;  // beyond K
     }
     __syncwarp();
 #pragma unroll
-    for (int e = 0; e < EACH; e++) store_float(to + (lane % 2 * EACH + e) * DECODED_PITCH + row * 4, value[e]);
+    for (int i = 0; i < HALVES * EACH; i++)
+      store_float(to + (lane % 2 * HALVES * EACH + i) * DECODED_PITCH + scale_place(row) * 4, value[i]);
     __syncwarp();
   }
 
-  // Of rows 2 * group and 2 * group + 1.
-  __device__ __forceinline__ float2 of_block(u32 b, u32 group) const {
-    const uint2 both = load_pair(to + b / Config::joined * DECODED_PITCH + group * 8);
+  // Of a lane's two rows, for half a block, or all of it.
+  __device__ __forceinline__ float2 of_block(u32 b, u32 half, u32 group) const {
+    const uint2 both = load_pair(to + (HALVES * b + half) / Config::joined * DECODED_PITCH + group * 8);
     return make_float2(__uint_as_float(both.x), __uint_as_float(both.y));
   }
 };

@@ -17,7 +17,10 @@ constexpr int BLOCKS = Config::warps * Config::slice;
 constexpr int STEP_SLICE = Config::slice / Config::steps, STEP_BLOCKS = Config::warps * STEP_SLICE;
 constexpr u32 STAGE = TILE_N * STEP_BLOCKS * BLOCK_BYTES;
 
-constexpr int EACH = Config::slice / 2 / Config::joined;                              // scales that a lane decodes,
+// A block has one scale, or each half of it has an exponent. What the MMA multiplies in one step is of one half then: a
+// lane has eight weights of each half of a row, not sixteen side by side.
+constexpr int HALVES = EXPONENTS ? 2 : 1;
+constexpr int EACH = Config::slice / 2 / Config::joined;  // blocks, or joined ones, whose scales a lane decodes,
 constexpr int OWN_BYTES = EACH * Config::joined / Config::scale_blocks * SCALE_SIZE;  // and the bytes they come from
 constexpr bool ONE_ABSMAX = Config::chunk == 128;  // K is a multiple of 256, so four blocks share an absmax
 constexpr bool FEW_REGISTERS = 0 < Config::registers && Config::registers < 128;
@@ -62,7 +65,7 @@ constexpr u32 SCALES = TILES + Config::stages * STAGE;
 constexpr u32 ABSMAX = SCALES + SCALE_STAGES * SCALE_STAGE;
 constexpr u32 DECODED = ABSMAX + NESTED * SCALE_STAGES * 128;
 constexpr u32 DECODED_PITCH = 20 * 4;  // bytes: 16 rows, padded against bank conflicts
-constexpr u32 DECODED_WARP = Config::slice / Config::joined * DECODED_PITCH;
+constexpr u32 DECODED_WARP = HALVES * Config::slice / Config::joined * DECODED_PITCH;
 // Of experts (routes.cuh): the number of units, the number of an expert's pairs and then its first unit, the expert and
 // the pairs of each unit.
 constexpr u32 WIDTH = 8 * Config::m_tiles, NOBODY = 0xffff;
@@ -77,21 +80,33 @@ static_assert(Config::slice <= 8 && EACH * 2 * Config::joined == Config::slice &
               "two lanes a row, whole scales");
 static_assert(BLOCKS <= 256, "a row's part has two scales of scales at most");
 static_assert(Config::sum_buffers <= 2, "each has a full and an empty barrier in 16 bytes");
+static_assert(!Config::bulk_weights || (ROUTED && Config::cluster == 1 && Config::steps == 1),
+              "rows of a tile lie one after the other, and there are always sixteen");
 static_assert(Config::stages <= 8, "each stage has a full and an empty barrier in 64 bytes");
 
+// The rows of a tile that the MMA's rows `group` and `group` + 8 are, and where the first is among decoded scales.
+constexpr bool NEIGHBOURS = !EXPONENTS && !Config::bulk_weights;
+constexpr u32 NEXT_ROW = NEIGHBOURS ? 1 : 8;
+__device__ __forceinline__ u32 upper_row(u32 group) { return NEIGHBOURS ? 2 * group : group; }
+__device__ __forceinline__ u32 scale_place(u32 row) { return NEIGHBOURS ? row : row % 8 * 2 + row / 8; }
+// The first of eight numbers of a block that a lane has in half of its steps.
+__device__ __forceinline__ u32 eight_at(u32 member, u32 half) {
+  return EXPONENTS ? half * 32 + member * 8 : member * 16 + half * 8;
+}
+
 // Tensor copies write chunks of 16 rows one after the other, and swizzle 16-byte pieces by the number of their line of
-// 128 bytes. row_at: where a row begins; a byte of it is at that address, exclusive or its place in the row. row_after:
-// the same place in the row after an even one.
+// 128 bytes. row_at: where a row begins; a byte of it is at that address, exclusive or its place in the row. lower_at:
+// the same place in a lane's other row.
 template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 row_at(u32 row) {
   return row * CHUNK_BYTES + (row * CHUNK_BYTES / 128 % 8 & CHUNK_BYTES / 16 - 1) * 16;
 }
-template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 row_after(u32 at) {
-  return (at ^ (CHUNK_BYTES == 128 ? 16 : 0)) + CHUNK_BYTES;
+template <u32 CHUNK_BYTES> __device__ __forceinline__ u32 lower_at(u32 at) {
+  return (at ^ (CHUNK_BYTES == 128 && NEXT_ROW == 1 ? 16 : 0)) + NEXT_ROW * CHUNK_BYTES;
 }
 
 struct Weight {
   alignas(64) unsigned char map[128], scale_map[128];  // tensor maps of packed, and of scale with TENSOR_SCALES
-  const unsigned char* scale;                          // as Config::scale says
+  const unsigned char *packed, *scale;                 // scale: as Config::scale says
   const float *code, *absmax, *offset;
 };
 struct Result {
@@ -109,6 +124,8 @@ struct Arguments {
   u32 experts, expert_rows, per_row, wide_ids, clears;
   float unit, epsilon, norm_offset, result_scale, codebook[16];
 };
+
+__device__ __forceinline__ u32 row_bytes(const Arguments& a) { return a.k / 2; }  // of W
 
 // The first row of x of this CTA.
 __device__ __forceinline__ u32 first_row() { return Config::batches > 1 ? blockIdx.z * (8 * Config::m_tiles) : 0; }
