@@ -1,8 +1,11 @@
-// Runs a kernel on a CPU, one CTA after the other in the order of blockIdx. A thread runs until it has to wait for
-// others; the last goes first in every other CTA, so that a wait that is missing shows, whoever should have waited.
+// Runs a kernel on a CPU, one CTA, or cluster of them, after the other in the order of blockIdx. A thread runs until it
+// has to wait for others; the last goes first in every other CTA, so that a wait that is missing shows, whoever should
+// have waited.
 //
-// Copies to shared memory happen when a thread waits for them, not before, and shared memory begins full of NaN: so a
-// kernel that waits too little computes nonsense here. Reads of what is not in `readable` are counted.
+// What a thread copies to shared memory by itself happens when it waits for it, not before. Copies that end at a
+// barrier happen as late as they can, when no thread can go on without one, and in any order; in every other pair of
+// CTAs at once, over what may still be read. Shared memory begins full of NaN. So a kernel that waits too little
+// computes nonsense here. Reads of what is not in `readable`, and uses of shared memory that is not there, are counted.
 
 #include "cuda_on_cpu.h"
 
@@ -10,10 +13,11 @@
 #include <ucontext.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 struct Copy {
@@ -33,6 +37,21 @@ struct Warp {
   unsigned given[32][6], taken[32][4];
   float sums[32][4];
 };
+// A barrier in shared memory, all of whose state is there.
+struct Phase {
+  unsigned parity : 1, count : 15, pending : 16;  // arrivals of each phase, and of this one that are missing
+  int bytes;                                      // that are missing
+};
+static_assert(sizeof(Phase) == 8);
+struct Cta {
+  Index index;
+  std::vector<unsigned char> room;
+  unsigned char* memory;  // in it, at a multiple of 1024
+  Barrier all;
+  std::vector<Warp> warps;
+  std::map<unsigned, Barrier> named = {};
+  std::map<unsigned, std::vector<Thread*>> waiting = {};  // for a phase of the barrier at an address
+};
 struct Thread {
   static constexpr size_t STACK = 1 << 17;
   ucontext_t begin;
@@ -40,48 +59,86 @@ struct Thread {
   bool begun;
   std::unique_ptr<unsigned char[]> stack{new unsigned char[STACK]};
   Index index;
+  Cta* cta;
   Warp* warp;
   std::deque<std::vector<Copy>> copies;
 };
+// Pieces of memory on their way to shared memory, and what they do to a barrier when they are there.
+struct Flight {
+  std::vector<std::pair<unsigned, std::vector<unsigned char>>> numbers;  // which a thread sent
+  std::vector<Copy> copies;
+  unsigned barrier, bytes, arrivals;
+};
+struct Map {  // of an array of bytes: see cuda_on_cpu.py
+  uint64_t address, sizes[3], strides[2];
+  unsigned box[3], swizzle;
+};
+
+static constexpr unsigned BASE = 1024;
 
 Index gridDim, blockIdx, threadIdx;
 unsigned char* memory;
 static std::deque<Thread*> ready;  // to run, the one that is running in front
+static std::vector<Flight> flying;
 static ucontext_t after_all;
-static Barrier* own_cta;
+static std::vector<Cta> cluster;
+static Barrier own_cluster;
 static std::vector<Range> readable;
-static unsigned wrong_reads;
+static unsigned wrong, shared_bytes, chance, alive;
+static bool at_once;
 static void (*running)(const void*);
 static const void* told;
 
-// The thread in front, from where it waits or from its beginning.
+static void land(Flight flight);
+
+// The thread in front, from where it waits or from its beginning. Where there is none, something lands first.
 static void run_first() {
+  while (ready.empty() && !flying.empty()) {
+    chance = chance * 1664525 + 1013904223;
+    const auto next = flying.begin() + (chance >> 16) % flying.size();
+    Flight flight = std::move(*next);
+    flying.erase(next);
+    land(std::move(flight));
+  }
+  if (ready.empty()) setcontext(&after_all);  // all have ended, or wait for each other
   Thread& next = *ready.front();
-  threadIdx = next.index;
+  threadIdx = next.index, blockIdx = next.cta->index, memory = next.cta->memory;
   if (next.begun) _longjmp(next.place, 1);
   next.begun = true;
   setcontext(&next.begin);
 }
-
-template <class Last> void Barrier::wait(Last last) {
-  if (waiting.size() + 1 == threads) {
-    last();
-    ready.insert(ready.end(), waiting.begin(), waiting.end());
-    return waiting.clear();
-  }
+static void wait_in(std::vector<Thread*>& waiting) {
   Thread* self = ready.front();
   waiting.push_back(self);
   ready.pop_front();
-  if (ready.empty()) abort();  // all wait for each other
   if (!_setjmp(self->place)) run_first();
+}
+static void wake(std::vector<Thread*>& waiting) {
+  ready.insert(ready.end(), waiting.begin(), waiting.end());
+  waiting.clear();
+}
+
+template <class Last> void Barrier::wait(Last last) {
+  if (waiting.size() + 1 < threads) return wait_in(waiting);
+  last();
+  wake(waiting);
 }
 
 void __syncthreads() {
-  own_cta->wait([] {});
+  ready.front()->cta->all.wait([] {});
 }
 void __syncwarp() {
   ready.front()->warp->barrier.wait([] {});
 }
+void meet(unsigned number, unsigned threads) {
+  Barrier& barrier = ready.front()->cta->named[number];
+  barrier.threads = threads;
+  barrier.wait([] {});
+}
+void meet_cluster() {
+  own_cluster.wait([] {});
+}
+void __trap() { wrong++; }
 
 // All lanes give a word each; `all` makes of them what they take.
 template <class All> static unsigned exchanged(unsigned value, All all) {
@@ -107,6 +164,12 @@ template <class Two> static unsigned reduced(unsigned value, Two two) {
 }
 bool __any_sync(unsigned, bool value) {
   return reduced(value, [](unsigned a, unsigned b) { return a | b; });
+}
+unsigned __ballot_sync(unsigned, bool value) {
+  return reduced(unsigned(value) << threadIdx.x % 32, [](unsigned a, unsigned b) { return a | b; });
+}
+unsigned __reduce_add_sync(unsigned, unsigned value) {
+  return reduced(value, [](unsigned a, unsigned b) { return a + b; });
 }
 unsigned __reduce_max_sync(unsigned, unsigned value) {
   return reduced(value, [](unsigned a, unsigned b) { return a > b ? a : b; });
@@ -136,7 +199,7 @@ void matrices(unsigned (&to)[4], unsigned at, bool transposed) {
         for (unsigned half = 0; half < 2; half++) {
           const unsigned row = transposed ? lane % 4 * 2 + half : lane / 4;
           const unsigned column = transposed ? lane / 4 : lane % 4 * 2 + half;
-          std::memcpy(&pair[half], memory + all.given[8 * i + row][0] + column * 2, 2);
+          pair[half] = loaded<uint16_t>(all.given[8 * i + row][0] + column * 2);
         }
         all.taken[lane][i] = pair[0] | unsigned(pair[1]) << 16;
       }
@@ -173,11 +236,35 @@ void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned
   std::memcpy(sum, warp->sums[own], 16);
 }
 
+// -- Memory ------------------------------------------------------------------------------------------------------------
+
+unsigned address_of(const void* place) {
+  const Cta* own = ready.front()->cta;
+  const size_t inside = static_cast<const unsigned char*>(place) - own->memory;
+  return unsigned(inside) + BASE | unsigned(own - cluster.data()) << 24;
+}
+unsigned char* place_of(unsigned address, size_t bytes) {
+  static std::vector<unsigned char> nowhere;
+  const unsigned number = address >> 24, inside = (address & 0xffffff) - BASE;
+  if (number < cluster.size() && inside <= shared_bytes && inside + bytes <= shared_bytes)
+    return cluster[number].memory + inside;
+  wrong++;
+  nowhere.resize(max(nowhere.size(), bytes));
+  return nowhere.data();
+}
 void check(const void* from, size_t bytes) {
   const uint64_t at = reinterpret_cast<uint64_t>(from);
   for (const Range& range : readable)
     if (range.begin <= at && at + bytes <= range.end) return;
-  wrong_reads++;
+  wrong++;
+}
+static void finish(const Copy& one) {
+  if (one.exists) {
+    check(one.from, one.bytes);
+    std::memcpy(place_of(one.to, one.bytes), one.from, one.bytes);
+  } else {
+    std::memset(place_of(one.to, one.bytes), 0, one.bytes);
+  }
 }
 void copy(unsigned to, unsigned bytes, const void* from, bool exists) {
   ready.front()->copies.back().push_back({to, bytes, from, exists});
@@ -185,56 +272,118 @@ void copy(unsigned to, unsigned bytes, const void* from, bool exists) {
 void close_copies() { ready.front()->copies.emplace_back(); }
 void wait_for_copies(unsigned open) {
   auto& copies = ready.front()->copies;
-  while (copies.size() > open + 1) {
-    for (const Copy& one : copies.front())
-      if (one.exists) {
-        check(one.from, one.bytes);
-        std::memcpy(memory + one.to, one.from, one.bytes);
-      } else {
-        std::memset(memory + one.to, 0, one.bytes);
-      }
-    copies.pop_front();
-  }
+  for (; copies.size() > open + 1; copies.pop_front())
+    for (const Copy& one : copies.front()) finish(one);
 }
+
+// -- Barriers in shared memory -----------------------------------------------------------------------------------------
+
+void make_barrier(unsigned at, unsigned count) { stored(at, Phase{0, count, count, 0}); }
+static void change(unsigned at, unsigned arrivals, int bytes) {
+  Phase phase = loaded<Phase>(at);
+  if (arrivals > phase.pending || at % 8) wrong++;
+  phase.pending -= arrivals, phase.bytes += bytes;
+  const bool over = phase.pending == 0 && phase.bytes == 0;
+  if (over) phase.parity ^= 1, phase.pending = phase.count;
+  stored(at, phase);
+  if (over && at >> 24 < cluster.size()) wake(cluster[at >> 24].waiting[at & 0xffffff]);
+}
+void arrive_once(unsigned barrier) { change(barrier, 1, 0); }
+void await_bytes(unsigned barrier, unsigned bytes) { change(barrier, 1, int(bytes)); }
+void wait_for_phase(unsigned barrier, unsigned parity) {
+  while (loaded<Phase>(barrier).parity == parity) wait_in(ready.front()->cta->waiting[barrier & 0xffffff]);
+}
+static void land(Flight flight) {
+  for (auto& [to, bytes] : flight.numbers) std::memcpy(place_of(to, bytes.size()), bytes.data(), bytes.size());
+  for (const Copy& one : flight.copies) finish(one);
+  change(flight.barrier, flight.arrivals, -int(flight.bytes));
+}
+static void start(Flight flight) {
+  if (at_once) land(std::move(flight));
+  else flying.push_back(std::move(flight));
+}
+void send(unsigned to, const void* numbers, unsigned bytes, unsigned barrier) {
+  const auto* first = static_cast<const unsigned char*>(numbers);
+  start({{{to, {first, first + bytes}}}, {}, barrier, bytes, 0});
+}
+void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  if (to % 16 || bytes % 16 || bytes == 0 || reinterpret_cast<uint64_t>(from) % 16) wrong++;
+  start({{}, {{to, bytes, from, true}}, barrier, bytes, 0});
+}
+// The box at `at`. Its pieces of 16 bytes are where the swizzle of its lines has them; zeros are beyond the array.
+void copy_array(unsigned to, const void* told, const unsigned (&at)[3], unsigned barrier) {
+  Map map;
+  std::memcpy(&map, told, sizeof map);
+  if (to % 128 || at[0] % 16) wrong++;
+  Flight flight{{}, {}, barrier, map.box[0] * map.box[1] * map.box[2], 0};
+  for (unsigned i = 0; i < flight.bytes; i += 16) {
+    const unsigned x = i % map.box[0], y = i / map.box[0] % map.box[1], z = i / map.box[0] / map.box[1];
+    const uint64_t place[] = {at[0] + x, at[1] + y, at[2] + z};
+    const uint64_t from = map.address + place[0] + place[1] * map.strides[0] + place[2] * map.strides[1];
+    const bool is_there = place[1] < map.sizes[1] && place[2] < map.sizes[2];
+    const unsigned piece = to + i ^ (to + i) >> 3 & ((1 << map.swizzle) - 1) << 4;
+    const unsigned exist =
+        is_there && place[0] < map.sizes[0] ? unsigned(min<uint64_t>(16, map.sizes[0] - place[0])) : 0;
+    if (exist > 0) flight.copies.push_back({piece, exist, reinterpret_cast<const void*>(from), true});
+    if (exist < 16) flight.copies.push_back({piece + exist, 16 - exist, nullptr, false});
+  }
+  start(std::move(flight));
+}
+void arrive_with_copies(unsigned barrier) {
+  Flight flight{{}, {}, barrier, 0, 1};
+  for (auto& group : ready.front()->copies) flight.copies.insert(flight.copies.end(), group.begin(), group.end());
+  ready.front()->copies = {{}};
+  start(std::move(flight));
+}
+
+// -- A launch ----------------------------------------------------------------------------------------------------------
 
 // What a thread does, from its beginning to the next one's turn.
 static void run() {
   running(told);
+  alive--;
   ready.pop_front();
-  if (ready.empty()) setcontext(&after_all);
   run_first();
 }
 
-unsigned launch(void (*kernel)(const void*), const void* arguments, size_t bytes, unsigned ctas, unsigned threads,
-                unsigned shared_bytes, const Range* ranges, unsigned count) {
+static void begin(Thread& one, Cta& cta, unsigned number) {
+  one.index = {number, 0, 0}, one.cta = &cta, one.warp = &cta.warps[number / 32], one.begun = false;
+  one.copies = {{}};
+  getcontext(&one.begin);
+  one.begin.uc_stack.ss_sp = one.stack.get(), one.begin.uc_stack.ss_size = Thread::STACK;
+  one.begin.uc_link = nullptr;
+  makecontext(&one.begin, run, 0);
+  ready.push_back(&one);
+}
+
+unsigned launch(void (*kernel)(const void*), const void* arguments, size_t bytes, const Shape& shape,
+                const Range* ranges, unsigned count) {
   std::vector<unsigned char> aligned(bytes + 64);
   void* place = aligned.data() + (64 - reinterpret_cast<uint64_t>(aligned.data()) % 64) % 64;
   std::memcpy(place, arguments, bytes);
   running = kernel, told = place;
   readable.assign(ranges, ranges + count);
-  wrong_reads = 0;
-  gridDim = {ctas, 1, 1};
-  std::vector<Thread> all(threads);
-  for (unsigned cta = 0; cta < ctas; cta++) {
-    std::vector<unsigned char> room(shared_bytes + 1024, 0xff);
-    memory = room.data() + (1024 - reinterpret_cast<uint64_t>(room.data()) % 1024) % 1024;
-    blockIdx = {cta, 0, 0};
-    Barrier barrier{threads};
-    own_cta = &barrier;
-    std::vector<Warp> warps(threads / 32);
-    for (unsigned i = 0; i < threads; i++) {
-      const unsigned number = cta % 2 ? threads - 1 - i : i;
-      Thread& one = all[number];
-      one.index = {number, 0, 0}, one.warp = &warps[number / 32], one.begun = false;
-      one.copies = {{}};
-      getcontext(&one.begin);
-      one.begin.uc_stack.ss_sp = one.stack.get(), one.begin.uc_stack.ss_size = Thread::STACK;
-      one.begin.uc_link = nullptr;
-      makecontext(&one.begin, run, 0);
-      ready.push_back(&one);
+  wrong = 0, shared_bytes = shape.shared_bytes, alive = 0;
+  gridDim = shape.grid;
+  const unsigned threads = shape.threads, along_y = gridDim.y / shape.cluster;
+  std::vector<Thread> all(threads * shape.cluster);
+  for (unsigned number = 0; number < gridDim.x * along_y * gridDim.z && alive == 0; number++) {
+    own_cluster = {alive = threads * shape.cluster};
+    at_once = number / 2 % 2;
+    flying.clear(), ready.clear();
+    cluster = std::vector<Cta>(shape.cluster);
+    for (unsigned rank = 0; rank < shape.cluster; rank++) {
+      Cta& cta = cluster[rank];
+      cta.index = {number % gridDim.x, number / gridDim.x % along_y * shape.cluster + rank,
+                   number / gridDim.x / along_y};
+      cta.room.assign(shared_bytes + 1024, 0xff);
+      cta.memory = cta.room.data() + (1024 - reinterpret_cast<uint64_t>(cta.room.data()) % 1024) % 1024;
+      cta.all = {threads}, cta.warps.resize(threads / 32);
+      for (unsigned i = 0; i < threads; i++) begin(all[rank * threads + i], cta, number % 2 ? threads - 1 - i : i);
     }
-    threadIdx = ready.front()->index, ready.front()->begun = true;
-    swapcontext(&after_all, &ready.front()->begin);
+    Thread& first = *ready.front();
+    threadIdx = first.index, blockIdx = first.cta->index, memory = first.cta->memory, first.begun = true;
+    swapcontext(&after_all, &first.begin);
   }
-  return wrong_reads;
+  return alive ? ~0u : wrong;
 }

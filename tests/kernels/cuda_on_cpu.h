@@ -29,27 +29,56 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+struct alignas(8) ushort4 {
+  unsigned short x, y, z, w;
+};
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) {
+  return {x, y, z, w};
+}
 
 // -- A CTA -------------------------------------------------------------------------------------------------------------
 
 extern Index gridDim, blockIdx, threadIdx;
-extern unsigned char* memory;  // dynamic shared memory, whose address is 0
+extern unsigned char* memory;  // dynamic shared memory
 
-inline size_t __cvta_generic_to_shared(const void* place) { return static_cast<const unsigned char*>(place) - memory; }
+// An address in shared memory: of the cluster's CTA whose number is in the top byte. Dynamic shared memory begins at
+// 1024 on a Hopper.
+unsigned address_of(const void* place);
+unsigned char* place_of(unsigned address, size_t bytes);  // counts it if a CTA does not have that
+inline size_t __cvta_generic_to_shared(const void* place) { return address_of(place); }
+template <class T> T loaded(unsigned address) {
+  T value;
+  __builtin_memcpy(&value, place_of(address, sizeof(T)), sizeof(T));
+  return value;
+}
+template <class T> void stored(unsigned address, T value) {
+  __builtin_memcpy(place_of(address, sizeof(T)), &value, sizeof(T));
+}
+inline unsigned counted(unsigned address) {  // and one more from now on
+  const unsigned before = loaded<unsigned>(address);
+  return stored(address, before + 1), before;
+}
+
 void __syncthreads();
 void __syncwarp();
+void meet(unsigned number, unsigned threads);  // bar.sync
+void meet_cluster();
 unsigned shuffled(unsigned value, unsigned from);  // what lane `from` has
 bool __any_sync(unsigned, bool value);
+unsigned __ballot_sync(unsigned, bool value);
+unsigned __reduce_add_sync(unsigned, unsigned value);
 unsigned __reduce_max_sync(unsigned, unsigned value);
 unsigned __reduce_min_sync(unsigned, unsigned value);
 unsigned turned(unsigned pair);                                  // movmatrix
 void matrices(unsigned (&to)[4], unsigned at, bool transposed);  // ldmatrix, with .trans or without
 // mma.m16n8k16, as device/mma.cuh draws it.
 void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool fp16);
+inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
+void __trap();
 
 template <class T> T __shfl_sync(unsigned, T value, unsigned from) {
   unsigned bits;
@@ -64,6 +93,9 @@ template <class T> T __shfl_sync(unsigned mask, T value, unsigned from, unsigned
 }
 template <class T> T __shfl_xor_sync(unsigned mask, T value, unsigned other) {
   return __shfl_sync(mask, value, threadIdx.x % 32 ^ other);
+}
+template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned by) {
+  return __shfl_sync(mask, value, threadIdx.x % 32 < by ? threadIdx.x : threadIdx.x - by);
 }
 
 // -- Memory ------------------------------------------------------------------------------------------------------------
@@ -80,12 +112,27 @@ void close_copies();
 void wait_for_copies(unsigned open);
 template <int Open> void wait_for_groups() { wait_for_copies(Open); }
 
+// Barriers in shared memory, and what arrives there by itself: numbers for a CTA, bulk copies, boxes of arrays by
+// their maps, which cuda_on_cpu.py makes, and a thread when its copies have.
+void make_barrier(unsigned at, unsigned count);
+void arrive_once(unsigned barrier);
+void await_bytes(unsigned barrier, unsigned bytes);
+void wait_for_phase(unsigned barrier, unsigned parity);
+void send(unsigned to, const void* numbers, unsigned bytes, unsigned barrier);
+void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier);
+void copy_array(unsigned to, const void* map, const unsigned (&at)[3], unsigned barrier);
+void arrive_with_copies(unsigned barrier);
+template <int Count> void take_registers() {}
+template <int Count> void leave_registers() {}
+
 // -- Numbers -----------------------------------------------------------------------------------------------------------
 
 extern "C" float expf(float), exp2f(float), tanhf(float), erff(float), fmaf(float, float, float);
 extern "C" float fmaxf(float, float), fminf(float, float), fabsf(float);
 template <class T> T min(T a, T b) { return a < b ? a : b; }
 template <class T> T max(T a, T b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, int b) { return min(a, unsigned(b)); }
+inline unsigned min(int a, unsigned b) { return min(unsigned(a), b); }
 inline unsigned __float_as_uint(float value) {
   unsigned bits;
   __builtin_memcpy(&bits, &value, 4);
@@ -148,6 +195,10 @@ inline unsigned times(unsigned first, unsigned second, bool fp16) {
 struct Range {
   uint64_t begin, end;
 };
-// Runs `kernel` and returns how often it read what it may not.
-unsigned launch(void (*kernel)(const void*), const void* arguments, size_t bytes, unsigned ctas, unsigned threads,
-                unsigned shared_bytes, const Range* ranges, unsigned count);
+struct Shape {
+  Index grid;
+  unsigned cluster, threads, shared_bytes;  // cluster: CTAs along y
+};
+// Runs `kernel` and returns how often it read what it may not, or ~0 where all threads wait for each other.
+unsigned launch(void (*kernel)(const void*), const void* arguments, size_t bytes, const Shape& shape,
+                const Range* ranges, unsigned count);

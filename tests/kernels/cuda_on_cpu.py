@@ -6,9 +6,11 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
+import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -44,17 +46,67 @@ FUNCTIONS = {
     "minus_offset": "u32 minus_offset(u32 pair) { return minus(pair, FP16 ? 1032 : 136, FP16, 1); }",
     "fold": "u32 fold(u32 weights, u32 scale) { return times(weights, scale, FP16); }",
     "sixteenth_minus_offset": "u32 sixteenth_minus_offset(u32 pair) { return minus(pair, 72, true, 16); }",
+    **{
+        name: f"{kind} {name}(u32 at) {{ return loaded<{stored}>(at); }}"
+        for name, kind, stored in (
+            ("load_number", "u32", "u32"),
+            ("load_byte", "u32", "u8"),
+            ("load_short", "u32", "u16"),
+            ("load_float", "float", "float"),
+            ("load_pair", "uint2", "uint2"),
+            ("load_sums", "float4", "float4"),
+        )
+    },
+    "load_word": "u32 load_word(u32 at) { return loaded<u32>(at + BASE); }",
+    "load_global": "float load_global(const float* from) { return __ldg(from); }",
+    "store_short": "void store_short(u32 at, u32 value) { stored(at, u16(value)); }",
+    "store_word": "void store_word(u32 at, u32 value) { stored(at, value); }",
+    "store_float": "void store_float(u32 at, float value) { stored(at, value); }",
+    "store_pair": "void store_pair(u32 at, float first, float second) { stored(at, make_float2(first, second)); }",
+    "store_sums": "void store_sums(u32 at, float4 value) { stored(at, value); }",
+    "store_copies": "void store_copies(u32 at, u32 value) { stored(at, make_uint4(value, value, value, value)); }",
+    "count_one": "u32 count_one(u32 at) { return counted(at); }",
+    "address_in": "u32 address_in(u32 at, u32 rank) { return at & 0xffffff | rank << 24; }",
+    "sync_cluster": "void sync_cluster() { meet_cluster(); }",
+    "sync_all": "void sync_all() { meet(1, PREPARING + 32); }",
+    "synchronize_multipliers": "void synchronize_multipliers() { meet(2, Config::warps * 32); }",
+    "init": "void init(u32 barrier, u32 count) { make_barrier(barrier, count); }",
+    "arrive": "void arrive(u32 barrier) { arrive_once(barrier); }",
+    "arrive_at": "void arrive_at(u32 barrier) { arrive_once(barrier); }",
+    "expect": "void expect(u32 barrier, u32 bytes) { await_bytes(barrier, bytes); }",
+    "wait": "void wait(u32 barrier, u32 parity) { wait_for_phase(barrier, parity); }",
+    "send_sum": "void send_sum(u32 to, float sum, u32 barrier) { send(to, &sum, 4, barrier); }",
+    "send_sums": "void send_sums(u32 to, float4 sums, u32 barrier) { send(to, &sums, 16, barrier); }",
+    "copy": "void copy(u32 to, const void* from, u32 bytes, u32 barrier) { copy_bulk(to, from, bytes, barrier); }",
+    "copy_weights": "void copy_weights(u32 to, const Weight& w, u32 row, u32 chunk, u32 barrier) {"
+    " copy_array(to, w.map, {0, row, chunk}, barrier); }",
+    "copy_scales": "void copy_scales(u32 to, const Weight& w, u32 row, u32 byte, u32 barrier) {"
+    " copy_array(to, w.scale_map, {byte, row, 0}, barrier); }",
+    "copy_absmax": "void copy_absmax(u32 to, const float* from) { copy(to, 4, from, true); }",
+    "arrive_after_copies": "void arrive_after_copies(u32 barrier) { arrive_with_copies(barrier); }",
+    **{
+        name: f"void {name}({taken}) {{}}"
+        for name, taken in (
+            ("publish_barriers", ""),
+            ("prefetch_map", "const void*"),
+            ("prefetch_line", "const u16*"),
+            ("prefetch_weights", "const Weight&, u32, u32"),
+            ("launch_dependents", ""),
+            ("wait_for_prior_kernel", ""),
+        )
+    },
+    "take_registers": "",
+    "leave_registers": "",
 }
 _NAME = r"(?:template <[^>]*>\s*)?__device__ __forceinline__ [\w ]+\b%s\((?:[^()]|\([^()]*\))*\)\s*\{"
 _ASSEMBLY = re.compile(r"\basm\s*(?:volatile)?\s*\((?:[^()\"]|\"[^\"]*\"|\((?:[^()\"]|\"[^\"]*\")*\))*\);")
 
 
 LAUNCH = """
-extern "C" unsigned run(const void* arguments, size_t bytes, unsigned ctas, unsigned threads, unsigned shared,
-                        const Range* ranges, unsigned count) {
+extern "C" unsigned run(const void* arguments, size_t bytes, const Shape* shape, const Range* ranges, unsigned count) {
   if (bytes != sizeof(Arguments)) return ~0u;
   const auto kernel = [](const void* told) { %s(*static_cast<const Arguments*>(told)); };
-  return launch(kernel, arguments, bytes, ctas, threads, shared, ranges, count);
+  return launch(kernel, arguments, bytes, *shape, ranges, count);
 }
 """
 
@@ -64,7 +116,7 @@ def library(folder: Path, variant: Variant, functions: str) -> ctypes.CDLL:
     before is used again."""
     text = variant.source.replace('#include "config.cuh"', _config(dict(variant.constants)))
     text = re.sub(r"^\s*#(?:line|pragma unroll).*$", "", text, flags=re.M)
-    text = re.sub(r"^extern __shared__.*;$", "", text, flags=re.M)
+    text = re.sub(r"^\s*extern __shared__.*;$", "", text, flags=re.M)
     for name, instead in FUNCTIONS.items():
         text = _replaced(text, name, instead)
     text = _ASSEMBLY.sub("__builtin_trap();", text)  # of functions that this kernel does not call
@@ -110,21 +162,34 @@ def _replaced(text: str, name: str, instead: str) -> str:
     return f"{text[: match.start()]}inline {instead}\n{text[end:]}" if instead else text[: match.start()] + text[end:]
 
 
+class Shape(NamedTuple):
+    """Of a launch. ctas: along x. y, z: CTAs along those. cluster: those along y that share memory."""
+
+    ctas: int
+    threads: int
+    shared_bytes: int
+    y: int = 1
+    z: int = 1
+    cluster: int = 1
+
+
 def run(
-    folder: Path,
-    variant: Variant,
-    kernel: str,
-    arguments: bytes,
-    ctas: int,
-    threads: int,
-    shared_bytes: int,
-    readable: Sequence[torch.Tensor],
+    folder: Path, variant: Variant, kernel: str, arguments: bytes, shape: Shape, readable: Sequence[torch.Tensor]
 ) -> int:
     """Launch a kernel that takes one structure. folder: where it is compiled. readable: the tensors that it may read by
-    copies and read-only loads. Returns how many of those were outside of them; ~0 for a structure of another size."""
+    copies and read-only loads. Returns how many of those were outside of them, or wrong in another way; ~0 where its
+    threads wait for each other, and for a structure of another size."""
     ranges = torch.tensor([(t.data_ptr(), t.data_ptr() + t.nbytes) for t in readable], dtype=torch.int64)
     found: int = library(folder, variant, LAUNCH % kernel).run(
-        arguments, ctypes.c_size_t(len(arguments)), ctas, threads, shared_bytes, ctypes.c_void_p(ranges.data_ptr()),
-        len(ranges),
+        arguments, ctypes.c_size_t(len(arguments)),
+        (ctypes.c_uint * 6)(shape.ctas, shape.y, shape.z, shape.cluster, shape.threads, shape.shared_bytes),
+        ctypes.c_void_p(ranges.data_ptr()), len(ranges),
     )  # fmt: skip
     return found
+
+
+def map_of(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int) -> bytes:
+    """What stands for the driver's tensor map here: cuda_on_cpu.cpp's Map."""
+    more = 3 - len(sizes)
+    values = (address, *sizes, *(1,) * more, *strides, *(0,) * more, *box, *(1,) * more, swizzle)
+    return struct.pack("6Q4I", *values)

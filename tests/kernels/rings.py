@@ -9,6 +9,7 @@ from pathlib import Path
 
 import cuda_on_cpu
 import torch
+from cuda_on_cpu import Shape
 from gpus import H200
 from torch import Tensor
 
@@ -43,7 +44,7 @@ def on_cpu(folder: Path, x: Tensor, q: hb.QuantizedWeight, bias: Tensor | None, 
     bits = struct.pack("".join(LAYOUT), *before, *changing, *after)
     parts = [x, q.packed, q.scale, *(q.nested[:2] if q.nested else ())]
     sizes = plan.ctas, 32 * plan.warps, plan.shared_bytes(problem)
-    assert cuda_on_cpu.run(folder, variant(problem, plan, H200), "multiply", bits, *sizes, parts) == 0
+    assert cuda_on_cpu.run(folder, variant(problem, plan, H200), "multiply", bits, Shape(*sizes), parts) == 0
     assert (out[m:] == 777).all()
     assert (stale[:64] == SENTINEL).all()
     assert (stale[64:] == 0).all()

@@ -10,6 +10,7 @@ from pathlib import Path
 import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu import Shape
 from gpus import H200, MI300X
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,7 +60,7 @@ def on_cpu(
     shared_bytes = plan.shared_bytes(group * new, size, 0 if fresh is None else new)
     sizes = texts * shared, plan.threads(group * new), shared_bytes
     bits = struct.pack("".join(launch.LAYOUT), *told)
-    assert cuda_on_cpu.run(folder, variant, "attend", bits, *sizes, readable) == 0
+    assert cuda_on_cpu.run(folder, variant, "attend", bits, Shape(*sizes), readable) == 0
     assert (out[texts:] == 777).all()
     return out[:texts]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu import Shape
 from gpus import H200
 from rings import usage
 
@@ -44,7 +45,7 @@ def test_chooses(
     addresses = (t.data_ptr() for t in (x, weight, weight if bias is None else bias, ids, weights))
     bits = struct.pack("".join(choose.LAYOUT), *addresses, tokens)
     sizes = -(-tokens // choose.TOKENS), 32 * choose.WARPS, choose.shared_bytes(experts, 1)
-    assert cuda_on_cpu.run(tmp_path, made, "choose", bits, *sizes, []) == 0
+    assert cuda_on_cpu.run(tmp_path, made, "choose", bits, Shape(*sizes), []) == 0
     scores = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     scores = scores.to(dtype)
     right = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
@@ -65,7 +66,8 @@ def test_what_is_no_number(tmp_path: Path) -> None:
     ids, weights = torch.full((2, 4), 77), torch.empty(2, 4)
     made = choose.variant(H200, BF16, 16, 32, 4, True, True, False, False, cluster=1, overlaps=False)
     bits = struct.pack("".join(choose.LAYOUT), *(t.data_ptr() for t in (x, weight, weight, ids, weights)), 2)
-    assert cuda_on_cpu.run(tmp_path, made, "choose", bits, 1, 32 * choose.WARPS, choose.shared_bytes(16, 1), []) == 0
+    shape = Shape(1, 32 * choose.WARPS, choose.shared_bytes(16, 1))
+    assert cuda_on_cpu.run(tmp_path, made, "choose", bits, shape, []) == 0
     assert ids.tolist() == [[4, 9, 0, 1], [0, 1, 2, 3]]
 
 

@@ -102,5 +102,6 @@ def test_a_cache_that_cannot_be_written(compiler: Compiler, monkeypatch: pytest.
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "file"))
     compiler.may.set()
     nvrtc.compile_ahead([variant := Variant.of("kernel", 90, {})])
+    assert nvrtc._ahead[variant].result() == b"kernel"  # one that had not begun would be compiled by who asks
     assert [nvrtc.cubin(variant), nvrtc.cubin(variant)] == [b"kernel"] * 2
     assert compiler.asked == 1

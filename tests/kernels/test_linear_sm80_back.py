@@ -10,6 +10,7 @@ from typing import Any
 import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu import Shape
 from gpus import A100, H200
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,7 +120,7 @@ def on_cpu(folder: Path, dy: torch.Tensor, q: hb.QuantizedWeight, shape: tuple[i
     for kernel, shared in (("align", 0), ("multiply", plan.shared_bytes(problem))):
         if kernel == "align" and aligned is dy:
             continue
-        assert cuda_on_cpu.run(folder, variant, kernel, bits, ctas, plan.threads, shared, parts) == 0
+        assert cuda_on_cpu.run(folder, variant, kernel, bits, Shape(ctas, plan.threads, shared), parts) == 0
     assert torch.equal(aligned[:, :n], dy)
     assert (aligned[:, n:] == 0).all()
     assert (out[m:] == 777).all()

@@ -10,6 +10,7 @@ from typing import Any
 import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu import Shape
 from gpus import A100, H200
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,7 +142,7 @@ def on_cpu(
     for kernel, shared in (("align", 0), ("multiply", plan.shared_bytes(problem))):
         if kernel == "align" and aligned is x:
             continue
-        assert cuda_on_cpu.run(folder, variant, kernel, bits, plan.ctas, plan.threads, shared, parts) == 0
+        assert cuda_on_cpu.run(folder, variant, kernel, bits, Shape(plan.ctas, plan.threads, shared), parts) == 0
     assert torch.equal(aligned[:, :length], x)
     assert (aligned[:, length:] == 0).all()
     assert (out[m:] == 777).all()
@@ -366,5 +367,5 @@ def grouped_on_cpu(
         if kernel == "align" and aligned is x:
             continue
         bits = struct.pack("".join(many.LAYOUT), *before, *places, 0, 0, 0, m, *after)
-        assert cuda_on_cpu.run(folder, variant, kernel, bits, plan.ctas, plan.threads, shared, parts) == 0
+        assert cuda_on_cpu.run(folder, variant, kernel, bits, Shape(plan.ctas, plan.threads, shared), parts) == 0
     return out, routes

@@ -33,6 +33,6 @@ __device__ __forceinline__ void make_table(u32 table, const float (&codebook)[16
     const u32 four = i * BY + warp, byte = 4 * four + lane / 8;
     const u32 high = __shfl_sync(~0u, own, byte >> 4), low = __shfl_sync(~0u, own, byte & 15);
     if (four < 64)
-      store_four(table + byte * TABLE_ROW + lane % 8 * 16, low_first ? low | high << 16 : high | low << 16);
+      store_copies(table + byte * TABLE_ROW + lane % 8 * 16, low_first ? low | high << 16 : high | low << 16);
   }
 }

@@ -21,6 +21,13 @@ enum class Loads { one, unit, vector, across };
 
 constexpr bool FP16 = Config::x == Type::fp16;
 
+// The same number, but not to the compiler: it keeps it in a register where it would rather compute it anew in every
+// turn of a loop, and does not move ahead of the loop what is computed from it.
+__device__ __forceinline__ u32 kept(u32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 __device__ __forceinline__ float from_fp16(u32 bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((u16)bits));

@@ -6,8 +6,16 @@
 __device__ __forceinline__ void init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
+// After which all may use barriers that were made.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// In another CTA of the cluster.
+__device__ __forceinline__ void arrive_at(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -26,6 +34,9 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+__device__ __forceinline__ void prefetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 // The box at {x, y} of an array of two dimensions, by its tensor map.
 __device__ __forceinline__ void copy_box(u32 to, u64 map, u32 x, u32 y, u32 barrier) {
   asm volatile(
@@ -33,6 +44,17 @@ __device__ __forceinline__ void copy_box(u32 to, u64 map, u32 x, u32 y, u32 barr
           to),
       "l"(map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
+}
+// Numbers for a CTA of the cluster, and its barrier.
+__device__ __forceinline__ void send_sum(u32 to, float sum, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(sum),
+               "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void send_sums(u32 to, float4 sums, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+               "f"(sums.x), "f"(sums.y), "f"(sums.z), "f"(sums.w), "r"(barrier)
+               : "memory");
 }
 
 struct Ring {  // a position in a ring of `size` buffers, and the parity of its barriers there

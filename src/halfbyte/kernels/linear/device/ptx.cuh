@@ -8,6 +8,19 @@ __device__ __forceinline__ u32 load_number(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
   return value;
 }
+__device__ __forceinline__ u32 load_byte(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ u32 load_short(u32 address) {
+  u16 value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ void store_short(u32 address, u32 value) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(u16(value)) : "memory");
+}
 __device__ __forceinline__ float load_float(u32 address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
@@ -28,7 +41,7 @@ __device__ __forceinline__ void store_word(u32 address, u32 value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_four(u32 address, u32 value) {  // copies of it, at a multiple of 16 bytes
+__device__ __forceinline__ void store_copies(u32 address, u32 value) {  // four, at a multiple of 16 bytes
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(value) : "memory");
 }
 __device__ __forceinline__ float4 load_sums(u32 address) {
@@ -57,6 +70,14 @@ __device__ __forceinline__ void arrive_cluster() {
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// A warpgroup's threads have so many registers from now on: more, for which it waits, or fewer. Needs sm_90a.
+template <int Count> __device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+template <int Count> __device__ __forceinline__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
 // Until the kernel before this one in the stream is done, and all that it wrote can be read.

@@ -2,12 +2,6 @@
 
 #include "numeric.cuh"
 
-// Keeps a number in a register that the compiler would rather compute anew in every turn of a loop.
-__device__ __forceinline__ u32 kept(u32 value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // 16 bytes on their way to shared memory; zeros where they do not exist, and nothing is read. A load brings more of the
 // row to L2, where its next pieces are then found.
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool exists) {

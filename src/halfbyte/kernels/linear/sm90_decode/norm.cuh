@@ -9,7 +9,7 @@ __device__ __forceinline__ void synchronize_multipliers() {
   asm volatile("bar.sync 2, %0;" ::"n"(Config::warps * 32) : "memory");
 }
 // The word of two numbers of x, times a row's factor and theirs of `weights`.
-__device__ __forceinline__ u32 scaled(u32 word, u32 weights, float factor, float offset) {
+__device__ __forceinline__ u32 normed(u32 word, u32 weights, float factor, float offset) {
   return pack(unpack(word) * factor * (offset + unpack(weights)),
               unpack(word >> 16) * factor * (offset + unpack(weights >> 16)));
 }
@@ -18,12 +18,14 @@ __device__ __forceinline__ float square_sum(u32 word, float sum) {
   return fmaf(second, second, fmaf(first, first, sum));
 }
 
+__device__ __forceinline__ void prefetch_line(const u16* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(from));
+}
 // Brings the weights of this warp's part of x near, a line for each of its blocks, while the kernel ahead still runs.
 __device__ __forceinline__ void prefetch_norm(const Arguments& a, u32 first_block, u32 warp, u32 lane) {
   const u32 block = first_block + place(warp, lane);
-  if (lane >= Config::slice || block >= a.k / 64) return;
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(a.norm + block * 64));
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(a.norm + block * 64));
+  if (lane < Config::slice && block < a.k / 64) prefetch_line(a.norm + block * 64);
 }
 
 __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 (&x)[Config::m_tiles][Config::slice][4],
@@ -46,11 +48,7 @@ __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 
     } else {
 #pragma unroll
       for (u32 rank = 0; rank < Config::cluster; rank++)
-        if (member == rank % 4)
-          asm volatile(
-              "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address_in(to, rank)),
-              "f"(sum), "r"(address_in(shared + SQUARES_FULL, rank))
-              : "memory");
+        if (member == rank % 4) send_sum(address_in(to, rank), sum, address_in(shared + SQUARES_FULL, rank));
     }
   }
   if constexpr (Config::cluster == 1) {
@@ -73,9 +71,9 @@ __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 
                             ? *reinterpret_cast<const uint4*>(a.norm + block * 64 + eight_at(member, half))
                             : make_uint4(0, 0, 0, 0);
         uint2 &first = x[c][b][2 * half], &second = x[c][b][2 * half + 1];
-        first.x = scaled(first.x, w.x, factor, a.norm_offset), first.y = scaled(first.y, w.y, factor, a.norm_offset);
-        second.x = scaled(second.x, w.z, factor, a.norm_offset),
-        second.y = scaled(second.y, w.w, factor, a.norm_offset);
+        first.x = normed(first.x, w.x, factor, a.norm_offset), first.y = normed(first.y, w.y, factor, a.norm_offset);
+        second.x = normed(second.x, w.z, factor, a.norm_offset),
+        second.y = normed(second.y, w.w, factor, a.norm_offset);
       }
   }
 }

@@ -28,6 +28,11 @@ __device__ __forceinline__ void copy_scales(u32 to, const Weight& w, u32 row, u3
       : "memory");
 }
 
+__device__ __forceinline__ void prefetch_weights(const Weight& w, u32 row, u32 chunk) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {0, %1, %2}];" ::"l"(w.map), "r"(row), "r"(chunk)
+               : "memory");
+}
+
 // Prefetches the CTA's first tile to L2 while the kernel before still runs. That kernel may be the one that writes W:
 // until it has ended W may be prefetched, but not read.
 __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_block) {
@@ -36,9 +41,7 @@ __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_blo
   const Tile tile = walk.get();
 #pragma unroll
   for (int step = 0; step < Config::steps; step++)
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {0, %1, %2}];" ::"l"(a.weight[tile.part].map),
-                 "r"(tile.row), "r"(chunk_of(first_block, step))
-                 : "memory");
+    prefetch_weights(a.weight[tile.part], tile.row, chunk_of(first_block, step));
 }
 
 // Pipeline barriers, table and codes are ready. The producer, which makes the barriers, comes here late, and so do the

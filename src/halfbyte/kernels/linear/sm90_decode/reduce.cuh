@@ -27,11 +27,18 @@ __device__ __forceinline__ void store_pairs(const Arguments& a, u32 shared, cons
 }
 
 __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part, u32 lane) {
-  constexpr int OWN = Config::m_tiles / Config::reducers;  // groups of eight columns
-  const u32 rank = blockIdx.y, column = part * (8 * OWN) + lane / 4, four = lane % 4;
+  // Of one weight each adds up some groups of eight columns; of experts there is one, and they take tiles in turn.
+  constexpr int OWN = ROUTED ? 1 : Config::m_tiles / Config::reducers, TURNS = ROUTED ? Config::reducers : 1;
+  const u32 rank = blockIdx.y, column = (ROUTED ? 0 : part * (8 * OWN)) + lane / 4, four = lane % 4;
   Ring sums(0), slot(0);
   Walk walk(a, shared);
-  for (; walk.is_there(); walk.next(), sums.next(Config::sum_buffers), slot.next(SLOTS)) {
+  const auto advance = [&] { walk.next(), sums.next(Config::sum_buffers), slot.next(SLOTS); };
+  if (TURNS > 1 && part > 0) advance();
+  const auto next = [&] {
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) advance();
+  };
+  for (; walk.is_there(); next()) {
     const Tile tile = walk.get();
     const Result& own = a.result[tile.part];
     const u32 row = tile.row + 4 * four, n = a.n[tile.part];
@@ -68,12 +75,7 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
         const u32 to = address_in(place + (rank - 1) * SENT, 0), barrier = address_in(full, 0);
 #pragma unroll
         for (int c = 0; c < OWN; c++)
-          if (first_row() + 8 * c + column < a.m)
-            asm volatile(
-                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                    to + c * 512),
-                "f"(total[c].x), "f"(total[c].y), "f"(total[c].z), "f"(total[c].w), "r"(barrier)
-                : "memory");
+          if (first_row() + 8 * c + column < a.m) send_sums(to + c * 512, total[c], barrier);
         continue;
       }
       if (part == 0 && lane == 0)
@@ -89,9 +91,7 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
             total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
           }
       __syncwarp();
-      if (lane > 0 && lane < Config::cluster)
-        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(empty, lane))
-                     : "memory");
+      if (lane > 0 && lane < Config::cluster) arrive_at(address_in(empty, lane));
     }
 
     if constexpr (ROUTED) {

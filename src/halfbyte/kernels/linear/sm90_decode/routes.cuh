@@ -7,15 +7,6 @@
 
 #include "work.cuh"
 
-__device__ __forceinline__ u32 load_short(u32 address) {
-  u16 value;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address));
-  return value;
-}
-__device__ __forceinline__ void store_short(u32 address, u32 value) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(u16(value)) : "memory");
-}
-
 __device__ __forceinline__ u32 expert_of(u32 shared, u32 unit) { return load_short(shared + UNIT_EXPERT + 2 * unit); }
 // The pair in a column of a unit, or NOBODY.
 __device__ __forceinline__ u32 pair_of(u32 shared, u32 unit, u32 column) {

@@ -6,10 +6,7 @@
 // The bits of a scale as stored.
 __device__ __forceinline__ u32 load_bits(u32 address) {
   if constexpr (SCALE_SIZE == 4) return load_number(address);
-  u32 value;
-  if constexpr (SCALE_SIZE == 1) asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
-  else asm volatile("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(address));
-  return value;
+  return SCALE_SIZE == 1 ? load_byte(address) : load_short(address);
 }
 
 // The producer copies the absmax of a tile's nested scales: a row's part of K has two at most, and a lane copies one.
@@ -32,7 +29,7 @@ __device__ __forceinline__ void arrive_after_copies(u32 barrier) {
 struct ScaleDecoder {
   u32 row, block, from, to;  // block: its first, as `place` counts. from, to: addresses in shared memory
 
-  __device__ __forceinline__ ScaleDecoder(u32 shared, u32 warp, u32 lane)
+  __device__ __forceinline__ ScaleDecoder(u32 shared, u32 team, u32 warp, u32 lane)
       : row(lane / 2), block(place(warp, lane % 2 * (Config::slice / 2))) {
     const u32 byte = block / Config::scale_blocks * SCALE_SIZE;
     from = shared + SCALES;
@@ -42,7 +39,7 @@ struct ScaleDecoder {
       from += byte / Config::scale_chunk * (TILE_N * Config::scale_chunk) +
               (row_at<Config::scale_chunk>(row) ^ byte % Config::scale_chunk);
     }
-    to = shared + DECODED + warp * DECODED_WARP;
+    to = shared + DECODED + (team * Config::warps + warp) * DECODED_WARP;
   }
 
   __device__ __forceinline__ void decode(const Arguments& a, u32 shared, const Tile& tile, u32 first_block, u32 slot,
@@ -51,7 +48,7 @@ struct ScaleDecoder {
     const u32 begin = ((tile.row + row) * row_blocks + first_block) /
                       Config::scale_blocks;  // the number of the row's first scale in this CTA
     u32 at = from;
-    if (FEW_REGISTERS) asm volatile("" : "+r"(at));  // so that addresses are computed anew for every tile
+    if (FEW_REGISTERS) at = kept(at);  // so that addresses are computed anew for every tile
     at += slot * SCALE_STAGE;
     if (Config::bulk_scales) at += row * (row_blocks / Config::scale_blocks * SCALE_SIZE);
     if (Config::window_scales) at += row * SCALE_ROW + (begin * SCALE_SIZE & 15);

@@ -8,9 +8,11 @@
 
 constexpr int TILE_N = 16, BLOCK_BYTES = 32;
 // setmaxnreg hands registers over by four warps at a time.
-constexpr int THREADS = (Config::warps + (Config::registers ? 4 : 1 + Config::reducers)) * 32;
-constexpr u32 PREPARING = (Config::warps + Config::reducers) * 32;  // threads that build the table
-static_assert(Config::m_tiles % Config::reducers == 0 && Config::reducers <= 2, "each adds up as many columns");
+constexpr u32 MULTIPLIERS = Config::teams * Config::warps;  // warps that multiply
+constexpr int THREADS = (MULTIPLIERS + (Config::registers ? 4 : 1 + Config::reducers)) * 32;
+constexpr u32 PREPARING = (MULTIPLIERS + Config::reducers) * 32;  // threads that build the table
+static_assert((Config::experts > 0 || Config::m_tiles % Config::reducers == 0) && Config::reducers <= 2,
+              "each adds up as many columns, or every other tile");
 
 // Blocks of K: of a CTA, of a warp's step and of a step.
 constexpr int BLOCKS = Config::warps * Config::slice;
@@ -43,7 +45,7 @@ constexpr u32 SQUARES_BYTES = Config::cluster * Config::warps * 8 * Config::m_ti
 constexpr bool GATED = Config::activation != Activation::none;
 constexpr bool ROUTED = Config::experts > 0;
 static_assert(!GATED || ROUTED || Config::parts == 2, "the first weight gates the second");
-static_assert(!ROUTED || (Config::parts == 1 && Config::batches == 1 && Config::reducers == 1 && !Config::norm &&
+static_assert(!ROUTED || (Config::parts == 1 && Config::batches == 1 && Config::m_tiles == 1 && !Config::norm &&
                           !Config::residual),
               "a stack is one weight");
 // Gate and up rows of an expert follow one another, so that a tile has both.
@@ -54,9 +56,11 @@ constexpr bool PAIRED = GATED && !INTERLEAVED;  // tiles come by twos
 // absmax, decoded scales.
 __device__ constexpr u32 swizzled(u32 bytes) { return (bytes + 1023) / 1024 * 1024; }  // swizzles repeat every 1024
 constexpr u32 CODE = 256 * TABLE_ROW;
-constexpr u32 FULL = CODE + 1024 * Config::parts, EMPTY = FULL + 64, SUM_FULL = EMPTY + 64, SUM_EMPTY = SUM_FULL + 16;
-constexpr u32 SLOT_FULL = SUM_EMPTY + 16, SLOT_EMPTY = SLOT_FULL + 32, SQUARES_FULL = SLOT_EMPTY + 32;
-constexpr u32 SUM = FULL + 256;
+constexpr u32 FULL = CODE + 1024 * Config::parts, EMPTY = FULL + 8 * Config::stages;
+constexpr u32 SUM_FULL = EMPTY + 8 * Config::stages, SUM_EMPTY = SUM_FULL + 8 * Config::sum_buffers;
+constexpr u32 SLOT_FULL = SUM_EMPTY + 8 * Config::sum_buffers, SLOT_EMPTY = SLOT_FULL + 32;
+constexpr u32 SQUARES_FULL = SLOT_EMPTY + 32;
+constexpr u32 SUM = FULL + (SQUARES_FULL + 8 - FULL + 255) / 256 * 256;
 constexpr u32 SLOT = SUM + Config::sum_buffers * Config::warps * SUM_WARP;
 constexpr u32 SQUARES = SLOT + SLOTS * (Config::cluster - 1) * SENT;
 constexpr u32 GATE = SQUARES + Config::norm * SQUARES_BYTES;
@@ -69,20 +73,22 @@ constexpr u32 DECODED_WARP = HALVES * Config::slice / Config::joined * DECODED_P
 // Of experts (routes.cuh): the number of units, the number of an expert's pairs and then its first unit, the expert and
 // the pairs of each unit.
 constexpr u32 WIDTH = 8 * Config::m_tiles, NOBODY = 0xffff;
-constexpr u32 UNITS = (DECODED + Config::warps * DECODED_WARP + 15) / 16 * 16;
+constexpr u32 UNITS = (DECODED + MULTIPLIERS * DECODED_WARP + 15) / 16 * 16;
 constexpr u32 COUNT = UNITS + 16, UNIT_EXPERT = COUNT + 4 * Config::experts;
 constexpr u32 UNIT_PAIRS = UNIT_EXPERT + 2 * Config::pairs;
 constexpr u32 END = UNIT_PAIRS + 2 * WIDTH * Config::pairs;
-static_assert(ROUTED || DECODED + Config::warps * DECODED_WARP == Config::shared_bytes,
+static_assert(ROUTED || DECODED + MULTIPLIERS * DECODED_WARP == Config::shared_bytes,
               "plan.py reckons with other sizes");
 static_assert(!ROUTED || END == Config::shared_bytes, "plan.py reckons with other sizes");
 static_assert(Config::slice <= 8 && EACH * 2 * Config::joined == Config::slice && STEP_SLICE % Config::joined == 0,
               "two lanes a row, whole scales");
 static_assert(BLOCKS <= 256, "a row's part has two scales of scales at most");
-static_assert(Config::sum_buffers <= 2, "each has a full and an empty barrier in 16 bytes");
+static_assert(Config::teams == 1 ||
+                  (ROUTED && Config::steps == 1 && Config::sum_buffers == Config::teams && Config::registers == 0),
+              "a team has a buffer for its sums");
+static_assert(!ROUTED || Config::reducers == 1 || (Config::cluster == 1 && !PAIRED), "reducers take tiles in turn");
 static_assert(!Config::bulk_weights || (ROUTED && Config::cluster == 1 && Config::steps == 1),
               "rows of a tile lie one after the other, and there are always sixteen");
-static_assert(Config::stages <= 8, "each stage has a full and an empty barrier in 64 bytes");
 
 // The rows of a tile that the MMA's rows `group` and `group` + 8 are, and where the first is among decoded scales.
 constexpr bool NEIGHBOURS = !EXPONENTS && !Config::bulk_weights;

@@ -178,7 +178,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       init(shared() + X_FULL + 8 * stage, 1);
       init(shared() + X_EMPTY + 8 * stage, WARPS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish_barriers();
   }
   __syncwarp();
   sync_all();

@@ -195,16 +195,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   const u32 lane = threadIdx.x % 32;
   if (Config::grouped && first == last) return wait_for_prior_kernel();  // what follows relies on it
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
-  if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");
+  if (threadIdx.x == 0) prefetch_map(a.map);
   if (warp >= WARPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::producer_registers));
+    leave_registers<Config::producer_registers>();
     fetch(a, reinterpret_cast<u64>(a.map), first, last, warp - WARPS, lane);
     if constexpr (Config::cluster > 1) {
       __syncwarp();                    // of some warps one lane came alone
       sync_cluster(), sync_cluster();  // as in cluster_reduce
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::consumer_registers));
+    take_registers<Config::consumer_registers>();
     const auto& codebook = launched.part[0].codebook;  // of all parts, and there at a place that is known
     make_wide_table<WARPS>(shared(), codebook, warp, lane);
     sync_all();

@@ -67,7 +67,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       init(shared() + FULL + 8 * stage, 129);  // every producer thread, and once more for the copied bytes
       init(shared() + EMPTY + 8 * stage, 128 * Config::warpgroups);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish_barriers();
   }
   __syncwarp();
   if (thread == 0) fetch_bytes(a, map, at, shared() + TILES, shared() + FULL);
@@ -82,8 +82,8 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #pragma unroll
       for (u32 i = thread % 32 / 8; i < 32; i += 4) {
         const float value = __shfl_sync(~0u, half ? code[1] : code[0], i);
-        store_four(shared() + (thread / 32 * 32 + i + half * 128) * TABLE_ROW + 128 + thread % 8 * 16,
-                   __float_as_uint(value));
+        store_copies(shared() + (thread / 32 * 32 + i + half * 128) * TABLE_ROW + 128 + thread % 8 * 16,
+                     __float_as_uint(value));
       }
     asm volatile("bar.sync 1, 128;" ::: "memory");
   }

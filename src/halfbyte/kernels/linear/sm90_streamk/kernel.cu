@@ -185,12 +185,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   const u32 first = first_unit(a, own_number(a)), last = end_unit(a, own_number(a)), lane = threadIdx.x % 32;
   if (Config::grouped && first == last) return wait_for_prior_kernel();  // what follows relies on it
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
-  if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(a.map) : "memory");
+  if (threadIdx.x == 0) prefetch_map(a.map);
   if (warp >= WARPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::producer_registers));
+    leave_registers<Config::producer_registers>();
     fetch(a, reinterpret_cast<u64>(a.map), first, last, threadIdx.x - 128 * Config::warpgroups);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::consumer_registers));
+    take_registers<Config::consumer_registers>();
     make_table<WARPS>(shared(), a.codebook, Config::low_first, warp, lane);
     sync_all();
     if constexpr (Config::resident > 0) {

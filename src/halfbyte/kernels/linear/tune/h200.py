@@ -54,9 +54,9 @@ DECODE_TIMES = {
 }
 
 # Of experts: blocks of K that a warp holds x for, twice; the most warps of a CTA; CTAs of a multiprocessor, and their
-# warps, together; the most stages; and how many are worth more than another CTA.
+# warps, together; the most stages for each team of warps; and how many are worth more than another CTA. The most teams.
 ROUTED_SLICE, ROUTED_WARPS, ROUTED_RESIDENT, ROUTED_SM_WARPS, ROUTED_STAGES = 4, 16, 3, 20, 4
-ROUTED_FEWEST_STAGES = 3
+ROUTED_FEWEST_STAGES, ROUTED_TEAMS = 3, 1
 ROUTED_NEIGHBOURS = 12  # CTAs that take the tiles of a run in turn
 # Groups of eight rows of x to blocks of K that a warp holds x for, and the most warps of a CTA.
 DECODE_SLICES = {1: (8, 16), 2: (4, 16), 4: (4, 8)}

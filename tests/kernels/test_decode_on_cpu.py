@@ -1,0 +1,188 @@
+"""sm90_decode's own source on a CPU: what a launch leaves is right, and no wait or barrier is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cuda_on_cpu import needs_compiler
+from hopper_on_cpu import SMALL, Driver, hopper
+from torch import Tensor
+from torch.nn import functional
+
+import halfbyte as hb
+from halfbyte.kernels.experts import reference as stacks
+from halfbyte.kernels.linear.fusion import ALONE, Fusion
+from halfbyte.kernels.linear.problem import addresses, problem_of
+from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_decode.plan import is_valid
+
+__all__ = ["hopper"]
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DEVICE = torch.device("cuda", 0)
+pytestmark = needs_compiler
+
+
+def random(*shape: int, k: int, dtype: torch.dtype, format: str, **options: Any) -> hb.QuantizedWeight:
+    return hb.quantize((torch.randn((*shape, k)) / k**0.5).to(dtype), format, **options)
+
+
+def parts_of(q: hb.QuantizedWeight) -> list[Tensor]:
+    return [q.packed, q.scale, *(q.nested[:3] if q.nested else ())]
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def check(found: Tensor, right: Tensor, theirs: Tensor) -> None:
+    """The error is not above that of torch's own operations, each of which rounds."""
+    assert found.isfinite().all()
+    ours, others = ((y.double() - right).square().mean() for y in (found, theirs))
+    assert ours <= 1.05 * others
+
+
+# -- One weight, or several --------------------------------------------------------------------------------------------
+
+RESIDUAL, STEP = Fusion(residual=0.5), Fusion(norm=(1e-5, 0.0), static=True)
+GATED = Fusion(norm=(1e-6, 1.0), activation="silu")
+
+
+class Case(NamedTuple):
+    """m: rows of x. sides: of the weights. changes: to the plan."""
+
+    m: int
+    sides: tuple[int, ...]
+    k: int
+    dtype: torch.dtype
+    fusion: Fusion = ALONE
+    format: str = "nf4"
+    options: dict[str, Any] = {}  # noqa: RUF012 nobody writes to it
+    changes: dict[str, Any] = {}  # noqa: RUF012
+
+
+CASES = {
+    "two steps": Case(1, (116,), 1024, BF16, STEP, changes={"steps": 2, "stages": 3}),
+    "a cluster": Case(1, (132,), 14336, F16, STEP, "fp4"),
+    "three weights": Case(9, (64, 32, 68), 1024, BF16, ALONE, "int4", {"group_size": 128}),
+    "a gated pair": Case(5, (80, 80), 512, F16, GATED, options={"nested": False}),
+    "batches": Case(13, (64,), 4096, BF16, format="mxfp4"),
+    "registers": Case(
+        13, (64,), 4096, F16, RESIDUAL, changes={"batches": 1, "m_tiles": 2, "warps": 16, "slice": 4, "steps": 1,
+        "cluster": 1, "registers": 112, "reducers": 2},
+    ),
+    "scales in one piece": Case(
+        8, (68,), 5376, BF16, RESIDUAL, changes={"warps": 11, "cluster": 1, "bulk_scales": True,
+        "window_scales": False},
+    ),
+    "windows of scales": Case(
+        20, (64,), 5376, F16, RESIDUAL, changes={"batches": 2, "m_tiles": 2, "warps": 7, "slice": 4, "steps": 1,
+        "cluster": 3, "bulk_scales": False, "window_scales": True},
+    ),
+    "long blocks": Case(32, (32, 32), 4096, BF16, GATED, options={"block_size": 128}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_product(hopper: Driver, case: Case) -> None:
+    m, sides, k, dtype, fusion, format, options, changes = case
+    torch.manual_seed(0)
+    weights = [random(n, k=k, dtype=dtype, format=format, **options) for n in sides]
+    x, norm = torch.randn(m, k).to(dtype), (1 + torch.randn(k) / 8).to(dtype)
+    biases = [torch.randn(n).to(dtype) for n in sides]
+    residual = torch.randn(m, sides[0]).to(dtype)
+    group = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
+    plan = decode.plan_fused(m, group, fusion, SMALL)
+    assert plan is not None
+    plan = replace(plan, **changes)
+    assert is_valid(plan, sides[0], k, decode.scales_of(group[0]), SMALL)
+    results = [torch.full((m + 1, n), 777.0, dtype=dtype) for n in sides[: 1 if fusion.activation else None]]
+    hopper.readable = [part for q in weights for part in parts_of(q)]
+    outs = [*results, *[None] * (len(sides) - len(results))]
+    places = [address(of_each) for pair in zip(biases, outs, strict=True) for of_each in pair]
+    multiply = decode.bind_fused(DEVICE, m, group, list(map(addresses, weights)), fusion, plan)
+    multiply(0, address(x), address(norm) if fusion.norm else 0, address(residual) if fusion.residual else 0, m, places)
+
+    def expected(kind: torch.dtype) -> list[Tensor]:
+        rows = x.to(kind)
+        if fusion.norm:
+            epsilon, offset = fusion.norm
+            rows = functional.rms_norm(rows, (k,), offset + norm.to(kind), epsilon)
+        dense = [hb.dequantize(q, F32).to(kind) for q in weights]
+        products = [functional.linear(rows, w, b.to(kind)) for w, b in zip(dense, biases, strict=True)]
+        if fusion.activation:
+            products = [functional.silu(products[0]) * products[1]]
+        if fusion.residual:
+            products = [residual.to(kind) + fusion.residual * products[0]]
+        return products
+
+    for y, right, theirs in zip(results, expected(F64), expected(dtype), strict=True):
+        assert (y[m] == 777).all()
+        check(y[:m], right, theirs)
+
+
+# -- Experts -----------------------------------------------------------------------------------------------------------
+
+#    K, dtype, format, teams of warps: one CTA along K and several, rows that come by a tensor map and in one piece
+STACKS: list[tuple[int, torch.dtype, str, dict[str, Any], Sequence[int]]] = [
+    (512, BF16, "nf4", {}, (1, 2, 4)),
+    (768, F16, "int4", {"group_size": 128}, (1, 4)),
+    (2048, BF16, "mxfp4", {}, (2,)),
+    (2880, BF16, "mxfp4", {}, (1,)),
+    (2880, F16, "nf4", {}, (1,)),
+    (5120, F16, "int4", {"group_size": 128}, (1,)),
+]
+
+
+@pytest.mark.parametrize("activation", ["", "silu", "swiglu_oai"])
+@pytest.mark.parametrize(
+    ("k", "dtype", "format", "options", "teams"), [(*case[:4], teams) for case in STACKS for teams in case[4]]
+)
+def test_experts(
+    hopper: Driver, k: int, dtype: torch.dtype, format: str, options: dict[str, Any], teams: int, activation: str
+) -> None:
+    """More pairs of an expert than a unit has, and some whose id is no expert."""
+    torch.manual_seed(0)
+    experts, n = 5, 64
+    q = random(experts, n, k=k, dtype=dtype, format=format, **options)
+    x, bias = torch.randn(15, k).to(dtype), torch.randn(experts, n).to(dtype)
+    ids = torch.randint(-1, experts + 1, (15, 2), dtype=torch.int32 if activation else torch.int64)
+    found = _routed(hopper, x, ids, q, bias, activation, teams)
+    wanted = ((ids >= 0) & (ids < experts)).flatten()
+    assert activation or not found[~wanted].any()
+
+    def expected(kind: torch.dtype) -> Tensor:
+        dense, rows = hb.dequantize(q, F32).to(kind), []
+        for pair in wanted.nonzero().flatten().tolist():
+            e = int(ids.flatten()[pair])
+            row = functional.linear(x[pair // 2].to(kind), dense[e], bias[e].to(kind)).double()
+            rows.append(stacks.activate(row[None], activation)[0] if activation else row)
+        return torch.stack(rows).to(kind)
+
+    check(found[wanted], expected(F64), expected(dtype))
+
+
+def _routed(
+    there: Driver, x: Tensor, ids: Tensor, q: hb.QuantizedWeight, bias: Tensor, activation: str, teams: int
+) -> Tensor:
+    """The results of all pairs of tokens [T, K] and their ids [T, k], zeros where an id is no expert."""
+    experts, n, _ = q.shape
+    flat = decode.rows_of(q)
+    problem = problem_of(x, flat, bias.flatten())
+    plan = decode.plan_routed(ids.numel(), problem, experts, activation, False, SMALL)
+    assert plan is not None
+    plan = replace(plan, neighbours=2)
+    if teams > 1:
+        reducers = 2 if teams > 2 and plan.tiles_at_once == 1 else 1
+        stages = min(3 * teams, 8)
+        plan = replace(plan, teams=teams, sum_buffers=teams, reducers=reducers, stages=stages, resident_ctas=1)
+    there.readable = parts_of(flat)
+    out = torch.full((ids.numel() + 1, n // (2 if activation else 1)), 777.0, dtype=x.dtype)
+    routing = decode.Routing(experts, ids.shape[1], ids.dtype is torch.int64, clears=not activation)
+    multiply = decode.bind_routed(DEVICE, problem, addresses(flat), routing, plan)
+    multiply(0, address(x), address(ids), address(bias), address(out), ids.numel())
+    assert (out[-1] == 777).all()
+    return out[:-1]
