@@ -1,6 +1,6 @@
 // Runs a kernel on a CPU, one CTA, or cluster of them, after the other in the order of blockIdx. A thread runs until it
-// has to wait for others; the last goes first in every other CTA, so that a wait that is missing shows, whoever should
-// have waited.
+// has to wait for others. In every other one the last thread goes first, and the CTAs of a cluster begin as late as they
+// can, so that a wait that is missing shows, whoever should have waited.
 //
 // What a thread copies to shared memory by itself happens when it waits for it, not before. Copies that end at a
 // barrier happen as late as they can, when no thread can go on without one, and in any order; in every other pair of
@@ -45,6 +45,7 @@ struct Phase {
 static_assert(sizeof(Phase) == 8);
 struct Cta {
   Index index;
+  unsigned alive;  // threads
   std::vector<unsigned char> room;
   unsigned char* memory;  // in it, at a multiple of 1024
   Barrier all;
@@ -84,6 +85,7 @@ static ucontext_t after_all;
 static std::vector<Cta> cluster;
 static Barrier own_cluster;
 static std::vector<Range> readable;
+static std::vector<std::vector<Thread*>> later;  // threads of CTAs that have not begun
 static unsigned wrong, shared_bytes, chance, alive;
 static bool at_once;
 static void (*running)(const void*);
@@ -91,9 +93,15 @@ static const void* told;
 
 static void land(Flight flight);
 
-// The thread in front, from where it waits or from its beginning. Where there is none, something lands first.
+// The thread in front, from where it waits or from its beginning. Where there is none, something lands first, or another
+// CTA begins.
 static void run_first() {
-  while (ready.empty() && !flying.empty()) {
+  while (ready.empty() && !(flying.empty() && later.empty())) {
+    if (flying.empty()) {
+      ready.assign(later.back().begin(), later.back().end());
+      later.pop_back();
+      break;
+    }
     chance = chance * 1664525 + 1013904223;
     const auto next = flying.begin() + (chance >> 16) % flying.size();
     Flight flight = std::move(*next);
@@ -246,7 +254,7 @@ unsigned address_of(const void* place) {
 unsigned char* place_of(unsigned address, size_t bytes) {
   static std::vector<unsigned char> nowhere;
   const unsigned number = address >> 24, inside = (address & 0xffffff) - BASE;
-  if (number < cluster.size() && inside <= shared_bytes && inside + bytes <= shared_bytes)
+  if (number < cluster.size() && cluster[number].alive && inside <= shared_bytes && inside + bytes <= shared_bytes)
     return cluster[number].memory + inside;
   wrong++;
   nowhere.resize(max(nowhere.size(), bytes));
@@ -341,7 +349,7 @@ void arrive_with_copies(unsigned barrier) {
 // What a thread does, from its beginning to the next one's turn.
 static void run() {
   running(told);
-  alive--;
+  alive--, ready.front()->cta->alive--;
   ready.pop_front();
   run_first();
 }
@@ -353,7 +361,6 @@ static void begin(Thread& one, Cta& cta, unsigned number) {
   one.begin.uc_stack.ss_sp = one.stack.get(), one.begin.uc_stack.ss_size = Thread::STACK;
   one.begin.uc_link = nullptr;
   makecontext(&one.begin, run, 0);
-  ready.push_back(&one);
 }
 
 unsigned launch(void (*kernel)(const void*), const void* arguments, size_t bytes, const Shape& shape,
@@ -370,7 +377,7 @@ unsigned launch(void (*kernel)(const void*), const void* arguments, size_t bytes
   for (unsigned number = 0; number < gridDim.x * along_y * gridDim.z && alive == 0; number++) {
     own_cluster = {alive = threads * shape.cluster};
     at_once = number / 2 % 2;
-    flying.clear(), ready.clear();
+    flying.clear(), ready.clear(), later.clear();
     cluster = std::vector<Cta>(shape.cluster);
     for (unsigned rank = 0; rank < shape.cluster; rank++) {
       Cta& cta = cluster[rank];
@@ -378,9 +385,16 @@ unsigned launch(void (*kernel)(const void*), const void* arguments, size_t bytes
                    number / gridDim.x / along_y};
       cta.room.assign(shared_bytes + 1024, 0xff);
       cta.memory = cta.room.data() + (1024 - reinterpret_cast<uint64_t>(cta.room.data()) % 1024) % 1024;
-      cta.all = {threads}, cta.warps.resize(threads / 32);
-      for (unsigned i = 0; i < threads; i++) begin(all[rank * threads + i], cta, number % 2 ? threads - 1 - i : i);
+      cta.all = {cta.alive = threads}, cta.warps.resize(threads / 32);
+      std::vector<Thread*> own;
+      for (unsigned i = 0; i < threads; i++) {
+        own.push_back(&all[rank * threads + i]);
+        begin(*own.back(), cta, number % 2 ? threads - 1 - i : i);
+      }
+      later.push_back(own);
     }
+    for (; !later.empty() && (number % 2 == 0 || ready.empty()); later.pop_back())
+      ready.insert(ready.end(), later.back().begin(), later.back().end());
     Thread& first = *ready.front();
     threadIdx = first.index, blockIdx = first.cta->index, memory = first.cta->memory, first.begun = true;
     swapcontext(&after_all, &first.begin);
