@@ -25,17 +25,29 @@ struct Copy {
   const void* from;
   bool exists;
 };
+struct Product {  // a lane's part of it
+  float* sum;
+  unsigned sums, a[4];
+  uint64_t x_at;
+  bool adds, fp16;
+};
 struct Thread;
 struct Barrier {
   unsigned threads;
   std::vector<Thread*> waiting = {};
   template <class Last> void wait(Last last);
 };
+struct Some {  // lanes that shuffle among themselves
+  Barrier barrier;
+  unsigned given[32], taken[32];
+};
 // What its lanes bring to an operation of all, and what they take from it. Whoever comes last computes that for all.
 struct Warp {
   Barrier barrier{32};
   unsigned given[32][6], taken[32][4];
   float sums[32][4];
+  Thread* lanes[32];
+  std::map<unsigned, Some> some = {};  // by mask
 };
 // A barrier in shared memory, all of whose state is there.
 struct Phase {
@@ -63,6 +75,7 @@ struct Thread {
   Cta* cta;
   Warp* warp;
   std::deque<std::vector<Copy>> copies;
+  std::deque<std::vector<Product>> products;
 };
 // Pieces of memory on their way to shared memory, and what they do to a barrier when they are there.
 struct Flight {
@@ -71,8 +84,8 @@ struct Flight {
   unsigned barrier, bytes, arrivals;
 };
 struct Map {  // of an array of bytes: see cuda_on_cpu.py
-  uint64_t address, sizes[3], strides[2];
-  unsigned box[3], swizzle;
+  uint64_t address, sizes[5], strides[4];
+  unsigned box[5], swizzle;
 };
 
 static constexpr unsigned BASE = 1024;
@@ -156,12 +169,14 @@ template <class All> static unsigned exchanged(unsigned value, All all) {
   warp->barrier.wait([&] { all(*warp); });
   return warp->taken[lane][0];
 }
-unsigned shuffled(unsigned value, unsigned from) {
-  Warp* warp = ready.front()->warp;
-  exchanged(value, [](Warp& all) {
-    for (unsigned lane = 0; lane < 32; lane++) all.taken[lane][0] = all.given[lane][0];
-  });
-  return warp->taken[from][0];
+unsigned shuffled(unsigned mask, unsigned value, unsigned from) {
+  const unsigned lane = threadIdx.x % 32;
+  Some& some = ready.front()->warp->some[mask];
+  if (!(mask >> lane & mask >> from & 1)) wrong++;
+  some.barrier.threads = __builtin_popcount(mask);
+  some.given[lane] = value;
+  some.barrier.wait([&] { std::copy_n(some.given, 32, some.taken); });
+  return some.taken[from];
 }
 template <class Two> static unsigned reduced(unsigned value, Two two) {
   return exchanged(value, [&](Warp& all) {
@@ -244,6 +259,55 @@ void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned
   std::memcpy(sum, warp->sums[own], 16);
 }
 
+// -- Products of a warpgroup -------------------------------------------------------------------------------------------
+
+void multiply_group(float* sum, unsigned sums, const unsigned (&a)[4], uint64_t x_at, bool adds, bool fp16) {
+  ready.front()->products.back().push_back({sum, sums, {a[0], a[1], a[2], a[3]}, x_at, adds, fp16});
+}
+// All lanes have a part of each. x: eight rows of 128 bytes after eight others, their pieces of 16 bytes swizzled.
+static void multiply(Warp& warp, unsigned number) {
+  const Product& first = warp.lanes[0]->products.front()[number];
+  const unsigned columns = 2 * first.sums, begin = unsigned(first.x_at & 0x3fff) * 16;
+  if (columns % 8 || begin % 32 || (begin / 128 & 7) || first.x_at >> 32 != (1u << 30 | 1024 / 16)) wrong++;
+  float w[16][16];
+  for (unsigned lane = 0; lane < 32; lane++) {
+    const Product& own = warp.lanes[lane]->products.front()[number];
+    if (own.x_at != first.x_at || own.sums != first.sums || own.adds != first.adds) wrong++;
+    for (unsigned i = 0; i < 4; i++)
+      for (unsigned half = 0; half < 2; half++)
+        w[lane / 4 + i % 2 * 8][i / 2 * 8 + lane % 4 * 2 + half] =
+            number_of(own.a[i] >> 16 * half & 0xffff, first.fp16);
+  }
+  const unsigned cta = unsigned(warp.lanes[0]->cta - cluster.data()) << 24;
+  for (unsigned column = 0; column < columns; column++) {
+    float x[16];
+    for (unsigned k = 0; k < 16; k++) {
+      const unsigned at = begin + column / 8 * 1024 + column % 8 * 128 + k * 2;
+      x[k] = number_of(loaded<uint16_t>(cta | at ^ (at >> 3 & 0x70)), first.fp16);
+    }
+    for (unsigned row = 0; row < 16; row++) {
+      const Product& own = warp.lanes[row % 8 * 4 + column % 8 / 2]->products.front()[number];
+      float& sum = own.sum[column / 8 * 4 + row / 8 * 2 + column % 2];
+      double total = first.adds ? sum : 0;
+      for (unsigned k = 0; k < 16; k++) total += double(w[row][k]) * x[k];
+      sum = float(total);
+    }
+  }
+}
+void wait_for_group(unsigned open) {
+  Warp* warp = ready.front()->warp;
+  warp->barrier.wait([&] {
+    while (warp->lanes[0]->products.size() > open + 1) {
+      for (unsigned i = 0; i < warp->lanes[0]->products.front().size(); i++) multiply(*warp, i);
+      for (Thread* lane : warp->lanes) lane->products.pop_front();
+    }
+  });
+}
+void close_products() {
+  ready.front()->products.emplace_back();
+  if (at_once) wait_for_group(0);
+}
+
 // -- Memory ------------------------------------------------------------------------------------------------------------
 
 unsigned address_of(const void* place) {
@@ -319,19 +383,22 @@ void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) 
   start({{}, {{to, bytes, from, true}}, barrier, bytes, 0});
 }
 // The box at `at`. Its pieces of 16 bytes are where the swizzle of its lines has them; zeros are beyond the array.
-void copy_array(unsigned to, const void* told, const unsigned (&at)[3], unsigned barrier) {
+void copy_array(unsigned to, const void* told, const unsigned* at, unsigned barrier) {
   Map map;
   std::memcpy(&map, told, sizeof map);
   if (to % 128 || at[0] % 16) wrong++;
-  Flight flight{{}, {}, barrier, map.box[0] * map.box[1] * map.box[2], 0};
+  Flight flight{{}, {}, barrier, 1, 0};
+  for (unsigned side : map.box) flight.bytes *= side;
   for (unsigned i = 0; i < flight.bytes; i += 16) {
-    const unsigned x = i % map.box[0], y = i / map.box[0] % map.box[1], z = i / map.box[0] / map.box[1];
-    const uint64_t place[] = {at[0] + x, at[1] + y, at[2] + z};
-    const uint64_t from = map.address + place[0] + place[1] * map.strides[0] + place[2] * map.strides[1];
-    const bool is_there = place[1] < map.sizes[1] && place[2] < map.sizes[2];
+    uint64_t from = map.address;
+    unsigned rest = i, exist = 16;
+    for (unsigned d = 0; d < 5; rest /= map.box[d], d++) {
+      const uint64_t place = at[d] + rest % map.box[d];
+      from += place * (d ? map.strides[d - 1] : 1);
+      if (place >= map.sizes[d]) exist = 0;
+      else if (d == 0) exist = unsigned(min<uint64_t>(16, map.sizes[0] - place));
+    }
     const unsigned piece = to + i ^ (to + i) >> 3 & ((1 << map.swizzle) - 1) << 4;
-    const unsigned exist =
-        is_there && place[0] < map.sizes[0] ? unsigned(min<uint64_t>(16, map.sizes[0] - place[0])) : 0;
     if (exist > 0) flight.copies.push_back({piece, exist, reinterpret_cast<const void*>(from), true});
     if (exist < 16) flight.copies.push_back({piece + exist, 16 - exist, nullptr, false});
   }
@@ -356,7 +423,8 @@ static void run() {
 
 static void begin(Thread& one, Cta& cta, unsigned number) {
   one.index = {number, 0, 0}, one.cta = &cta, one.warp = &cta.warps[number / 32], one.begun = false;
-  one.copies = {{}};
+  one.copies = {{}}, one.products = {{}};
+  one.warp->lanes[number % 32] = &one;
   getcontext(&one.begin);
   one.begin.uc_stack.ss_sp = one.stack.get(), one.begin.uc_stack.ss_size = Thread::STACK;
   one.begin.uc_link = nullptr;

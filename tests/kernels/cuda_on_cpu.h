@@ -66,8 +66,9 @@ inline unsigned counted(unsigned address) {  // and one more from now on
 void __syncthreads();
 void __syncwarp();
 void meet(unsigned number, unsigned threads);  // bar.sync
+template <unsigned Number, unsigned Threads> void meet() { meet(Number, Threads); }
 void meet_cluster();
-unsigned shuffled(unsigned value, unsigned from);  // what lane `from` has
+unsigned shuffled(unsigned mask, unsigned value, unsigned from);  // what lane `from` has
 bool __any_sync(unsigned, bool value);
 unsigned __ballot_sync(unsigned, bool value);
 unsigned __reduce_add_sync(unsigned, unsigned value);
@@ -77,13 +78,19 @@ unsigned turned(unsigned pair);                                  // movmatrix
 void matrices(unsigned (&to)[4], unsigned at, bool transposed);  // ldmatrix, with .trans or without
 // mma.m16n8k16, as device/mma.cuh draws it.
 void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool fp16);
+// wgmma of m64 by as many columns as there are sums for, of which it is a warp's part. It happens when a warp waits for
+// its group, or when that is closed.
+void multiply_group(float* sum, unsigned sums, const unsigned (&a)[4], uint64_t x_at, bool adds, bool fp16);
+void close_products();
+void wait_for_group(unsigned open);
+template <int Open> void wait_for_products() { wait_for_group(Open); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 void __trap();
 
-template <class T> T __shfl_sync(unsigned, T value, unsigned from) {
+template <class T> T __shfl_sync(unsigned mask, T value, unsigned from) {
   unsigned bits;
   __builtin_memcpy(&bits, &value, 4);
-  bits = shuffled(bits, from % 32);
+  bits = shuffled(mask, bits, from % 32);
   __builtin_memcpy(&value, &bits, 4);
   return value;
 }
@@ -120,7 +127,14 @@ void await_bytes(unsigned barrier, unsigned bytes);
 void wait_for_phase(unsigned barrier, unsigned parity);
 void send(unsigned to, const void* numbers, unsigned bytes, unsigned barrier);
 void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier);
-void copy_array(unsigned to, const void* map, const unsigned (&at)[3], unsigned barrier);
+void copy_array(unsigned to, const void* map, const unsigned* at, unsigned barrier);
+template <class... Places> void copy_box(unsigned to, uint64_t map, Places... places) {  // and the barrier
+  const unsigned at[] = {unsigned(places)..., 0, 0, 0, 0};
+  const unsigned barrier = at[sizeof...(places) - 1];
+  unsigned corner[5];
+  for (unsigned i = 0; i < 5; i++) corner[i] = i < sizeof...(places) - 1 ? at[i] : 0;
+  copy_array(to, reinterpret_cast<const void*>(map), corner, barrier);
+}
 void arrive_with_copies(unsigned barrier);
 template <int Count> void take_registers() {}
 template <int Count> void leave_registers() {}
@@ -157,6 +171,9 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   unsigned found = 0;
   for (int i = 0; i < 4; i++) found |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return found;
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return unsigned((low | uint64_t(high) << 32) >> by % 32);
 }
 inline float number_of(unsigned bits, bool fp16) {
   if (!fp16) return __uint_as_float(bits << 16);

@@ -35,7 +35,7 @@ FUNCTIONS = {
     "load_matrices": "void load_matrices(u32 (&to)[4], u32 at) { matrices(to, at, false); }",
     "load_transposed": "void load_transposed(u32 (&to)[4], u32 at) { matrices(to, at, true); }",
     "transposed": "u32 transposed(u32 pair) { return turned(pair); }",
-    "fetch": "void fetch(const u16* norm, u32 lane) {}",
+    "fetch(const u16*": "void fetch(const u16* norm, u32 lane) {}",
     "kept": "u32 kept(u32 value) { return value; }",
     "copy_async": "void copy_async(u32 to, const void* from, bool exists) { copy(to, 16, from, exists); }",
     "copy_word_async": "void copy_word_async(u32 to, const u32* from) { copy(to, 4, from, true); }",
@@ -52,13 +52,20 @@ FUNCTIONS = {
             ("load_number", "u32", "u32"),
             ("load_byte", "u32", "u8"),
             ("load_short", "u32", "u16"),
-            ("load_float", "float", "float"),
             ("load_pair", "uint2", "uint2"),
             ("load_sums", "float4", "float4"),
         )
     },
     "load_word": "u32 load_word(u32 at) { return loaded<u32>(at + BASE); }",
+    "load_code": "float load_code(u32 at) { return loaded<float>(at + BASE + 128); }",
+    "numbers_of": "float2 numbers_of(u32 bytes, u32 column, u32 selector) {"
+    " return loaded<float2>(__byte_perm(bytes, column, selector) + BASE); }",
     "load_global": "float load_global(const float* from) { return __ldg(from); }",
+    "load_float(u32": "float load_float(u32 at) { return loaded<float>(at); }",
+    "load_float(const": "float load_float(const float* from) { return __ldg(from); }",
+    "load_16_bytes": "uint4 load_16_bytes(const void* from) { return __ldg(static_cast<const uint4*>(from)); }",
+    "load_bytes": "uint4 load_bytes(const void* from) { uint4 value = {}; check(from, LOAD_BYTES);"
+    " __builtin_memcpy(&value, from, LOAD_BYTES); return value; }",
     "store_short": "void store_short(u32 at, u32 value) { stored(at, u16(value)); }",
     "store_word": "void store_word(u32 at, u32 value) { stored(at, value); }",
     "store_float": "void store_float(u32 at, float value) { stored(at, value); }",
@@ -68,8 +75,12 @@ FUNCTIONS = {
     "count_one": "u32 count_one(u32 at) { return counted(at); }",
     "address_in": "u32 address_in(u32 at, u32 rank) { return at & 0xffffff | rank << 24; }",
     "sync_cluster": "void sync_cluster() { meet_cluster(); }",
-    "sync_all": "void sync_all() { meet(1, PREPARING + 32); }",
-    "synchronize_multipliers": "void synchronize_multipliers() { meet(2, Config::warps * 32); }",
+    "meet": "",
+    "store_sums_at": "void store_sums_at(u32 at, float4 value) { stored(at, value); }",
+    "multiply_add": "template <int Sums> void multiply_add(float (&sum)[Sums], u32 a0, u32 a1, u32 a2, u32 a3,"
+    " u64 x_at, int adds) { multiply_group(sum, Sums, {a0, a1, a2, a3}, x_at, adds, FP16); }",
+    "close_products": "",
+    "wait_for_products": "",
     "init": "void init(u32 barrier, u32 count) { make_barrier(barrier, count); }",
     "arrive": "void arrive(u32 barrier) { arrive_once(barrier); }",
     "arrive_at": "void arrive_at(u32 barrier) { arrive_once(barrier); }",
@@ -78,10 +89,11 @@ FUNCTIONS = {
     "send_sum": "void send_sum(u32 to, float sum, u32 barrier) { send(to, &sum, 4, barrier); }",
     "send_sums": "void send_sums(u32 to, float4 sums, u32 barrier) { send(to, &sums, 16, barrier); }",
     "copy": "void copy(u32 to, const void* from, u32 bytes, u32 barrier) { copy_bulk(to, from, bytes, barrier); }",
+    "copy_box": "",
     "copy_weights": "void copy_weights(u32 to, const Weight& w, u32 row, u32 chunk, u32 barrier) {"
-    " copy_array(to, w.map, {0, row, chunk}, barrier); }",
+    " copy_box(to, reinterpret_cast<u64>(w.map), 0, row, chunk, barrier); }",
     "copy_scales": "void copy_scales(u32 to, const Weight& w, u32 row, u32 byte, u32 barrier) {"
-    " copy_array(to, w.scale_map, {byte, row, 0}, barrier); }",
+    " copy_box(to, reinterpret_cast<u64>(w.scale_map), byte, row, barrier); }",
     "copy_absmax": "void copy_absmax(u32 to, const float* from) { copy(to, 4, from, true); }",
     "arrive_after_copies": "void arrive_after_copies(u32 barrier) { arrive_with_copies(barrier); }",
     **{
@@ -90,6 +102,10 @@ FUNCTIONS = {
             ("publish_barriers", ""),
             ("prefetch_map", "const void*"),
             ("prefetch_line", "const u16*"),
+            ("prefetch_to_l2", "const void*"),
+            ("prefetch_box", "u64, u32, u32"),
+            ("publish_writes", ""),
+            ("fence_registers", ""),
             ("prefetch_weights", "const Weight&, u32, u32"),
             ("launch_dependents", ""),
             ("wait_for_prior_kernel", ""),
@@ -98,15 +114,17 @@ FUNCTIONS = {
     "take_registers": "",
     "leave_registers": "",
 }
-_NAME = r"(?:template <[^>]*>\s*)?__device__ __forceinline__ [\w ]+\b%s\((?:[^()]|\([^()]*\))*\)\s*\{"
+_NAME = r"(?:template <[^>]*>\s*)?__device__ __forceinline__ [\w ]+\b%s(?:[^()]|\([^()]*\))*\)\s*\{"
 _ASSEMBLY = re.compile(r"\basm\s*(?:volatile)?\s*\((?:[^()\"]|\"[^\"]*\"|\((?:[^()\"]|\"[^\"]*\")*\))*\);")
 
 
 LAUNCH = """
-extern "C" unsigned run(const void* arguments, size_t bytes, const Shape* shape, const Range* ranges, unsigned count) {
-  if (bytes != sizeof(Arguments)) return ~0u;
-  const auto kernel = [](const void* told) { %s(*static_cast<const Arguments*>(told)); };
-  return launch(kernel, arguments, bytes, *shape, ranges, count);
+template <class T> T told_by(void (*kernel)(T));
+using Told = decltype(told_by(%s));
+extern "C" size_t size() { return sizeof(Told); }
+extern "C" unsigned run(const void* arguments, const Shape* shape, const Range* ranges, unsigned count) {
+  const auto kernel = [](const void* told) { %s(*static_cast<const Told*>(told)); };
+  return launch(kernel, arguments, sizeof(Told), *shape, ranges, count);
 }
 """
 
@@ -114,6 +132,8 @@ extern "C" unsigned run(const void* arguments, size_t bytes, const Shape* shape,
 def library(folder: Path, variant: Variant, functions: str) -> ctypes.CDLL:
     """The variant as C++, compiled in `folder`, with C functions of the caller's behind it. One that was compiled
     before is used again."""
+    if (found := _libraries.get((variant, functions))) is not None:
+        return found
     text = variant.source.replace('#include "config.cuh"', _config(dict(variant.constants)))
     text = re.sub(r"^\s*#(?:line|pragma unroll).*$", "", text, flags=re.M)
     text = re.sub(r"^\s*extern __shared__.*;$", "", text, flags=re.M)
@@ -121,18 +141,16 @@ def library(folder: Path, variant: Variant, functions: str) -> ctypes.CDLL:
         text = _replaced(text, name, instead)
     text = _ASSEMBLY.sub("__builtin_trap();", text)  # of functions that this kernel does not call
     text = text.replace('extern "C" __global__', "static")
-    text = f'#include "cuda_on_cpu.h"\n{text}\n{functions}'
-    if text not in _libraries:
-        number = len(_libraries)  # a library is loaded once from a path
-        source, compiled = folder / f"kernel{number}.cpp", folder / f"kernel{number}.so"
-        source.write_text(text, encoding="utf-8")
-        # CUDA C++ allows a little more than C++. Kernels run so briefly that -O1 costs more than it gains.
-        _compile("-Og", "-w", "-fpermissive", "-shared", f"-I{HERE}", source, _what_runs_them(folder), "-o", compiled)
-        _libraries[text] = ctypes.CDLL(str(compiled))
-    return _libraries[text]
+    number = len(_libraries)  # a library is loaded once from a path
+    source, compiled = folder / f"kernel{number}.cpp", folder / f"kernel{number}.so"
+    source.write_text(f'#include "cuda_on_cpu.h"\n{text}\n{functions}', encoding="utf-8")
+    # CUDA C++ allows a little more than C++. Kernels run so briefly that -O1 costs more than it gains.
+    _compile("-Og", "-w", "-fpermissive", "-shared", f"-I{HERE}", source, _what_runs_them(folder), "-o", compiled)
+    _libraries[variant, functions] = loaded = ctypes.CDLL(str(compiled))
+    return loaded
 
 
-_libraries: dict[str, ctypes.CDLL] = {}
+_libraries: dict[tuple[Variant, str], ctypes.CDLL] = {}
 _objects: list[Path] = []
 
 
@@ -152,14 +170,17 @@ def _compile(*arguments: object) -> None:
 
 
 def _replaced(text: str, name: str, instead: str) -> str:
-    match = re.search(_NAME % name, text)
-    if match is None:
-        return text
-    end, depth = match.end(), 1
-    while depth:
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        end += 1
-    return f"{text[: match.start()]}inline {instead}\n{text[end:]}" if instead else text[: match.start()] + text[end:]
+    """name: of a function, all of whose overloads go, or with the beginning of its parameters."""
+    pattern = re.compile(_NAME % re.escape(name if "(" in name else f"{name}("))
+    if instead and not instead.startswith("template"):
+        instead = f"inline {instead}"
+    while match := pattern.search(text):
+        end, depth = match.end(), 1
+        while depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        text, instead = f"{text[: match.start()]}{instead}\n{text[end:]}", ""
+    return text
 
 
 class Shape(NamedTuple):
@@ -173,23 +194,33 @@ class Shape(NamedTuple):
     cluster: int = 1
 
 
+def size_of(folder: Path, variant: Variant, kernel: str) -> int:
+    """Bytes of the structure that a kernel takes."""
+    size: int = _launcher(folder, variant, kernel).size()
+    return size
+
+
 def run(
     folder: Path, variant: Variant, kernel: str, arguments: bytes, shape: Shape, readable: Sequence[torch.Tensor]
 ) -> int:
     """Launch a kernel that takes one structure. folder: where it is compiled. readable: the tensors that it may read by
     copies and read-only loads. Returns how many of those were outside of them, or wrong in another way; ~0 where its
-    threads wait for each other, and for a structure of another size."""
+    threads wait for each other."""
     ranges = torch.tensor([(t.data_ptr(), t.data_ptr() + t.nbytes) for t in readable], dtype=torch.int64)
-    found: int = library(folder, variant, LAUNCH % kernel).run(
-        arguments, ctypes.c_size_t(len(arguments)),
-        (ctypes.c_uint * 6)(shape.ctas, shape.y, shape.z, shape.cluster, shape.threads, shape.shared_bytes),
+    assert len(arguments) == size_of(folder, variant, kernel)
+    found: int = _launcher(folder, variant, kernel).run(
+        arguments, (ctypes.c_uint * 6)(shape.ctas, shape.y, shape.z, shape.cluster, shape.threads, shape.shared_bytes),
         ctypes.c_void_p(ranges.data_ptr()), len(ranges),
     )  # fmt: skip
     return found
 
 
+def _launcher(folder: Path, variant: Variant, kernel: str) -> ctypes.CDLL:
+    return library(folder, variant, LAUNCH % (kernel, kernel))
+
+
 def map_of(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int) -> bytes:
     """What stands for the driver's tensor map here: cuda_on_cpu.cpp's Map."""
-    more = 3 - len(sizes)
+    more = 5 - len(sizes)
     values = (address, *sizes, *(1,) * more, *strides, *(0,) * more, *box, *(1,) * more, swizzle)
-    return struct.pack("6Q4I", *values)
+    return struct.pack("10Q6I", *values)

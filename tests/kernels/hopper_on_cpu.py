@@ -1,10 +1,9 @@
-"""A CUDA driver that runs kernels' own source on a CPU (cuda_on_cpu.py): all of a launch is tested, from its plan and
-arguments to the numbers that it leaves."""
+"""A CUDA driver that runs Hopper's kernels on a CPU, from their own source (cuda_on_cpu.py): all of a launch is tested,
+from its plan and arguments to the numbers that it leaves."""
 
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +11,25 @@ from typing import Any
 
 import cuda_on_cpu
 import pytest
+import torch
 from cuda_on_cpu import Shape
 from gpus import H200
 from torch import Tensor
 
+import halfbyte as hb
 from halfbyte.kernels.common import driver, tensor_map
 from halfbyte.kernels.common.nvrtc import Variant
+from halfbyte.kernels.experts import sort
+from halfbyte.kernels.linear import laid_out, side_by_side, workspace
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 
 SMALL, CLUSTERS = replace(H200, sms=32), 4  # that run at once: a CTA then has several tiles
+DEVICE = torch.device("cpu")
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 class Driver:
-    """readable: what kernels may copy from."""
+    """readable: what kernels may copy from, or read as what nobody writes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.readable = folder, list[Tensor]()
@@ -58,18 +63,20 @@ class Driver:
         assert (kind, interleaving, set(steps)) == (0, 0, {1})
         assert all(stride % 16 == 0 for stride in strides)
         assert address.value % 16 == 0
-        assert all(side <= 256 for side in box)
+        assert all(0 < side <= 256 for side in box)
         described = cuda_on_cpu.map_of(address.value, list(sizes), list(strides), list(box), swizzle)
         ctypes.memmove(at, described, len(described))
         return 0
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
         variant, name = self._functions[function.value - 1]
-        constants: dict[str, Any] = dict(variant.constants)
-        x, y, z = config._obj.grid
-        bits = ctypes.string_at(parameters[0], struct.calcsize("".join(decode.layout(constants["parts"]))))
-        shape = Shape(x, config._obj.block[0], config._obj.shared, y, z, constants["cluster"])
+        told = config._obj
+        attributes = (driver._Attribute * told.count).from_address(told.attributes or 0) if told.count else ()
+        cluster = next((one.value[1] for one in attributes if one.id == driver._CLUSTER_DIMENSION), 1)
+        x, y, z = told.grid
         assert min(x, y, z) > 0
+        shape = Shape(x, told.block[0], told.shared, y, z, cluster)
+        bits = ctypes.string_at(parameters[0], cuda_on_cpu.size_of(self.folder, variant, name))
         assert cuda_on_cpu.run(self.folder, variant, name, bits, shape, self.readable) == 0
         return 0
 
@@ -79,10 +86,42 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Driver]:
     there = Driver(tmp_path)
     monkeypatch.setattr(driver, "driver", lambda: there)
     monkeypatch.setattr(driver, "cubin", there.cubin)
-    monkeypatch.setattr(decode, "properties_of", lambda index: SMALL)
-    caches = driver.kernels.cache_clear, tensor_map.tensor_map.cache_clear, decode.launches.entries.clear
+    for module in (decode, laid_out, side_by_side):
+        monkeypatch.setattr(module, "properties_of", lambda index: SMALL)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(workspace, "_lasting", workspace.Workspace)  # whose streams there are none of
+    monkeypatch.setattr(workspace.kept, "by_stream", {})
+    empty = torch.empty
+
+    def allocated(*arguments: Any, **options: Any) -> Tensor:  # what a launch takes for the time of a product
+        tensor = empty(*arguments, **options)
+        there.readable.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", allocated)
+    kept = (decode.launches, laid_out.launches, sort.launches)
+    caches = (driver.kernels.cache_clear, tensor_map.tensor_map.cache_clear, *(one.entries.clear for one in kept))
     for clear in caches:
         clear()
     yield there
     for clear in caches:
         clear()
+
+
+def weight(*shape: int, k: int, dtype: torch.dtype, format: str, **options: Any) -> hb.QuantizedWeight:
+    return hb.quantize((torch.randn((*shape, k)) / k**0.5).to(dtype), format, **options)
+
+
+def parts_of(q: hb.QuantizedWeight) -> list[Tensor]:
+    return [q.packed, q.scale, *(q.nested[:3] if q.nested else ())]
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def check(found: Tensor, right: Tensor, theirs: Tensor) -> None:
+    """The error is not above that of torch's own operations, each of which rounds."""
+    assert found.isfinite().all()
+    ours, others = ((y.double() - right).square().mean() for y in (found, theirs))
+    assert ours <= 1.05 * others

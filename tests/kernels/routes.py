@@ -37,6 +37,15 @@ def routes_of(ids: Tensor, experts: int, tile_m: int, room: int) -> Expected:
     return Expected(len(found), tiles, order.int(), places.int(), in_tiles.int())
 
 
+def table_of(routes: Expected, pairs: int) -> Tensor:
+    """The memory of `sort.Routes` with these routes, of so many pairs."""
+    parts = [torch.tensor([routes.count, 0, 0, 0], dtype=torch.int32), routes.tiles.flatten()]
+    for each in (routes.order, routes.places, routes.in_tiles):
+        parts.append(torch.zeros(-(-pairs // 4) * 4, dtype=torch.int32))
+        parts[-1][: len(each)] = each
+    return torch.cat(parts)
+
+
 def written(table: Tensor, room: int, pairs: int, count: int) -> Expected:
     """The same from the memory of `sort.Routes`, of so many pairs, of which `count` have an expert."""
     header, tiles, rest = table[:4], table[4 : 4 * (1 + room)].view(-1, 4), table[4 * (1 + room) :]

@@ -9,7 +9,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cuda_on_cpu import needs_compiler
-from hopper_on_cpu import SMALL, Driver, hopper
+from hopper_on_cpu import (
+    BF16,
+    DEVICE,
+    F16,
+    F32,
+    F64,
+    SMALL,
+    Driver,
+    address,
+    check,
+    hopper,
+    parts_of,
+    weight,
+)
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,29 +34,7 @@ from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import is_valid
 
 __all__ = ["hopper"]
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-DEVICE = torch.device("cuda", 0)
-pytestmark = needs_compiler
-
-
-def random(*shape: int, k: int, dtype: torch.dtype, format: str, **options: Any) -> hb.QuantizedWeight:
-    return hb.quantize((torch.randn((*shape, k)) / k**0.5).to(dtype), format, **options)
-
-
-def parts_of(q: hb.QuantizedWeight) -> list[Tensor]:
-    return [q.packed, q.scale, *(q.nested[:3] if q.nested else ())]
-
-
-def address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def check(found: Tensor, right: Tensor, theirs: Tensor) -> None:
-    """The error is not above that of torch's own operations, each of which rounds."""
-    assert found.isfinite().all()
-    ours, others = ((y.double() - right).square().mean() for y in (found, theirs))
-    assert ours <= 1.05 * others
-
+pytestmark = [needs_compiler, pytest.mark.slow]
 
 # -- One weight, or several --------------------------------------------------------------------------------------------
 
@@ -90,7 +81,7 @@ CASES = {
 def test_a_product(hopper: Driver, case: Case) -> None:
     m, sides, k, dtype, fusion, format, options, changes = case
     torch.manual_seed(0)
-    weights = [random(n, k=k, dtype=dtype, format=format, **options) for n in sides]
+    weights = [weight(n, k=k, dtype=dtype, format=format, **options) for n in sides]
     x, norm = torch.randn(m, k).to(dtype), (1 + torch.randn(k) / 8).to(dtype)
     biases = [torch.randn(n).to(dtype) for n in sides]
     residual = torch.randn(m, sides[0]).to(dtype)
@@ -147,7 +138,7 @@ def test_experts(
     """More pairs of an expert than a unit has, and some whose id is no expert."""
     torch.manual_seed(0)
     experts, n = 5, 64
-    q = random(experts, n, k=k, dtype=dtype, format=format, **options)
+    q = weight(experts, n, k=k, dtype=dtype, format=format, **options)
     x, bias = torch.randn(15, k).to(dtype), torch.randn(experts, n).to(dtype)
     ids = torch.randint(-1, experts + 1, (15, 2), dtype=torch.int32 if activation else torch.int64)
     found = _routed(hopper, x, ids, q, bias, activation, teams)

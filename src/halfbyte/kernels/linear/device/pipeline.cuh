@@ -45,6 +45,9 @@ __device__ __forceinline__ void copy_box(u32 to, u64 map, u32 x, u32 y, u32 barr
       "l"(map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
 }
+__device__ __forceinline__ void prefetch_box(u64 map, u32 x, u32 y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
+}
 // Numbers for a CTA of the cluster, and its barrier.
 __device__ __forceinline__ void send_sum(u32 to, float sum, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(sum),

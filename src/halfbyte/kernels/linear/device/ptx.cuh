@@ -57,11 +57,28 @@ __device__ __forceinline__ void store_sums(u32 address, float4 value) {
                : "memory");
 }
 
+// A meeting of so many threads, of whole warps, and its number among those of a CTA.
+template <u32 Number, u32 Threads> __device__ __forceinline__ void meet() {
+  asm volatile("bar.sync %0, %1;" ::"n"(Number), "n"(Threads) : "memory");
+}
+// What was written to shared memory becomes visible to wgmma and to copies.
+__device__ __forceinline__ void publish_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void prefetch_to_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
 // The same place in the shared memory of another CTA of the cluster.
 __device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
   u32 mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
+}
+// To that place.
+__device__ __forceinline__ void store_sums_at(u32 address, float4 value) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x), "f"(value.y),
+               "f"(value.z), "f"(value.w)
+               : "memory");
 }
 // The two halves of a meeting before which nothing was written.
 __device__ __forceinline__ void arrive_cluster() {

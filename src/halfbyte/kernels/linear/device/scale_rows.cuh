@@ -148,7 +148,6 @@ __device__ __forceinline__ void prefetch_scales(const Arguments& a, u32 cta, u32
   if (Config::grouped && first == end_unit(a, cta)) return;
   const WorkUnit at(a, first);
   for (u32 row = at.row_tile * TILE_ROWS + thread; row < (at.row_tile + 1) * TILE_ROWS; row += 128) {
-    const void* from = address_of(a, first_block(a, row_of(a, at, row), at.depth * UNIT_K));
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+    prefetch_to_l2(address_of(a, first_block(a, row_of(a, at, row), at.depth * UNIT_K)));
   }
 }

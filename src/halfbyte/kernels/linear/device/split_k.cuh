@@ -70,10 +70,8 @@ __device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Argum
 #pragma unroll
   for (u32 i = 0; i < GROUPS; i++)
     if (!is_own(i) && 8 * i < columns)
-      asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                       address_in(place_of(i, blockIdx.y), i % Config::cluster)),
-                   "f"(total[4 * i]), "f"(total[4 * i + 1]), "f"(total[4 * i + 2]), "f"(total[4 * i + 3])
-                   : "memory");
+      store_sums_at(address_in(place_of(i, blockIdx.y), i % Config::cluster),
+                    make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]));
   sync_cluster();
 #pragma unroll
   for (u32 i = 0; i < GROUPS; i++)

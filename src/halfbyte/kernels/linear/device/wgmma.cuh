@@ -90,6 +90,15 @@ __device__ __forceinline__ void multiply_add(float (&sum)[Sums], u32 a0, u32 a1,
 #undef WGMMA_OF
 #undef WGMMA
 
+// Registers that were written are seen by the products after it.
+__device__ __forceinline__ void fence_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Products since the last time are a group.
+__device__ __forceinline__ void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the last `Open` groups are done.
+template <int Open> __device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Open) : "memory");
+}
+
 // Where wgmma finds x: tiles of 8 rows of 128 bytes with their 16-byte pieces swizzled, one after the other. The lower
 // half of a descriptor has the address in 16 bytes, to which those of tiles and steps can be added.
 __device__ __forceinline__ u32 lower_half(u32 address) { return address / 16 | 1 << 16; }

@@ -5,9 +5,6 @@
 
 #include "work.cuh"
 
-__device__ __forceinline__ void synchronize_multipliers() {
-  asm volatile("bar.sync 2, %0;" ::"n"(Config::warps * 32) : "memory");
-}
 // The word of two numbers of x, times a row's factor and theirs of `weights`.
 __device__ __forceinline__ u32 normed(u32 word, u32 weights, float factor, float offset) {
   return pack(unpack(word) * factor * (offset + unpack(weights)),
@@ -52,7 +49,7 @@ __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 
     }
   }
   if constexpr (Config::cluster == 1) {
-    synchronize_multipliers();
+    meet<2, Config::warps * 32>();
   } else {
     wait(shared + SQUARES_FULL, 0);
   }

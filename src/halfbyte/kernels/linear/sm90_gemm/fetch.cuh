@@ -14,7 +14,7 @@ __device__ __forceinline__ float prepare_code(const Arguments& a, u32 thread) {
   if constexpr (!NESTED) return 0;
   const float offset = load_float(a.offset);
   for (u32 i = thread; i < 256; i += SCALE_THREADS) store_float(shared() + CODE + 4 * i, load_float(a.code + i));
-  asm volatile("bar.sync 1, %0;" ::"n"(SCALE_THREADS) : "memory");
+  meet<1, SCALE_THREADS>();
   return offset;
 }
 __device__ __forceinline__ float decoded(u32 bits, float absmax, float offset) {

@@ -123,7 +123,7 @@ __device__ __forceinline__ void multiply_step(float (&sums)[Sums], const u32 (&n
   for (int i = 0; i < STEP_K / 16; i++)
     multiply_add(sums, now[4 * i], now[4 * i + 1], now[4 * i + 2], now[4 * i + 3], descriptor(tile + 2 * i),
                  i > 0 || adds);
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  close_products();
 }
 
 __device__ __forceinline__ void multiply_units(const Arguments& a, const float (&codebook)[16], u32 first, u32 last,
@@ -149,12 +149,12 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const float (
     auto turn = [&](const u32(&now)[OPERANDS], u32(&next)[OPERANDS], int step) __attribute__((always_inline)) {
       wait(shared() + X_FULL + 8 * x.at, x.parity);
       const u32 tile = lower_half(shared() + X_AT + x.at * X_STEP);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      fence_registers();
       const bool adds = step > 0 || !fresh;
       if (is_narrow(at)) multiply_step(reinterpret_cast<float (&)[sums_of(NARROW_M)]>(total), now, tile, adds);
       else multiply_step(total, now, tile, adds);
       // The step before is done: its stage of x is free, and its operands make room for the next.
-      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      wait_for_products<1>();
       if (used) release(used);
       used = shared() + X_EMPTY + 8 * x.at;
       x.next(Config::x_stages);
@@ -170,7 +170,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const float (
     turn(even, odd, 0), turn(odd, even, 1), turn(even, odd, 2), turn(odd, even, 3);
     fresh = false;
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      wait_for_products<0>();
       release(used);
       used = 0;
       // In a cluster each CTA adds up and stores its own groups of eight rows of x.

@@ -45,6 +45,6 @@ __device__ __forceinline__ u32 own_number(const Arguments& a) {
   return number_in_launch() - (Config::parts > 1 ? a.first_cta : 0);
 }
 // Pipeline barriers and table are ready.
-__device__ __forceinline__ void sync_all() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void sync_all() { meet<2, THREADS>(); }
 // Of a tile, the first row of W.
 template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) { return at.row_tile * TILE_N; }

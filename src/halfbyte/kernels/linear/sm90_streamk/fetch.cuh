@@ -47,10 +47,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   if constexpr (Config::resident > 0) {
     // The kernel before may be the one that writes W: until it has ended W may be prefetched, but not read.
     prefetch_scales(a, own_number(a), thread);
-    if (thread == 0)
-      asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map),
-                   "r"(at.depth * (UNIT_K / 2)), "r"(at.row_tile * TILE_N)
-                   : "memory");
+    if (thread == 0) prefetch_box(map, at.depth * (UNIT_K / 2), at.row_tile * TILE_N);
     wait_for_prior_kernel();
     if (thread == 0) launch_dependents();
   }
@@ -85,7 +82,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
         store_copies(shared() + (thread / 32 * 32 + i + half * 128) * TABLE_ROW + 128 + thread % 8 * 16,
                      __float_as_uint(value));
       }
-    asm volatile("bar.sync 1, 128;" ::: "memory");
+    meet<1, 128>();
   }
   u32 stale = blockIdx.x * 128 + thread;  // the launch before is done, and `lay_out` with it
   const auto clear_some = [&] {

@@ -105,7 +105,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
     const u32 empty = shared() + EMPTY + 8 * ring.at;
     ring.next(Config::stages);
     auto turn = [&](const u32(&now)[4 * STEPS], u32(&next)[4 * STEPS], int span) __attribute__((always_inline)) {
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      fence_registers();
 #pragma unroll
       for (int step = 0; step < STEPS; step++) {
         const u32 k = span * Config::span + step * 16;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
         multiply_add(sum, now[4 * step], now[4 * step + 1], now[4 * step + 2], now[4 * step + 3], tile,
                      step > 0 || span % JOINED > 0);
       }
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      close_products();
       const bool ends = span % JOINED == JOINED - 1;
       const uint2 scale = ends ? load_pair(mine.scales + scales + span / JOINED * TILE_N * 4) : make_uint2(0, 0);
       if (span + 1 < SPANS) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
         wait(shared() + FULL + 8 * ring.at, ring.parity);
         decode(next, shared() + TILES + ring.at * STAGE_BYTES, mine, 0, column);
       }
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      wait_for_products<0>();
       if (ends) promote(total, sum, __uint_as_float(scale.x), __uint_as_float(scale.y));
     };
 #pragma unroll
@@ -175,7 +175,7 @@ __device__ __forceinline__ void lay_out_x(const Arguments& a, u32 first, u32 las
       }
     }
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // generic writes become visible to wgmma
+  publish_writes();
   sync_x();
 }
 

@@ -65,7 +65,5 @@ constexpr bool PRODUCERS_WAIT = !NESTED;
 __device__ __forceinline__ u32 units_before_x(const Arguments& a) {
   return Config::tile_m < 32 || (Config::loads != Loads::one && a.column_tiles == 1) ? 2 : 1;
 }
-__device__ __forceinline__ void sync_all() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
-__device__ __forceinline__ void sync_x() {
-  asm volatile("bar.sync 3, %0;" ::"n"(PRODUCERS_WAIT ? THREADS : 32 * WARPS) : "memory");
-}
+__device__ __forceinline__ void sync_all() { meet<2, THREADS>(); }
+__device__ __forceinline__ void sync_x() { meet<3, PRODUCERS_WAIT ? THREADS : 32 * WARPS>(); }

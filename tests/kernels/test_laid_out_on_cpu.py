@@ -1,0 +1,216 @@
+"""sm90_streamk's and sm90_gemm's own source on a CPU: what their launches leave is right, and no wait or barrier is
+missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cuda_on_cpu import needs_compiler
+from hopper_on_cpu import BF16, DEVICE, F16, F32, F64, SMALL, Driver, address, check, hopper, parts_of, weight
+from routes import routes_of, table_of
+from torch import Tensor
+from torch.nn import functional
+
+import halfbyte as hb
+from halfbyte.kernels.experts import reference as stacks
+from halfbyte.kernels.linear import grouped
+from halfbyte.kernels.linear.fusion import Fusion
+from halfbyte.kernels.linear.grouped import Grouping
+from halfbyte.kernels.linear.laid_out import GroupPlan, span_of
+from halfbyte.kernels.linear.problem import addresses, problem_of
+from halfbyte.kernels.linear.sm90_decode.launch import rows_of
+from halfbyte.kernels.linear.sm90_gemm import launch as gemm
+from halfbyte.kernels.linear.sm90_gemm import plan as wide
+from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan
+from halfbyte.kernels.linear.sm90_streamk import launch as streamk
+from halfbyte.kernels.linear.sm90_streamk import plan as narrow
+from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
+
+__all__ = ["hopper"]
+pytestmark = [needs_compiler, pytest.mark.slow]
+
+
+class Case(NamedTuple):
+    m: int
+    n: int
+    k: int
+    plan: StreamKPlan | GemmPlan
+    dtype: torch.dtype = BF16
+    format: str = "nf4"
+    options: dict[str, Any] = {}  # noqa: RUF012 nobody writes to it
+
+
+GROUPS = {"group_size": 128}
+CASES = {
+    "parts of tiles": Case(13, 300, 1024, StreamKPlan(16, 2, 3, 5)),
+    "scales one by one": Case(40, 130, 576, StreamKPlan(48, 3, 2, 2), F16),
+    "scales of a unit": Case(9, 200, 1280, StreamKPlan(24, 2, 4, 5), F16, "fp4", {"nested": False, "block_size": 128}),
+    "scales across": Case(100, 192, 832, StreamKPlan(112, 2, 2, 2), BF16, "nf4", {"nested": False}),
+    "resident": Case(7, 256, 2048, StreamKPlan(8, 4, 2, 4, resident=2)),
+    "a cluster": Case(30, 256, 2048, StreamKPlan(32, 4, 2, 4, resident=2, cluster=4), F16, "int4", GROUPS),
+    "two tiles of x": Case(90, 128, 1024, StreamKPlan(80, 2, 2, 3), BF16, "int4", GROUPS),
+    "many rows": Case(150, 200, 1024, GemmPlan(160, 2, 3, 3, 3, 1, 320), F16),
+    "many rows in chunks": Case(200, 128, 512, GemmPlan(96, 2, 2, 4, 2, 1, 192), BF16, "int4", GROUPS),
+    "look-ups in registers": Case(250, 129, 832, GemmPlan(256, 2, 2, 3, 2, 1, 256), BF16, "fp4", {"nested": False}),
+    "many rows, a cluster": Case(120, 128, 1024, GemmPlan(128, 2, 3, 3, 1, 4, 128)),
+    "back": Case(40, 192, 320, GemmPlan(64, 2, 3, 3, 2, 1, 64, back=True)),
+    "back, odd": Case(70, 77, 256, GemmPlan(96, 2, 3, 3, 2, 1, 96, back=True), F16, "int4", GROUPS),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_product(hopper: Driver, case: Case) -> None:
+    m, n, k, plan, dtype, format, options = case
+    torch.manual_seed(0)
+    q = weight(n, k=k, dtype=dtype, format=format, **options)
+    side, results = (n, k) if plan.back else (k, n)
+    x, bias = torch.randn(m, side).to(dtype), None if plan.back else torch.randn(n).to(dtype)
+    problem = problem_of(x, q, bias)
+    hopper.readable = [*parts_of(q), x]
+    dense = hb.dequantize(q, F32)
+    dense = dense.t() if plan.back else dense
+    if isinstance(plan, StreamKPlan):
+        assert narrow.is_valid(plan, m, n, k, span_of(problem), SMALL)
+        multiply = streamk.bind(DEVICE, m, problem, addresses(q), plan)
+    else:
+        assert wide.is_valid(plan, m, results, side, span_of(problem), SMALL)
+        multiply = gemm.bind(DEVICE, m, problem, addresses(q), plan)
+        dense = dense.to(dtype).float()  # rounded as dequantize rounds
+    right, theirs = (
+        functional.linear(x.to(kind), dense.to(kind), None if bias is None else bias.to(kind)) for kind in (F64, dtype)
+    )
+    for _ in range(2):  # the second clears what the first has left
+        out = torch.full((m + 1, results), 777.0, dtype=dtype)
+        multiply(0, address(x), address(bias), address(out), m)
+        assert (out[m] == 777).all()
+        check(out[:m], right, theirs)
+
+
+@pytest.mark.parametrize("fusion", [Fusion(residual=0.5), Fusion(activation="silu")], ids=str)
+def test_what_is_fused(hopper: Driver, fusion: Fusion) -> None:
+    torch.manual_seed(0)
+    m, n, k, parts = 20, 200, 1024, 2 if fusion.activation else 1
+    x, residual = torch.randn(m, k).bfloat16(), torch.randn(m, n).bfloat16()
+    weights = [weight(n, k=k, dtype=BF16, format="nf4") for _ in range(parts)]
+    biases = [torch.randn(n).bfloat16() for _ in range(parts)]
+    group = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
+    plan = StreamKPlan(24, 2, 3, 4)
+    last = replace(plan, activation=fusion.activation, residual=fusion.residual is not None)
+    planned = GroupPlan((*[plan] * (parts - 1), last), 0.0)
+    hopper.readable = [part for q in weights for part in parts_of(q)]
+    multiply = streamk.bind_fused(DEVICE, m, group, list(map(addresses, weights)), fusion, planned)
+
+    def expected(kind: torch.dtype) -> Tensor:
+        dense = [hb.dequantize(q, F32).to(kind) for q in weights]
+        first, *others = (functional.linear(x.to(kind), w, b.to(kind)) for w, b in zip(dense, biases, strict=True))
+        return functional.silu(first) * others[0] if others else residual.to(kind) + 0.5 * first
+
+    right, theirs = expected(F64), expected(BF16)
+    for _ in range(2):
+        out = torch.full((m + 1, n), 777.0, dtype=BF16)
+        places = (address(biases[0]), address(out), *map(address, biases[1:]))
+        multiply(0, address(x), 0, address(residual) if fusion.residual else 0, m, places)
+        assert (out[m] == 777).all()
+        check(out[:m], right, theirs)
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [[StreamKPlan(48, 2, 2, ctas) for ctas in (5, 2, 3)], [GemmPlan(96, 2, 2, 3, ctas, 1, 96) for ctas in (4, 3, 2)]],
+)
+def test_several_weights_in_one_launch(hopper: Driver, plans: list[Any]) -> None:
+    torch.manual_seed(0)
+    m, sides, k = 40, (260, 128, 132), 768
+    x, kernel = torch.randn(m, k).half(), streamk if isinstance(plans[0], StreamKPlan) else gemm
+    weights = [weight(n, k=k, dtype=F16, format="int4", group_size=64) for n in sides]
+    biases = [torch.randn(n).half() for n in sides]
+    group = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
+    hopper.readable = [part for q in weights for part in parts_of(q)]
+    planned = GroupPlan(tuple(plans), 0.0, is_one_launch=True)
+    multiply = kernel.bind_group(DEVICE, m, group, list(map(addresses, weights)), planned)
+    for _ in range(2):
+        results = [torch.full((m + 1, n), 777.0, dtype=F16) for n in sides]
+        places = [address(one) for pair in zip(biases, results, strict=True) for one in pair]
+        multiply(0, address(x), m, places)
+        for q, bias, out in zip(weights, biases, results, strict=True):
+            dense = hb.dequantize(q, F32 if kernel is streamk else F16)
+            right, theirs = (functional.linear(x.to(kind), dense.to(kind), bias.to(kind)) for kind in (F64, F16))
+            assert (out[m] == 777).all()
+            check(out[:m], right, theirs)
+
+
+class Stack(NamedTuple):
+    """gates: the plan of gate and up. down: of what follows."""
+
+    gates: StreamKPlan | GemmPlan
+    down: StreamKPlan | GemmPlan
+    activation: str
+    format: str
+    options: dict[str, Any] = {}  # noqa: RUF012
+    hidden: int = 512
+    ordered: bool = False
+
+
+STACKS = {
+    "narrow": Stack(StreamKPlan(24, 2, 3, 5), StreamKPlan(24, 3, 2, 5), "silu", "nf4"),
+    "exponents": Stack(StreamKPlan(16, 2, 3, 5), StreamKPlan(16, 2, 3, 4), "swiglu_oai", "mxfp4", {}, 832),
+    "wide": Stack(GemmPlan(96, 2, 2, 3, 5, 1, 0), GemmPlan(96, 2, 3, 3, 4, 1, 0), "gelu_tanh", "int4", GROUPS),
+    "in order": Stack(
+        GemmPlan(96, 2, 2, 3, 5, 1, 0), GemmPlan(96, 2, 2, 4, 3, 1, 0), "silu", "nf4", {"nested": False}, ordered=True
+    ),
+    "in order, exponents": Stack(
+        GemmPlan(128, 2, 2, 3, 5, 1, 0), GemmPlan(128, 2, 2, 3, 3, 1, 0), "swiglu_oai", "mxfp4", {}, 832, True
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STACKS.values(), ids=STACKS.keys())
+def test_experts(hopper: Driver, case: Stack) -> None:
+    """Gate and up of sorted pairs, and then down, whose results go to the pairs. Of some pairs the id is no expert, one
+    expert has no pair, and one more than a tile."""
+    torch.manual_seed(0)
+    experts, inner, k, tokens, tile_m = 4, 384, case.hidden, 75, case.gates.tile_m
+    gate_up = weight(experts, 2 * inner, k=k, dtype=BF16, format=case.format, **case.options)
+    down = weight(experts, k, k=inner, dtype=BF16, format=case.format, **case.options)
+    x, bias = torch.randn(tokens, k).bfloat16(), torch.randn(experts, 2 * inner).bfloat16()
+    ids = torch.tensor([-1, 0, 2, 2, 2, 2, 2, 2, 3, 9])[torch.randint(10, (2 * tokens,))]
+    room = len(ids) // tile_m + experts
+    routes = routes_of(ids, experts, tile_m, room)
+    table = table_of(routes, len(ids))
+    sorted_rows = torch.full((len(ids) + 1, inner), 777.0, dtype=BF16)
+    found = torch.full((len(ids) + 1, k), 777.0, dtype=F32 if case.ordered else BF16)
+    hopper.readable = [table, sorted_rows, *parts_of(rows_of(gate_up)), *parts_of(rows_of(down))]
+    first = Grouping(experts, case.activation, orders=case.ordered)
+    second = Grouping(experts, ordered=case.ordered, wide=case.ordered, scatters=True)
+    for q, plan, grouping, given, added, out, per_row in (
+        (gate_up, case.gates, first, x, bias, sorted_rows, 2),
+        (down, case.down, second, sorted_rows, None, found, 0),
+    ):
+        flat = rows_of(q)
+        problem = problem_of(given, flat, None if added is None else added.flatten())
+        plan = replace(plan, chunk=room * tile_m)
+        kernel = narrow if isinstance(plan, StreamKPlan) else wide
+        assert kernel.is_grouped_valid(plan, experts, q.shape[1], q.shape[2], span_of(problem), SMALL)  # type: ignore[attr-defined]
+        multiply = grouped.bind(DEVICE, problem, addresses(flat), grouping, plan)
+        rows = len(routes.order) if per_row == 0 else tokens
+        multiply(
+            0, address(given), address(table), address(added), address(out), len(ids) if per_row == 0 else rows, per_row
+        )
+        assert (out[-1] == 777).all()
+
+    wanted = routes.places >= 0
+    assert case.ordered or not found[:-1][~wanted].any()  # by `lay_out`
+
+    def expected(kind: torch.dtype) -> Tensor:
+        one, two = (hb.dequantize(q, F32).to(kind) for q in (gate_up, down))
+        rows = []
+        for pair in wanted.nonzero().flatten().tolist():
+            e = int(ids[pair])
+            both = functional.linear(x[pair // 2].to(kind), one[e], bias[e].to(kind)).double()
+            rows.append(functional.linear(stacks.activate(both[None], case.activation)[0].to(kind), two[e]))
+        return torch.stack(rows)
+
+    check(found[:-1][wanted], expected(F64), expected(BF16))
