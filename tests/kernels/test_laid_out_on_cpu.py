@@ -46,6 +46,8 @@ class Case(NamedTuple):
 GROUPS = {"group_size": 128}
 CASES = {
     "parts of tiles": Case(13, 300, 1024, StreamKPlan(16, 2, 3, 5)),
+    "some look-ups in registers": Case(30, 192, 1024, StreamKPlan(32, 3, 2, 3, permuted=1), F16),
+    "half of them": Case(60, 128, 1024, StreamKPlan(64, 2, 2, 2, permuted=2), BF16, "int4", GROUPS),
     "scales one by one": Case(40, 130, 576, StreamKPlan(48, 3, 2, 2), F16),
     "scales of a unit": Case(9, 200, 1280, StreamKPlan(24, 2, 4, 5), F16, "fp4", {"nested": False, "block_size": 128}),
     "scales across": Case(100, 192, 832, StreamKPlan(112, 2, 2, 2), BF16, "nf4", {"nested": False}),
@@ -89,24 +91,42 @@ def test_a_product(hopper: Driver, case: Case) -> None:
         check(out[:m], right, theirs)
 
 
-@pytest.mark.parametrize("fusion", [Fusion(residual=0.5), Fusion(activation="silu")], ids=str)
-def test_what_is_fused(hopper: Driver, fusion: Fusion) -> None:
+RESIDUAL, SILU, GELU = Fusion(residual=0.5), Fusion(activation="silu"), Fusion(activation="gelu_tanh")
+FUSED: dict[str, tuple[Fusion, StreamKPlan, dict[str, Any]]] = {
+    "residual": (RESIDUAL, StreamKPlan(24, 2, 3, 4), {}),
+    "gate, then up": (SILU, StreamKPlan(24, 2, 3, 4), {}),
+    "a pair": (SILU, StreamKPlan(24, 2, 3, 5, paired=True), {}),
+    "a pair, resident": (GELU, StreamKPlan(16, 3, 2, 8, resident=2, paired=True), {"nested": False}),
+    "a pair, a cluster": (SILU, StreamKPlan(24, 4, 2, 8, resident=2, cluster=4, paired=True), {"block_size": 128}),
+    "a pair, short blocks": (GELU, StreamKPlan(32, 2, 3, 3, paired=True, permuted=1), {"block_size": 32}),
+}
+
+
+@pytest.mark.parametrize("case", FUSED.values(), ids=FUSED.keys())
+def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan, dict[str, Any]]) -> None:
     torch.manual_seed(0)
-    m, n, k, parts = 20, 200, 1024, 2 if fusion.activation else 1
+    fusion, plan, options = case
+    m, n, k, parts = 20, 140, 1024, 2 if fusion.activation else 1
     x, residual = torch.randn(m, k).bfloat16(), torch.randn(m, n).bfloat16()
-    weights = [weight(n, k=k, dtype=BF16, format="nf4") for _ in range(parts)]
+    weights = [weight(n, k=k, dtype=BF16, format="nf4", **options) for _ in range(parts)]
+    if (nested := weights[-1].nested) is not None:  # weights may have codes of their own
+        weights[-1] = replace(weights[-1], nested=nested._replace(code=nested.code * 1.5))
     biases = [torch.randn(n).bfloat16() for _ in range(parts)]
     group = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
-    plan = StreamKPlan(24, 2, 3, 4)
     last = replace(plan, activation=fusion.activation, residual=fusion.residual is not None)
-    planned = GroupPlan((*[plan] * (parts - 1), last), 0.0)
+    assert narrow.is_valid(last, m, n, k, span_of(group[0]), SMALL)
+    plans = (last, last) if plan.paired else (*[plan] * (parts - 1), last)
+    planned = GroupPlan(plans, 0.0, is_one_launch=plan.paired)
     hopper.readable = [part for q in weights for part in parts_of(q)]
     multiply = streamk.bind_fused(DEVICE, m, group, list(map(addresses, weights)), fusion, planned)
 
     def expected(kind: torch.dtype) -> Tensor:
         dense = [hb.dequantize(q, F32).to(kind) for q in weights]
         first, *others = (functional.linear(x.to(kind), w, b.to(kind)) for w, b in zip(dense, biases, strict=True))
-        return functional.silu(first) * others[0] if others else residual.to(kind) + 0.5 * first
+        if not others:
+            return residual.to(kind) + 0.5 * first
+        gate = functional.silu(first) if fusion is SILU else functional.gelu(first, approximate="tanh")
+        return gate * others[0]
 
     right, theirs = expected(F64), expected(BF16)
     for _ in range(2):

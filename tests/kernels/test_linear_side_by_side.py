@@ -119,7 +119,7 @@ def test_what_a_launch_is_told(gpu: Driver, kernel: object, x_bytes: int, monkey
         for i in range(0, len(gpu.workspaces), 3):
             partials, left, _ = zip(*gpu.workspaces[i : i + 3], strict=True)
             assert len(set(left)) == 1
-            room = [4 * plan.ctas * plan.copied_rows * plan.tile_m for plan in plans]
+            room = [4 * plan.ctas * plan.sums for plan in plans]
             assert partials in {(0, 0, 0), tuple(partials[0] + before for before in (0, *accumulate(room))[:3])}
 
 

@@ -150,7 +150,7 @@ def weight_map(packed: int, o: Problem, grouping: Grouping, plan: StreamKPlan | 
     """Of the stack. A copy brings rows of one expert, or columns of them on the way back: what is beyond its last row
     is zeros, not the next one's. Where gate and up are halves, it brings rows of both in turn. If results are ordered,
     it brings the gates and ups of eight (device/tile_rows.cuh)."""
-    n, row, rows, order = o.n // grouping.experts, o.k // 2, plan.copied_rows, span_of(o) // 4
+    n, row, rows, order = o.n // grouping.experts, o.k // 2, plan.rows, span_of(o) // 4
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]

@@ -70,7 +70,8 @@ def copies_x(problem: Problem, back: bool) -> bool:
 
 
 class LaidOutPlan(Protocol):
-    """tile_m, rows: rows of x and of W in a tile. copied_rows: of W that one copy brings. ctas: in all. workers: that
+    """tile_m, rows: rows of x and of W in a tile. sums: that a CTA has of one. paired: tiles have as many rows of another
+    weight. ctas: in all. workers: that
     share the work, CTAs or clusters. cluster: CTAs of one, or 1. resident: units of x that a CTA lays out itself, or 0.
     threads: of a CTA. back: the product is with W transposed."""
 
@@ -79,7 +80,9 @@ class LaidOutPlan(Protocol):
     @property
     def rows(self) -> int: ...
     @property
-    def copied_rows(self) -> int: ...
+    def sums(self) -> int: ...
+    @property
+    def paired(self) -> bool: ...
     @property
     def ctas(self) -> int: ...
     @property
@@ -245,7 +248,7 @@ def prepare(
     compiled = kernel.variant(o, plan, properties_of(index))
     key = index, given.x_units, plan, compiled
     both = launches.get(key, lambda: make_launches(index, given.x_units, plan, compiled))
-    partial = plan.ctas * plan.copied_rows * plan.tile_m if given.fixes_up else 0
+    partial = plan.ctas * plan.sums if given.fixes_up else 0
     after = given.after(0)
     if copies_x(o, plan.back):
         copied = 2 * (o.n if plan.back else o.k), (SWIZZLED, plan.tile_m), given.fixed
@@ -276,7 +279,7 @@ def fixed_arguments(
     row_tiles, x_tiles, units = -(-n // plan.rows), plan.x_tiles(m), -(-k // UNIT_K)
     fixes_up = plan.workers != row_tiles * x_tiles * (plan.cluster if plan.resident else 1)
     packed, *scales = weight
-    box = (plan.copied_rows // 2, UNIT_K) if plan.back else (UNIT_K // 2, plan.copied_rows)
+    box = (plan.rows // 2, UNIT_K) if plan.back else (UNIT_K // 2, plan.rows)
     weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), box)
     unit, codebook = kernel.codebook(o)
     sizes, factors = (

@@ -13,7 +13,7 @@ import torch
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.driver import Arguments
 from halfbyte.kernels.linear import laid_out, workspace
-from halfbyte.kernels.linear.kernel import GroupProduct
+from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct
 from halfbyte.kernels.linear.laid_out import (
     ARGUMENTS_BYTES,
     LAYOUT,
@@ -62,13 +62,27 @@ def bind_group(
     return bind(kernel, device, m, list(zip(group, weights, plan.plans, strict=True)))
 
 
+def bind_pair(
+    kernel: LaidOutKernel,
+    device: torch.device,
+    m: int,
+    group: Sequence[Problem],
+    weights: Sequence[Addresses],
+    plan: GroupPlan[Any],
+) -> FusedProduct:
+    """The products with gate and up in one launch on the current device, of which one result is left."""
+    multiply = _bind_one_launch(kernel, device, m, list(zip(group, weights, plan.plans, strict=True)))
+    return lambda stream, x, norm, residual, m, results: multiply(stream, x, m, results)
+
+
 def _bind_one_launch(kernel: LaidOutKernel, device: torch.device, m: int, each: Sequence[WithPlan]) -> GroupProduct:
     group, _, plans = zip(*each, strict=True)
     parts, properties = len(group), properties_of(device.index)
     compiled = kernel.variant(group[0], plans[0], properties, parts)
     prepared = [laid_out.fixed_arguments(kernel, m, *one) for one in each]
-    first_ctas = (0, *accumulate(plan.ctas for plan in plans))
-    ctas, plan = first_ctas[-1], plans[0]
+    plan = plans[0]
+    first_ctas = (0, 0, plan.ctas) if plan.paired else (0, *accumulate(plan.ctas for plan in plans))
+    ctas = first_ctas[-1]
     key = device.index, prepared[0].x_units, (plan, ctas), compiled
     lay_out, multiply = laid_out.launches.get(
         key, lambda: laid_out.make_launches(device.index, prepared[0].x_units, plan, compiled, ctas)
@@ -78,9 +92,8 @@ def _bind_one_launch(kernel: LaidOutKernel, device: torch.device, m: int, each: 
         Arguments(LAYOUT, part.fixed, part.after(first), memory, place * ARGUMENTS_BYTES)
         for place, (part, first) in enumerate(zip(prepared, first_ctas, strict=False))
     ]
-    sums = plan.copied_rows * plan.tile_m  # of a CTA
-    partial = ctas * sums if any(part.fixes_up for part in prepared) else 0
-    room, x_bytes = [first * sums * 4 for first in first_ctas], prepared[0].laid_out
+    partial = ctas * plan.sums if any(part.fixes_up for part in prepared) else 0
+    room, x_bytes = [first * plan.sums * 4 for first in first_ctas], prepared[0].laid_out
 
     def run(stream: int, x: int, m: int, results: Iterable[int]) -> None:
         place = torch.empty(x_bytes, dtype=torch.uint8, device=device) if x_bytes else None
@@ -88,7 +101,7 @@ def _bind_one_launch(kernel: LaidOutKernel, device: torch.device, m: int, each: 
         sums_at, left, count = workspace.take(device, stream, partial) if partial else (0, 0, 0)
         addresses = iter(results)
         for arguments, before in zip(told, room, strict=False):
-            bias, out = next(addresses), next(addresses)
+            bias, out = next(addresses), next(addresses, 0)  # up has no result of its own
             arguments.set(x, bias, out, at, sums_at + before if partial else 0, left, 0, count // 4, m)
         if place is not None:
             lay_out(stream, told[0].parameters)

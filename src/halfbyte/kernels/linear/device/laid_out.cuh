@@ -3,7 +3,7 @@
 // copied as it is, by a tensor map of its own.
 //
 // A result may be combined with what an earlier launch left: y = other + result_scale * v with `residual`, or
-// y = activation(other) * v, where `other` is the product of the weight that gates.
+// y = activation(other) * v, where `other` is the product of the weight that gates. With `paired` one launch has both.
 
 #include "epilogue.cuh"
 #include "ptx.cuh"
@@ -34,14 +34,15 @@ struct Arguments : MapOfX<Config::copies_x> {
 // Sums of `stale`. Products with experts share none, and have something else there (device/grouped.cuh).
 __device__ __forceinline__ u32 count_stale(const Arguments& a) { return Config::grouped ? 0 : a.stale_count; }
 
-// What a launch is told: of each weight that it multiplies x with. CTAs are dealt out to them, and each has one.
+// What a launch is told: of each weight that it multiplies x with. CTAs are dealt out to them, and each has one; but
+// with `paired` these are gate and up, and all CTAs work on both.
 struct Launched {
   Arguments part[Config::parts];
 };
 // That of the weight of CTA number `cta`.
 __device__ __forceinline__ const Arguments& part_of(const Launched& launched, u32 cta) {
   u32 part = 0;
-  if constexpr (Config::parts > 1)
+  if constexpr (Config::parts > 1 && !Config::paired)
     for (int i = 1; i < Config::parts; i++) part += cta >= launched.part[i].first_cta;
   return launched.part[part];
 }
@@ -50,7 +51,8 @@ __device__ __forceinline__ u32 count_ctas(const Launched& launched) {
   return last.first_cta + last.ctas;
 }
 
-constexpr bool GATED = Config::activation != Activation::none;
+constexpr bool GATED = Config::activation != Activation::none && !Config::paired;  // by a launch of its own
+static_assert(!Config::paired || (Config::parts == 2 && !Config::residual && !Config::grouped), "gate and up");
 static_assert(!GATED || !Config::residual, "there is one other operand");
 
 __device__ __forceinline__ float combined(const Arguments& a, float value, u32 other) {
@@ -83,5 +85,23 @@ __device__ __forceinline__ void store_tile(const Arguments& a, const float (&tot
       const float first = combined(a, scale_and_add(total[4 * i + j], a.unit, bias[0]), other);
       const float second = combined(a, scale_and_add(total[4 * i + 2 + j], a.unit, bias[1]), other >> 16);
       store_two(a.y + place, pack(first, second), even, both);
+    }
+}
+
+// With `paired`: row n of gate and of up, and of their results that of gate.
+template <int Sums, class Owns>
+__device__ __forceinline__ void store_gated(const Arguments& gate, const Arguments& up, const float (&total)[Sums],
+                                            const WorkUnit& at, u32 n, u32 member, const Owns& owns) {
+  if (n >= gate.n) return;
+  const float of_gate = gate.bias ? unpack(gate.bias[n]) : 0, of_up = up.bias ? unpack(up.bias[n]) : 0;
+#pragma unroll
+  for (u32 i = 0; i < Config::tile_m / 8; i++)
+#pragma unroll
+    for (u32 j = 0; j < 2; j++) {
+      const u32 m = at.column_tile * Config::tile_m + 8 * i + 2 * member + j;
+      if (!owns(i) || m >= gate.m) continue;
+      const float first = scale_and_add(total[4 * i + j], gate.unit, of_gate);
+      const float second = scale_and_add(total[4 * i + 2 + j], up.unit, of_up);
+      gate.y[u64(m) * gate.n + n] = narrow(gated<Config::activation>(first, second));
     }
 }

@@ -98,6 +98,7 @@ extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant_
   if (blockIdx.x < ctas) {
     const Arguments& a = part_of(launched, blockIdx.x);
     if constexpr (!Config::back) prefetch_scales(a, blockIdx.x - a.first_cta, threadIdx.x);
+    if constexpr (Config::paired) prefetch_scales(launched.part[1], blockIdx.x, threadIdx.x);
     return;
   }
   const Arguments& a = launched.part[0];

@@ -8,7 +8,7 @@
 // weights that share a scale K is permuted, and x is laid out alike (device/lay_out.cuh): a thread takes neighbouring
 // bytes of W. A number of the codebook times the scale, in fp32, and rounded once to 16 bits is the weight that
 // dequantize gives, bit for bit, so nothing is left to do for the sums. Even rows of W look the codebook up in shared
-// memory (device/wide_table.cuh), odd ones may look its products with the scale up in registers (scaled_table.cuh).
+// memory (device/wide_table.cuh), odd ones may look its products with the scale up in registers (device/permuted_table.cuh).
 //
 // Work. Tiles of TILE_N rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every CTA takes an
 // equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and
@@ -40,7 +40,8 @@
 //   parts                                    weights that one launch multiplies with (device/laid_out.cuh)
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
-#include "device/scaled_table.cuh"
+#include "device/permuted_table.cuh"
+#include "device/wide_table.cuh"
 #include "fetch.cuh"
 
 // Below Arguments, which they read.
@@ -84,7 +85,8 @@ __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&
     for (int half = 0; half < 2; half++) {
       const float scale = __uint_as_float(half ? both.y : both.x);
       if (Config::permutes && half) {
-        const ScaledTable table(codebook, scale);
+        // The codebook times one scale, rounded as dequantize rounds.
+        const PermutedTable table([&](int i) { return scaled(codebook[i], scale); });
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
           u32 pairs[4];

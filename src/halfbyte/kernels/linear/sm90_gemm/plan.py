@@ -42,6 +42,7 @@ class GemmPlan:
     back: bool = False  # the result is x @ W: its N is W's K, and the other way round
 
     resident: int = field(default=0, init=False)
+    paired: bool = field(default=False, init=False)
 
     def sides(self, problem: Problem) -> tuple[int, int]:
         """Of a row of x, and of a row of the result."""
@@ -53,9 +54,9 @@ class GemmPlan:
         return 64 * self.warpgroups
 
     @property
-    def copied_rows(self) -> int:
-        """Of W, by one copy."""
-        return self.rows
+    def sums(self) -> int:
+        """Of a tile."""
+        return self.rows * self.tile_m
 
     @property
     def ctas(self) -> int:
@@ -63,7 +64,7 @@ class GemmPlan:
 
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
-        unit = self.copied_rows * (UNIT_K // 2 + UNIT_K // span * 4)
+        unit = self.rows * (UNIT_K // 2 + UNIT_K // span * 4)
         return 256 * 256 + 2048 + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
 
     def x_tiles(self, m: int) -> int:

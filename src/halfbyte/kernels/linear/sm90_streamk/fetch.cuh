@@ -31,33 +31,48 @@ __device__ __forceinline__ void fetch_x(const uint4* from, const GroupedUnit& at
 __device__ __forceinline__ u32 x_bytes(const StreamUnit&) { return Config::resident ? 0 : X_BYTES; }
 __device__ __forceinline__ u32 x_bytes(const GroupedUnit& at) { return copied_rows(at.tile) * (UNIT_K * 2); }
 
-__device__ __forceinline__ void fetch_bytes(const Arguments& a, u64 map, const WorkUnit& at, u32 to, u32 full) {
+__device__ __forceinline__ u64 map_of(const Arguments& a) { return reinterpret_cast<u64>(a.map); }
+
+__device__ __forceinline__ void fetch_bytes(const Arguments& a, const Arguments& up, const WorkUnit& at, u32 to,
+                                            u32 full) {
   expect(full, W_BYTES + x_bytes(at));
-  copy_w(to, map, at.depth * (UNIT_K / 2), at, full);
+  copy_w(to, map_of(a), at.depth * (UNIT_K / 2), at, full);
+  if constexpr (Config::paired) copy_w(to + W_BYTES / 2, map_of(up), at.depth * (UNIT_K / 2), at, full);
   if constexpr (Config::resident == 0) {
     wait_for_prior_kernel();  // until x is laid out
     fetch_x(a.laid_out + u64(at.column_tile * a.depth_units + at.depth) * (X_BYTES / 16), at, to + W_BYTES, full);
   }
 }
 
-__device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u32 last, u32 thread) {
+// up: with `paired`; the other of two neighbouring threads then decodes its scales.
+__device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u32 first, u32 last, u32 thread) {
+  constexpr u32 EACH = Config::paired ? 2 : 1;
+  const Arguments& own = Config::paired && thread % 2 ? up : a;
   const u32 column = column_of(shared(), thread % 32);
   WorkUnit at(a, first);
-  const auto row_at = [&](const WorkUnit& at, u32 i) { return row_of(a, at, first_row(at) + thread + 128 * i); };
+  const auto row_at = [&](const WorkUnit& at, u32 i) { return row_of(a, at, first_row(at) + (thread + 128 * i) / EACH); };
   if constexpr (Config::resident > 0) {
     // The kernel before may be the one that writes W: until it has ended W may be prefetched, but not read.
     prefetch_scales(a, own_number(a), thread);
-    if (thread == 0) prefetch_box(map, at.depth * (UNIT_K / 2), at.row_tile * TILE_N);
+    if (thread == 0) prefetch_box(map_of(a), at.depth * (UNIT_K / 2), first_row(at));
+    if constexpr (Config::paired) {
+      prefetch_scales(up, own_number(a), thread);
+      if (thread == 0) prefetch_box(map_of(up), at.depth * (UNIT_K / 2), first_row(at));
+    }
     wait_for_prior_kernel();
     if (thread == 0) launch_dependents();
   }
   RawScales now[SHARE], then[SHARE];  // of this unit and of those after it
 #pragma unroll
-  for (int i = 0; i < SHARE; i++) now[i].load(a, row_at(at, i), at.depth * UNIT_K);
-  float code[2], offset = 0;
+  for (int i = 0; i < SHARE; i++) now[i].load(own, row_at(at, i), at.depth * UNIT_K);
+  float code[EACH][2], offset = 0;
   if constexpr (NESTED) {
-    code[0] = load_float(a.code + thread), code[1] = load_float(a.code + thread + 128);
-    offset = load_float(a.offset);
+#pragma unroll
+    for (u32 i = 0; i < EACH; i++) {
+      const float* from = (i ? up : a).code;
+      code[i][0] = load_float(from + thread), code[i][1] = load_float(from + thread + 128);
+    }
+    offset = load_float(own.offset);
   }
   if (thread == 0) {  // all wait for the first unit, so nobody needs the barriers earlier
     for (u32 stage = 0; stage < Config::stages; stage++) {
@@ -67,7 +82,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
     publish_barriers();
   }
   __syncwarp();
-  if (thread == 0) fetch_bytes(a, map, at, shared() + TILES, shared() + FULL);
+  if (thread == 0) fetch_bytes(a, up, at, shared() + TILES, shared() + FULL);
   sync_all();
 #pragma unroll
   for (int i = 0; i < SHARE; i++) now[i].settle();
@@ -75,12 +90,17 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
 #pragma unroll
     for (int i = 0; i < SHARE; i++) now[i].next_unit();
   if constexpr (NESTED) {
-    for (u32 half = 0; half < 2; half++)  // each warp writes its own values, a copy for every lane
+    for (u32 half = 0; half < 2; half++)  // each warp writes its own values, a copy for every lane, of its weight
 #pragma unroll
       for (u32 i = thread % 32 / 8; i < 32; i += 4) {
-        const float value = __shfl_sync(~0u, half ? code[1] : code[0], i);
-        store_copies(shared() + (thread / 32 * 32 + i + half * 128) * TABLE_ROW + 128 + thread % 8 * 16,
-                     __float_as_uint(value));
+        const u32 to = shared() + (thread / 32 * 32 + i + half * 128) * TABLE_ROW + 128 + thread % 8 * 16;
+        const float value = __shfl_sync(~0u, half ? code[0][1] : code[0][0], i);
+        if constexpr (Config::paired) {
+          const float other = __shfl_sync(~0u, half ? code[EACH - 1][1] : code[EACH - 1][0], i);
+          store_sums(to, make_float4(value, other, value, other));
+        } else {
+          store_copies(to, __float_as_uint(value));
+        }
       }
     meet<1, 128>();
   }
@@ -100,12 +120,12 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
       WorkUnit after = at;
       after.depth += covered - 1, after.next(a);
 #pragma unroll
-      for (int i = 0; i < SHARE; i++) then[i].load(a, row_at(after, i), after.depth * UNIT_K);
+      for (int i = 0; i < SHARE; i++) then[i].load(own, row_at(after, i), after.depth * UNIT_K);
       has_next = true;
     }
     if (Config::resident > 0 && PRODUCERS_WAIT && unit == first + units_before_x(a)) sync_x();
     wait(shared() + EMPTY + 8 * ring.at, ring.parity);
-    if (thread == 0 && unit > first) fetch_bytes(a, map, at, to, full);
+    if (thread == 0 && unit > first) fetch_bytes(a, up, at, to, full);
 #pragma unroll
     for (int i = 0; i < SHARE; i++)
       if (thread + 128 * i < TILE_N)

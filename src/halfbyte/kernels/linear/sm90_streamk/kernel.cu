@@ -30,15 +30,19 @@
 //   tile_m, warpgroups, stages, cluster      rows of x a tile, warpgroups that multiply, stages of the pipeline, CTAs
 //   resident                                 units whose x stays in shared memory; 0: x comes with W
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
+//   permuted                                 words, of those that a lane takes of every other row's span, that are
+//                                            looked up in registers, not in shared memory
 //   span, log_block                          weights summed before they are scaled, 64 or 32; log2 of the block size
 //   loads                                    how a thread loads the scales of a row of W (device/scale_rows.cuh)
 //   x, scale, low_first                      types, and whether the first weight of a byte is in its low half
 //   activation, residual                     what y is combined with (device/laid_out.cuh)
 //   grouped, wide, scatters                  of experts, whose `activation` is what gates: results are fp32; they go to
 //                                            their pairs' rows
-//   parts                                    weights that one launch multiplies with (device/laid_out.cuh)
+//   parts, paired                            weights that one launch multiplies with; they are gate and up, of which
+//                                            every tile has the same rows (device/laid_out.cuh)
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
+#include "device/permuted_table.cuh"
 #include "fetch.cuh"
 
 // Below Arguments, which they read.
@@ -47,14 +51,17 @@
 
 // Where a thread finds its part of W, and of the scales, in a stage. It reads rows `row` (even) and `row` + 1 of 128
 // bytes, whose 16-byte pieces are swizzled by the row; so the address of a span is that of the first span, exclusive or
-// the span's place in the row.
+// the span's place in the row. With `paired` it reads row `row` of gate and of up, which lie behind each other in a
+// stage, while their scales are neighbours; of eight rows of a warp half of the lanes read every other one.
 struct Addresses {
-  u32 upper, lower, scales;
-  __device__ Addresses(u32 row, u32 member) {
+  u32 row, upper, lower, scales;
+  __device__ Addresses(u32 warp, u32 lane) {
+    const u32 group = lane / 4, member = lane % 4;
+    row = Config::paired ? warp * 8 + group % 4 * 2 + group / 4 : warp * 16 + group * 2;
     upper =
         row * 128 + (Config::span == 64 ? (member / 2 ^ row & 7) * 16 + member % 2 * 8 : (row & 7) * 16 + member * 4);
-    lower = (upper ^ 16) + 128;
-    scales = SCALE + row * 4;
+    lower = Config::paired ? upper + TILE_ROWS * 128 : (upper ^ 16) + 128;
+    scales = SCALE + row * (Config::paired ? 8 : 4);
   }
 };
 
@@ -64,30 +71,42 @@ __device__ __forceinline__ void load(u32 (&words)[2], u32 at) {
 }
 __device__ __forceinline__ void load(u32 (&words)[1], u32 at) { words[0] = load_number(at); }
 
-// This thread's A operands of a span. stage: the address of the stage.
-__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const Addresses& mine, int span, u32 column) {
+// This thread's A operands of a span. stage: the address of the stage. table: what the shared one has, in registers.
+__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const Addresses& mine, const PermutedTable& table,
+                                       int span, u32 column) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const u32 at = stage + ((half ? mine.lower : mine.upper) ^ span * (Config::span / 2));
     u32 words[WORDS];
     load(words, at);
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-      const u32 word = words[step / 2];
-      a[4 * step + half] = step % 2 ? look_up<2>(word, column) : look_up<0>(word, column);
-      a[4 * step + 2 + half] = step % 2 ? look_up<3>(word, column) : look_up<1>(word, column);
+    for (int i = 0; i < WORDS; i++) {
+      u32 pairs[4];
+      if (half == 1 && i < Config::permuted) {
+        table.look_up(words[i], pairs);
+      } else {
+        pairs[0] = look_up<0>(words[i], column), pairs[1] = look_up<1>(words[i], column);
+        pairs[2] = look_up<2>(words[i], column), pairs[3] = look_up<3>(words[i], column);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) a[8 * i + 2 * j + half] = pairs[j];
     }
   }
 }
 
-__device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
-  const u32 member = lane % 4, row = warp * 16 + lane / 4 * 2, column = column_of(shared(), lane);
-  const Addresses mine(row, member);
+__device__ __forceinline__ void multiply_units(const Arguments& a, const Arguments& up, u32 first, u32 last, u32 warp,
+                                               u32 lane) {
+  const u32 member = lane % 4, column = column_of(shared(), lane);
+  const Addresses mine(warp, lane);
+  const PermutedTable table([&](int i) { return a.codebook[i]; });
   float total[SUMS];
   // In a cluster each CTA stores its own groups of eight rows of x.
   const auto store = [&](const WorkUnit& at) {
-    if constexpr (Config::grouped) store_pairs(a, total, at, first_row(at) + row, member);
-    else store_tile(a, total, at, first_row(at) + row, member, [](u32 i) { return is_own(i); });
+    const u32 row = first_row(at) + mine.row;
+    const auto owns = [](u32 i) { return is_own(i); };
+    if constexpr (Config::grouped) store_pairs(a, total, at, row, member);
+    else if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
+    else store_tile(a, total, at, row, member, owns);
   };
   Ring ring(0);
   u32 resident = lower_half(BASE + X_RESIDENT);
@@ -97,7 +116,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
 #pragma unroll
   for (int i = 0; i < SUMS; i++) total[i] = 0;
   wait(shared() + FULL, 0);
-  decode(even, shared() + TILES, mine, 0, column);
+  decode(even, shared() + TILES, mine, table, 0, column);
   for (u32 unit = first; unit < last; unit++) {
     const u32 stage = shared() + TILES + ring.at * STAGE_BYTES, scales = shared() + ring.at * SCALE_BYTES;
     const u32 x = Config::resident ? resident : lower_half(stage + W_BYTES);
@@ -117,10 +136,10 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, u32 first, u3
       const bool ends = span % JOINED == JOINED - 1;
       const uint2 scale = ends ? load_pair(mine.scales + scales + span / JOINED * TILE_N * 4) : make_uint2(0, 0);
       if (span + 1 < SPANS) {
-        decode(next, stage, mine, span + 1, column);
+        decode(next, stage, mine, table, span + 1, column);
       } else if (unit + 1 < last) {
         wait(shared() + FULL + 8 * ring.at, ring.parity);
-        decode(next, shared() + TILES + ring.at * STAGE_BYTES, mine, 0, column);
+        decode(next, shared() + TILES + ring.at * STAGE_BYTES, mine, table, 0, column);
       }
       wait_for_products<0>();
       if (ends) promote(total, sum, __uint_as_float(scale.x), __uint_as_float(scale.y));
@@ -185,10 +204,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   const u32 first = first_unit(a, own_number(a)), last = end_unit(a, own_number(a)), lane = threadIdx.x % 32;
   if (Config::grouped && first == last) return wait_for_prior_kernel();  // what follows relies on it
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
+  const Arguments& up = Config::paired ? launched.part[Config::parts - 1] : a;
   if (threadIdx.x == 0) prefetch_map(a.map);
+  if (Config::paired && threadIdx.x == 0) prefetch_map(up.map);
   if (warp >= WARPS) {
     leave_registers<Config::producer_registers>();
-    fetch(a, reinterpret_cast<u64>(a.map), first, last, threadIdx.x - 128 * Config::warpgroups);
+    fetch(a, up, first, last, threadIdx.x - 128 * Config::warpgroups);
   } else {
     take_registers<Config::consumer_registers>();
     make_table<WARPS>(shared(), a.codebook, Config::low_first, warp, lane);
@@ -197,6 +218,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
       wait_for_prior_kernel();
       lay_out_x(a, first, last, warp, lane);
     }
-    multiply_units(a, first, last, warp, lane);
+    multiply_units(a, up, first, last, warp, lane);
   }
 }

@@ -79,7 +79,10 @@ def bind_fused(
     plan: StreamKGroup,
 ) -> FusedProduct:
     """The product with a weight or a gated pair, and what is fused, of as many rows as there are tiles of x for m."""
-    return laid_out.bind_fused(sys.modules[__name__], device, m, group, weights, fusion, plan.plans)
+    kernel = sys.modules[__name__]
+    if plan.is_one_launch:
+        return side_by_side.bind_pair(kernel, device, m, group, weights, plan)
+    return laid_out.bind_fused(kernel, device, m, group, weights, fusion, plan.plans)
 
 
 @lru_cache(1 << 12)  # asked for by each weight
@@ -96,9 +99,9 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
         "log_block": problem.block_size.bit_length() - 1, "span": span_of(problem),
         "loads": f"Loads::{scale_loads(problem)}", "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
-        "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "direct": plan.direct,
+        "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "direct": plan.direct, "permuted": plan.permuted,
         "producer_registers": producer, "consumer_registers": consumer,
-        "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,
+        "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "paired": plan.paired, "back": False,
         "copies_x": False, "activation": f"Activation::{plan.activation or 'none'}",
         "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
     }  # fmt: skip

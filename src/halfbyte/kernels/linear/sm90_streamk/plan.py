@@ -32,7 +32,9 @@ class StreamKPlan:
     cluster: int = 1  # CTAs of a tile that add up among themselves, which are all of it; 1: sums meet in memory
     invariant: bool = False  # the sums of a row are made in the same order whatever tile_m is
     activation: str = ""  # what the result of another weight gates this one's by
+    paired: bool = False  # by the same launch, whose tiles have rows of both
     residual: bool = False  # the result is added to something
+    permuted: int = 0  # words of every other row of a span that are looked up in registers
     chunk: int = 0  # of experts: the most rows of x, all tiles together
     microseconds: float = field(default=0.0, compare=False)
 
@@ -46,13 +48,13 @@ class StreamKPlan:
 
     @property
     def rows(self) -> int:
-        """Rows of W in a tile."""
-        return 64 * self.warpgroups
+        """Rows of W in a tile; of each weight of a pair."""
+        return 64 * self.warpgroups // (2 if self.paired else 1)
 
     @property
-    def copied_rows(self) -> int:
-        """Of W, by one copy."""
-        return self.rows
+    def sums(self) -> int:
+        """Of a tile."""
+        return 64 * self.warpgroups * self.tile_m
 
     @property
     def workers(self) -> int:
@@ -61,7 +63,7 @@ class StreamKPlan:
 
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
-        stage = self.rows * UNIT_K // 2 + UNIT_K // span * self.rows * 4
+        stage = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * 4)
         x = (self.resident or self.stages) * self.tile_m * UNIT_K * 2
         return 256 * 256 + 1024 + self.stages * stage + x
 
@@ -86,6 +88,7 @@ def is_valid(plan: StreamKPlan, m: int, n: int, k: int, span: int, properties: D
         and plan.tile_m in TILES_M
         and plan.warpgroups in REGISTERS
         and 2 <= plan.stages <= 8
+        and 0 <= plan.permuted <= span // 32
         and 1 <= plan.ctas <= units
         and units * plan.ctas < 1 << 32
         and m * k < 1 << 31
@@ -102,7 +105,7 @@ def _can_reduce_in_cluster(plan: StreamKPlan) -> bool:
     return (
         plan.resident > 0
         and 1 < plan.cluster <= MOST_CLUSTER
-        and groups * plan.warpgroups * 2048 <= plan.stages * plan.rows * UNIT_K // 2
+        and groups * plan.warpgroups * 2048 <= plan.stages * plan.warpgroups * 32 * UNIT_K
     )
 
 
@@ -153,7 +156,7 @@ def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProper
 
 def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> StreamKGroup | None:
     """The plans for one weight whose product is added to something, or for a gated pair, or None where this kernel does
-    not support them. The second of a pair combines with what the first has left."""
+    not support them. The second of a pair combines with what the first has left, or one launch has both."""
     plans = [found for problem in group if (found := streamk_plan(m, problem, properties, False)) is not None]
     if fusion.norm is not None or len(plans) < len(group) or len(group) != (2 if fusion.activation else 1):
         return None
@@ -161,7 +164,22 @@ def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
         return None
     last = replace(plans[-1], activation=fusion.activation, residual=fusion.residual is not None)
     saved = 0.0 if last.resident else (len(plans) - 1) * h200.STREAMK_LAYING_OUT
-    return StreamKGroup((*plans[:-1], last), sum(found.microseconds for found in plans) - saved)
+    apart = StreamKGroup((*plans[:-1], last), sum(found.microseconds for found in plans) - saved)
+    pair = paired_plan(m, group, fusion.activation, properties) if h200.STREAMK_PAIRS and fusion.activation else None
+    return apart if pair is None or apart.microseconds <= pair.microseconds else pair
+
+
+def paired_plan(
+    m: int, group: Sequence[Problem], activation: str, properties: DeviceProperties
+) -> StreamKGroup | None:
+    """The plan for gate and up in one launch, as for one weight with the rows of both, if they are alike."""
+    if not side_by_side.are_alike(group) or group[0].n != group[1].n:
+        return None
+    found = streamk_plan(m, side_by_side.merged(group), properties, False)
+    pair = found and replace(found, activation=activation, paired=True)
+    if pair is None or not is_valid(pair, m, group[0].n, group[0].k, span_of(group[0]), properties):
+        return None
+    return StreamKGroup((pair, pair), pair.microseconds, is_one_launch=True)
 
 
 def is_grouped_valid(plan: StreamKPlan, experts: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
@@ -171,6 +189,7 @@ def is_grouped_valid(plan: StreamKPlan, experts: int, n: int, k: int, span: int,
         and plan.tile_m in TILES_M
         and plan.warpgroups in REGISTERS
         and 2 <= plan.stages <= 8
+        and 0 <= plan.permuted <= span // 32
         and plan.resident == 0
         and plan.cluster == 1
         and can_be_numbered(plan, experts, n, k)

@@ -9,7 +9,8 @@
 
 constexpr int WARPS = 4 * Config::warpgroups;  // that multiply
 constexpr int THREADS = 128 * (Config::warpgroups + 1);
-constexpr int TILE_N = 64 * Config::warpgroups, TILE_ROWS = TILE_N, UNIT_K = 256;
+constexpr int TILE_N = 64 * Config::warpgroups, UNIT_K = 256;
+constexpr int TILE_ROWS = Config::paired ? TILE_N / 2 : TILE_N;  // of each weight in a tile
 constexpr int SPANS = UNIT_K / Config::span, STEPS = Config::span / 16;  // spans a unit, MMAs a span
 constexpr int WORDS = Config::span / 32;                                 // of W, that a lane takes of a row's span
 constexpr int SUMS = sums_of(Config::tile_m);
@@ -56,7 +57,7 @@ __device__ __forceinline__ u32 own_number(const Arguments& a) {
 }
 
 // Of a tile, the first row of W.
-template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) { return at.row_tile * TILE_N; }
+template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) { return at.row_tile * TILE_ROWS; }
 
 // Two barriers of all warps. sync_all: pipeline barriers and table are ready. sync_x: x is resident. The producer waits
 // at sync_x only where it does not wait for codes of scales anyway; else x would queue behind more of W. It waits

@@ -1,20 +1,19 @@
-// From nibbles to the MMA's A operand without shared memory, of which wgmma has little to spare: its 256 columns of x,
-// the copies that bring them, and all look-ups would together ask for more than there is. All look-ups in registers
-// take as long, since permutes come at half the rate of other instructions. So half of them are done here, half there.
+// From nibbles to the MMA's A operand without shared memory.
 //
-// The sixteen numbers of a codebook times one scale, rounded as dequantize rounds them, are 32 bytes: eight registers.
-// A byte permute picks four bytes out of eight by four nibbles, so four of them and two that choose between the halves
-// give the low and the high bytes of four weights.
+// The sixteen numbers that nibbles stand for, rounded to 16 bits, are 32 bytes: eight registers. A byte permute picks
+// four bytes out of eight by four nibbles, so four of them and two that choose between the halves give the low and the
+// high bytes of four weights. Permutes come at half the rate of other instructions: in registers alone all look-ups
+// would take as long as in shared memory alone (decode.cuh).
 
-#include "wide_table.cuh"
+#include "numeric.cuh"
 
-class ScaledTable {
+class PermutedTable {
  public:
-  __device__ __forceinline__ ScaledTable(const float (&codebook)[16], float scale) {
+  // number(i): what nibble i stands for, fp32.
+  template <class Number> __device__ __forceinline__ explicit PermutedTable(const Number& number) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const u32 a = pack(scaled(codebook[4 * i], scale), scaled(codebook[4 * i + 1], scale));
-      const u32 b = pack(scaled(codebook[4 * i + 2], scale), scaled(codebook[4 * i + 3], scale));
+      const u32 a = pack(number(4 * i), number(4 * i + 1)), b = pack(number(4 * i + 2), number(4 * i + 3));
       low[i] = __byte_perm(a, b, 0x6420), high[i] = __byte_perm(a, b, 0x7531);
     }
   }
