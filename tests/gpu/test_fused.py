@@ -20,6 +20,7 @@ from halfbyte.kernels.linear.fusion import Fusion, Residual
 from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
+from halfbyte.kernels.linear.tune import h200
 from halfbyte.kernels.pointwise import reference as plain_torch
 from halfbyte.models import fused
 from halfbyte.models import transformers as host
@@ -154,6 +155,36 @@ def test_error_where_x_is_laid_out(dtype: torch.dtype, format: str, options: dic
         exact = compose(x.double(), [hb.dequantize(q, F32).double() for q in weights], *given)[0]
         theirs = compose(x, [hb.dequantize(q, dtype) for q in weights], *given)[0]
         assert error(ours, exact) <= error(theirs, exact) * (1.0 if m * n > 5000 else 1.2), (m, n, k)
+
+
+@pytest.mark.parametrize("kind", ["one", "q, k, v", "silu", "gelu_tanh"])
+@pytest.mark.parametrize(("format", "options"), [*KINDS, ("nf4", {"block_size": 32})], ids=str)
+@sixteen_bits
+def test_error_of_pairs_and_norms(
+    dtype: torch.dtype, format: str, options: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sm90_streamk norms x as it lays it out, and has gate and up in one launch; with x kept by its CTAs, too."""
+    monkeypatch.setattr(h200, "STREAMK_PAIRS", True)
+    monkeypatch.setattr(h200, "STREAMK_NORMS", True)
+    for m, n, k in ((1, 1029, 4160), (17, 2048, 4096), (40, 516, 1024), (100, 2820, 2048), (64, 300, 14336)):
+        if k % options.get("group_size", options.get("block_size", 64)):
+            continue
+        sizes = {"one": (n,), "q, k, v": (n, 260, 256)}.get(kind, (n, n))
+        weights = [weight(size, k, format, dtype, **options) for size in sizes]
+        biases = [random(size, dtype=dtype) if place % 2 else None for place, size in enumerate(sizes)]
+        activation = kind if kind in ("silu", "gelu_tanh") else ""
+        norms = [Norm(random(k, dtype=dtype), 1e-5, float(m % 2)), *([None] if activation else [])]
+        x = 3 * random(m, k, dtype=dtype)
+        for norm in norms:
+            given = (biases, norm, activation, None)
+            ours, again = (multiply(x, weights, *given, static=True, kernel=streamk) for _ in range(2))
+            assert ours is not None
+            assert again is not None
+            exact = compose(x.double(), [hb.dequantize(q, F32).double() for q in weights], *given)
+            theirs = compose(x, [hb.dequantize(q, dtype) for q in weights], *given)
+            for one, other, right, rounded in zip(ours, again, exact, theirs, strict=True):
+                assert torch.equal(one, other), (m, n, k)
+                assert error(one, right) <= error(rounded, right) * (1.0 if right.numel() > 5000 else 1.2), (m, n, k)
 
 
 @pytest.mark.parametrize("m", [1, 7, 16])

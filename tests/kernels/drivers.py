@@ -127,7 +127,9 @@ class Driver:
         """Of one weight, whose arguments are at an address."""
         layout = laid_out.LAYOUT if kernel is hopper else kernel.LAYOUT
         ahead = 128 if self.back and self.like.shape[0] % 8 == 0 else 0  # the tensor map of x
-        first, *rest = struct.unpack_from("".join(layout), ctypes.string_at(arguments + ahead, 324))
+        first, *rest = struct.unpack_from(
+            "".join(layout), ctypes.string_at(arguments + ahead, struct.calcsize("".join(layout)))
+        )
         packed = struct.unpack_from("Q", first)[0] if kernel is hopper else first
         x, bias, out = rest[5:8] if kernel is exact else rest[4:7]
         changing = len(struct.unpack(layout[1], bytes(struct.calcsize(layout[1]))))
@@ -147,7 +149,7 @@ class Driver:
         self._multiply(like, (packed, *rest[:4]), m, x, bias, out)
         if kernel is hopper and (other := rest[10]):
             there, y = memory(other, (m, n), self.dtype), memory(out, (m, n), self.dtype)
-            y.copy_(pointwise.gated(there, y, self.activation) if self.activation else there + rest[-2] * y)
+            y.copy_(pointwise.gated(there, y, self.activation) if self.activation else there + rest[-4] * y)
 
     def _decode(self, arguments: bytes) -> None:
         group = self.group or [self.like]

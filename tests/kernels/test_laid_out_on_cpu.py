@@ -92,6 +92,7 @@ def test_a_product(hopper: Driver, case: Case) -> None:
 
 
 RESIDUAL, SILU, GELU = Fusion(residual=0.5), Fusion(activation="silu"), Fusion(activation="gelu_tanh")
+NORM = Fusion(norm=(1e-5, 0.0))
 FUSED: dict[str, tuple[Fusion, StreamKPlan, dict[str, Any]]] = {
     "residual": (RESIDUAL, StreamKPlan(24, 2, 3, 4), {}),
     "gate, then up": (SILU, StreamKPlan(24, 2, 3, 4), {}),
@@ -99,6 +100,8 @@ FUSED: dict[str, tuple[Fusion, StreamKPlan, dict[str, Any]]] = {
     "a pair, resident": (GELU, StreamKPlan(16, 3, 2, 8, resident=2, paired=True), {"nested": False}),
     "a pair, a cluster": (SILU, StreamKPlan(24, 4, 2, 8, resident=2, cluster=4, paired=True), {"block_size": 128}),
     "a pair, short blocks": (GELU, StreamKPlan(32, 2, 3, 3, paired=True, permuted=1), {"block_size": 32}),
+    "a norm": (NORM, StreamKPlan(16, 2, 3, 4, norm=True), {}),
+    "a norm, a pair": (replace(SILU, norm=(1e-6, 1.0)), StreamKPlan(24, 2, 3, 5, paired=True, norm=True), {}),
 }
 
 
@@ -108,6 +111,7 @@ def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan, dict[str
     fusion, plan, options = case
     m, n, k, parts = 20, 140, 1024, 2 if fusion.activation else 1
     x, residual = torch.randn(m, k).bfloat16(), torch.randn(m, n).bfloat16()
+    norm = (1 + torch.randn(k) / 8).bfloat16()
     weights = [weight(n, k=k, dtype=BF16, format="nf4", **options) for _ in range(parts)]
     if (nested := weights[-1].nested) is not None:  # weights may have codes of their own
         weights[-1] = replace(weights[-1], nested=nested._replace(code=nested.code * 1.5))
@@ -122,17 +126,22 @@ def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan, dict[str
 
     def expected(kind: torch.dtype) -> Tensor:
         dense = [hb.dequantize(q, F32).to(kind) for q in weights]
-        first, *others = (functional.linear(x.to(kind), w, b.to(kind)) for w, b in zip(dense, biases, strict=True))
+        rows = x.to(kind)
+        if fusion.norm:
+            epsilon, offset = fusion.norm
+            rows = functional.rms_norm(rows, (k,), offset + norm.to(kind), epsilon)
+        first, *others = (functional.linear(rows, w, b.to(kind)) for w, b in zip(dense, biases, strict=True))
         if not others:
-            return residual.to(kind) + 0.5 * first
-        gate = functional.silu(first) if fusion is SILU else functional.gelu(first, approximate="tanh")
+            return first if fusion.residual is None else residual.to(kind) + fusion.residual * first
+        gate = functional.silu(first) if fusion.activation == "silu" else functional.gelu(first, approximate="tanh")
         return gate * others[0]
 
     right, theirs = expected(F64), expected(BF16)
     for _ in range(2):
         out = torch.full((m + 1, n), 777.0, dtype=BF16)
         places = (address(biases[0]), address(out), *map(address, biases[1:]))
-        multiply(0, address(x), 0, address(residual) if fusion.residual else 0, m, places)
+        read = address(norm) if fusion.norm else 0, address(residual) if fusion.residual else 0
+        multiply(0, address(x), *read, m, places)
         assert (out[m] == 777).all()
         check(out[:m], right, theirs)
 

@@ -19,6 +19,7 @@ from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.linear import kernel, workspace
 from halfbyte.kernels.linear.dispatch import choose, choose_group
+from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import plan_for
 from halfbyte.kernels.linear.laid_out import UNIT_K, scale_loads, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
@@ -33,6 +34,7 @@ from halfbyte.kernels.linear.sm90_streamk.plan import (
     one_after_another,
     streamk_plan,
 )
+from halfbyte.kernels.linear.tune import h200
 from halfbyte.kernels.linear.tune.h200 import INVARIANT_WARPGROUPS, STREAMK_TILES
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -176,6 +178,32 @@ def test_a_group_has_x_laid_out_in_one_way() -> None:
     assert len({plan.tile_m for plan in one_after_another(64, narrower, H200).plans}) == 1
 
 
+@pytest.mark.parametrize("m", [1, 20, 32, 70, 112])
+def test_pairs_and_norms(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch for gate and up, be they normed or not, and for q, k and v; CTAs that keep x have no norm."""
+    monkeypatch.setattr(h200, "STREAMK_PAIRS", True)
+    monkeypatch.setattr(h200, "STREAMK_NORMS", True)
+    gate, *others = (Problem(BF16, n, 4096, "nf4", 64, torch.uint8, 256) for n in (14336, 4096, 1024, 1024))
+    norm = (1e-5, 0.0)
+    for fusion in (Fusion(activation="silu"), Fusion(norm, "silu")):
+        plan = hopper.plan_fused(m, [gate, gate], fusion, H200)
+        assert plan is not None
+        assert plan.is_one_launch
+        assert {(one.paired, one.norm, one.activation) for one in plan.plans} == {(True, bool(fusion.norm), "silu")}
+        assert is_valid(plan.plans[0], m, gate.n, gate.k, 64, H200)
+    for group in (others, others[:1]):
+        plan = hopper.plan_fused(m, group, Fusion(norm), H200)
+        assert plan is not None
+        assert plan.is_one_launch is (len(group) > 1)
+        assert all(one.norm and is_valid(one, m, o.n, o.k, 64, H200) for one, o in zip(plan.plans, group, strict=True))
+    assert hopper.plan_fused(m, others[:1], Fusion(norm, residual=1.0), H200) is None
+    assert hopper.plan_fused(m, [gate, replace(gate, format="fp4")], Fusion(norm, "silu"), H200) is None
+    held = StreamKPlan(16, 2, 4, 128, 4)
+    assert is_valid(held, 16, 4096, 4096, 64, H200)
+    assert not is_valid(replace(held, norm=True), 16, 4096, 4096, 64, H200)
+    assert not is_valid(replace(held, permuted=3), 16, 4096, 4096, 64, H200)
+
+
 def test_how_many_clusters_run_at_once() -> None:
     """No more than there are multiprocessors for, and as an H200 says itself or fewer."""
     says = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
@@ -307,11 +335,24 @@ def test_what_a_tuner_may_pick_compiles(groups: int, tmp_path: Path) -> None:
         assert multiply["STACK"] <= 256  # a few spilled words, none of them an array
 
 
+@pytest.mark.slow
+def test_pairs_norms_and_permutes_compile_into_registers(tmp_path: Path) -> None:
+    kinds = cycle(problem(dtype, *kind) for dtype, kind in zip((BF16, F16, BF16, F16), KINDS, strict=False))
+    plans = (
+        StreamKPlan(32, 2, 3, 132, paired=True, activation="silu", norm=True),
+        StreamKPlan(16, 3, 2, 132, 2, paired=True, activation="gelu_tanh", permuted=1),
+        StreamKPlan(64, 2, 3, 132, norm=True, permuted=2),
+    )
+    for plan, kind in zip(plans, kinds, strict=False):
+        multiply, lay_out = _compiled(kind, replace(plan, permuted=min(plan.permuted, span_of(kind) // 32)), tmp_path)
+        assert multiply["STACK"] == lay_out["STACK"] == 0
+
+
 def _compiled(kind: Problem, plan: StreamKPlan, directory: Path) -> tuple[dict[str, int], dict[str, int]]:
     """What cuobjdump says of `multiply` and `lay_out`: registers ("REG"), "STACK", "SHARED", "LOCAL"."""
     import triton
 
-    settings = constants(kind, plan)
+    settings = constants(kind, plan) | {"parts": 2 if plan.paired else 1}
     path = directory / "hopper.cubin"
     path.write_bytes(nvrtc.compile_cubin(source(), "90a", settings))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -125,7 +125,7 @@ def bind(device: torch.device, problem: Problem, weight: Addresses, grouping: Gr
     packed, *scales = weight
     unit, codebook = kernel_of(plan).codebook(o)
     fixed = weight_map(packed, o, grouping, plan), *scales
-    after = n, k, -(-n // plan.rows), tiles, units, plan.workers, 0, unit, 1.0, codebook
+    after = n, k, -(-n // plan.rows), tiles, units, plan.workers, 0, unit, 1.0, 0.0, 0.0, codebook
     if grouping.ordered:
         arguments, row = Arguments(COPIED_LAYOUT, (), after), 2 * k
 

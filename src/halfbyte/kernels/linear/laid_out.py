@@ -16,7 +16,7 @@ from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear import workspace
-from halfbyte.kernels.linear.fusion import Fusion
+from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
 from halfbyte.kernels.linear.tune import h200
@@ -24,11 +24,10 @@ from halfbyte.kernels.linear.tune import h200
 UNIT_K = 256  # of K, a unit of work
 SWIZZLED = 128  # bytes of a row of x that wgmma takes at a time
 # Arguments in device/laid_out.cuh: x, bias, out, x laid out, partial, left, other, the length of left and m change.
-LAYOUT = ("128s4Q", "7Q2I", "7I2f64s")
+LAYOUT = ("128s4Q", "7Q2I", "7I4f64s52x")
 # The same with a tensor map of x ahead of them, which changes with x.
-COPIED_LAYOUT = ("", "128s128s4Q7Q2I", "7I2f64s")
-# Of one weight, where a launch has several: device/laid_out.cuh aligns them for their tensor maps.
-ARGUMENTS_BYTES = -(-struct.calcsize("".join(LAYOUT)) // 64) * 64
+COPIED_LAYOUT = ("", "128s128s4Q7Q2I", "7I4f64s52x")
+ARGUMENTS_BYTES = struct.calcsize("".join(LAYOUT))  # of one weight: a multiple of 64, for their tensor maps
 ScaleLoads = Literal["one", "unit", "vector", "across"]
 launches: ThreadCache[Hashable, tuple[Launch, Launch]] = ThreadCache()
 
@@ -70,10 +69,10 @@ def copies_x(problem: Problem, back: bool) -> bool:
 
 
 class LaidOutPlan(Protocol):
-    """tile_m, rows: rows of x and of W in a tile. sums: that a CTA has of one. paired: tiles have as many rows of another
-    weight. ctas: in all. workers: that
-    share the work, CTAs or clusters. cluster: CTAs of one, or 1. resident: units of x that a CTA lays out itself, or 0.
-    threads: of a CTA. back: the product is with W transposed."""
+    """tile_m, rows: rows of x and of W in a tile. sums: that a CTA has of one. paired: tiles have as many rows of
+    another weight. norm: x is normed as it is laid out. ctas: in all. workers: that share the work, CTAs or clusters.
+    cluster: CTAs of one, or 1. resident: units of x that a CTA lays out itself, or 0. threads: of a CTA. back: the
+    product is with W transposed."""
 
     @property
     def tile_m(self) -> int: ...
@@ -83,6 +82,8 @@ class LaidOutPlan(Protocol):
     def sums(self) -> int: ...
     @property
     def paired(self) -> bool: ...
+    @property
+    def norm(self) -> bool: ...
     @property
     def ctas(self) -> int: ...
     @property
@@ -214,7 +215,7 @@ def bind_fused(
     """The product with a weight, to which something is added, or with the two weights of a gated pair, of as many rows
     as there are tiles of x for m. Of a pair gate comes first, with a result of its own, and the other combines with it
     as it stores."""
-    parts = [prepare(kernel, device, m, *each, fusion.residual) for each in zip(group, weights, plans, strict=True)]
+    parts = [prepare(kernel, device, m, *each, fusion) for each in zip(group, weights, plans, strict=True)]
     first, shares = parts[0], not any(plan.resident for plan in plans)
     gate_row = group[0].n * group[0].dtype.itemsize
 
@@ -224,7 +225,7 @@ def bind_fused(
         place = 0 if laid_out is None else laid_out.data_ptr()
         bias, out, *others = results
         if not fusion.activation:
-            first(stream, x, bias, out, place, m, other=residual)
+            first(stream, x, bias, out, place, m, other=norm if fusion.norm else residual)
             return
         gate = torch.empty(m * gate_row, dtype=torch.uint8, device=device)
         first(stream, x, bias, gate.data_ptr(), place, m)
@@ -240,11 +241,10 @@ def prepare(
     problem: Problem,
     weight: Addresses,
     plan: LaidOutPlan,
-    factor: float | None = None,
+    fusion: Fusion = ALONE,
 ) -> Part:
-    """The launches of a product on the current device, of as many rows as there are tiles of x for m. factor: of the
-    product where it is added to something."""
-    o, index, given = problem, device.index, fixed_arguments(kernel, m, problem, weight, plan, factor)
+    """The launches of a product on the current device, of as many rows as there are tiles of x for m."""
+    o, index, given = problem, device.index, fixed_arguments(kernel, m, problem, weight, plan, fusion)
     compiled = kernel.variant(o, plan, properties_of(index))
     key = index, given.x_units, plan, compiled
     both = launches.get(key, lambda: make_launches(index, given.x_units, plan, compiled))
@@ -272,7 +272,7 @@ class FixedArguments(NamedTuple):
 
 
 def fixed_arguments(
-    kernel: LaidOutKernel, m: int, problem: Problem, weight: Addresses, plan: LaidOutPlan, factor: float | None = None
+    kernel: LaidOutKernel, m: int, problem: Problem, weight: Addresses, plan: LaidOutPlan, fusion: Fusion = ALONE
 ) -> FixedArguments:
     o = problem
     k, n = (o.n, o.k) if plan.back else (o.k, o.n)
@@ -284,7 +284,7 @@ def fixed_arguments(
     unit, codebook = kernel.codebook(o)
     sizes, factors = (
         (n, k, row_tiles, x_tiles, units, plan.workers),
-        (unit, 1.0 if factor is None else factor, codebook),
+        (unit, 1.0 if fusion.residual is None else fusion.residual, *(fusion.norm or (0.0, 0.0)), codebook),
     )
     laid_out = 0 if plan.resident else x_tiles * units * plan.tile_m * UNIT_K * 2
     return FixedArguments((weights, *scales), sizes, factors, (x_tiles, units), laid_out, fixes_up)
@@ -296,13 +296,15 @@ def make_launches(
     """What lays x out, and the product. x_units: tiles of x, and units of each. ctas: of all weights, where there are
     several."""
     shared, workers = int(dict(compiled.constants)["shared_bytes"]), ctas or plan.workers
-    lay_out, multiply = kernels(index, compiled, (("lay_out", 0), ("multiply", shared)), carveout=100)
+    sums = 4 * 4 * plan.norm  # of squares, by warps
+    lay_out, multiply = kernels(index, compiled, (("lay_out", sums), ("multiply", shared)), carveout=100)
     tiles, units = x_units
     threads = 8 * plan.tile_m * tiles  # of a run of steps, as device/lay_out.cuh has them
     grouped = dict(compiled.constants)["grouped"]
     runs = min(max(h200.LAYING_THREADS // threads, 1), units) if grouped else 4 * units
+    laying = plan.tile_m * tiles if plan.norm else -(-threads * runs // 128)
     return (
-        Launch(lay_out, (workers + -(-threads * runs // 128), 1), 128, overlaps=True),
+        Launch(lay_out, (workers + laying, 1), 128, sums, overlaps=True),
         Launch(
             multiply,
             ((ctas or plan.ctas) // plan.cluster, plan.cluster),

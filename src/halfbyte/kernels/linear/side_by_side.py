@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.driver import Arguments
 from halfbyte.kernels.linear import laid_out, workspace
+from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct
 from halfbyte.kernels.linear.laid_out import (
     ARGUMENTS_BYTES,
@@ -58,28 +59,33 @@ def bind_group(
 ) -> GroupProduct:
     """The products with several weights on the current device, of as many rows as there are tiles of x for m: in one
     launch, or in launches that follow each other, as planned."""
-    bind = _bind_one_launch if plan.is_one_launch else laid_out.bind_group
+    bind: Callable[..., GroupProduct] = _bind_one_launch if plan.is_one_launch else laid_out.bind_group
     return bind(kernel, device, m, list(zip(group, weights, plan.plans, strict=True)))
 
 
-def bind_pair(
+def bind_fused(
     kernel: LaidOutKernel,
     device: torch.device,
     m: int,
     group: Sequence[Problem],
     weights: Sequence[Addresses],
+    fusion: Fusion,
     plan: GroupPlan[Any],
 ) -> FusedProduct:
-    """The products with gate and up in one launch on the current device, of which one result is left."""
-    multiply = _bind_one_launch(kernel, device, m, list(zip(group, weights, plan.plans, strict=True)))
-    return lambda stream, x, norm, residual, m, results: multiply(stream, x, m, results)
+    """The products in one launch on the current device, of x that is normed, or of gate and up, of which one result is
+    left."""
+    multiply = _bind_one_launch(kernel, device, m, list(zip(group, weights, plan.plans, strict=True)), fusion)
+    return lambda stream, x, norm, residual, m, results: multiply(stream, x, m, results, norm)
 
 
-def _bind_one_launch(kernel: LaidOutKernel, device: torch.device, m: int, each: Sequence[WithPlan]) -> GroupProduct:
+def _bind_one_launch(
+    kernel: LaidOutKernel, device: torch.device, m: int, each: Sequence[WithPlan], fusion: Fusion = ALONE
+) -> Callable[..., None]:
+    """Called as a GroupProduct is, and with the norm's weights."""
     group, _, plans = zip(*each, strict=True)
     parts, properties = len(group), properties_of(device.index)
     compiled = kernel.variant(group[0], plans[0], properties, parts)
-    prepared = [laid_out.fixed_arguments(kernel, m, *one) for one in each]
+    prepared = [laid_out.fixed_arguments(kernel, m, *one, fusion) for one in each]
     plan = plans[0]
     first_ctas = (0, 0, plan.ctas) if plan.paired else (0, *accumulate(plan.ctas for plan in plans))
     ctas = first_ctas[-1]
@@ -95,14 +101,14 @@ def _bind_one_launch(kernel: LaidOutKernel, device: torch.device, m: int, each: 
     partial = ctas * plan.sums if any(part.fixes_up for part in prepared) else 0
     room, x_bytes = [first * plan.sums * 4 for first in first_ctas], prepared[0].laid_out
 
-    def run(stream: int, x: int, m: int, results: Iterable[int]) -> None:
+    def run(stream: int, x: int, m: int, results: Iterable[int], norm: int = 0) -> None:
         place = torch.empty(x_bytes, dtype=torch.uint8, device=device) if x_bytes else None
         at = 0 if place is None else place.data_ptr()
         sums_at, left, count = workspace.take(device, stream, partial) if partial else (0, 0, 0)
         addresses = iter(results)
         for arguments, before in zip(told, room, strict=False):
             bias, out = next(addresses), next(addresses, 0)  # up has no result of its own
-            arguments.set(x, bias, out, at, sums_at + before if partial else 0, left, 0, count // 4, m)
+            arguments.set(x, bias, out, at, sums_at + before if partial else 0, left, norm, count // 4, m)
         if place is not None:
             lay_out(stream, told[0].parameters)
         multiply(stream, told[0].parameters)

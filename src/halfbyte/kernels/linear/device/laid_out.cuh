@@ -1,6 +1,6 @@
 // What kernels for which x is laid out are told, and how they store y. Their Config has `activation`, `residual`, and
 // `grouped`, for experts: see device/grouped.cuh, which has a use of its own for `other` and `m`. With `copies_x` x is
-// copied as it is, by a tensor map of its own.
+// copied as it is, by a tensor map of its own. With `norm` x is normed as it is laid out.
 //
 // A result may be combined with what an earlier launch left: y = other + result_scale * v with `residual`, or
 // y = activation(other) * v, where `other` is the product of the weight that gates. With `paired` one launch has both.
@@ -25,10 +25,10 @@ struct Arguments : MapOfX<Config::copies_x> {
   uint4* laid_out;
   float4* workspace;            // all SENTINEL before this launch
   float4* stale;                // sums of the launch before, which this one overwrites with SENTINEL
-  const unsigned short* other;  // [m, n], or null
+  const unsigned short* other;  // [m, n], or null; with Config::norm the norm's weights [k]
   // depth_units: units of 256 along K. ctas: that share the units, or clusters. first_cta: the number of their first.
   u32 stale_count, m, n, k, row_tiles, column_tiles, depth_units, ctas, first_cta;
-  float unit, result_scale, codebook[16];
+  float unit, result_scale, epsilon, norm_offset, codebook[16];
 };
 
 // Sums of `stale`. Products with experts share none, and have something else there (device/grouped.cuh).
@@ -52,6 +52,7 @@ __device__ __forceinline__ u32 count_ctas(const Launched& launched) {
 }
 
 constexpr bool GATED = Config::activation != Activation::none && !Config::paired;  // by a launch of its own
+static_assert(!Config::norm || (!GATED && !Config::residual && !Config::grouped), "`other` has the norm's weights");
 static_assert(!Config::paired || (Config::parts == 2 && !Config::residual && !Config::grouped), "gate and up");
 static_assert(!GATED || !Config::residual, "there is one other operand");
 

@@ -3,6 +3,7 @@
 // those of one lane of a quad); its Arguments are device/laid_out.cuh's.
 
 #include "ptx.cuh"
+#include "rms_norm.cuh"
 #include "scale_rows.cuh"
 
 // Zeros for the results of pairs that have no expert. CTA `cta` of `ctas`: each of its warps takes a pair at a time.
@@ -23,9 +24,9 @@ constexpr u32 OF_ROWS = 8 * Config::tile_m;       // pieces of 16 bytes, from on
 using Pieces = u32[AT_ONCE][4];
 
 // The same piece of a row of x in each block of a step; zeros beyond K, or if there is no such row.
-__device__ __forceinline__ void load_pieces(Pieces& words, const Arguments& a, u32 row, u32 step, u32 piece,
-                                            bool exists) {
-  const u16* x = a.x + u64(row) * a.k;
+__device__ __forceinline__ void load_pieces(Pieces& words, const Arguments& a, const u16* from, u32 row, u32 step,
+                                            u32 piece, bool exists) {
+  const u16* x = from + u64(row) * a.k;
   const u32 word = piece / OWN * SPAN_WORDS + piece % OWN;
 #pragma unroll
   for (u32 i = 0; i < AT_ONCE; i++)
@@ -53,9 +54,9 @@ __device__ __forceinline__ void for_each_step(const Arguments& a, u32 row, u32 p
   const u32 first = run * of_run, last = min(first + of_run, steps);
   if (first >= last) return;
   Pieces words, next;
-  load_pieces(words, a, row, first, piece, exists);
+  load_pieces(words, a, a.x, row, first, piece, exists);
   for (u32 step = first; step < last; step++) {
-    if (step + 1 < last) load_pieces(next, a, row, step + 1, piece, exists);
+    if (step + 1 < last) load_pieces(next, a, a.x, row, step + 1, piece, exists);
     store(step, words);
 #pragma unroll
     for (u32 i = 0; i < AT_ONCE; i++)
@@ -83,14 +84,46 @@ __device__ __forceinline__ void scatter_rows(const Arguments& a, u32 thread, u32
   });
 }
 
+// Of a row of x, by a CTA: what it is multiplied by. Threads leave their warps' sums in shared memory.
+__device__ __forceinline__ float norm_factor(const Arguments& a, u32 m) {
+  const u16* x = a.x + u64(m) * a.k;
+  float sum = 0;
+  for (u32 i = threadIdx.x; i < a.k / 8; i += 128) {
+    const uint4 eight = reinterpret_cast<const uint4*>(x)[i];
+    sum = square_sum(eight.w, square_sum(eight.z, square_sum(eight.y, square_sum(eight.x, sum))));
+  }
+#pragma unroll
+  for (u32 other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+  if (threadIdx.x % 32 == 0) store_float(BASE + threadIdx.x / 32 * 4, sum);
+  __syncthreads();
+  const float4 sums = load_sums(BASE);
+  return rsqrtf((sums.x + sums.y + (sums.z + sums.w)) / float(a.k) + a.epsilon);
+}
+// Lays out row `number` of all tiles, normed, by a CTA.
+__device__ __forceinline__ void lay_out_normed(const Arguments& a, u32 number) {
+  const u32 column_tile = number / Config::tile_m, row = number % Config::tile_m;
+  const bool exists = number < a.m;  // rows of tiles follow one another
+  const float factor = exists ? norm_factor(a, number) : 0;
+  for (u32 i = threadIdx.x; i < a.depth_units * 32; i += 128) {
+    Pieces words, weights;
+    load_pieces(words, a, a.x, number, i / 8, i % 8, exists);
+    load_pieces(weights, a, a.other, 0, i / 8, i % 8, exists);
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) words[0][j] = normed(words[0][j], weights[0][j], factor, a.norm_offset);
+    store_pieces(a, column_tile, row, i / 8, i % 8, words);
+  }
+}
+
 // Prepares for `multiply`. For each CTA of that kernel one CTA here prefetches scales to L2; the others lay x [m, k]
 // out as [tile of x][K / 64][tile_m rows][128 bytes, whose 16-byte pieces are swizzled by the row]. A word is two
 // neighbouring k; piece j of a span holds word j of each of a quad's four lanes. With `grouped` a tile has the rows of
 // x that pairs of one expert want. With `back` the order of k stays, and K may be odd.
 //
 // A thread has the same piece of a row in every block of a run of steps. The host says by the size of the grid how many
-// runs a row has.
+// runs a row has. With `norm` a CTA has a row, which it reads twice.
 extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant__ Launched launched) {
+  if constexpr (Config::norm)
+    if (threadIdx.x < launched.part[0].k / 64) prefetch_to_l2(launched.part[0].other + threadIdx.x * 64);
   // `multiply` waits for this kernel alone and reads W at once, so it may start only when all work before is done.
   wait_for_prior_kernel();
   launch_dependents();
@@ -102,6 +135,7 @@ extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant_
     return;
   }
   const Arguments& a = launched.part[0];
+  if constexpr (Config::norm) return lay_out_normed(a, blockIdx.x - ctas);
   const u32 thread = (blockIdx.x - ctas) * 128 + threadIdx.x, threads = (gridDim.x - ctas) * 128;
   if constexpr (Config::scatters) clear_rows(a, blockIdx.x - ctas, gridDim.x - ctas);
   if constexpr (Config::grouped)

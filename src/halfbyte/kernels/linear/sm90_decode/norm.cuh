@@ -1,19 +1,10 @@
-// RMS norm of the x that multiplying warps hold: x * (norm_offset + norm[k]) / sqrt(mean of x^2 + epsilon).
+// RMS norm of the x that multiplying warps hold.
 //
 // Each warp sums up the squares of its part of every row and leaves the sums in the shared memory of every CTA of the
 // cluster; all then add up the same numbers in the same order. A row's bits do not depend on other rows.
 
+#include "device/rms_norm.cuh"
 #include "work.cuh"
-
-// The word of two numbers of x, times a row's factor and theirs of `weights`.
-__device__ __forceinline__ u32 normed(u32 word, u32 weights, float factor, float offset) {
-  return pack(unpack(word) * factor * (offset + unpack(weights)),
-              unpack(word >> 16) * factor * (offset + unpack(weights >> 16)));
-}
-__device__ __forceinline__ float square_sum(u32 word, float sum) {
-  const float first = unpack(word), second = unpack(word >> 16);
-  return fmaf(second, second, fmaf(first, first, sum));
-}
 
 __device__ __forceinline__ void prefetch_line(const u16* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));

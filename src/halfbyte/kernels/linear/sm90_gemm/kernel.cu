@@ -8,7 +8,8 @@
 // weights that share a scale K is permuted, and x is laid out alike (device/lay_out.cuh): a thread takes neighbouring
 // bytes of W. A number of the codebook times the scale, in fp32, and rounded once to 16 bits is the weight that
 // dequantize gives, bit for bit, so nothing is left to do for the sums. Even rows of W look the codebook up in shared
-// memory (device/wide_table.cuh), odd ones may look its products with the scale up in registers (device/permuted_table.cuh).
+// memory (device/wide_table.cuh), odd ones may look its products with the scale up in registers
+// (device/permuted_table.cuh).
 //
 // Work. Tiles of TILE_N rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every CTA takes an
 // equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and

@@ -121,7 +121,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "permutes": plan.permutes, "cluster": plan.cluster, "producer_registers": producer,
         "consumer_registers": consumer, "shared_bytes": plan.shared_bytes(span_of(problem)), "back": plan.back,
         "copies_x": copies_x(problem, plan.back),
-        "activation": "Activation::none", "residual": False, "paired": False,
+        "activation": "Activation::none", "residual": False, "paired": False, "norm": False,
         "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
     }  # fmt: skip
 

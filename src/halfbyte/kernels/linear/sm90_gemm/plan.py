@@ -43,6 +43,7 @@ class GemmPlan:
 
     resident: int = field(default=0, init=False)
     paired: bool = field(default=False, init=False)
+    norm: bool = field(default=False, init=False)
 
     def sides(self, problem: Problem) -> tuple[int, int]:
         """Of a row of x, and of a row of the result."""

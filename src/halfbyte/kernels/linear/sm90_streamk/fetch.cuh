@@ -50,7 +50,9 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u
   const Arguments& own = Config::paired && thread % 2 ? up : a;
   const u32 column = column_of(shared(), thread % 32);
   WorkUnit at(a, first);
-  const auto row_at = [&](const WorkUnit& at, u32 i) { return row_of(a, at, first_row(at) + (thread + 128 * i) / EACH); };
+  const auto row_at = [&](const WorkUnit& at, u32 i) {
+    return row_of(a, at, first_row(at) + (thread + 128 * i) / EACH);
+  };
   if constexpr (Config::resident > 0) {
     // The kernel before may be the one that writes W: until it has ended W may be prefetched, but not read.
     prefetch_scales(a, own_number(a), thread);

@@ -35,7 +35,7 @@
 //   span, log_block                          weights summed before they are scaled, 64 or 32; log2 of the block size
 //   loads                                    how a thread loads the scales of a row of W (device/scale_rows.cuh)
 //   x, scale, low_first                      types, and whether the first weight of a byte is in its low half
-//   activation, residual                     what y is combined with (device/laid_out.cuh)
+//   activation, residual, norm               what y is combined with, and x put through (device/laid_out.cuh)
 //   grouped, wide, scatters                  of experts, whose `activation` is what gates: results are fp32; they go to
 //                                            their pairs' rows
 //   parts, paired                            weights that one launch multiplies with; they are gate and up, of which
@@ -72,8 +72,8 @@ __device__ __forceinline__ void load(u32 (&words)[2], u32 at) {
 __device__ __forceinline__ void load(u32 (&words)[1], u32 at) { words[0] = load_number(at); }
 
 // This thread's A operands of a span. stage: the address of the stage. table: what the shared one has, in registers.
-__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const Addresses& mine, const PermutedTable& table,
-                                       int span, u32 column) {
+__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const Addresses& mine,
+                                       const PermutedTable& table, int span, u32 column) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const u32 at = stage + ((half ? mine.lower : mine.upper) ^ span * (Config::span / 2));

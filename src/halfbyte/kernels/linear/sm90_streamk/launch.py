@@ -51,7 +51,7 @@ def group_variant(group: Sequence[Problem], plan: StreamKGroup, properties: Devi
     if plan.is_one_launch:
         return variant(group[0], plan.plans[0], properties, len(group))
     last = plan.plans[-1]
-    return variant(group[-1], last, properties) if last.activation or last.residual else None
+    return variant(group[-1], last, properties) if last.activation or last.residual or last.norm else None
 
 
 def codebook(problem: Problem) -> tuple[float, bytes]:
@@ -81,7 +81,7 @@ def bind_fused(
     """The product with a weight or a gated pair, and what is fused, of as many rows as there are tiles of x for m."""
     kernel = sys.modules[__name__]
     if plan.is_one_launch:
-        return side_by_side.bind_pair(kernel, device, m, group, weights, plan)
+        return side_by_side.bind_fused(kernel, device, m, group, weights, fusion, plan)
     return laid_out.bind_fused(kernel, device, m, group, weights, fusion, plan.plans)
 
 
@@ -99,9 +99,10 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
         "log_block": problem.block_size.bit_length() - 1, "span": span_of(problem),
         "loads": f"Loads::{scale_loads(problem)}", "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
-        "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "direct": plan.direct, "permuted": plan.permuted,
+        "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "direct": plan.direct,
+        "permuted": plan.permuted, "paired": plan.paired, "norm": plan.norm,
         "producer_registers": producer, "consumer_registers": consumer,
-        "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "paired": plan.paired, "back": False,
+        "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,
         "copies_x": False, "activation": f"Activation::{plan.activation or 'none'}",
         "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
     }  # fmt: skip

@@ -34,6 +34,7 @@ class StreamKPlan:
     activation: str = ""  # what the result of another weight gates this one's by
     paired: bool = False  # by the same launch, whose tiles have rows of both
     residual: bool = False  # the result is added to something
+    norm: bool = False  # x is normed as it is laid out
     permuted: int = 0  # words of every other row of a span that are looked up in registers
     chunk: int = 0  # of experts: the most rows of x, all tiles together
     microseconds: float = field(default=0.0, compare=False)
@@ -93,6 +94,7 @@ def is_valid(plan: StreamKPlan, m: int, n: int, k: int, span: int, properties: D
         and units * plan.ctas < 1 << 32
         and m * k < 1 << 31
         and n < 1 << 31
+        and not (plan.norm and plan.resident)
         and (plan.resident == 0 or (plan.ctas % tiles == 0 and plan.resident >= -(-depth * tiles // plan.ctas)))
         and (plan.cluster == 1 or (plan.ctas == tiles * plan.cluster and _can_reduce_in_cluster(plan)))
         and plan.shared_bytes(span) <= properties.shared_memory
@@ -157,8 +159,10 @@ def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProper
 def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> StreamKGroup | None:
     """The plans for one weight whose product is added to something, or for a gated pair, or None where this kernel does
     not support them. The second of a pair combines with what the first has left, or one launch has both."""
+    if fusion.norm is not None:
+        return normed_plan(m, group, fusion, properties) if h200.STREAMK_NORMS else None
     plans = [found for problem in group if (found := streamk_plan(m, problem, properties, False)) is not None]
-    if fusion.norm is not None or len(plans) < len(group) or len(group) != (2 if fusion.activation else 1):
+    if len(plans) < len(group) or len(group) != (2 if fusion.activation else 1):
         return None
     if len({(found.tile_m, found.resident > 0) for found in plans}) > 1:
         return None
@@ -169,14 +173,33 @@ def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
     return apart if pair is None or apart.microseconds <= pair.microseconds else pair
 
 
-def paired_plan(
-    m: int, group: Sequence[Problem], activation: str, properties: DeviceProperties
-) -> StreamKGroup | None:
+def paired_plan(m: int, group: Sequence[Problem], activation: str, properties: DeviceProperties) -> StreamKGroup | None:
     """The plan for gate and up in one launch, as for one weight with the rows of both, if they are alike."""
-    if not side_by_side.are_alike(group) or group[0].n != group[1].n:
+    return _pair(m, group, Fusion(activation=activation), properties)
+
+
+def normed_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> StreamKGroup | None:
+    """The plans for x that is normed as it is laid out and one weight, several in one launch, or gate and up."""
+    if fusion.residual is not None:
         return None
-    found = streamk_plan(m, side_by_side.merged(group), properties, False)
-    pair = found and replace(found, activation=activation, paired=True)
+    if fusion.activation:
+        return _pair(m, group, fusion, properties, (_without_x,))
+    if m < 1 or properties.ptx != 90 or (len(group) > 1 and not side_by_side.are_alike(group)):
+        return None
+    found = _fastest(m, [o.n for o in group], side_by_side.merged(group), properties, (_without_x,))
+    plans = tuple(replace(plan, norm=True) for plan in found)
+    return StreamKGroup(plans, plans[0].microseconds, is_one_launch=len(plans) > 1) if plans else None
+
+
+def _pair(
+    m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties, kinds: tuple[_Kind, ...] = ()
+) -> StreamKGroup | None:
+    if m < 1 or properties.ptx != 90 or not side_by_side.are_alike(group) or group[0].n != group[1].n:
+        return None
+    both = side_by_side.merged(group)
+    found = _fastest(m, [both.n], both, properties, kinds)
+    pair = found[0] if found else None
+    pair = pair and replace(pair, activation=fusion.activation, paired=True, norm=fusion.norm is not None)
     if pair is None or not is_valid(pair, m, group[0].n, group[0].k, span_of(group[0]), properties):
         return None
     return StreamKGroup((pair, pair), pair.microseconds, is_one_launch=True)
@@ -238,19 +261,28 @@ class _Candidate(NamedTuple):
     cluster: int = 1
 
 
-def _fastest(m: int, sides: Sequence[int], problem: Problem, properties: DeviceProperties) -> list[StreamKPlan]:
+_Kind = Callable[[int, int, Sequence[int], int, DeviceProperties], list[_Candidate]]
+
+
+def _fastest(
+    m: int,
+    sides: Sequence[int],
+    problem: Problem,
+    properties: DeviceProperties,
+    kinds: tuple[_Kind, ...] = (),
+) -> list[StreamKPlan]:
     """The plans with the lowest estimate, which is that of all, of weights of so many rows in one launch; none where
-    there is none. `problem` has all of their rows."""
+    there is none. `problem` has all of their rows. kinds: where x is, wherever it may be if there are none."""
     found = (
         _estimated(candidates, tile_m, m, sides, problem, properties)
-        for candidates in (_with_x, _without_x)
+        for candidates in kinds or (_with_x, _without_x)
         for tile_m in tiles_m(m, problem.n, properties.sms)
     )
     return min(filter(None, found), key=lambda plans: plans[0].microseconds, default=[])
 
 
 def _estimated(
-    candidates: Callable[[int, int, Sequence[int], int, DeviceProperties], list[_Candidate]],
+    candidates: _Kind,
     tile_m: int,
     m: int,
     sides: Sequence[int],

@@ -111,8 +111,8 @@ STREAMK_TIMES = {
 }  # fmt: skip
 # What a product saves whose x is laid out already.
 STREAMK_LAYING_OUT = 1.5
-# Whether gate and up may share a launch and its tiles: not timed yet.
-STREAMK_PAIRS = False
+# Whether gate and up may share a launch and its tiles, and whether x may be normed as it is laid out: not timed yet.
+STREAMK_PAIRS, STREAMK_NORMS = False, False
 # Rows of x up to which one tile has them all, unless there are multiprocessors for more.
 STREAMK_ONE_TILE = 32
 
