@@ -10,7 +10,7 @@
 constexpr int WARPS = 4 * Config::warpgroups;  // that multiply
 constexpr int THREADS = 128 * (Config::warpgroups + 1);
 constexpr int TILE_N = 64 * Config::warpgroups, UNIT_K = 256;
-constexpr int TILE_ROWS = Config::paired ? TILE_N / 2 : TILE_N;  // of each weight in a tile
+constexpr int TILE_ROWS = Config::paired ? TILE_N / 2 : TILE_N;          // of each weight in a tile
 constexpr int SPANS = UNIT_K / Config::span, STEPS = Config::span / 16;  // spans a unit, MMAs a span
 constexpr int WORDS = Config::span / 32;                                 // of W, that a lane takes of a row's span
 constexpr int SUMS = sums_of(Config::tile_m);
