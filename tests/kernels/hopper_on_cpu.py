@@ -20,7 +20,7 @@ import halfbyte as hb
 from halfbyte.kernels.common import driver, tensor_map
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.experts import sort
-from halfbyte.kernels.linear import laid_out, side_by_side, workspace
+from halfbyte.kernels.linear import cache, cuda, laid_out, reach, side_by_side, workspace
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 
 SMALL, CLUSTERS = replace(H200, sms=32), 4  # that run at once: a CTA then has several tiles
@@ -33,19 +33,19 @@ class Driver:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.readable = folder, list[Tensor]()
-        self._variants: list[Variant] = []
+        self.variants: list[Variant] = []
         self._functions: list[tuple[Variant, str]] = []
 
     def cubin(self, variant: Variant) -> bytes:
-        self._variants.append(variant)
-        return b"%d" % (len(self._variants) - 1)
+        self.variants.append(variant)
+        return b"%d" % (len(self.variants) - 1)
 
     def cuModuleLoadData(self, module: Any, code: bytes) -> int:
         module._obj.value = int(code) + 1
         return 0
 
     def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
-        self._functions.append((self._variants[module.value - 1], name.decode()))
+        self._functions.append((self.variants[module.value - 1], name.decode()))
         function._obj.value = len(self._functions)
         return 0
 
@@ -86,8 +86,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Driver]:
     there = Driver(tmp_path)
     monkeypatch.setattr(driver, "driver", lambda: there)
     monkeypatch.setattr(driver, "cubin", there.cubin)
-    for module in (decode, laid_out, side_by_side):
+    for module in (cuda, decode, laid_out, side_by_side):
         monkeypatch.setattr(module, "properties_of", lambda index: SMALL)
+    monkeypatch.setattr(reach, "without_kernels", lambda properties: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(workspace, "_lasting", workspace.Workspace)  # whose streams there are none of
     monkeypatch.setattr(workspace.kept, "by_stream", {})
@@ -99,7 +101,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Driver]:
         return tensor
 
     monkeypatch.setattr(torch, "empty", allocated)
-    kept = (decode.launches, laid_out.launches, sort.launches)
+    kept = (cache.bound_fused, cache.fused, decode.launches, laid_out.launches, sort.launches)
     caches = (driver.kernels.cache_clear, tensor_map.tensor_map.cache_clear, *(one.entries.clear for one in kept))
     for clear in caches:
         clear()

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import halfbyte as hb
+from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.experts import reference as stacks
-from halfbyte.kernels.linear import grouped
+from halfbyte.kernels.linear import cuda, grouped
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.laid_out import GroupPlan, span_of
@@ -28,6 +29,7 @@ from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.linear.sm90_streamk import plan as narrow
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
+from halfbyte.kernels.linear.tune import h200
 
 __all__ = ["hopper"]
 pytestmark = [needs_compiler, pytest.mark.slow]
@@ -144,6 +146,30 @@ def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan, dict[str
         multiply(0, address(x), *read, m, places)
         assert (out[m] == 777).all()
         check(out[:m], right, theirs)
+
+
+@pytest.mark.parametrize("kind", ["q, k, v", "silu"])
+def test_from_the_call_to_the_result(hopper: Driver, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned, with x normed as it is laid out."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(h200, "STREAMK_PAIRS", True)
+    monkeypatch.setattr(h200, "STREAMK_NORMS", True)
+    m, k, sides = 30, 768, (700, 700) if kind == "silu" else (320, 128, 128)
+    x, norm = torch.randn(m, k).bfloat16(), Norm((1 + torch.randn(k) / 8).bfloat16(), 1e-5)
+    weights = [weight(n, k=k, dtype=BF16, format="nf4") for n in sides]
+    hopper.readable = [part for q in weights for part in parts_of(q)]
+    found = cuda.fused(x, weights, [None] * len(sides), norm, kind if kind == "silu" else "", None)
+    assert found is not None
+    (constants,) = (dict(variant.constants) for variant in hopper.variants)
+    assert (constants["norm"], constants["paired"]) == (True, kind == "silu")
+
+    def expected(kind: torch.dtype) -> list[Tensor]:
+        rows = functional.rms_norm(x.to(kind), (k,), norm.weight.to(kind), norm.epsilon)
+        products = [functional.linear(rows, hb.dequantize(q, F32).to(kind)) for q in weights]
+        return [functional.silu(products[0]) * products[1]] if len(products) == 2 else products
+
+    for y, right, theirs in zip(found, expected(F64), expected(BF16), strict=True):
+        check(y, right, theirs)
 
 
 @pytest.mark.parametrize(
