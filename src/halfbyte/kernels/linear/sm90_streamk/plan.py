@@ -233,7 +233,10 @@ def grouped_plan(
             continue
         time = spread.microseconds(pairs, experts, tile_m, 64 * warpgroups, times, problem, properties)
         for some in range(stages, 1, -1):
-            plan = StreamKPlan(tile_m, warpgroups, some, properties.sms, chunk=most, microseconds=time)
+            plan = StreamKPlan(
+                tile_m, warpgroups, some, properties.sms, chunk=most, microseconds=time,
+                permuted=min(h200.STREAMK_PERMUTED, span_of(problem) // 32),
+            )  # fmt: skip
             if is_grouped_valid(plan, experts, problem.n // experts, problem.k, span_of(problem), properties):
                 found.append(plan)
                 break
@@ -291,8 +294,10 @@ def _estimated(
 ) -> list[StreamKPlan]:
     """The same of one kind, in tiles of so many rows of x."""
     k, span = problem.k, span_of(problem)
+    permuted = min(h200.STREAMK_PERMUTED, span // 32)
     for busy, fewer, warpgroups, ctas, resident, cluster in sorted(candidates(tile_m, m, sides, k, properties)):
-        plans = [StreamKPlan(tile_m, warpgroups, -fewer, some, resident, cluster) for some in ctas]
+        shape = StreamKPlan(tile_m, warpgroups, -fewer, 1, resident, cluster, permuted=permuted)
+        plans = [replace(shape, ctas=some) for some in ctas]
         if all(is_valid(plan, m, n, k, span, properties) for plan, n in zip(plans, sides, strict=True)):
             time = _microseconds(busy, plans[0], m, problem, properties)
             return [replace(plan, microseconds=time) for plan in plans]

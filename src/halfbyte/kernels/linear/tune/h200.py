@@ -111,8 +111,9 @@ STREAMK_TIMES = {
 }  # fmt: skip
 # What a product saves whose x is laid out already.
 STREAMK_LAYING_OUT = 1.5
-# Whether gate and up may share a launch and its tiles, and whether x may be normed as it is laid out: not timed yet.
-STREAMK_PAIRS, STREAMK_NORMS = False, False
+# Not timed yet, which benchmarks/constants.py does: whether gate and up may share a launch and its tiles, whether x may
+# be normed as it is laid out, and how many words of every other row of a span are looked up in registers.
+STREAMK_PAIRS, STREAMK_NORMS, STREAMK_PERMUTED = False, False, 0
 # Rows of x up to which one tile has them all, unless there are multiprocessors for more.
 STREAMK_ONE_TILE = 32
 
