@@ -118,20 +118,23 @@ _NAME = r"(?:template <[^>]*>\s*)?__device__ __forceinline__ [\w ]+\b%s(?:[^()]|
 _ASSEMBLY = re.compile(r"\basm\s*(?:volatile)?\s*\((?:[^()\"]|\"[^\"]*\"|\((?:[^()\"]|\"[^\"]*\")*\))*\);")
 
 
-LAUNCH = """
+# Of every kernel, which takes one structure.
+_KERNEL = re.compile(r'extern "C" __global__ void[^;{]*?(\w+)\(const __grid_constant__')
+_LAUNCH = """
 template <class T> T told_by(void (*kernel)(T));
-using Told = decltype(told_by(%s));
-extern "C" size_t size() { return sizeof(Told); }
-extern "C" unsigned run(const void* arguments, const Shape* shape, const Range* ranges, unsigned count) {
-  const auto kernel = [](const void* told) { %s(*static_cast<const Told*>(told)); };
-  return launch(kernel, arguments, sizeof(Told), *shape, ranges, count);
-}
+"""
+_LAUNCH_OF = """
+extern "C" size_t size_of_{0}() {{ return sizeof(decltype(told_by({0}))); }}
+extern "C" unsigned run_{0}(const void* arguments, const Shape* shape, const Range* ranges, unsigned count) {{
+  const auto kernel = [](const void* told) {{ {0}(*static_cast<const decltype(told_by({0}))*>(told)); }};
+  return launch(kernel, arguments, size_of_{0}(), *shape, ranges, count);
+}}
 """
 
 
-def library(folder: Path, variant: Variant, functions: str) -> ctypes.CDLL:
-    """The variant as C++, compiled in `folder`, with C functions of the caller's behind it. One that was compiled
-    before is used again."""
+def library(folder: Path, variant: Variant, functions: str = "") -> ctypes.CDLL:
+    """The variant as C++, compiled in `folder`, with what launches its kernels, and C functions of the caller's behind
+    it. One that was compiled before is used again."""
     if (found := _libraries.get((variant, functions))) is not None:
         return found
     text = variant.source.replace('#include "config.cuh"', _config(dict(variant.constants)))
@@ -140,10 +143,12 @@ def library(folder: Path, variant: Variant, functions: str) -> ctypes.CDLL:
     for name, instead in FUNCTIONS.items():
         text = _replaced(text, name, instead)
     text = _ASSEMBLY.sub("__builtin_trap();", text)  # of functions that this kernel does not call
+    functions_of_kernels = map(_LAUNCH_OF.format, _KERNEL.findall(text))
     text = text.replace('extern "C" __global__', "static")
     number = len(_libraries)  # a library is loaded once from a path
     source, compiled = folder / f"kernel{number}.cpp", folder / f"kernel{number}.so"
-    source.write_text(f'#include "cuda_on_cpu.h"\n{text}\n{functions}', encoding="utf-8")
+    parts = ('#include "cuda_on_cpu.h"', text, _LAUNCH, *functions_of_kernels, functions)
+    source.write_text("\n".join(parts), encoding="utf-8")
     # CUDA C++ allows a little more than C++. Kernels run so briefly that -O1 costs more than it gains.
     _compile("-Og", "-w", "-fpermissive", "-shared", f"-I{HERE}", source, _what_runs_them(folder), "-o", compiled)
     _libraries[variant, functions] = loaded = ctypes.CDLL(str(compiled))
@@ -196,27 +201,23 @@ class Shape(NamedTuple):
 
 def size_of(folder: Path, variant: Variant, kernel: str) -> int:
     """Bytes of the structure that a kernel takes."""
-    size: int = _launcher(folder, variant, kernel).size()
+    size: int = getattr(library(folder, variant), f"size_of_{kernel}")()
     return size
 
 
 def run(
     folder: Path, variant: Variant, kernel: str, arguments: bytes, shape: Shape, readable: Sequence[torch.Tensor]
 ) -> int:
-    """Launch a kernel that takes one structure. folder: where it is compiled. readable: the tensors that it may read by
-    copies and read-only loads. Returns how many of those were outside of them, or wrong in another way; ~0 where its
-    threads wait for each other."""
+    """Launch a kernel. folder: where it is compiled. readable: the tensors that it may read by copies and read-only
+    loads. Returns how many of those were outside of them, or wrong in another way; ~0 where its threads wait for each
+    other."""
     ranges = torch.tensor([(t.data_ptr(), t.data_ptr() + t.nbytes) for t in readable], dtype=torch.int64)
     assert len(arguments) == size_of(folder, variant, kernel)
-    found: int = _launcher(folder, variant, kernel).run(
+    found: int = getattr(library(folder, variant), f"run_{kernel}")(
         arguments, (ctypes.c_uint * 6)(shape.ctas, shape.y, shape.z, shape.cluster, shape.threads, shape.shared_bytes),
         ctypes.c_void_p(ranges.data_ptr()), len(ranges),
     )  # fmt: skip
     return found
-
-
-def _launcher(folder: Path, variant: Variant, kernel: str) -> ctypes.CDLL:
-    return library(folder, variant, LAUNCH % (kernel, kernel))
 
 
 def map_of(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -117,21 +116,25 @@ def test_a_product(hopper: Driver, case: Case) -> None:
 
 # -- Experts -----------------------------------------------------------------------------------------------------------
 
-#    K, dtype, format, teams of warps: one CTA along K and several, rows that come by a tensor map and in one piece
-STACKS: list[tuple[int, torch.dtype, str, dict[str, Any], Sequence[int]]] = [
-    (512, BF16, "nf4", {}, (1, 2, 4)),
-    (768, F16, "int4", {"group_size": 128}, (1, 4)),
-    (2048, BF16, "mxfp4", {}, (2,)),
-    (2880, BF16, "mxfp4", {}, (1,)),
-    (2880, F16, "nf4", {}, (1,)),
-    (5120, F16, "int4", {"group_size": 128}, (1,)),
+#    K, dtype, format, teams of warps, activation: one CTA along K and several, rows by a tensor map and in one piece
+GROUPS = {"group_size": 128}
+STACKS: list[tuple[int, torch.dtype, str, dict[str, Any], int, str]] = [
+    (512, BF16, "nf4", {}, 1, "silu"),
+    (512, BF16, "nf4", {}, 2, "silu"),
+    (512, BF16, "nf4", {}, 4, "swiglu_oai"),
+    (512, BF16, "nf4", {}, 4, ""),
+    (768, F16, "int4", GROUPS, 1, ""),
+    (768, F16, "int4", GROUPS, 4, "silu"),
+    (2048, BF16, "mxfp4", {}, 2, ""),
+    (2880, BF16, "mxfp4", {}, 1, "swiglu_oai"),
+    (2880, BF16, "mxfp4", {}, 1, ""),
+    (2880, F16, "nf4", {}, 1, "silu"),
+    (5120, F16, "int4", GROUPS, 1, "silu"),
+    (5120, F16, "int4", GROUPS, 1, ""),
 ]
 
 
-@pytest.mark.parametrize("activation", ["", "silu", "swiglu_oai"])
-@pytest.mark.parametrize(
-    ("k", "dtype", "format", "options", "teams"), [(*case[:4], teams) for case in STACKS for teams in case[4]]
-)
+@pytest.mark.parametrize(("k", "dtype", "format", "options", "teams", "activation"), STACKS, ids=str)
 def test_experts(
     hopper: Driver, k: int, dtype: torch.dtype, format: str, options: dict[str, Any], teams: int, activation: str
 ) -> None:
