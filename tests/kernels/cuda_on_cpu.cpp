@@ -1,6 +1,6 @@
 // Runs a kernel on a CPU, one CTA, or cluster of them, after the other in the order of blockIdx. A thread runs until it
-// has to wait for others. In every other one the last thread goes first, and the CTAs of a cluster begin as late as they
-// can, so that a wait that is missing shows, whoever should have waited.
+// has to wait for others. In every other one the last thread goes first, and the CTAs of a cluster begin as late as
+// they can, so that a wait that is missing shows, whoever should have waited.
 //
 // What a thread copies to shared memory by itself happens when it waits for it, not before. Copies that end at a
 // barrier happen as late as they can, when no thread can go on without one, and in any order; in every other pair of
@@ -106,8 +106,8 @@ static const void* told;
 
 static void land(Flight flight);
 
-// The thread in front, from where it waits or from its beginning. Where there is none, something lands first, or another
-// CTA begins.
+// The thread in front, from where it waits or from its beginning. Where there is none, something lands first, or
+// another CTA begins.
 static void run_first() {
   while (ready.empty() && !(flying.empty() && later.empty())) {
     if (flying.empty()) {
@@ -259,7 +259,7 @@ void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned
   std::memcpy(sum, warp->sums[own], 16);
 }
 
-// -- Products of a warpgroup -------------------------------------------------------------------------------------------
+// -- Products of a warpgroup ------------------------------------------------------------------------------------------
 
 void multiply_group(float* sum, unsigned sums, const unsigned (&a)[4], uint64_t x_at, bool adds, bool fp16) {
   ready.front()->products.back().push_back({sum, sums, {a[0], a[1], a[2], a[3]}, x_at, adds, fp16});
@@ -308,7 +308,7 @@ void close_products() {
   if (at_once) wait_for_group(0);
 }
 
-// -- Memory ------------------------------------------------------------------------------------------------------------
+// -- Memory -----------------------------------------------------------------------------------------------------------
 
 unsigned address_of(const void* place) {
   const Cta* own = ready.front()->cta;
@@ -348,7 +348,7 @@ void wait_for_copies(unsigned open) {
     for (const Copy& one : copies.front()) finish(one);
 }
 
-// -- Barriers in shared memory -----------------------------------------------------------------------------------------
+// -- Barriers in shared memory ----------------------------------------------------------------------------------------
 
 void make_barrier(unsigned at, unsigned count) { stored(at, Phase{0, count, count, 0}); }
 static void change(unsigned at, unsigned arrivals, int bytes) {
@@ -411,7 +411,7 @@ void arrive_with_copies(unsigned barrier) {
   start(std::move(flight));
 }
 
-// -- A launch ----------------------------------------------------------------------------------------------------------
+// -- A launch ---------------------------------------------------------------------------------------------------------
 
 // What a thread does, from its beginning to the next one's turn.
 static void run() {

@@ -1,6 +1,6 @@
 // CUDA C++ as C++: what a kernel's source needs to run on a CPU (cuda_on_cpu.cpp says how). Numbers are those of a GPU
-// but for the order of an MMA's sums. There is nothing of the standard library here: that takes longer to compile than a
-// kernel does.
+// but for the order of an MMA's sums. There is nothing of the standard library here: that takes longer to compile than
+// a kernel does.
 
 #define __device__
 #define __forceinline__ inline
@@ -40,7 +40,7 @@ inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z
   return {x, y, z, w};
 }
 
-// -- A CTA -------------------------------------------------------------------------------------------------------------
+// -- A CTA ------------------------------------------------------------------------------------------------------------
 
 extern Index gridDim, blockIdx, threadIdx;
 extern unsigned char* memory;  // dynamic shared memory
@@ -105,7 +105,7 @@ template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned by) {
   return __shfl_sync(mask, value, threadIdx.x % 32 < by ? threadIdx.x : threadIdx.x - by);
 }
 
-// -- Memory ------------------------------------------------------------------------------------------------------------
+// -- Memory -----------------------------------------------------------------------------------------------------------
 
 void check(const void* from, size_t bytes);  // counts it if that is not in `readable`
 template <class T> T __ldg(const T* from) {
@@ -139,7 +139,7 @@ void arrive_with_copies(unsigned barrier);
 template <int Count> void take_registers() {}
 template <int Count> void leave_registers() {}
 
-// -- Numbers -----------------------------------------------------------------------------------------------------------
+// -- Numbers ----------------------------------------------------------------------------------------------------------
 
 extern "C" float expf(float), exp2f(float), tanhf(float), erff(float), fmaf(float, float, float);
 extern "C" float fmaxf(float, float), fminf(float, float), fabsf(float);
@@ -207,7 +207,7 @@ inline unsigned times(unsigned first, unsigned second, bool fp16) {
   return one(first, second) | one(first >> 16, second >> 16) << 16;
 }
 
-// -- A launch ----------------------------------------------------------------------------------------------------------
+// -- A launch ---------------------------------------------------------------------------------------------------------
 
 struct Range {
   uint64_t begin, end;

@@ -4,12 +4,12 @@
 // Bytes: the router's weight, once for every eight tokens, mostly from L2; it is fetched there while the kernel ahead
 // ends. Flops: 2 T E K.
 //
-// Operands. scores.T = weight @ x.T by mma.m16n8k16 (linear/device/mma.cuh): 16 experts by eight tokens. A product's K may
-// be permuted if both of its operands are, so a lane loads 16 bytes of a row, which are its part of two MMAs.
+// Operands. scores.T = weight @ x.T by mma.m16n8k16 (linear/device/mma.cuh): 16 experts by eight tokens. A product's K
+// may be permuted if both of its operands are, so a lane loads 16 bytes of a row, which are its part of two MMAs.
 //
-// Work. A cluster has eight tokens, and its CTAs take tiles of 16 experts in turn. The warps of a CTA take chunks of 32 of
-// K in turn; what they have is added up in the order of warps, rounded to x's type as `linear` rounds it, and sent to the
-// CTA that has the token. There a warp chooses: ties go to the expert of the lower number, NaN is the highest.
+// Work. A cluster has eight tokens, and its CTAs take tiles of 16 experts in turn. The warps of a CTA take chunks of 32
+// of K in turn; what they have is added up in the order of warps, rounded to x's type as `linear` rounds it, and sent
+// to the CTA that has the token. There a warp chooses: ties go to the expert of the lower number, NaN is the highest.
 //
 // Config: x; experts, k (of x), top_k; cluster; tiles, of a CTA; before, normalizes as in router_reference.py; bias,
 // whether there is one; narrow: weights are rounded to x's type, else fp32; overlaps: the kernel may begin before the

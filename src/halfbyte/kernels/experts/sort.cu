@@ -1,14 +1,14 @@
 // Pairs of a token and an expert, sorted by expert, and the tiles that follow: what the products of many pairs go by
 // (linear/device/grouped.cuh draws `routes`).
 //
-// Bytes: the ids twice, and three numbers for each pair. A cluster of CTAs does it all in a few microseconds, or a single
-// CTA where pairs are few or a GPU has no clusters, and nothing waits for the host. Each warp has a run of pairs, and counts those of
-// each expert. Each CTA adds up what its warps have counted, and reads the sums of the others; then each warp knows
-// where its pairs go. Pairs of an expert keep their order, so the same ids give the same routes. Ids that are no expert
-// are nobody's, and their place is NOWHERE.
+// Bytes: the ids twice, and three numbers for each pair. A cluster of CTAs does it all in a few microseconds, or a
+// single CTA where pairs are few or a GPU has no clusters, and nothing waits for the host. Each warp has a run of
+// pairs, and counts those of each expert. Each CTA adds up what its warps have counted, and reads the sums of the
+// others; then each warp knows where its pairs go. Pairs of an expert keep their order, so the same ids give the same
+// routes. Ids that are no expert are nobody's, and their place is NOWHERE.
 //
-// Config: tile_m, rows of a tile; ctas; overlaps, whether this launch may begin before the one ahead is done; x, which is
-// not looked at.
+// Config: tile_m, rows of a tile; ctas; overlaps, whether this launch may begin before the one ahead is done; x, which
+// is not looked at.
 
 #include "linear/device/grouped.cuh"
 
@@ -61,7 +61,8 @@ __device__ __forceinline__ void sync_all() {
   else sync_cluster();
 }
 
-// The pairs first + lane, first + 32 + lane, … of a warp: the expert of each or NOWHERE, and the lanes with the same one.
+// The pairs first + lane, first + 32 + lane, … of a warp: the expert of each or NOWHERE, and the lanes with the same
+// one.
 struct Pairs {
   u32 expert[AT_ONCE], alike[AT_ONCE];
   // By all lanes. end: the first pair that is not the warp's.

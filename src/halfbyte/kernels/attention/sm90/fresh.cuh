@@ -77,8 +77,8 @@ __device__ __forceinline__ void fetch(const u16* norm, u32 lane) {
   if (lane < SIZE / 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm + 64 * lane));
 }
 
-// A new token's key and value, as lane (group, member) of the warp whose blocks have its slot makes them of token number
-// `group`. They wait in shared memory for the block's turn, and go into the cache.
+// A new token's key and value, as lane (group, member) of the warp whose blocks have its slot makes them of token
+// number `group`. They wait in shared memory for the block's turn, and go into the cache.
 struct Fresh {
   Head key;
   uint4 value[KEY_PARTS];

@@ -108,7 +108,8 @@ __device__ __forceinline__ void multiply(float (&score)[COLUMNS][4], const Keys&
     for (u32 i = 0; i < 4; i++) score[column][i] += second[column][i];
 }
 
-// Adds up what a CTA has been given of a tile's sums: pairs number `slot` * cluster + rank of all lanes, part after part.
+// Adds up what a CTA has been given of a tile's sums: pairs number `slot` * cluster + rank of all lanes, part after
+// part.
 __device__ __forceinline__ void add_up(const Arguments& a, u32 slot, u32 tile, u32 rank, u32 which, u32 head,
                                        u32 lane) {
   const u32 number = slot * Config::cluster + rank, i = number % 4, two = number / 4 % (SUM_TILES / 2);

@@ -11,7 +11,8 @@ constexpr bool AHEAD = SIZE * COLUMNS <= 128;  // registers hold keys and values
 // Pairs of sums of a lane, and how many of them a CTA of the cluster adds up.
 constexpr u32 SHARES = 2 * SUM_TILES * COLUMNS, SLOTS = (SHARES + Config::cluster - 1) / Config::cluster;
 constexpr u32 ROTARY = Config::rotary;
-// Bytes of shared memory: keys and values of new tokens, pairs of sums, and of each row the highest score and the weights.
+// Bytes of shared memory: keys and values of new tokens, pairs of sums, and of each row the highest score and the
+// weights.
 constexpr u32 SUMS = Config::puts ? 4 * ROW_TILES * NEW * SIZE : 0, STATISTICS = SUMS + SLOTS * ROW_TILES * PARTS * 256;
 static_assert(STATISTICS + ROW_TILES * PARTS * COLUMNS * 64 == Config::shared_bytes, "launch.py asks for as much");
 constexpr float LOG2E = 1.4426950408889634f;
@@ -34,8 +35,8 @@ struct Arguments {
   float scale, cap, lowest, query_epsilon, key_epsilon, offset;
 };
 
-// What the kernel ahead does not write, if this one may begin `early`. A plain load: one by __ldg may be moved across the
-// wait, either way.
+// What the kernel ahead does not write, if this one may begin `early`. A plain load: one by __ldg may be moved across
+// the wait, either way.
 template <class T> __device__ __forceinline__ T settled(const T* from) { return *from; }
 __device__ __forceinline__ uint4 load_settled(const u16* from) { return settled(reinterpret_cast<const uint4*>(from)); }
 __device__ __forceinline__ uint4 load_new(const u16* from) { return *reinterpret_cast<const uint4*>(from); }
