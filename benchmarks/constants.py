@@ -5,8 +5,8 @@
 
 Settings are all combinations of the values that are named; the first is what the others are compared with, in time and
 in bits. The work of a setting is captured in a CUDA graph while the constants have its values, over weights that no
-cache holds together, so all are timed in turn. Work: a decoder layer's products of Llama-3 8B with what is fused, by
-rows of x, and those of blocks of experts, and the blocks, by tokens.
+cache holds together, so all are timed in turn. Work: products of decoder layers with what is fused, by rows of x, and
+those of blocks of experts, and the blocks, by tokens.
 """
 
 from __future__ import annotations
@@ -37,8 +37,13 @@ from halfbyte.measure.error import relative_error
 from halfbyte.measure.timing import time_all
 
 BF16 = torch.bfloat16
-ROWS, TOKENS = (1, 8, 16, 32, 64, 100), (1, 16, 64, 256, 1024)
-LLAMA = {"q, k, v": ((4096, 1024, 1024), 4096), "gate, up": ((14336, 14336), 4096), "down": ((4096,), 14336)}
+ROWS, TOKENS = (1, 8, 16, 32, 64, 100, 512), (1, 16, 64, 256, 1024)
+PRODUCTS = {
+    "llama 8b, q, k, v": ((4096, 1024, 1024), 4096),
+    "llama 8b, gate, up": ((14336, 14336), 4096),
+    "llama 8b, down": ((4096,), 14336),
+    "qwen 72b, down": ((8192,), 29568),  # whose K is no multiple of 256
+}
 Setting = Mapping[str, Any]
 Work = list[Callable[[], Tensor]]  # one call for each set of weights
 
@@ -57,8 +62,8 @@ def settings(given: Sequence[str]) -> list[Setting]:
 def works(only: str, models: Sequence[str], device: torch.device) -> Iterator[tuple[str, Callable[[], Work]]]:
     """Names that contain `only`, and what makes the work."""
     kinds: list[tuple[Callable[[], Any], Mapping[str, tuple[Any, ...]]]] = []
-    for part, (sides, k) in LLAMA.items():
-        names = {f"llama 8b, {part}, M = {m}": (m,) for m in ROWS}
+    for part, (sides, k) in PRODUCTS.items():
+        names = {f"{part}, M = {m}": (m,) for m in ROWS}
         kinds.append((partial(_Products, sides, k, device), names))
     for model in models:
         parts = itertools.product(("gate_up", "down", "block"), TOKENS)

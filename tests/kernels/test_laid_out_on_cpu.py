@@ -53,6 +53,8 @@ CASES = {
     "scales one by one": Case(40, 130, 576, StreamKPlan(48, 3, 2, 2), F16),
     "scales of a unit": Case(9, 200, 1280, StreamKPlan(24, 2, 4, 5), F16, "fp4", {"nested": False, "block_size": 128}),
     "scales across": Case(100, 192, 832, StreamKPlan(112, 2, 2, 2), BF16, "nf4", {"nested": False}),
+    "nested scales across": Case(100, 192, 832, StreamKPlan(112, 2, 2, 2), F16),
+    "nested scales across, many rows": Case(100, 192, 1088, GemmPlan(128, 2, 2, 3, 3, 1, 128)),
     "resident": Case(7, 256, 2048, StreamKPlan(8, 4, 2, 4, resident=2)),
     "a cluster": Case(30, 256, 2048, StreamKPlan(32, 4, 2, 4, resident=2, cluster=4), F16, "int4", GROUPS),
     "two tiles of x": Case(90, 128, 1024, StreamKPlan(80, 2, 2, 3), BF16, "int4", GROUPS),
@@ -66,8 +68,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_product(hopper: Driver, case: Case) -> None:
+def test_a_product(hopper: Driver, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     m, n, k, plan, dtype, format, options = case
+    monkeypatch.setattr(h200, "NESTED_ACROSS", True)
     torch.manual_seed(0)
     q = weight(n, k=k, dtype=dtype, format=format, **options)
     side, results = (n, k) if plan.back else (k, n)

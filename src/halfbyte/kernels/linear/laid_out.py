@@ -45,7 +45,7 @@ def scale_loads(problem: Problem) -> ScaleLoads:
         return "one"
     if o.k % UNIT_K:
         ends = o.n * row % ALIGNMENT == 0
-        return "across" if ends and not o.nested and o.align_scale == ALIGNMENT else "one"
+        return "across" if ends and (h200.NESTED_ACROSS or not o.nested) and o.align_scale == ALIGNMENT else "one"
     if row % ALIGNMENT == 0 and o.align_scale == ALIGNMENT:
         return "vector"
     return "unit" if o.align_scale >= unit else "one"

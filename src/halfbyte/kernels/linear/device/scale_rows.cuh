@@ -11,7 +11,7 @@
 //   one      one scale of a unit at a time
 //   unit     those of a unit: 4, 8 or 16 bytes, aligned
 //   vector   16 bytes, aligned, which last for LOADED units
-//   across   16 bytes that begin anywhere, by two aligned loads, where no scales are nested
+//   across   16 bytes that begin anywhere, by two aligned loads; nested ones have two absmax at most
 //
 // A load is a line of L1 for every row. So one by one takes a producer as long as others take to multiply.
 constexpr int BYTES = sizeof(ScaleBits),  // of a scale
@@ -86,13 +86,28 @@ struct VectorScales {
 struct ScalesAcross : VectorScales {
   uint4 more;
   u32 place, rest;  // where they begin in `bytes`, and how many the row has, of 16 or more
+  float next_absmax;
+  int same;  // scales of this unit and those after it that have `its_absmax`, if they are nested
 
   __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 k) {
-    const unsigned char* from = address_of(a, first_block(a, row, k));
+    const u64 block = first_block(a, row, k);
+    const unsigned char* from = address_of(a, block);
     place = u32(reinterpret_cast<u64>(from)) % 16;
     rest = ((a.k - k / (LOADED * UNIT_K) * (LOADED * UNIT_K)) >> Config::log_block) * BYTES;
     bytes = load_16_bytes(from - place);
     more = place + min(rest, 16) > 16 ? load_16_bytes(from - place + 16) : make_uint4(0, 0, 0, 0);
+    if constexpr (NESTED) {
+      same = 256 - int(block % 256);
+      its_absmax = load_float(a.absmax + (block >> 8));
+      next_absmax = load_float(a.absmax + (block + min(rest, 16) - 1 >> 8));
+    }
+  }
+  __device__ __forceinline__ void next_unit() {
+    VectorScales::next_unit();
+    same -= UNIT_K >> Config::log_block;
+  }
+  __device__ __forceinline__ float absmax(int s) const {
+    return NESTED && (s * JOINED * Config::span >> Config::log_block) >= same ? next_absmax : its_absmax;
   }
   // What is beyond the row becomes zeros: x is zero there, but another row's NaN is not.
   __device__ __forceinline__ void settle() {

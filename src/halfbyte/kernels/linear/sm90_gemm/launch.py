@@ -110,7 +110,8 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
     loads = "one" if plan.back else scale_loads(problem)
     # A producer of a cluster knows which part is its own, for which only the widest tiles leave no room.
-    usual = loads != "one" and (plan.cluster == 1 or (plan.tile_m == TILES_M[-1] and not plan.back))
+    alone = plan.cluster == 1 or (plan.tile_m == TILES_M[-1] and not plan.back)
+    usual = loads != "one" and not (loads == "across" and problem.nested) and alone
     producer, consumer = REGISTERS[plan.warpgroups] if usual else SCATTERED_REGISTERS
     return {
         "x": TYPES[problem.dtype], "low_first": problem.low_first,

@@ -114,6 +114,8 @@ STREAMK_LAYING_OUT = 1.5
 # Not timed yet, which benchmarks/constants.py does: whether gate and up may share a launch and its tiles, whether x may
 # be normed as it is laid out, and how many words of every other row of a span are looked up in registers.
 STREAMK_PAIRS, STREAMK_NORMS, STREAMK_PERMUTED = False, False, 0
+# Neither is this: whether a row's nested scales are loaded at once where K is no multiple of 256.
+NESTED_ACROSS = False
 # Rows of x up to which one tile has them all, unless there are multiprocessors for more.
 STREAMK_ONE_TILE = 32
 
