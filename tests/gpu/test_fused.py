@@ -19,6 +19,7 @@ from halfbyte.kernels.linear import dispatch
 from halfbyte.kernels.linear.fusion import Fusion, Residual
 from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.kernels.pointwise import reference as plain_torch
@@ -185,6 +186,29 @@ def test_error_of_pairs_and_norms(
             for one, other, right, rounded in zip(ours, again, exact, theirs, strict=True):
                 assert torch.equal(one, other), (m, n, k)
                 assert error(one, right) <= error(rounded, right) * (1.0 if right.numel() > 5000 else 1.2), (m, n, k)
+
+
+@pytest.mark.parametrize(("format", "options"), [*KINDS, ("nf4", {"block_size": 32})], ids=str)
+@sixteen_bits
+def test_error_of_pairs_of_many_rows(
+    dtype: torch.dtype, format: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sm90_gemm has gate and up in one launch, in chunks of rows, too."""
+    monkeypatch.setattr(h200, "GEMM_PAIRS", True)
+    for m, n, k in ((100, 1029, 4160), (300, 2048, 4096), (513, 515, 1024), (9000, 520, 1024)):
+        if k % options.get("group_size", options.get("block_size", 64)):
+            continue
+        weights = [weight(n, k, format, dtype, **options) for _ in range(2)]
+        biases, x = [random(n, dtype=dtype), None], random(m, k, dtype=dtype)
+        given = (biases, None, "silu", None)
+        results = [multiply(x, weights, *given, static=True, kernel=gemm) for _ in range(2)]
+        assert results[0] is not None
+        assert results[1] is not None
+        (ours,), (again,) = results
+        assert torch.equal(ours, again), (m, n, k)
+        exact = compose(x.double(), [hb.dequantize(q, F32).double() for q in weights], *given)[0]
+        theirs = compose(x, [hb.dequantize(q, dtype) for q in weights], *given)[0]
+        assert error(ours, exact) <= error(theirs, exact), (m, n, k)
 
 
 @pytest.mark.parametrize("m", [1, 7, 16])

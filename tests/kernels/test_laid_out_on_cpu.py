@@ -98,20 +98,23 @@ def test_a_product(hopper: Driver, case: Case, monkeypatch: pytest.MonkeyPatch) 
 
 RESIDUAL, SILU, GELU = Fusion(residual=0.5), Fusion(activation="silu"), Fusion(activation="gelu_tanh")
 NORM = Fusion(norm=(1e-5, 0.0))
-FUSED: dict[str, tuple[Fusion, StreamKPlan, dict[str, Any]]] = {
+FUSED: dict[str, tuple[Fusion, StreamKPlan | GemmPlan, dict[str, Any]]] = {
     "residual": (RESIDUAL, StreamKPlan(24, 2, 3, 4), {}),
     "gate, then up": (SILU, StreamKPlan(24, 2, 3, 4), {}),
     "a pair": (SILU, StreamKPlan(24, 2, 3, 5, paired=True), {}),
     "a pair, resident": (GELU, StreamKPlan(16, 3, 2, 8, resident=2, paired=True), {"nested": False}),
     "a pair, a cluster": (SILU, StreamKPlan(24, 4, 2, 8, resident=2, cluster=4, paired=True), {"block_size": 128}),
     "a pair, short blocks": (GELU, StreamKPlan(32, 2, 3, 3, paired=True, permuted=1), {"block_size": 32}),
+    "a pair, many rows": (SILU, GemmPlan(96, 2, 2, 3, 5, 1, 96, paired=True), {}),
+    "a pair, many rows, permuted": (GELU, GemmPlan(256, 2, 2, 3, 3, 1, 256, paired=True), {"block_size": 32}),
+    "a pair, many rows, a cluster": (SILU, GemmPlan(96, 2, 2, 3, 3, 2, 96, paired=True), {"block_size": 128}),
     "a norm": (NORM, StreamKPlan(16, 2, 3, 4, norm=True), {}),
     "a norm, a pair": (replace(SILU, norm=(1e-6, 1.0)), StreamKPlan(24, 2, 3, 5, paired=True, norm=True), {}),
 }
 
 
 @pytest.mark.parametrize("case", FUSED.values(), ids=FUSED.keys())
-def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan, dict[str, Any]]) -> None:
+def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan | GemmPlan, dict[str, Any]]) -> None:
     torch.manual_seed(0)
     fusion, plan, options = case
     m, n, k, parts = 20, 140, 1024, 2 if fusion.activation else 1
@@ -122,12 +125,17 @@ def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan, dict[str
         weights[-1] = replace(weights[-1], nested=nested._replace(code=nested.code * 1.5))
     biases = [torch.randn(n).bfloat16() for _ in range(parts)]
     group = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
-    last = replace(plan, activation=fusion.activation, residual=fusion.residual is not None)
-    assert narrow.is_valid(last, m, n, k, span_of(group[0]), SMALL)
+    last: StreamKPlan | GemmPlan = replace(plan, activation=fusion.activation)
+    if isinstance(last, StreamKPlan):
+        last = replace(last, residual=fusion.residual is not None)
+        assert narrow.is_valid(last, m, n, k, span_of(group[0]), SMALL)
+    else:
+        assert wide.is_valid(last, m, n, k, span_of(group[0]), SMALL)
     plans = (last, last) if plan.paired else (*[plan] * (parts - 1), last)
-    planned = GroupPlan(plans, 0.0, is_one_launch=plan.paired)
+    planned: GroupPlan[Any] = GroupPlan(plans, 0.0, is_one_launch=plan.paired)
+    kernel: Any = streamk if isinstance(plan, StreamKPlan) else gemm
     hopper.readable = [part for q in weights for part in parts_of(q)]
-    multiply = streamk.bind_fused(DEVICE, m, group, list(map(addresses, weights)), fusion, planned)
+    multiply = kernel.bind_fused(DEVICE, m, group, list(map(addresses, weights)), fusion, planned)
 
     def expected(kind: torch.dtype) -> Tensor:
         dense = [hb.dequantize(q, F32).to(kind) for q in weights]

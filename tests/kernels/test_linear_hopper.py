@@ -204,6 +204,21 @@ def test_pairs_and_norms(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_valid(replace(held, permuted=3), 16, 4096, 4096, 64, H200)
 
 
+def test_pairs_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Problem(BF16, 14336, 4096, "nf4", 64, torch.uint8, 256)
+    pair, silu = [gate, gate], Fusion(activation="silu")
+    assert gemm.plan_fused(512, pair, silu, H200) is None
+    monkeypatch.setattr(h200, "GEMM_PAIRS", True)
+    for m in (100, 512, 20000):
+        plan = gemm.plan_fused(m, pair, silu, H200)
+        assert plan is not None
+        assert {(one.paired, one.activation) for one in plan.plans} == {(True, "silu")}
+        assert gemm.group_variant(pair, plan, H200) is not None
+    for wrong in (Fusion((1e-5, 0.0), "silu"), Fusion(residual=1.0), Fusion()):
+        assert gemm.plan_fused(512, pair, wrong, H200) is None
+    assert gemm.plan_fused(512, [gate, replace(gate, format="fp4")], silu, H200) is None
+
+
 def test_how_many_clusters_run_at_once() -> None:
     """No more than there are multiprocessors for, and as an H200 says itself or fewer."""
     says = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}

@@ -41,7 +41,7 @@ from halfbyte.kernels.linear.tune import h200
 
 KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm, sm80, sm80_gemm, sm75, simt)
 GROUP_KERNELS: tuple[GroupKernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm)
-FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode, sm90_streamk)
+FUSED_KERNELS: tuple[FusedKernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm)
 BACK_KERNELS: tuple[BackKernel[Any], ...] = (sm90_gemm, sm80_gemm, sm80_back)
 # Kernel to one that was faster in all that was measured: where that supports a problem, too, this one is not asked.
 SUPERSEDED: dict[str, Kernel[Any]] = {sm75.NAME: sm80, sm80.NAME: sm90_streamk, sm80_gemm.NAME: sm90_streamk}

@@ -9,16 +9,23 @@
 constexpr u32 SCALE_THREADS = 64;
 constexpr int SHARE = TILE_N / SCALE_THREADS;  // rows of W a thread
 
-// Brings the code of nested scales, and returns what is added to each.
-__device__ __forceinline__ float prepare_code(const Arguments& a, u32 thread) {
+// The weight whose scales a thread decodes: with `paired` those of up are the other of two neighbours'.
+__device__ __forceinline__ bool is_of_up(u32 thread) { return Config::paired && thread % 2; }
+
+// Brings the codes of nested scales, and returns what is added to each.
+__device__ __forceinline__ float prepare_code(const Arguments& a, const Arguments& up, u32 thread) {
   if constexpr (!NESTED) return 0;
-  const float offset = load_float(a.offset);
-  for (u32 i = thread; i < 256; i += SCALE_THREADS) store_float(shared() + CODE + 4 * i, load_float(a.code + i));
+  const float offset = load_float((is_of_up(thread) ? up : a).offset);
+  for (u32 i = thread; i < 256; i += SCALE_THREADS) {
+    store_float(shared() + CODE + 4 * i, load_float(a.code + i));
+    if constexpr (Config::paired) store_float(shared() + CODE + 1024 + 4 * i, load_float(up.code + i));
+  }
   meet<1, SCALE_THREADS>();
   return offset;
 }
-__device__ __forceinline__ float decoded(u32 bits, float absmax, float offset) {
-  return NESTED ? decode_nested(::load_float(shared() + CODE + (bits & 255) * 4), absmax, offset) : decode_flat(bits);
+// code: the address of the weight's.
+__device__ __forceinline__ float decoded(u32 bits, float absmax, u32 code, float offset) {
+  return NESTED ? decode_nested(::load_float(code + (bits & 255) * 4), absmax, offset) : decode_flat(bits);
 }
 
 // Clears what the launch before has left in the workspace, a number of four a thread at a time.
@@ -44,13 +51,17 @@ class Clearing {
 };
 
 // Decodes the scales of each unit, and clears the workspace.
-__device__ __forceinline__ void fetch_scales(const Arguments& a, u32 first, u32 last, u32 thread) {
-  const auto row_at = [&](const WorkUnit& at, u32 row) { return row_of(a, at, first_row(at) + row); };
+__device__ __forceinline__ void fetch_scales(const Arguments& a, const Arguments& up, u32 first, u32 last, u32 thread) {
+  const Arguments& own = is_of_up(thread) ? up : a;
+  const u32 code = shared() + CODE + 1024 * is_of_up(thread);
+  const auto row_at = [&](const WorkUnit& at, u32 row) {
+    return row_of(a, at, first_row(at) + row / (1 + Config::paired));
+  };
   WorkUnit at(a, first);
   RawScales now[SHARE], then[SHARE];  // of this unit and of those after it
 #pragma unroll
-  for (int i = 0; i < SHARE; i++) now[i].load(a, row_at(at, thread + SCALE_THREADS * i), at.depth * UNIT_K);
-  const float offset = prepare_code(a, thread);
+  for (int i = 0; i < SHARE; i++) now[i].load(own, row_at(at, thread + SCALE_THREADS * i), at.depth * UNIT_K);
+  const float offset = prepare_code(a, up, thread);
 #pragma unroll
   for (int i = 0; i < SHARE; i++) now[i].settle();
   for (u32 unit = 0; unit < at.depth % LOADED; unit++)
@@ -67,7 +78,8 @@ __device__ __forceinline__ void fetch_scales(const Arguments& a, u32 first, u32 
       WorkUnit after = at;
       after.depth += covered - 1, after.next(a);
 #pragma unroll
-      for (int i = 0; i < SHARE; i++) then[i].load(a, row_at(after, thread + SCALE_THREADS * i), after.depth * UNIT_K);
+      for (int i = 0; i < SHARE; i++)
+        then[i].load(own, row_at(after, thread + SCALE_THREADS * i), after.depth * UNIT_K);
       has_next = true;
     }
     wait(shared() + W_EMPTY + 8 * ring.at, ring.parity);
@@ -76,7 +88,7 @@ __device__ __forceinline__ void fetch_scales(const Arguments& a, u32 first, u32 
       const u32 to = shared() + SCALE + ring.at * SCALE_BYTES + (thread + SCALE_THREADS * i) * 4;
 #pragma unroll
       for (int s = 0; s < UNIT_SCALES; s++) {
-        store_float(to + s * TILE_N * 4, decoded(now[i].bits(s), now[i].absmax(s), offset));
+        store_float(to + s * TILE_N * 4, decoded(now[i].bits(s), now[i].absmax(s), code, offset));
       }
     }
     arrive(shared() + W_FULL + 8 * ring.at);
@@ -106,7 +118,7 @@ __device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 firs
       to[i].load(a, first_of(a, at), at.depth * UNIT_K + thread + SCALE_THREADS * i, first_row(at));
   };
   load(now);
-  const float offset = prepare_code(a, thread);
+  const float offset = prepare_code(a, a, thread);
   wait_for_prior_kernel();  // as above
   Clearing clearing(thread);
   Ring ring(1);
@@ -119,7 +131,8 @@ __device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 firs
       const u32 to = shared() + SCALE + ring.at * SCALE_BYTES + scale_place(thread + SCALE_THREADS * i) * 4;
 #pragma unroll
       for (int s = 0; s < SPANS_OF_ROW; s++)
-        store_float(to + s * UNIT_K * 4, decoded(now[i].bits[s], now[i].absmax[NESTED ? s : 0], offset));
+        store_float(to + s * UNIT_K * 4,
+                    decoded(now[i].bits[s], now[i].absmax[NESTED ? s : 0], shared() + CODE, offset));
     }
     arrive(shared() + W_FULL + 8 * ring.at);
     clearing.step(a);
@@ -131,14 +144,17 @@ __device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 firs
 }
 
 // One thread: W of each unit.
-__device__ __forceinline__ void fetch_w(const Arguments& a, u64 map, u32 first, u32 last) {
+__device__ __forceinline__ u64 map_of(const Arguments& a) { return reinterpret_cast<u64>(a.map); }
+__device__ __forceinline__ void fetch_w(const Arguments& a, const Arguments& up, u32 first, u32 last) {
   WorkUnit at(a, first);
   Ring ring(1);
   for (u32 unit = first; unit < last; unit++, ring.next(Config::w_stages), at.next(a)) {
     const u32 full = shared() + W_FULL + 8 * ring.at;
     wait(shared() + W_EMPTY + 8 * ring.at, ring.parity);
     expect(full, W_BYTES);
-    copy_w(shared() + W_AT + ring.at * W_BYTES, map, at.depth * (UNIT_K / 2), at, full);
+    const u32 to = shared() + W_AT + ring.at * W_BYTES, byte = at.depth * (UNIT_K / 2);
+    copy_w(to, map_of(a), byte, at, full);
+    if constexpr (Config::paired) copy_w(to + W_BYTES / 2, map_of(up), byte, at, full);
   }
 }
 
@@ -168,7 +184,8 @@ __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last)
   }
 }
 
-__device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u32 last, u32 warp, u32 lane) {
+__device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u32 first, u32 last, u32 warp,
+                                      u32 lane) {
   if (warp == 0 && lane == 0) {
     for (u32 stage = 0; stage < Config::w_stages; stage++) {
       init(shared() + W_FULL + 8 * stage, SCALE_THREADS + 1);  // every thread's scales, and the copied bytes
@@ -186,9 +203,9 @@ __device__ __forceinline__ void fetch(const Arguments& a, u64 map, u32 first, u3
   if constexpr (Config::copies_x && !Config::grouped) wait_for_prior_kernel();
   if (warp < SCALE_THREADS / 32) {
     if constexpr (Config::back) fetch_column_scales(a, first, last, warp * 32 + lane);
-    else fetch_scales(a, first, last, warp * 32 + lane);
+    else fetch_scales(a, up, first, last, warp * 32 + lane);
   } else if (warp == 2 && lane == 0) {
-    fetch_w(a, map, first, last);
+    fetch_w(a, up, first, last);
   } else if (warp == 3 && lane == 0) {
     fetch_x(a, first, last);
   }

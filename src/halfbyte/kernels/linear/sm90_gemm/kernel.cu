@@ -38,7 +38,8 @@
 //   grouped, activation                      of experts; what gates
 //   orders, wide, scatters                   results are in the order of the next product's x; are fp32; go to
 //                                            their pairs' rows
-//   parts                                    weights that one launch multiplies with (device/laid_out.cuh)
+//   parts, paired                            weights that one launch multiplies with; they are gate and up, of which
+//                                            every tile has the same rows (device/laid_out.cuh)
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
 #include "device/permuted_table.cuh"
@@ -54,15 +55,16 @@ constexpr int OPERANDS = STEP_K / 4;                                 // register
 
 // Where a thread finds its part of W, and of the scales, in a stage: rows `row` (even) and `row` + 1 of 128 bytes, in
 // 16-byte pieces that are swizzled by the row. The address of a span is that of the first span, exclusive or the span's
-// place in the row.
+// place in the row. With `paired` these are a row of gate and the same of up, as in sm90_streamk.
 struct RowPlace {
   u32 row, upper, lower, scales;
-  __device__ RowPlace(u32 warp, u32 lane) : row(warp * 16 + lane / 4 * 2) {
-    const u32 member = lane % 4;
+  __device__ RowPlace(u32 warp, u32 lane) {
+    const u32 group = lane / 4, member = lane % 4;
+    row = Config::paired ? warp * 8 + group % 4 * 2 + group / 4 : warp * 16 + group * 2;
     upper =
         row * 128 + (Config::span == 64 ? (member / 2 ^ row & 7) * 16 + member % 2 * 8 : (row & 7) * 16 + member * 4);
-    lower = (upper ^ 16) + 128;
-    scales = row * 4;
+    lower = Config::paired ? upper + TILE_ROWS * 128 : (upper ^ 16) + 128;
+    scales = row * (Config::paired ? 8 : 4);
   }
 };
 
@@ -129,8 +131,8 @@ __device__ __forceinline__ void multiply_step(float (&sums)[Sums], const u32 (&n
   close_products();
 }
 
-__device__ __forceinline__ void multiply_units(const Arguments& a, const float (&codebook)[16], u32 first, u32 last,
-                                               u32 warp, u32 lane) {
+__device__ __forceinline__ void multiply_units(const Arguments& a, const Arguments& up, const float (&codebook)[16],
+                                               u32 first, u32 last, u32 warp, u32 lane) {
   const u32 member = lane % 4, column = wide_column_of(shared(), lane);
   const PlaceOf<Config::back>::Place mine(warp, lane);
   const auto release = [&](u32 barrier) {
@@ -178,9 +180,14 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const float (
       used = 0;
       // In a cluster each CTA adds up and stores its own groups of eight rows of x.
       if constexpr (Config::cluster > 1) cluster_reduce<WARPS>(total, a, at, shared() + W_AT, warp, lane);
-      if constexpr (Config::grouped) store_pairs(a, total, at, first_row(at) + mine.row, member);
-      else if (fix_up<Config::direct, WARPS>(total, a, at, own_number(a), warp, lane))
-        store_tile(a, total, at, first_row(at) + mine.row, member, [](u32 i) { return is_own(i); });
+      const u32 row = first_row(at) + mine.row;
+      const auto owns = [](u32 i) { return is_own(i); };
+      if constexpr (Config::grouped) {
+        store_pairs(a, total, at, row, member);
+      } else if (fix_up<Config::direct, WARPS>(total, a, at, own_number(a), warp, lane)) {
+        if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
+        else store_tile(a, total, at, row, member, owns);
+      }
       fresh = true;
     }
     at.next(a);
@@ -198,10 +205,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   const u32 lane = threadIdx.x % 32;
   if (Config::grouped && first == last) return wait_for_prior_kernel();  // what follows relies on it
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
+  const Arguments& up = Config::paired ? launched.part[Config::parts - 1] : a;
   if (threadIdx.x == 0) prefetch_map(a.map);
+  if (Config::paired && threadIdx.x == 0) prefetch_map(up.map);
   if (warp >= WARPS) {
     leave_registers<Config::producer_registers>();
-    fetch(a, reinterpret_cast<u64>(a.map), first, last, warp - WARPS, lane);
+    fetch(a, up, first, last, warp - WARPS, lane);
     if constexpr (Config::cluster > 1) {
       __syncwarp();                    // of some warps one lane came alone
       sync_cluster(), sync_cluster();  // as in cluster_reduce
@@ -211,6 +220,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     const auto& codebook = launched.part[0].codebook;  // of all parts, and there at a place that is known
     make_wide_table<WARPS>(shared(), codebook, warp, lane);
     sync_all();
-    multiply_units(a, codebook, first, last, warp, lane);
+    multiply_units(a, up, codebook, first, last, warp, lane);
   }
 }

@@ -16,7 +16,8 @@ from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.linear import laid_out, side_by_side
 from halfbyte.kernels.linear.codebook import exact_codebook
-from halfbyte.kernels.linear.kernel import GroupProduct, Product
+from halfbyte.kernels.linear.fusion import Fusion
+from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.laid_out import copies_x, scale_loads, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm.plan import (
@@ -28,7 +29,9 @@ from halfbyte.kernels.linear.sm90_gemm.plan import (
     GemmPlan,
     gemm_plan,
     group_plan,
+    paired_plan,
 )
+from halfbyte.kernels.linear.tune import h200
 
 NAME = "sm90_gemm"
 
@@ -72,6 +75,14 @@ def plan_group(m: int, group: Sequence[Problem], properties: DeviceProperties) -
     return group_plan(m, group, properties) if len(group) > 1 and all(map(supports, group)) else None
 
 
+def plan_fused(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> GemmGroup | None:
+    """The plan for gate and up in one launch; None for all else that may be fused."""
+    others = fusion.norm is not None or fusion.residual is not None
+    if not h200.GEMM_PAIRS or not fusion.activation or others or not all(map(supports, group)):
+        return None
+    return paired_plan(m, group, fusion.activation, properties)
+
+
 def group_variant(group: Sequence[Problem], plan: GemmGroup, properties: DeviceProperties) -> Variant | None:
     """None where launches follow each other: each takes what it takes alone."""
     return variant(group[0], plan.plans[0], properties, len(group)) if plan.is_one_launch else None
@@ -100,6 +111,20 @@ def bind_group(
     return multiply
 
 
+def bind_fused(
+    device: torch.device,
+    m: int,
+    group: Sequence[Problem],
+    weights: Sequence[Addresses],
+    fusion: Fusion,
+    plan: GemmGroup,
+) -> FusedProduct:
+    """The products with gate and up, of which one result is left, of as many rows as there are tiles of x for m."""
+    multiply = bind_group(device, m, group, weights, plan)
+    # Up has no result of its own.
+    return lambda stream, x, norm, residual, m, results: multiply(stream, x, m, [*results, 0][:4])
+
+
 @lru_cache(1 << 12)  # asked for by each weight
 def variant(problem: Problem, plan: GemmPlan, properties: DeviceProperties, parts: int = 1) -> Variant:
     """What is compiled. parts: weights that one launch multiplies with."""
@@ -122,7 +147,8 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "permutes": plan.permutes, "cluster": plan.cluster, "producer_registers": producer,
         "consumer_registers": consumer, "shared_bytes": plan.shared_bytes(span_of(problem)), "back": plan.back,
         "copies_x": copies_x(problem, plan.back),
-        "activation": "Activation::none", "residual": False, "paired": False, "norm": False,
+        "activation": f"Activation::{plan.activation or 'none'}", "residual": False, "paired": plan.paired,
+        "norm": False,
         "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
     }  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import itemgetter
 
@@ -41,8 +41,10 @@ class GemmPlan:
 
     back: bool = False  # the result is x @ W: its N is W's K, and the other way round
 
+    activation: str = ""  # what gates, of a pair
+    paired: bool = False  # gate and up in one launch, whose tiles have rows of both
+
     resident: int = field(default=0, init=False)
-    paired: bool = field(default=False, init=False)
     norm: bool = field(default=False, init=False)
 
     def sides(self, problem: Problem) -> tuple[int, int]:
@@ -51,13 +53,13 @@ class GemmPlan:
 
     @property
     def rows(self) -> int:
-        """Rows of W in a tile."""
-        return 64 * self.warpgroups
+        """Rows of W in a tile; of each weight of a pair."""
+        return 64 * self.warpgroups // (2 if self.paired else 1)
 
     @property
     def sums(self) -> int:
         """Of a tile."""
-        return self.rows * self.tile_m
+        return 64 * self.warpgroups * self.tile_m
 
     @property
     def ctas(self) -> int:
@@ -65,8 +67,8 @@ class GemmPlan:
 
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
-        unit = self.rows * (UNIT_K // 2 + UNIT_K // span * 4)
-        return 256 * 256 + 2048 + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
+        unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * 4)
+        return 256 * 256 + 2048 + 1024 * self.paired + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
 
     def x_tiles(self, m: int) -> int:
         """Tiles of x [m, K]."""
@@ -112,7 +114,7 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
 def _can_reduce_in_cluster(plan: GemmPlan, tiles: int, depth: int) -> bool:
     """Every cluster has a part of one tile, every CTA a part of that, and sums take no more room than W and x."""
     groups = -(-(plan.tile_m // 8) // plan.cluster) * plan.cluster  # of columns; each CTA has room for as many
-    stages = plan.w_stages * plan.rows * UNIT_K // 2 + plan.x_stages * plan.tile_m * STEP_K * 2
+    stages = plan.w_stages * plan.warpgroups * 32 * UNIT_K + plan.x_stages * plan.tile_m * STEP_K * 2
     return (
         1 < plan.cluster <= MOST_CLUSTER
         and plan.workers % tiles == 0
@@ -206,6 +208,17 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
         if all(is_valid(p, m, o.n, o.k, span_of(o), properties) for p, o in zip(plans, group, strict=True))
     )
     return next(valid, None)
+
+
+def paired_plan(m: int, group: Sequence[Problem], activation: str, properties: DeviceProperties) -> GemmGroup | None:
+    """The plan for gate and up in one launch, as for one weight with the rows of both, if they are alike."""
+    if m < 1 or properties.ptx != 90 or not side_by_side.are_alike(group) or group[0].n != group[1].n:
+        return None
+    found = gemm_plan(m, side_by_side.merged(group), properties)
+    pair = found and replace(found, activation=activation, paired=True)
+    if pair is None or not is_valid(pair, m, group[0].n, group[0].k, span_of(group[0]), properties):
+        return None
+    return GemmGroup((pair, pair), pair.microseconds, is_one_launch=True)
 
 
 def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProperties) -> GemmGroup | None:

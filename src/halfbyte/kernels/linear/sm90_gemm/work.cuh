@@ -9,7 +9,8 @@
 
 constexpr int WARPS = 4 * Config::warpgroups;  // that multiply
 constexpr int THREADS = 128 * (Config::warpgroups + 1);
-constexpr int TILE_N = 64 * Config::warpgroups, TILE_ROWS = TILE_N;               // rows of W a tile
+constexpr int TILE_N = 64 * Config::warpgroups;                                   // rows of W a tile,
+constexpr int TILE_ROWS = Config::paired ? TILE_N / 2 : TILE_N;                   // and of each weight
 constexpr int UNIT_K = 256, STEP_K = 64;                                          // W comes by units, x by steps
 constexpr int SPANS = UNIT_K / Config::span, STEP_SPANS = STEP_K / Config::span;  // weights that share a scale
 constexpr int SUMS = sums_of(Config::tile_m);
@@ -22,12 +23,13 @@ constexpr int UNIT_SCALES = SPANS / JOINED;  // of a row of W
 // In words, each two neighbouring k: a span, and what a quad's lane takes of it. Those of `back` keep the order of k.
 constexpr u32 SPAN_WORDS = Config::back ? 4 : Config::span / 2, OWN = Config::back ? 1 : Config::span / 8;
 
-// Shared memory: the table, barriers, the code of nested scales, stages of W, stages of x, decoded scales.
+// Shared memory: the table, barriers, codes of nested scales, stages of W, stages of x, decoded scales.
 constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K * 2,
               X_STEP = Config::tile_m * STEP_K * 2;
 constexpr u32 SCALE_BYTES = SPANS * TILE_N * 4;
 constexpr u32 W_FULL = 256 * TABLE_ROW, W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128, X_EMPTY = W_FULL + 192;
-constexpr u32 CODE = W_FULL + 1024, W_AT = CODE + 1024, X_AT = W_AT + Config::w_stages * W_BYTES;
+constexpr u32 CODE = W_FULL + 1024, W_AT = CODE + 1024 * (1 + Config::paired);
+constexpr u32 X_AT = W_AT + Config::w_stages * W_BYTES;
 constexpr u32 SCALE = X_AT + Config::x_stages * X_STEP;
 constexpr int SUM_GROUPS = (Config::tile_m / 8 + Config::cluster - 1) / Config::cluster * Config::cluster;
 static_assert(Config::cluster == 1 || W_AT + SUM_GROUPS * WARPS * 512 <= SCALE, "the cluster reduce reuses the stages");
@@ -47,4 +49,4 @@ __device__ __forceinline__ u32 own_number(const Arguments& a) {
 // Pipeline barriers and table are ready.
 __device__ __forceinline__ void sync_all() { meet<2, THREADS>(); }
 // Of a tile, the first row of W.
-template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) { return at.row_tile * TILE_N; }
+template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) { return at.row_tile * TILE_ROWS; }

@@ -111,11 +111,10 @@ STREAMK_TIMES = {
 }  # fmt: skip
 # What a product saves whose x is laid out already.
 STREAMK_LAYING_OUT = 1.5
-# Not timed yet, which benchmarks/constants.py does: whether gate and up may share a launch and its tiles, whether x may
-# be normed as it is laid out, and how many words of every other row of a span are looked up in registers.
-STREAMK_PAIRS, STREAMK_NORMS, STREAMK_PERMUTED = False, False, 0
-# Neither is this: whether a row's nested scales are loaded at once where K is no multiple of 256.
-NESTED_ACROSS = False
+# Not timed yet, which benchmarks/constants.py does: whether gate and up may share a launch and its tiles, of few rows
+# of x and of many; whether x may be normed as it is laid out; how many words of every other row of a span are looked up
+# in registers; and whether a row's nested scales are loaded at once where K is no multiple of 256.
+STREAMK_PAIRS, GEMM_PAIRS, STREAMK_NORMS, STREAMK_PERMUTED, NESTED_ACROSS = False, False, False, 0, False
 # Rows of x up to which one tile has them all, unless there are multiprocessors for more.
 STREAMK_ONE_TILE = 32
 
