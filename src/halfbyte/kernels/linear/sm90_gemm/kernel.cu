@@ -46,33 +46,15 @@
 #include "device/wide_table.cuh"
 #include "fetch.cuh"
 
+// Below the sizes, which it reads.
+#include "device/row_place.cuh"
+
 // Below Arguments, which they read.
 #include "device/lay_out.cuh"
 #include "device/pairs.cuh"
 
 constexpr int STEPS = Config::span / 16, WORDS = Config::span / 32;  // MMAs a span; words of it that a lane takes
 constexpr int OPERANDS = STEP_K / 4;                                 // registers of A a step of x
-
-// Where a thread finds its part of W, and of the scales, in a stage: rows `row` (even) and `row` + 1 of 128 bytes, in
-// 16-byte pieces that are swizzled by the row. The address of a span is that of the first span, exclusive or the span's
-// place in the row. With `paired` these are a row of gate and the same of up, as in sm90_streamk.
-struct RowPlace {
-  u32 row, upper, lower, scales;
-  __device__ RowPlace(u32 warp, u32 lane) {
-    const u32 group = lane / 4, member = lane % 4;
-    row = Config::paired ? warp * 8 + group % 4 * 2 + group / 4 : warp * 16 + group * 2;
-    upper =
-        row * 128 + (Config::span == 64 ? (member / 2 ^ row & 7) * 16 + member % 2 * 8 : (row & 7) * 16 + member * 4);
-    lower = Config::paired ? upper + TILE_ROWS * 128 : (upper ^ 16) + 128;
-    scales = row * (Config::paired ? 8 : 4);
-  }
-};
-
-__device__ __forceinline__ void load(u32 (&words)[2], u32 at) {
-  const uint2 pair = load_pair(at);
-  words[0] = pair.x, words[1] = pair.y;
-}
-__device__ __forceinline__ void load(u32 (&words)[1], u32 at) { words[0] = load_number(at); }
 
 // This thread's operands of a step of a unit. stage, scales: addresses of the unit's. column: of the table.
 __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&codebook)[16], u32 stage, u32 scales,

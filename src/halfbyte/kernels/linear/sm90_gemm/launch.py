@@ -31,7 +31,6 @@ from halfbyte.kernels.linear.sm90_gemm.plan import (
     group_plan,
     paired_plan,
 )
-from halfbyte.kernels.linear.tune import h200
 
 NAME = "sm90_gemm"
 
@@ -78,7 +77,7 @@ def plan_group(m: int, group: Sequence[Problem], properties: DeviceProperties) -
 def plan_fused(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> GemmGroup | None:
     """The plan for gate and up in one launch; None for all else that may be fused."""
     others = fusion.norm is not None or fusion.residual is not None
-    if not h200.GEMM_PAIRS or not fusion.activation or others or not all(map(supports, group)):
+    if not fusion.activation or others or not all(map(supports, group)):
         return None
     return paired_plan(m, group, fusion.activation, properties)
 

@@ -45,35 +45,16 @@
 #include "device/permuted_table.cuh"
 #include "fetch.cuh"
 
+// Below the sizes, which it reads.
+#include "device/row_place.cuh"
+
 // Below Arguments, which they read.
 #include "device/lay_out.cuh"
 #include "device/pairs.cuh"
 
-// Where a thread finds its part of W, and of the scales, in a stage. It reads rows `row` (even) and `row` + 1 of 128
-// bytes, whose 16-byte pieces are swizzled by the row; so the address of a span is that of the first span, exclusive or
-// the span's place in the row. With `paired` it reads row `row` of gate and of up, which lie behind each other in a
-// stage, while their scales are neighbours; of eight rows of a warp half of the lanes read every other one.
-struct Addresses {
-  u32 row, upper, lower, scales;
-  __device__ Addresses(u32 warp, u32 lane) {
-    const u32 group = lane / 4, member = lane % 4;
-    row = Config::paired ? warp * 8 + group % 4 * 2 + group / 4 : warp * 16 + group * 2;
-    upper =
-        row * 128 + (Config::span == 64 ? (member / 2 ^ row & 7) * 16 + member % 2 * 8 : (row & 7) * 16 + member * 4);
-    lower = Config::paired ? upper + TILE_ROWS * 128 : (upper ^ 16) + 128;
-    scales = SCALE + row * (Config::paired ? 8 : 4);
-  }
-};
-
-__device__ __forceinline__ void load(u32 (&words)[2], u32 at) {
-  const uint2 pair = load_pair(at);
-  words[0] = pair.x, words[1] = pair.y;
-}
-__device__ __forceinline__ void load(u32 (&words)[1], u32 at) { words[0] = load_number(at); }
-
 // This thread's A operands of a span. stage: the address of the stage. table: what the shared one has, in registers.
-__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const Addresses& mine,
-                                       const PermutedTable& table, int span, u32 column) {
+__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const RowPlace& mine, const PermutedTable& table,
+                                       int span, u32 column) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const u32 at = stage + ((half ? mine.lower : mine.upper) ^ span * (Config::span / 2));
@@ -97,7 +78,7 @@ __device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const Add
 __device__ __forceinline__ void multiply_units(const Arguments& a, const Arguments& up, u32 first, u32 last, u32 warp,
                                                u32 lane) {
   const u32 member = lane % 4, column = column_of(shared(), lane);
-  const Addresses mine(warp, lane);
+  const RowPlace mine(warp, lane);
   const PermutedTable table([&](int i) { return a.codebook[i]; });
   float total[SUMS];
   // In a cluster each CTA stores its own groups of eight rows of x.
@@ -118,7 +99,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   wait(shared() + FULL, 0);
   decode(even, shared() + TILES, mine, table, 0, column);
   for (u32 unit = first; unit < last; unit++) {
-    const u32 stage = shared() + TILES + ring.at * STAGE_BYTES, scales = shared() + ring.at * SCALE_BYTES;
+    const u32 stage = shared() + TILES + ring.at * STAGE_BYTES, scales = shared() + SCALE + ring.at * SCALE_BYTES;
     const u32 x = Config::resident ? resident : lower_half(stage + W_BYTES);
     resident += X_BYTES / 16;
     const u32 empty = shared() + EMPTY + 8 * ring.at;
