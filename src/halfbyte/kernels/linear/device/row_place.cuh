@@ -5,8 +5,8 @@
 
 // It reads rows `row` (even) and `row` + 1 of 128 bytes, whose 16-byte pieces are swizzled by the row; so the address
 // of a span is that of the first span, exclusive or the span's place in the row. With `paired` it reads row `row` of
-// gate and of up, which lie behind each other in a stage, while their scales are neighbours; of a warp's eight rows half
-// of the lanes read every other one. scales: where its own begin, of those of a span.
+// gate and of up, which lie behind each other in a stage, while their scales are neighbours; of a warp's eight rows
+// half of the lanes read every other one. scales: where its own begin, of those of a span.
 struct RowPlace {
   u32 row, upper, lower, scales;
   __device__ RowPlace(u32 warp, u32 lane) {
