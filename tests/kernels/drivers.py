@@ -9,7 +9,8 @@ import ctypes
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ import halfbyte as hb
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.kernels.common import driver, tensor_map
 from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.experts import reference as stacks
 from halfbyte.kernels.experts import sort
 from halfbyte.kernels.linear import cache, cuda, grouped, kernel, laid_out, reach, side_by_side, workspace
@@ -299,11 +301,20 @@ def order_of(k: int, span: int) -> torch.Tensor:
 def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> Iterator[Driver]:
     """The driver, while a GPU with these properties takes the place of the CPU."""
     there = Driver()
+    with installed(monkeypatch, there, lambda variant: b"%d" % dict(variant.constants).get("parts", 1), properties):
+        yield there
+
+
+@contextmanager
+def installed(
+    monkeypatch: pytest.MonkeyPatch, there: Any, cubin: Callable[[Variant], bytes], properties: DeviceProperties
+) -> Iterator[None]:
+    """A driver and what it loads, in the place of CUDA's: nothing that was bound before, or meanwhile, stays."""
     monkeypatch.setattr(driver, "driver", lambda: there)
     for module in (cuda, kernel, laid_out, side_by_side, decode, exact, tensor):
         monkeypatch.setattr(module, "properties_of", lambda index: properties)
     monkeypatch.setattr(reach, "without_kernels", lambda properties: None)
-    monkeypatch.setattr(driver, "cubin", lambda variant: b"%d" % dict(variant.constants).get("parts", 1))
+    monkeypatch.setattr(driver, "cubin", cubin)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(workspace, "_lasting", workspace.Workspace)  # whose streams there are none of
     monkeypatch.setattr(workspace.kept, "by_stream", {})
@@ -326,7 +337,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> It
     caches = (driver.kernels.cache_clear, tensor_map.tensor_map.cache_clear, *(one.entries.clear for one in kept))
     for clear in caches:
         clear()
-    yield there
+    yield
     for clear in caches:
         clear()
 

@@ -13,15 +13,13 @@ import cuda_on_cpu
 import pytest
 import torch
 from cuda_on_cpu import Shape
+from drivers import installed
 from gpus import H200
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.kernels.common import driver, tensor_map
+from halfbyte.kernels.common import driver
 from halfbyte.kernels.common.nvrtc import Variant
-from halfbyte.kernels.experts import sort
-from halfbyte.kernels.linear import cache, cuda, laid_out, reach, side_by_side, workspace
-from halfbyte.kernels.linear.sm90_decode import launch as decode
 
 SMALL, CLUSTERS = replace(H200, sms=32), 4  # that run at once: a CTA then has several tiles
 DEVICE = torch.device("cpu")
@@ -84,15 +82,6 @@ class Driver:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Driver]:
     there = Driver(tmp_path)
-    monkeypatch.setattr(driver, "driver", lambda: there)
-    monkeypatch.setattr(driver, "cubin", there.cubin)
-    for module in (cuda, decode, laid_out, side_by_side):
-        monkeypatch.setattr(module, "properties_of", lambda index: SMALL)
-    monkeypatch.setattr(reach, "without_kernels", lambda properties: None)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(workspace, "_lasting", workspace.Workspace)  # whose streams there are none of
-    monkeypatch.setattr(workspace.kept, "by_stream", {})
     empty = torch.empty
 
     def allocated(*arguments: Any, **options: Any) -> Tensor:  # what a launch takes for the time of a product
@@ -101,13 +90,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Driver]:
         return tensor
 
     monkeypatch.setattr(torch, "empty", allocated)
-    kept = (cache.bound_fused, cache.fused, decode.launches, laid_out.launches, sort.launches)
-    caches = (driver.kernels.cache_clear, tensor_map.tensor_map.cache_clear, *(one.entries.clear for one in kept))
-    for clear in caches:
-        clear()
-    yield there
-    for clear in caches:
-        clear()
+    with installed(monkeypatch, there, there.cubin, SMALL):
+        yield there
 
 
 def weight(*shape: int, k: int, dtype: torch.dtype, format: str, **options: Any) -> hb.QuantizedWeight:

@@ -152,7 +152,7 @@ def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan | GemmPla
     right, theirs = expected(F64), expected(BF16)
     for _ in range(2):
         out = torch.full((m + 1, n), 777.0, dtype=BF16)
-        places = (address(biases[0]), address(out), *map(address, biases[1:]))
+        places = [address(of_each) for pair in zip(biases, [out, None], strict=False) for of_each in pair]
         read = address(norm) if fusion.norm else 0, address(residual) if fusion.residual else 0
         multiply(0, address(x), *read, m, places)
         assert (out[m] == 777).all()
@@ -258,8 +258,8 @@ def test_experts(hopper: Driver, case: Stack) -> None:
         flat = rows_of(q)
         problem = problem_of(given, flat, None if added is None else added.flatten())
         plan = replace(plan, chunk=room * tile_m)
-        kernel = narrow if isinstance(plan, StreamKPlan) else wide
-        assert kernel.is_grouped_valid(plan, experts, q.shape[1], q.shape[2], span_of(problem), SMALL)  # type: ignore[attr-defined]
+        kernel: Any = narrow if isinstance(plan, StreamKPlan) else wide
+        assert kernel.is_grouped_valid(plan, experts, q.shape[1], q.shape[2], span_of(problem), SMALL)
         multiply = grouped.bind(DEVICE, problem, addresses(flat), grouping, plan)
         rows = len(routes.order) if per_row == 0 else tokens
         multiply(

@@ -33,6 +33,11 @@ def are_alike(group: Sequence[Problem]) -> bool:
     return 1 < len(group) <= MOST and len({(replace(o, n=0, bias=False), scale_loads(o)) for o in group}) == 1
 
 
+def are_a_pair(group: Sequence[Problem]) -> bool:
+    """True if one launch may have gate and up in its tiles."""
+    return len(group) == 2 and are_alike(group) and group[0].n == group[1].n
+
+
 def merged(group: Sequence[Problem]) -> Problem:
     """All rows as those of one weight."""
     return replace(group[0], n=sum(o.n for o in group))
@@ -107,7 +112,7 @@ def _bind_one_launch(
         sums_at, left, count = workspace.take(device, stream, partial) if partial else (0, 0, 0)
         addresses = iter(results)
         for arguments, before in zip(told, room, strict=False):
-            bias, out = next(addresses), next(addresses, 0)  # up has no result of its own
+            bias, out = next(addresses), next(addresses)
             arguments.set(x, bias, out, at, sums_at + before if partial else 0, left, norm, count // 4, m)
         if place is not None:
             lay_out(stream, told[0].parameters)

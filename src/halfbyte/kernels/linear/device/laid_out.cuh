@@ -31,6 +31,8 @@ struct Arguments : MapOfX<Config::copies_x> {
   float unit, result_scale, epsilon, norm_offset, codebook[16];
 };
 
+__device__ __forceinline__ u64 map_of(const Arguments& a) { return reinterpret_cast<u64>(a.map); }
+
 // Sums of `stale`. Products with experts share none, and have something else there (device/grouped.cuh).
 __device__ __forceinline__ u32 count_stale(const Arguments& a) { return Config::grouped ? 0 : a.stale_count; }
 

@@ -1,6 +1,6 @@
 // The kernel that runs ahead of `multiply` where x is laid out in memory: it writes x in the swizzled tiles that wgmma
 // reads, with zeros beyond M and K. The includer has X_BYTES (of a unit), SPAN_WORDS and OWN (words of a span, and
-// those of one lane of a quad); its Arguments are device/laid_out.cuh's.
+// those of one lane of a quad), and `memory`, which is shared; its Arguments are device/laid_out.cuh's.
 
 #include "ptx.cuh"
 #include "rms_norm.cuh"
@@ -86,6 +86,7 @@ __device__ __forceinline__ void scatter_rows(const Arguments& a, u32 thread, u32
 
 // Of a row of x, by a CTA: what it is multiplied by. Threads leave their warps' sums in shared memory.
 __device__ __forceinline__ float norm_factor(const Arguments& a, u32 m) {
+  const u32 of_warps = u32(__cvta_generic_to_shared(memory));
   const u16* x = a.x + u64(m) * a.k;
   float sum = 0;
   for (u32 i = threadIdx.x; i < a.k / 8; i += 128) {
@@ -94,9 +95,9 @@ __device__ __forceinline__ float norm_factor(const Arguments& a, u32 m) {
   }
 #pragma unroll
   for (u32 other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
-  if (threadIdx.x % 32 == 0) store_float(BASE + threadIdx.x / 32 * 4, sum);
+  if (threadIdx.x % 32 == 0) store_float(of_warps + threadIdx.x / 32 * 4, sum);
   __syncthreads();
-  const float4 sums = load_sums(BASE);
+  const float4 sums = load_sums(of_warps);
   return rsqrtf((sums.x + sums.y + (sums.z + sums.w)) / float(a.k) + a.epsilon);
 }
 // Lays out row `number` of all tiles, normed, by a CTA.

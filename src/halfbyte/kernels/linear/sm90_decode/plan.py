@@ -116,7 +116,7 @@ class DecodePlan:
         sums += (
             self.norm * self.cluster * self.warps * self.m_tiles * 32 + (self.tiles_at_once - 1) * self.m_tiles * 512
         )
-        barriers = -(-(16 * (self.stages + self.sum_buffers) + 72) // 256) * 256
+        barriers = -(-(16 * (self.stages + self.sum_buffers) + 72) // 256) * 256  # 72: of slots and of squares
         # Of the stages, which begin at a multiple of 1024.
         ahead = -(-(1024 * self.parts + barriers + sums) // 1024) * 1024
         scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested)

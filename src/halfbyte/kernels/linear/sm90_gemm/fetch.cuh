@@ -144,7 +144,6 @@ __device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 firs
 }
 
 // One thread: W of each unit.
-__device__ __forceinline__ u64 map_of(const Arguments& a) { return reinterpret_cast<u64>(a.map); }
 __device__ __forceinline__ void fetch_w(const Arguments& a, const Arguments& up, u32 first, u32 last) {
   WorkUnit at(a, first);
   Ring ring(1);

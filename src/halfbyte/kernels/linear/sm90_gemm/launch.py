@@ -120,8 +120,7 @@ def bind_fused(
 ) -> FusedProduct:
     """The products with gate and up, of which one result is left, of as many rows as there are tiles of x for m."""
     multiply = bind_group(device, m, group, weights, plan)
-    # Up has no result of its own.
-    return lambda stream, x, norm, residual, m, results: multiply(stream, x, m, [*results, 0][:4])
+    return lambda stream, x, norm, residual, m, results: multiply(stream, x, m, results)
 
 
 @lru_cache(1 << 12)  # asked for by each weight

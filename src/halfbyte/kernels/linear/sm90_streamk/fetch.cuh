@@ -31,8 +31,6 @@ __device__ __forceinline__ void fetch_x(const uint4* from, const GroupedUnit& at
 __device__ __forceinline__ u32 x_bytes(const StreamUnit&) { return Config::resident ? 0 : X_BYTES; }
 __device__ __forceinline__ u32 x_bytes(const GroupedUnit& at) { return copied_rows(at.tile) * (UNIT_K * 2); }
 
-__device__ __forceinline__ u64 map_of(const Arguments& a) { return reinterpret_cast<u64>(a.map); }
-
 __device__ __forceinline__ void fetch_bytes(const Arguments& a, const Arguments& up, const WorkUnit& at, u32 to,
                                             u32 full) {
   expect(full, W_BYTES + x_bytes(at));

@@ -169,13 +169,8 @@ def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
     last = replace(plans[-1], activation=fusion.activation, residual=fusion.residual is not None)
     saved = 0.0 if last.resident else (len(plans) - 1) * h200.STREAMK_LAYING_OUT
     apart = StreamKGroup((*plans[:-1], last), sum(found.microseconds for found in plans) - saved)
-    pair = paired_plan(m, group, fusion.activation, properties) if h200.STREAMK_PAIRS and fusion.activation else None
+    pair = _pair(m, group, fusion, properties) if h200.STREAMK_PAIRS and fusion.activation else None
     return apart if pair is None or apart.microseconds <= pair.microseconds else pair
-
-
-def paired_plan(m: int, group: Sequence[Problem], activation: str, properties: DeviceProperties) -> StreamKGroup | None:
-    """The plan for gate and up in one launch, as for one weight with the rows of both, if they are alike."""
-    return _pair(m, group, Fusion(activation=activation), properties)
 
 
 def normed_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties) -> StreamKGroup | None:
@@ -194,7 +189,8 @@ def normed_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: De
 def _pair(
     m: int, group: Sequence[Problem], fusion: Fusion, properties: DeviceProperties, kinds: tuple[_Kind, ...] = ()
 ) -> StreamKGroup | None:
-    if m < 1 or properties.ptx != 90 or not side_by_side.are_alike(group) or group[0].n != group[1].n:
+    """The plan for gate and up in one launch, as for one weight with the rows of both, if they are alike."""
+    if m < 1 or properties.ptx != 90 or not side_by_side.are_a_pair(group):
         return None
     both = side_by_side.merged(group)
     found = _fastest(m, [both.n], both, properties, kinds)
