@@ -147,15 +147,19 @@ def test_error_where_x_is_laid_out(dtype: torch.dtype, format: str, options: dic
         residual = Residual(random(m, n, dtype=dtype), 0.5) if kind == "residual" else None
         activation = "" if kind == "residual" else kind
         x = random(m, k, dtype=dtype)
-        given = (biases, None, activation, residual)
-        results = [multiply(x, weights, *given, static=True, kernel=streamk) for _ in range(2)]
-        assert results[0] is not None
-        assert results[1] is not None
-        (ours,), (again,) = results
-        assert torch.equal(ours, again), (m, n, k)
-        exact = compose(x.double(), [hb.dequantize(q, F32).double() for q in weights], *given)[0]
-        theirs = compose(x, [hb.dequantize(q, dtype) for q in weights], *given)[0]
-        assert error(ours, exact) <= error(theirs, exact) * (1.0 if m * n > 5000 else 1.2), (m, n, k)
+        check_twice(streamk, x, weights, biases, None, activation, residual)
+
+
+def check_twice(kernel: Any, x: Tensor, weights: Sequence[hb.QuantizedWeight], *given: Any) -> None:
+    """The same bits again, and an error not above that of what transformers computes."""
+    ours, again = (multiply(x, weights, *given, static=True, kernel=kernel) for _ in range(2))
+    assert ours is not None
+    assert again is not None
+    exact = compose(x.double(), [hb.dequantize(q, F32).double() for q in weights], *given)
+    theirs = compose(x, [hb.dequantize(q, x.dtype) for q in weights], *given)
+    for one, other, right, rounded in zip(ours, again, exact, theirs, strict=True):
+        assert torch.equal(one, other), (x.shape, one.shape)
+        assert error(one, right) <= error(rounded, right) * (1.0 if right.numel() > 5000 else 1.2), (x.shape, one.shape)
 
 
 @pytest.mark.parametrize("kind", ["one", "q, k, v", "silu", "gelu_tanh"])
@@ -177,15 +181,7 @@ def test_error_of_pairs_and_norms(
         norms = [Norm(random(k, dtype=dtype), 1e-5, float(m % 2)), *([None] if activation else [])]
         x = 3 * random(m, k, dtype=dtype)
         for norm in norms:
-            given = (biases, norm, activation, None)
-            ours, again = (multiply(x, weights, *given, static=True, kernel=streamk) for _ in range(2))
-            assert ours is not None
-            assert again is not None
-            exact = compose(x.double(), [hb.dequantize(q, F32).double() for q in weights], *given)
-            theirs = compose(x, [hb.dequantize(q, dtype) for q in weights], *given)
-            for one, other, right, rounded in zip(ours, again, exact, theirs, strict=True):
-                assert torch.equal(one, other), (m, n, k)
-                assert error(one, right) <= error(rounded, right) * (1.0 if right.numel() > 5000 else 1.2), (m, n, k)
+            check_twice(streamk, x, weights, biases, norm, activation, None)
 
 
 @pytest.mark.parametrize(("format", "options"), [*KINDS, ("nf4", {"block_size": 32})], ids=str)
@@ -200,15 +196,7 @@ def test_error_of_pairs_of_many_rows(
             continue
         weights = [weight(n, k, format, dtype, **options) for _ in range(2)]
         biases, x = [random(n, dtype=dtype), None], random(m, k, dtype=dtype)
-        given = (biases, None, "silu", None)
-        results = [multiply(x, weights, *given, static=True, kernel=gemm) for _ in range(2)]
-        assert results[0] is not None
-        assert results[1] is not None
-        (ours,), (again,) = results
-        assert torch.equal(ours, again), (m, n, k)
-        exact = compose(x.double(), [hb.dequantize(q, F32).double() for q in weights], *given)[0]
-        theirs = compose(x, [hb.dequantize(q, dtype) for q in weights], *given)[0]
-        assert error(ours, exact) <= error(theirs, exact), (m, n, k)
+        check_twice(gemm, x, weights, biases, None, "silu", None)
 
 
 @pytest.mark.parametrize("m", [1, 7, 16])
