@@ -1,7 +1,7 @@
 """What constants of tune/h200.py are worth: the same work under each of their settings, side by side in one run.
 
-    python benchmarks/constants.py ROUTED_TEAMS=1,2,4 --only down            # on a Hopper GPU
-    python benchmarks/constants.py STREAMK_PAIRS=False,True STREAMK_NORMS=False,True --only "llama 8b"
+    python benchmarks/constants.py ROUTED_NEIGHBOURS=12,1 ROUTED_STAGES=4,3 --only down      # on a Hopper GPU
+    python benchmarks/constants.py STREAMK_ONE_TILE=32,48 --only "llama 8b"
 
 Settings are all combinations of the values that are named; the first is what the others are compared with, in time and
 in bits. The work of a setting is captured in a CUDA graph while the constants have its values, over weights that no

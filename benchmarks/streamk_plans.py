@@ -31,16 +31,24 @@ from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
-from halfbyte.kernels.linear.sm90_streamk.plan import TILES_M, StreamKPlan, estimate, is_valid, streamk_plan, tiles_m
+from halfbyte.kernels.linear.sm90_streamk.plan import (
+    TILES_M,
+    StreamKPlan,
+    equal_shares,
+    estimate,
+    is_valid,
+    streamk_plan,
+    tiles_m,
+)
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.records import device_name
 from halfbyte.measure.timing import time_all
 
 SHAPES = (
-    *((1024, 4096), (2048, 2048), (2560, 2560), (3584, 3584), (4096, 4096), (6144, 4096), (1024, 8192), (8192, 8192)),
-    *((10240, 8192), (4096, 14336), (14336, 4096), (3584, 18944), (5376, 21504), (28672, 4096), (28672, 8192)),
+    *((1024, 4096), (2048, 2048), (4096, 4096), (6144, 4096), (8192, 8192), (10240, 8192), (4096, 14336)),
+    *((14336, 4096), (5376, 21504), (28672, 4096), (28672, 8192)),
 )
-ROWS = (6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192)
+ROWS = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160)
 MOST_TILES, MOST_EMPTY = 3, 1.45  # of x; and by how much these may be larger than x
 
 
@@ -57,11 +65,13 @@ class Row(NamedTuple):
     ctas: int
     resident: int
     cluster: int
+    shares: int
     microseconds: float
 
     @property
     def plan(self) -> StreamKPlan:
-        return StreamKPlan(self.tile_m, self.warpgroups, self.stages, self.ctas, self.resident, self.cluster)
+        shape = self.tile_m, self.warpgroups, self.stages, self.ctas
+        return StreamKPlan(*shape, self.resident, self.cluster, self.shares)
 
     @property
     def problem(self) -> Problem:
@@ -81,13 +91,15 @@ def plans(m: int, o: Problem, properties: DeviceProperties) -> Iterator[StreamKP
         for warpgroups in (2, 3, 4) if tile_m <= 32 else (2, 3):
             tiles = -(-o.n // (64 * warpgroups)) * x_tiles
             most = min(depth, sms // tiles)
-            dealt = {min(sms, tiles * depth), *([tiles * most] if most else [])}
-            found = [(3, ctas, 0, 1) for ctas in dealt]
+            shapes = [(tiles * most, 0, 1, equal_shares(most))] if most else []
+            if tiles * most != min(sms, tiles * depth):
+                shapes.append((min(sms, tiles * depth), 0, 1, 1))
+            found = [(3, shape) for shape in shapes]
             for shares in {most, max(1, most - 1), max(1, most // 2)} if most and warpgroups < 4 else ():
                 cluster = shares if tiles <= properties.clusters(shares) else 1
-                found.append((4, tiles * shares, -(-depth // shares), cluster))
-            for stages, ctas, resident, cluster in found:
-                shape = ctas, resident, cluster
+                equal = equal_shares(shares, cluster)
+                found.append((4, (tiles * shares, -(-depth // shares), cluster, equal)))
+            for stages, shape in found:
                 every = (StreamKPlan(tile_m, warpgroups, some, *shape) for some in range(stages, 1, -1))
                 yield from [plan for plan in every if is_valid(plan, m, o.n, o.k, span_of(o), properties)][:1]
 
@@ -119,8 +131,8 @@ def _rows_of_weight(n: int, k: int, device: torch.device, properties: DeviceProp
         outs = [x.new_empty((m, n)) for x in xs]
         for plan in plans(m, o, properties):
             (timing,) = time_all({"": _provider(plan, xs, qs, outs)}, sets, device, rounds=5).values()
-            fields = plan.tile_m, plan.warpgroups, plan.stages, plan.ctas, plan.resident, plan.cluster
-            yield Row(device_name(device), n, k, m, *fields, round(timing.median, 3))
+            shape = plan.tile_m, plan.warpgroups, plan.stages, plan.ctas, plan.resident, plan.cluster, plan.shares
+            yield Row(device_name(device), n, k, m, *shape, round(timing.median, 3))
 
 
 def _provider(plan: StreamKPlan, xs: Sequence[Any], qs: Sequence[Any], outs: Sequence[Any]) -> Callable[[int], None]:
@@ -177,7 +189,6 @@ def constants_of_tile(tile_m: int) -> list[Constant]:
 def constants_with_x() -> list[Constant]:
     """Where CTAs keep x: all tiles have some in common."""
     found = [Constant("RESIDENT_UNIT", warpgroups, low=0.2) for warpgroups in h200.RESIDENT_UNIT]
-    found.append(Constant("RESIDENT_SCATTERED", low=1.0, high=2.0))
     common = "RESIDENT_WARPGROUP", "FIX_UP", "FIX_UP_PART", "CLUSTER_REDUCE", "CLUSTER_PART"
     found += [Constant(name) for name in common]
     for tile_m in h200.RESIDENT_TILE_M:

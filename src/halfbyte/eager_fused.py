@@ -34,7 +34,7 @@ def products(
 
     norm: of x, first. activation: of kernels/linear/fusion.py's; then there are two weights and the one result
     activation(gate) * up. residual: of one weight, what its product is added to. many: x has the many rows of a prompt;
-    a launch then does products alone, and what stands beside them has launches of its own.
+    a norm and a sum then have launches of their own, but not what gates, which would read and write more than they do.
 
     x [..., K], and all others of its dtype. Kernels that run just ahead in the stream must not write the weights.
     """
@@ -44,8 +44,8 @@ def products(
     found = None if many else _in_one_launch(x, weights, biases, norm, activation, residual)
     if found is None and norm is not None:
         x = rms_norm(x, norm)
-        if not many and (activation or residual is not None):
-            found = _in_one_launch(x, weights, biases, None, activation, residual)
+    if found is None and (activation if many else norm is not None and (activation or residual is not None)):
+        found = _in_one_launch(x, weights, biases, None, activation, residual)
     if found is not None:
         return found
     results = eager.linear_group(x, weights, biases)

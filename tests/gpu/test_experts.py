@@ -12,12 +12,8 @@ from torch.nn.functional import linear as dense_linear
 
 import halfbyte as hb
 from halfbyte import eager_experts
-from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.experts import choose, cuda, reference, router_reference
 from halfbyte.kernels.experts.block import Block
-from halfbyte.kernels.linear.problem import addresses, problem_of
-from halfbyte.kernels.linear.sm90_decode import launch as decode
-from halfbyte.kernels.linear.tune import h200
 
 from .conftest import BF16, DEVICE, F16, F32, captured, error, poisoned, sixteen_bits
 
@@ -140,33 +136,6 @@ def test_grouped_linear(pairs: int) -> None:
             cuda._launch(product, x, expert, None, out, pairs)
         assert not out[~valid].any()
         assert error(out, right) < 3e-3  # so many may have gone sorted above
-
-
-@pytest.mark.parametrize("activation", ["", "silu", "swiglu_oai"])
-@pytest.mark.parametrize(("format", "k"), [("nf4", 768), ("int4", 512), ("mxfp4", 2048)])
-@pytest.mark.parametrize("teams", [2, 4])
-def test_teams_that_take_turns(
-    teams: int, format: str, k: int, activation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bits are those of one team: no sum is made in another order."""
-    options = {"group_size": 128} if format == "int4" else {}
-    q = decode.rows_of(stack(24, 1024, k, format, BF16, **options))
-    problem = problem_of(random(1, k), q, None)
-    side = 1024 // (2 if activation else 1)
-    for tokens in (1, 9, 64):
-        x, ids = random(tokens, k), routing(tokens, 24, 4, "usual")
-        results = []
-        for count in (1, teams):
-            monkeypatch.setattr(h200, "ROUTED_TEAMS", count)
-            plan = decode.plan_routed(ids.numel(), problem, 24, activation, False, properties_of(0))
-            assert plan is not None
-            assert plan.teams == min(count, h200.ROUTED_WARPS // plan.warps)
-            multiply = decode.bind_routed(DEVICE, problem, addresses(q), decode.Routing(24, 4, True), plan)
-            with poisoned((ids.numel(), side), BF16) as out:
-                stream = torch.cuda.current_stream().cuda_stream
-                multiply(stream, x.data_ptr(), ids.data_ptr(), 0, out.data_ptr(), ids.numel())
-            results.append(out)
-        assert torch.equal(*results)
 
 
 def test_a_token_has_the_same_bits_among_others() -> None:

@@ -21,7 +21,6 @@ from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
-from halfbyte.kernels.linear.tune import h200
 from halfbyte.kernels.pointwise import reference as plain_torch
 from halfbyte.models import fused
 from halfbyte.models import transformers as host
@@ -103,6 +102,11 @@ def compose(
     return results
 
 
+def most(rounded: Tensor, right: Tensor) -> float:
+    """The error of what transformers computes; of few numbers, with what chance makes of another rounding."""
+    return error(rounded, right) * (1.0 if right.numel() > 5000 else 1.2)
+
+
 @pytest.mark.parametrize("kind", ["q, k, v", "silu", "gelu_tanh", "residual"])
 @pytest.mark.parametrize(("format", "options"), KINDS, ids=str)
 @sixteen_bits
@@ -130,7 +134,7 @@ def test_error(dtype: torch.dtype, format: str, options: dict[str, Any], kind: s
         theirs = compose(x, [hb.dequantize(q, dtype) for q in weights], *given)
         for one, other, right, rounded in zip(ours, again, exact, theirs, strict=True):
             assert torch.equal(one, other), (m, k)
-            assert error(one, right) <= max(error(rounded, right), 1e-6), (m, k)
+            assert error(one, right) <= max(most(rounded, right), 1e-6), (m, k)
     assert tried >= len(SIZES) // 2
 
 
@@ -159,18 +163,14 @@ def check_twice(kernel: Any, x: Tensor, weights: Sequence[hb.QuantizedWeight], *
     theirs = compose(x, [hb.dequantize(q, x.dtype) for q in weights], *given)
     for one, other, right, rounded in zip(ours, again, exact, theirs, strict=True):
         assert torch.equal(one, other), (x.shape, one.shape)
-        assert error(one, right) <= error(rounded, right) * (1.0 if right.numel() > 5000 else 1.2), (x.shape, one.shape)
+        assert error(one, right) <= most(rounded, right), (x.shape, one.shape)
 
 
 @pytest.mark.parametrize("kind", ["one", "q, k, v", "silu", "gelu_tanh"])
 @pytest.mark.parametrize(("format", "options"), [*KINDS, ("nf4", {"block_size": 32})], ids=str)
 @sixteen_bits
-def test_error_of_pairs_and_norms(
-    dtype: torch.dtype, format: str, options: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_pairs_and_norms(dtype: torch.dtype, format: str, options: dict[str, Any], kind: str) -> None:
     """sm90_streamk norms x as it lays it out, and has gate and up in one launch; with x kept by its CTAs, too."""
-    monkeypatch.setattr(h200, "STREAMK_PAIRS", True)
-    monkeypatch.setattr(h200, "STREAMK_NORMS", True)
     for m, n, k in ((1, 1029, 4160), (17, 2048, 4096), (40, 516, 1024), (100, 2820, 2048), (64, 300, 14336)):
         if k % options.get("group_size", options.get("block_size", 64)):
             continue
@@ -186,11 +186,8 @@ def test_error_of_pairs_and_norms(
 
 @pytest.mark.parametrize(("format", "options"), [*KINDS, ("nf4", {"block_size": 32})], ids=str)
 @sixteen_bits
-def test_error_of_pairs_of_many_rows(
-    dtype: torch.dtype, format: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_pairs_of_many_rows(dtype: torch.dtype, format: str, options: dict[str, Any]) -> None:
     """sm90_gemm has gate and up in one launch, in chunks of rows, too."""
-    monkeypatch.setattr(h200, "GEMM_PAIRS", True)
     for m, n, k in ((100, 1029, 4160), (300, 2048, 4096), (513, 515, 1024), (9000, 520, 1024)):
         if k % options.get("group_size", options.get("block_size", 64)):
             continue

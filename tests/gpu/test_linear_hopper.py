@@ -113,8 +113,6 @@ def test_every_tile(width: int, groups: int) -> None:
         plans = (StreamKPlan(width, groups, stages, 1) for stages in range(2, 9))
         stages = [plan.stages for plan in plans if is_valid(plan, m, n, k, 64, properties_of(0))][pick]
         check(x, q, shared_by((width, groups, stages), m, n, k))
-    for permuted in (1, 2):
-        check(x, q, [replace(plan, permuted=permuted) for plan in shared_by((width, groups, stages), m, n, k)[1:3]])
 
 
 @pytest.mark.parametrize("parts", range(6, 13))

@@ -1,5 +1,5 @@
-// Runs a kernel on a CPU, one CTA, or cluster of them, after the other in the order of blockIdx. A thread runs until it
-// has to wait for others. In every other one the last thread goes first, and the CTAs of a cluster begin as late as
+// Runs a kernel on a CPU, one CTA, cluster, or set of CTAs that wait for each other after the other, in the order of
+// blockIdx. A thread runs until it has to wait for others. In every other one the last thread goes first, and the CTAs of a cluster begin as late as
 // they can, so that a wait that is missing shows, whoever should have waited.
 //
 // What a thread copies to shared memory by itself happens when it waits for it, not before. Copies that end at a
@@ -99,28 +99,31 @@ static std::vector<Cta> cluster;
 static Barrier own_cluster;
 static std::vector<Range> readable;
 static std::vector<std::vector<Thread*>> later;  // threads of CTAs that have not begun
-static unsigned wrong, shared_bytes, chance, alive;
+static unsigned wrong, shared_bytes, chance, alive, in_vain;
 static bool at_once;
 static void (*running)(const void*);
 static const void* told;
 
 static void land(Flight flight);
 
-// The thread in front, from where it waits or from its beginning. Where there is none, something lands first, or
-// another CTA begins.
-static void run_first() {
-  while (ready.empty() && !(flying.empty() && later.empty())) {
-    if (flying.empty()) {
-      ready.assign(later.back().begin(), later.back().end());
-      later.pop_back();
-      break;
-    }
-    chance = chance * 1664525 + 1013904223;
-    const auto next = flying.begin() + (chance >> 16) % flying.size();
-    Flight flight = std::move(*next);
-    flying.erase(next);
-    land(std::move(flight));
+// Something lands, or else another CTA begins. True if there was something.
+static bool something_happens() {
+  if (flying.empty() && later.empty()) return false;
+  if (flying.empty()) {
+    ready.insert(ready.end(), later.back().begin(), later.back().end());
+    later.pop_back();
+    return true;
   }
+  chance = chance * 1664525 + 1013904223;
+  const auto next = flying.begin() + (chance >> 16) % flying.size();
+  Flight flight = std::move(*next);
+  flying.erase(next);
+  land(std::move(flight));
+  return true;
+}
+// The thread in front, from where it waits or from its beginning. Where there is none, something happens first.
+static void run_first() {
+  while (ready.empty() && something_happens()) continue;
   if (ready.empty()) setcontext(&after_all);  // all have ended, or wait for each other
   Thread& next = *ready.front();
   threadIdx = next.index, blockIdx = next.cta->index, memory = next.cta->memory;
@@ -160,6 +163,17 @@ void meet_cluster() {
   own_cluster.wait([] {});
 }
 void __trap() { wrong++; }
+
+// Other threads go first, and now and then something happens: whoever asks for numbers from other CTAs does so again and
+// again, until they are there.
+void let_others() {
+  Thread* self = ready.front();
+  if (++in_vain > 1 << 24) setcontext(&after_all);  // they never are
+  if (in_vain % 256 == 0) something_happens();
+  ready.push_back(self);
+  ready.pop_front();
+  if (!_setjmp(self->place)) run_first();
+}
 
 // All lanes give a word each; `all` makes of them what they take.
 template <class All> static unsigned exchanged(unsigned value, All all) {
@@ -440,17 +454,19 @@ unsigned launch(void (*kernel)(const void*), const void* arguments, size_t bytes
   readable.assign(ranges, ranges + count);
   wrong = 0, shared_bytes = shape.shared_bytes, alive = 0;
   gridDim = shape.grid;
-  const unsigned threads = shape.threads, along_y = gridDim.y / shape.cluster;
-  std::vector<Thread> all(threads * shape.cluster);
-  for (unsigned number = 0; number < gridDim.x * along_y * gridDim.z && alive == 0; number++) {
-    own_cluster = {alive = threads * shape.cluster};
+  const unsigned threads = shape.threads, along_y = gridDim.y / shape.cluster,
+                 at_a_time = shape.cluster * shape.together;
+  const unsigned along_x = gridDim.x / shape.together;
+  std::vector<Thread> all(threads * at_a_time);
+  for (unsigned number = 0; number < along_x * along_y * gridDim.z && alive == 0; number++) {
+    own_cluster = {alive = threads * at_a_time}, in_vain = 0;
     at_once = number / 2 % 2;
     flying.clear(), ready.clear(), later.clear();
-    cluster = std::vector<Cta>(shape.cluster);
-    for (unsigned rank = 0; rank < shape.cluster; rank++) {
+    cluster = std::vector<Cta>(at_a_time);
+    for (unsigned rank = 0; rank < at_a_time; rank++) {
       Cta& cta = cluster[rank];
-      cta.index = {number % gridDim.x, number / gridDim.x % along_y * shape.cluster + rank,
-                   number / gridDim.x / along_y};
+      cta.index = {number % along_x * shape.together + rank % shape.together,
+                   number / along_x % along_y * shape.cluster + rank / shape.together, number / along_x / along_y};
       cta.room.assign(shared_bytes + 1024, 0xff);
       cta.memory = cta.room.data() + (1024 - reinterpret_cast<uint64_t>(cta.room.data()) % 1024) % 1024;
       cta.all = {cta.alive = threads}, cta.warps.resize(threads / 32);

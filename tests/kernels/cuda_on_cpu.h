@@ -68,6 +68,7 @@ void __syncwarp();
 void meet(unsigned number, unsigned threads);  // bar.sync
 template <unsigned Number, unsigned Threads> void meet() { meet(Number, Threads); }
 void meet_cluster();
+void let_others();
 unsigned shuffled(unsigned mask, unsigned value, unsigned from);  // what lane `from` has
 bool __any_sync(unsigned, bool value);
 unsigned __ballot_sync(unsigned, bool value);
@@ -214,7 +215,7 @@ struct Range {
 };
 struct Shape {
   Index grid;
-  unsigned cluster, threads, shared_bytes;  // cluster: CTAs along y
+  unsigned cluster, together, threads, shared_bytes;  // CTAs along y; and along x, which wait for each other
 };
 // Runs `kernel` and returns how often it read what it may not, or ~0 where all threads wait for each other.
 unsigned launch(void (*kernel)(const void*), const void* arguments, size_t bytes, const Shape& shape,

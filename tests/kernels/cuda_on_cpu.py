@@ -28,9 +28,12 @@ FUNCTIONS = {
     "pack": "u32 pack(float first, float second) { return narrow(first) | u32(narrow(second)) << 16; }",
     "mma": "void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {"
     " multiply_add(sum, {a0, a1, a2, a3}, b0, b1, FP16); }",
-    "load_partial": "float4 load_partial(const float4* from) { return *from; }",
+    "load_partial": "float4 load_partial(const float4* from) { return let_others(), *from; }",
     "load_route": "uint4 load_route(const uint4* from) { return *from; }",
     "store_partial": "void store_partial(float4* to, float4 value) { *to = value; }",
+    "weighted": "u32 weighted(u32 word, u32 weights, u32 offset) {"
+    " const auto one = [&](u32 at) { return narrow(unpack(word >> at) * (unpack(offset) + unpack(weights >> at))); };"
+    " return one(0) | u32(one(16)) << 16; }",
     "scaled": "float scaled(float number, float scale) { return __fmul_rn(number, scale); }",
     "load_matrices": "void load_matrices(u32 (&to)[4], u32 at) { matrices(to, at, false); }",
     "load_transposed": "void load_transposed(u32 (&to)[4], u32 at) { matrices(to, at, true); }",
@@ -74,6 +77,7 @@ FUNCTIONS = {
     "store_copies": "void store_copies(u32 at, u32 value) { stored(at, make_uint4(value, value, value, value)); }",
     "count_one": "u32 count_one(u32 at) { return counted(at); }",
     "address_in": "u32 address_in(u32 at, u32 rank) { return at & 0xffffff | rank << 24; }",
+    "shared": "u32 shared() { return u32(__cvta_generic_to_shared(memory)); }",
     "sync_cluster": "void sync_cluster() { meet_cluster(); }",
     "meet": "",
     "store_sums_at": "void store_sums_at(u32 at, float4 value) { stored(at, value); }",
@@ -90,7 +94,11 @@ FUNCTIONS = {
     "send_sums": "void send_sums(u32 to, float4 sums, u32 barrier) { send(to, &sums, 16, barrier); }",
     "copy": "void copy(u32 to, const void* from, u32 bytes, u32 barrier) { copy_bulk(to, from, bytes, barrier); }",
     "copy_box": "",
-    "copy_weights": "void copy_weights(u32 to, const Weight& w, u32 row, u32 chunk, u32 barrier) {"
+    "copy_box_as": "void copy_box_as(u64, u32 to, u64 map, u32 x, u32 y, u32 barrier) {"
+    " copy_box(to, map, x, y, barrier); }",
+    "leaving_first": "u64 leaving_first() { return 0; }",
+    "staying": "u64 staying() { return 0; }",
+    "copy_weights": "void copy_weights(u32 to, const Weight& w, u32 row, u32 chunk, u32 barrier, u64) {"
     " copy_box(to, reinterpret_cast<u64>(w.map), 0, row, chunk, barrier); }",
     "copy_scales": "void copy_scales(u32 to, const Weight& w, u32 row, u32 byte, u32 barrier) {"
     " copy_box(to, reinterpret_cast<u64>(w.scale_map), byte, row, barrier); }",
@@ -189,7 +197,8 @@ def _replaced(text: str, name: str, instead: str) -> str:
 
 
 class Shape(NamedTuple):
-    """Of a launch. ctas: along x. y, z: CTAs along those. cluster: those along y that share memory."""
+    """Of a launch. ctas: along x. y, z: CTAs along those. cluster: those along y that share memory. together: those
+    along x that wait for each other."""
 
     ctas: int
     threads: int
@@ -197,6 +206,7 @@ class Shape(NamedTuple):
     y: int = 1
     z: int = 1
     cluster: int = 1
+    together: int = 1
 
 
 def size_of(folder: Path, variant: Variant, kernel: str) -> int:
@@ -214,9 +224,13 @@ def run(
     ranges = torch.tensor([(t.data_ptr(), t.data_ptr() + t.nbytes) for t in readable], dtype=torch.int64)
     assert len(arguments) == size_of(folder, variant, kernel)
     found: int = getattr(library(folder, variant), f"run_{kernel}")(
-        arguments, (ctypes.c_uint * 6)(shape.ctas, shape.y, shape.z, shape.cluster, shape.threads, shape.shared_bytes),
-        ctypes.c_void_p(ranges.data_ptr()), len(ranges),
-    )  # fmt: skip
+        arguments,
+        (ctypes.c_uint * 7)(
+            shape.ctas, shape.y, shape.z, shape.cluster, shape.together, shape.threads, shape.shared_bytes
+        ),
+        ctypes.c_void_p(ranges.data_ptr()),
+        len(ranges),
+    )
     return found
 
 

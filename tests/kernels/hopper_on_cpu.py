@@ -73,7 +73,8 @@ class Driver:
         cluster = next((one.value[1] for one in attributes if one.id == driver._CLUSTER_DIMENSION), 1)
         x, y, z = told.grid
         assert min(x, y, z) > 0
-        shape = Shape(x, told.block[0], told.shared, y, z, cluster)
+        together = int(dict(variant.constants).get("shares", 1)) if name == "multiply" else 1
+        shape = Shape(x, told.block[0], told.shared, y, z, cluster, together)
         bits = ctypes.string_at(parameters[0], cuda_on_cpu.size_of(self.folder, variant, name))
         assert cuda_on_cpu.run(self.folder, variant, name, bits, shape, self.readable) == 0
         return 0

@@ -116,27 +116,26 @@ def test_a_product(hopper: Driver, case: Case) -> None:
 
 # -- Experts -----------------------------------------------------------------------------------------------------------
 
-#    K, dtype, format, teams of warps, activation: one CTA along K and several, rows by a tensor map and in one piece
+#    K, dtype, format, activation: one CTA along K and several, rows by a tensor map and in one piece
 GROUPS = {"group_size": 128}
-STACKS: list[tuple[int, torch.dtype, str, dict[str, Any], int, str]] = [
-    (512, BF16, "nf4", {}, 1, "silu"),
-    (512, BF16, "nf4", {}, 2, "silu"),
-    (512, BF16, "nf4", {}, 4, "swiglu_oai"),
-    (512, BF16, "nf4", {}, 4, ""),
-    (768, F16, "int4", GROUPS, 1, ""),
-    (768, F16, "int4", GROUPS, 4, "silu"),
-    (2048, BF16, "mxfp4", {}, 2, ""),
-    (2880, BF16, "mxfp4", {}, 1, "swiglu_oai"),
-    (2880, BF16, "mxfp4", {}, 1, ""),
-    (2880, F16, "nf4", {}, 1, "silu"),
-    (5120, F16, "int4", GROUPS, 1, "silu"),
-    (5120, F16, "int4", GROUPS, 1, ""),
+STACKS: list[tuple[int, torch.dtype, str, dict[str, Any], str]] = [
+    (512, BF16, "nf4", {}, "silu"),
+    (512, BF16, "nf4", {}, "swiglu_oai"),
+    (512, BF16, "nf4", {}, ""),
+    (768, F16, "int4", GROUPS, ""),
+    (768, F16, "int4", GROUPS, "silu"),
+    (2048, BF16, "mxfp4", {}, ""),
+    (2880, BF16, "mxfp4", {}, "swiglu_oai"),
+    (2880, BF16, "mxfp4", {}, ""),
+    (2880, F16, "nf4", {}, "silu"),
+    (5120, F16, "int4", GROUPS, "silu"),
+    (5120, F16, "int4", GROUPS, ""),
 ]
 
 
-@pytest.mark.parametrize(("k", "dtype", "format", "options", "teams", "activation"), STACKS, ids=str)
+@pytest.mark.parametrize(("k", "dtype", "format", "options", "activation"), STACKS, ids=str)
 def test_experts(
-    hopper: Driver, k: int, dtype: torch.dtype, format: str, options: dict[str, Any], teams: int, activation: str
+    hopper: Driver, k: int, dtype: torch.dtype, format: str, options: dict[str, Any], activation: str
 ) -> None:
     """More pairs of an expert than a unit has, and some whose id is no expert."""
     torch.manual_seed(0)
@@ -144,7 +143,7 @@ def test_experts(
     q = weight(experts, n, k=k, dtype=dtype, format=format, **options)
     x, bias = torch.randn(15, k).to(dtype), torch.randn(experts, n).to(dtype)
     ids = torch.randint(-1, experts + 1, (15, 2), dtype=torch.int32 if activation else torch.int64)
-    found = _routed(hopper, x, ids, q, bias, activation, teams)
+    found = _routed(hopper, x, ids, q, bias, activation)
     wanted = ((ids >= 0) & (ids < experts)).flatten()
     assert activation or not found[~wanted].any()
 
@@ -159,9 +158,7 @@ def test_experts(
     check(found[wanted], expected(F64), expected(dtype))
 
 
-def _routed(
-    there: Driver, x: Tensor, ids: Tensor, q: hb.QuantizedWeight, bias: Tensor, activation: str, teams: int
-) -> Tensor:
+def _routed(there: Driver, x: Tensor, ids: Tensor, q: hb.QuantizedWeight, bias: Tensor, activation: str) -> Tensor:
     """The results of all pairs of tokens [T, K] and their ids [T, k], zeros where an id is no expert."""
     experts, n, _ = q.shape
     flat = decode.rows_of(q)
@@ -169,10 +166,6 @@ def _routed(
     plan = decode.plan_routed(ids.numel(), problem, experts, activation, False, SMALL)
     assert plan is not None
     plan = replace(plan, neighbours=2)
-    if teams > 1:
-        reducers = 2 if teams > 2 and plan.tiles_at_once == 1 else 1
-        stages = min(3 * teams, 8)
-        plan = replace(plan, teams=teams, sum_buffers=teams, reducers=reducers, stages=stages, resident_ctas=1)
     there.readable = parts_of(flat)
     out = torch.full((ids.numel() + 1, n // (2 if activation else 1)), 777.0, dtype=x.dtype)
     routing = decode.Routing(experts, ids.shape[1], ids.dtype is torch.int64, clears=not activation)

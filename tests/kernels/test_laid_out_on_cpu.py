@@ -29,7 +29,6 @@ from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.linear.sm90_streamk import plan as narrow
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
-from halfbyte.kernels.linear.tune import h200
 
 __all__ = ["hopper"]
 pytestmark = [needs_compiler, pytest.mark.slow]
@@ -48,8 +47,6 @@ class Case(NamedTuple):
 GROUPS = {"group_size": 128}
 CASES = {
     "parts of tiles": Case(13, 300, 1024, StreamKPlan(16, 2, 3, 5)),
-    "some look-ups in registers": Case(30, 192, 1024, StreamKPlan(32, 3, 2, 3, permuted=1), F16),
-    "half of them": Case(60, 128, 1024, StreamKPlan(64, 2, 2, 2, permuted=2), BF16, "int4", GROUPS),
     "scales one by one": Case(40, 130, 576, StreamKPlan(48, 3, 2, 2), F16),
     "scales of a unit": Case(9, 200, 1280, StreamKPlan(24, 2, 4, 5), F16, "fp4", {"nested": False, "block_size": 128}),
     "scales across": Case(100, 192, 832, StreamKPlan(112, 2, 2, 2), BF16, "nf4", {"nested": False}),
@@ -57,6 +54,10 @@ CASES = {
     "nested scales across, many rows": Case(100, 192, 1088, GemmPlan(128, 2, 2, 3, 3, 1, 128)),
     "resident": Case(7, 256, 2048, StreamKPlan(8, 4, 2, 4, resident=2)),
     "a cluster": Case(30, 256, 2048, StreamKPlan(32, 4, 2, 4, resident=2, cluster=4), F16, "int4", GROUPS),
+    "equal parts": Case(13, 300, 1024, StreamKPlan(16, 2, 3, 6, shares=2)),
+    "equal parts, more than groups of rows": Case(7, 256, 2048, StreamKPlan(8, 4, 2, 4, resident=2, shares=4), F16),
+    "equal parts of wide tiles": Case(90, 150, 1280, StreamKPlan(64, 2, 2, 20, shares=5), BF16, "int4", GROUPS),
+    "equal parts, many": Case(100, 128, 2304, StreamKPlan(112, 2, 2, 9, shares=9)),
     "two tiles of x": Case(90, 128, 1024, StreamKPlan(80, 2, 2, 3), BF16, "int4", GROUPS),
     "many rows": Case(150, 200, 1024, GemmPlan(160, 2, 3, 3, 3, 1, 320), F16),
     "many rows in chunks": Case(200, 128, 512, GemmPlan(96, 2, 2, 4, 2, 1, 192), BF16, "int4", GROUPS),
@@ -68,9 +69,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_product(hopper: Driver, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product(hopper: Driver, case: Case) -> None:
     m, n, k, plan, dtype, format, options = case
-    monkeypatch.setattr(h200, "NESTED_ACROSS", True)
     torch.manual_seed(0)
     q = weight(n, k=k, dtype=dtype, format=format, **options)
     side, results = (n, k) if plan.back else (k, n)
@@ -100,15 +100,22 @@ RESIDUAL, SILU, GELU = Fusion(residual=0.5), Fusion(activation="silu"), Fusion(a
 NORM = Fusion(norm=(1e-5, 0.0))
 FUSED: dict[str, tuple[Fusion, StreamKPlan | GemmPlan, dict[str, Any]]] = {
     "residual": (RESIDUAL, StreamKPlan(24, 2, 3, 4), {}),
+    "residual, equal parts": (RESIDUAL, StreamKPlan(24, 2, 3, 8, shares=4), {}),
     "gate, then up": (SILU, StreamKPlan(24, 2, 3, 4), {}),
+    "gate, then up, equal parts": (SILU, StreamKPlan(16, 2, 3, 8, shares=2), {}),
     "a pair": (SILU, StreamKPlan(24, 2, 3, 5, paired=True), {}),
     "a pair, resident": (GELU, StreamKPlan(16, 3, 2, 8, resident=2, paired=True), {"nested": False}),
     "a pair, a cluster": (SILU, StreamKPlan(24, 4, 2, 8, resident=2, cluster=4, paired=True), {"block_size": 128}),
-    "a pair, short blocks": (GELU, StreamKPlan(32, 2, 3, 3, paired=True, permuted=1), {"block_size": 32}),
+    "a pair, short blocks": (GELU, StreamKPlan(32, 2, 3, 3, paired=True), {"block_size": 32}),
     "a pair, many rows": (SILU, GemmPlan(96, 2, 2, 3, 5, 1, 96, paired=True), {}),
     "a pair, many rows, permuted": (GELU, GemmPlan(256, 2, 2, 3, 3, 1, 256, paired=True), {"block_size": 32}),
     "a pair, many rows, a cluster": (SILU, GemmPlan(96, 2, 2, 3, 3, 2, 96, paired=True), {"block_size": 128}),
     "a norm": (NORM, StreamKPlan(16, 2, 3, 4, norm=True), {}),
+    "a norm, a pair, equal parts": (
+        replace(SILU, norm=(1e-6, 1.0)),
+        StreamKPlan(24, 2, 3, 6, paired=True, norm=True, shares=2),
+        {},
+    ),
     "a norm, a pair": (replace(SILU, norm=(1e-6, 1.0)), StreamKPlan(24, 2, 3, 5, paired=True, norm=True), {}),
 }
 
@@ -160,12 +167,10 @@ def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan | GemmPla
 
 
 @pytest.mark.parametrize("kind", ["q, k, v", "silu"])
-def test_from_the_call_to_the_result(hopper: Driver, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_the_call_to_the_result(hopper: Driver, kind: str) -> None:
     """What is planned, with x normed as it is laid out."""
     torch.manual_seed(0)
-    monkeypatch.setattr(h200, "STREAMK_PAIRS", True)
-    monkeypatch.setattr(h200, "STREAMK_NORMS", True)
-    m, k, sides = 30, 768, (700, 700) if kind == "silu" else (320, 128, 128)
+    m, k, sides = 70, 768, (700, 700) if kind == "silu" else (320, 128, 128)
     x, norm = torch.randn(m, k).bfloat16(), Norm((1 + torch.randn(k) / 8).bfloat16(), 1e-5)
     weights = [weight(n, k=k, dtype=BF16, format="nf4") for n in sides]
     hopper.readable = [part for q in weights for part in parts_of(q)]
@@ -185,11 +190,12 @@ def test_from_the_call_to_the_result(hopper: Driver, kind: str, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "plans",
-    [[StreamKPlan(48, 2, 2, ctas) for ctas in (5, 2, 3)], [GemmPlan(96, 2, 2, 3, ctas, 1, 96) for ctas in (4, 3, 2)]],
+    [[StreamKPlan(48, 2, 2, ctas) for ctas in (2, 5, 3)], [GemmPlan(96, 2, 2, 3, ctas, 1, 96) for ctas in (3, 4, 2)]],
 )
-def test_several_weights_in_one_launch(hopper: Driver, plans: list[Any]) -> None:
+@pytest.mark.parametrize("k", [768, 704], ids=["alike", "scales of some come one by one"])
+def test_several_weights_in_one_launch(hopper: Driver, plans: list[Any], k: int) -> None:
     torch.manual_seed(0)
-    m, sides, k = 40, (260, 128, 132), 768
+    m, sides = 40, (128, 260, 132)
     x, kernel = torch.randn(m, k).half(), streamk if isinstance(plans[0], StreamKPlan) else gemm
     weights = [weight(n, k=k, dtype=F16, format="int4", group_size=64) for n in sides]
     biases = [torch.randn(n).half() for n in sides]

@@ -56,18 +56,30 @@ def test_what_is_not_fused() -> None:
     one = problem(4096, 4096)
     assert choose_fused(1, (problem(4096, 4096, dtype=torch.float32),), ADD, H200) is None
     assert choose_fused(1, (one,), ALONE, H200) is None
-    assert choose_fused(1, (problem(4096, 4096, block_size=32, scale=BF16, nested=0),), NORM, H200) is None
-    assert choose_fused(1, (problem(4094, 4096),), NORM, H200) is None
+    assert choose_fused(1, (problem(4094, 4096),), replace(NORM, residual=1.0), H200) is None
     with pytest.raises(AssertionError, match="of one size"):
         decode.plan_fused(1, [one, problem(4100, 4096)], GATE, H200)
     with pytest.raises(AssertionError, match="one product"):
         decode.plan_fused(1, [one, one], ADD, H200)
 
 
-def test_with_more_rows_the_norm_is_alone() -> None:
-    """And sm90_streamk adds; it gates two that cannot have one launch."""
+@pytest.mark.parametrize(("n", "changes"), [(4096, {"block_size": 32, "scale": BF16, "nested": 0}), (4094, {})])
+def test_weights_that_are_not_for_sm90_decode(n: int, changes: dict[str, Any]) -> None:
+    """The other kernel norms x, too."""
+    group = (problem(n, 4096, **changes),)
+    assert decode.plan_fused(1, group, NORM, H200) is None
+    found = choose_fused(1, group, NORM, H200)
+    assert found is not None
+    assert found.kernel is streamk
+
+
+def test_a_pair_that_is_not_alike_is_normed_first() -> None:
+    """And then gated by two launches, of which others need one."""
     pair = (problem(25600, 5120), problem(25600, 5120, scale=torch.float32, nested=0))
-    assert choose_fused(32, pair[:1] * 2, GATE, H200) is None
+    found = choose_fused(32, pair[:1] * 2, GATE, H200)
+    assert found is not None
+    assert found.kernel is streamk
+    assert cast(Any, found.plan).is_one_launch
     assert choose_fused(32, pair, GATE, H200) is None
     found = choose_fused(32, pair, replace(GATE, norm=None), H200)
     assert found is not None

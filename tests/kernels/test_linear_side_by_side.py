@@ -18,7 +18,7 @@ from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear import cuda, side_by_side
 from halfbyte.kernels.linear.dispatch import GroupChoice, choose_group
-from halfbyte.kernels.linear.laid_out import span_of
+from halfbyte.kernels.linear.laid_out import scale_loads, span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm import plan as gemm_plans
@@ -92,6 +92,18 @@ def test_which_go_together() -> None:
         variant = kernel.group_variant((q, k, k), choice.plan, H200)
         assert variant is not None
         assert dict(variant.constants)["parts"] == 3
+
+
+@pytest.mark.parametrize("sides", [(1029, 256), (256, 1029), (256, 260, 16)])
+def test_scales_come_one_by_one_where_those_of_one_weight_must(sides: tuple[int, ...]) -> None:
+    """Where K is no multiple of 256, and so for other weights of the launch."""
+    group = tuple(nf4(n, 4160) for n in sides)
+    assert {scale_loads(o) for o in group} == {"one", "across"}
+    for kernel, plans in KERNELS.items():
+        for of_launch, loads in ((group, "one"), ((nf4(256, 4160), nf4(16, 4160)), "across")):
+            plan = plans.in_one_launch(100, of_launch, H200)
+            assert plan is not None
+            assert dict(kernel.group_variant(of_launch, plan, H200).constants)["loads"] == f"Loads::{loads}"
 
 
 @pytest.mark.slow

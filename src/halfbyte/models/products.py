@@ -42,10 +42,11 @@ def variant_of_product(
     """What is compiled for x with m rows, or None where nothing is."""
     if not isinstance(product, Fused):
         return variant_of(m, product, properties, batch_invariant)
-    if batch_invariant or m > MOST_ROWS:
-        return None
     group, fusion = product
-    fused = choose_fused(m, group, fusion, properties)
+    many = m > MOST_ROWS
+    if batch_invariant or (many and not fusion.activation):
+        return None
+    fused = None if many else choose_fused(m, group, fusion, properties)
     if fused is None:  # then the norm has a launch of its own
         fused = choose_fused(m, group, replace(fusion, norm=None), properties)
     return fused.kernel.group_variant(group, fused.plan, properties) if fused else None

@@ -24,7 +24,7 @@ from halfbyte.models.linears import layers_of
 from halfbyte.models.patch import is_hooked
 from halfbyte.nn.experts import Experts4bit
 
-MOST_ROWS = 64  # of x, with a norm, a gate or a sum in a product's launch; beyond, launches are little of the time
+MOST_ROWS = 64  # of x, with a norm or a sum in a product's launch; beyond, launches are little of the time
 SHARE, ROUNDINGS = 0.1, 2  # how far results may be apart: of what the layer adds, and in units of the last place
 
 Operands = tuple[tuple[QuantizedWeight, ...], tuple[Tensor | None, ...]]

@@ -22,6 +22,7 @@ from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
 from halfbyte.kernels.linear.tune import h200
 
 UNIT_K = 256  # of K, a unit of work
+NORM_PARTS = 4  # CTAs that lay a row out, normed, as device/lay_out.cuh has it
 SWIZZLED = 128  # bytes of a row of x that wgmma takes at a time
 # Arguments in device/laid_out.cuh: x, bias, out, x laid out, partial, left, other, the length of left and m change.
 LAYOUT = ("128s4Q", "7Q2I", "7I4f64s52x")
@@ -44,8 +45,7 @@ def scale_loads(problem: Problem) -> ScaleLoads:
     if unit not in (4, 8, 16) or o.k % o.block_size:
         return "one"
     if o.k % UNIT_K:
-        ends = o.n * row % ALIGNMENT == 0
-        return "across" if ends and (h200.NESTED_ACROSS or not o.nested) and o.align_scale == ALIGNMENT else "one"
+        return "across" if o.n * row % ALIGNMENT == 0 and o.align_scale == ALIGNMENT else "one"
     if row % ALIGNMENT == 0 and o.align_scale == ALIGNMENT:
         return "vector"
     return "unit" if o.align_scale >= unit else "one"
@@ -302,7 +302,7 @@ def make_launches(
     threads = 8 * plan.tile_m * tiles  # of a run of steps, as device/lay_out.cuh has them
     grouped = dict(compiled.constants)["grouped"]
     runs = min(max(h200.LAYING_THREADS // threads, 1), units) if grouped else 4 * units
-    laying = plan.tile_m * tiles if plan.norm else -(-threads * runs // 128)
+    laying = NORM_PARTS * plan.tile_m * tiles if plan.norm else -(-threads * runs // 128)
     return (
         Launch(lay_out, (workers + laying, 1), 128, sums, overlaps=True),
         Launch(

@@ -30,12 +30,18 @@ MOST = 4  # weights of a launch: each has 384 bytes of its arguments
 
 def are_alike(group: Sequence[Problem]) -> bool:
     """True if the weights differ in their rows alone, so that one kernel is for all."""
-    return 1 < len(group) <= MOST and len({(replace(o, n=0, bias=False), scale_loads(o)) for o in group}) == 1
+    return 1 < len(group) <= MOST and len({replace(o, n=0, bias=False) for o in group}) == 1
 
 
 def are_a_pair(group: Sequence[Problem]) -> bool:
     """True if one launch may have gate and up in its tiles."""
     return len(group) == 2 and are_alike(group) and group[0].n == group[1].n
+
+
+def in_common(group: Sequence[Problem]) -> Problem:
+    """The weight whose kernel is for all that are alike: scales may always come one by one, but across multiples of 16
+    bytes only where the last of them ends at one."""
+    return next((o for o in group if scale_loads(o) == "one"), group[0])
 
 
 def merged(group: Sequence[Problem]) -> Problem:
@@ -89,7 +95,7 @@ def _bind_one_launch(
     """Called as a GroupProduct is, and with the norm's weights."""
     group, _, plans = zip(*each, strict=True)
     parts, properties = len(group), properties_of(device.index)
-    compiled = kernel.variant(group[0], plans[0], properties, parts)
+    compiled = kernel.variant(in_common(group), plans[0], properties, parts)
     prepared = [laid_out.fixed_arguments(kernel, m, *one, fusion) for one in each]
     plan = plans[0]
     first_ctas = (0, 0, plan.ctas) if plan.paired else (0, *accumulate(plan.ctas for plan in plans))

@@ -58,16 +58,44 @@ static_assert(!Config::norm || (!GATED && !Config::residual && !Config::grouped)
 static_assert(!Config::paired || (Config::parts == 2 && !Config::residual && !Config::grouped), "gate and up");
 static_assert(!GATED || !Config::residual, "there is one other operand");
 
+// Of x: the j-th of `member`'s two rows of group i of a tile.
+__device__ __forceinline__ u32 row_of_x(const WorkUnit& at, u32 i, u32 member, u32 j) {
+  return at.column_tile * Config::tile_m + 8 * i + 2 * member + j;
+}
+
 __device__ __forceinline__ float combined(const Arguments& a, float value, u32 other) {
   if constexpr (GATED) return activated<Config::activation>(unpack(other)) * value;
   if constexpr (Config::residual) return fmaf(a.result_scale, value, unpack(other));
   return value;
 }
 
+// What this lane's sums of a tile are combined with. All of it is asked for before anything is stored: results may be
+// where it is, so that no load could go past a store, and each would wait for memory by itself.
+constexpr bool COMBINES = GATED || Config::residual;
+struct Others {
+  u32 two[COMBINES ? Config::tile_m / 4 : 1];
+};
+template <class Owns>
+__device__ __forceinline__ Others load_others(const Arguments& a, const WorkUnit& at, u32 n, u32 member,
+                                              const Owns& owns) {
+  Others found = {};
+  if constexpr (COMBINES) {
+    if (n >= a.n) return found;
+    wait_for_prior_kernel();  // of which only the producer has had to know
+#pragma unroll
+    for (u32 i = 0; i < Config::tile_m / 8; i++)
+#pragma unroll
+      for (u32 j = 0; j < 2; j++)
+        if (const u32 m = row_of_x(at, i, member, j); owns(i) && m < a.m)
+          found.two[2 * i + j] = load_two(a.other + u64(m) * a.n + n, a.n % 2 == 0, n + 1 < a.n);
+  }
+  return found;
+}
+
 // Stores this lane's sums of a tile: rows n and n + 1 of W, and of x `member`'s of those groups of eight that it owns.
 template <int Sums, class Owns>
-__device__ __forceinline__ void store_tile(const Arguments& a, const float (&total)[Sums], const WorkUnit& at, u32 n,
-                                           u32 member, const Owns& owns) {
+__device__ __forceinline__ void store_tile(const Arguments& a, const float (&total)[Sums], const Others& others,
+                                           const WorkUnit& at, u32 n, u32 member, const Owns& owns) {
   if (n >= a.n) return;
   const bool even = a.n % 2 == 0, both = n + 1 < a.n;
   float bias[2] = {0, 0};
@@ -75,19 +103,16 @@ __device__ __forceinline__ void store_tile(const Arguments& a, const float (&tot
     bias[0] = unpack(a.bias[n]);
     if (both) bias[1] = unpack(a.bias[n + 1]);
   }
-  if constexpr (GATED || Config::residual) wait_for_prior_kernel();  // of which only the producer has had to know
 #pragma unroll
   for (u32 i = 0; i < Config::tile_m / 8; i++)
 #pragma unroll
     for (u32 j = 0; j < 2; j++) {
-      if (!owns(i)) continue;
-      const u32 m = at.column_tile * Config::tile_m + 8 * i + 2 * member + j;
-      if (m >= a.m) continue;
-      const u64 place = u64(m) * a.n + n;
-      const u32 other = GATED || Config::residual ? load_two(a.other + place, even, both) : 0;
+      const u32 m = row_of_x(at, i, member, j);
+      if (!owns(i) || m >= a.m) continue;
+      const u32 other = others.two[COMBINES ? 2 * i + j : 0];
       const float first = combined(a, scale_and_add(total[4 * i + j], a.unit, bias[0]), other);
       const float second = combined(a, scale_and_add(total[4 * i + 2 + j], a.unit, bias[1]), other >> 16);
-      store_two(a.y + place, pack(first, second), even, both);
+      store_two(a.y + u64(m) * a.n + n, pack(first, second), even, both);
     }
 }
 
@@ -101,7 +126,7 @@ __device__ __forceinline__ void store_gated(const Arguments& gate, const Argumen
   for (u32 i = 0; i < Config::tile_m / 8; i++)
 #pragma unroll
     for (u32 j = 0; j < 2; j++) {
-      const u32 m = at.column_tile * Config::tile_m + 8 * i + 2 * member + j;
+      const u32 m = row_of_x(at, i, member, j);
       if (!owns(i) || m >= gate.m) continue;
       const float first = scale_and_add(total[4 * i + j], gate.unit, of_gate);
       const float second = scale_and_add(total[4 * i + 2 + j], up.unit, of_up);

@@ -89,6 +89,7 @@ __device__ __forceinline__ float norm_factor(const Arguments& a, u32 m) {
   const u32 of_warps = u32(__cvta_generic_to_shared(memory));
   const u16* x = a.x + u64(m) * a.k;
   float sum = 0;
+#pragma unroll 4
   for (u32 i = threadIdx.x; i < a.k / 8; i += 128) {
     const uint4 eight = reinterpret_cast<const uint4*>(x)[i];
     sum = square_sum(eight.w, square_sum(eight.z, square_sum(eight.y, square_sum(eight.x, sum))));
@@ -100,18 +101,26 @@ __device__ __forceinline__ float norm_factor(const Arguments& a, u32 m) {
   const float4 sums = load_sums(of_warps);
   return rsqrtf((sums.x + sums.y + (sums.z + sums.w)) / float(a.k) + a.epsilon);
 }
-// Lays out row `number` of all tiles, normed, by a CTA.
-__device__ __forceinline__ void lay_out_normed(const Arguments& a, u32 number) {
-  const u32 column_tile = number / Config::tile_m, row = number % Config::tile_m;
+// Lays out every NORM_PARTS-th run of 128 pieces of row `number` of all tiles, normed, by a CTA, from run `part` on.
+// The first is asked for together with the row, so that memory is waited for once.
+constexpr u32 NORM_PARTS = 4;
+__device__ __forceinline__ void lay_out_normed(const Arguments& a, u32 number, u32 part) {
+  const u32 column_tile = number / Config::tile_m, row = number % Config::tile_m, pieces = a.depth_units * 32;
   const bool exists = number < a.m;  // rows of tiles follow one another
+  Pieces words, weights;
+  const auto load = [&](u32 i) {
+    load_pieces(words, a, a.x, number, i / 8, i % 8, exists && i < pieces);
+    load_pieces(weights, a, a.other, 0, i / 8, i % 8, exists && i < pieces);
+  };
+  u32 i = part * 128 + threadIdx.x;
+  load(i);
   const float factor = exists ? norm_factor(a, number) : 0;
-  for (u32 i = threadIdx.x; i < a.depth_units * 32; i += 128) {
-    Pieces words, weights;
-    load_pieces(words, a, a.x, number, i / 8, i % 8, exists);
-    load_pieces(weights, a, a.other, 0, i / 8, i % 8, exists);
+  while (i < pieces) {
 #pragma unroll
     for (u32 j = 0; j < 4; j++) words[0][j] = normed(words[0][j], weights[0][j], factor, a.norm_offset);
     store_pieces(a, column_tile, row, i / 8, i % 8, words);
+    i += NORM_PARTS * 128;
+    load(i);
   }
 }
 
@@ -121,7 +130,7 @@ __device__ __forceinline__ void lay_out_normed(const Arguments& a, u32 number) {
 // x that pairs of one expert want. With `back` the order of k stays, and K may be odd.
 //
 // A thread has the same piece of a row in every block of a run of steps. The host says by the size of the grid how many
-// runs a row has. With `norm` a CTA has a row, which it reads twice.
+// runs a row has. With `norm` NORM_PARTS CTAs have a row, and each reads all of it.
 extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant__ Launched launched) {
   if constexpr (Config::norm)
     if (threadIdx.x < launched.part[0].k / 64) prefetch_to_l2(launched.part[0].other + threadIdx.x * 64);
@@ -136,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant_
     return;
   }
   const Arguments& a = launched.part[0];
-  if constexpr (Config::norm) return lay_out_normed(a, blockIdx.x - ctas);
+  if constexpr (Config::norm)
+    return lay_out_normed(a, (blockIdx.x - ctas) / NORM_PARTS, (blockIdx.x - ctas) % NORM_PARTS);
   const u32 thread = (blockIdx.x - ctas) * 128 + threadIdx.x, threads = (gridDim.x - ctas) * 128;
   if constexpr (Config::scatters) clear_rows(a, blockIdx.x - ctas, gridDim.x - ctas);
   if constexpr (Config::grouped)

@@ -34,6 +34,17 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+// What is read once leaves L2 first, and all else may stay there: what a step reads again, or the next one.
+__device__ __forceinline__ u64 leaving_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ u64 staying() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -43,6 +54,14 @@ __device__ __forceinline__ void copy_box(u32 to, u64 map, u32 x, u32 y, u32 barr
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           to),
       "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+// The same, which stays in L2 as `policy` says.
+__device__ __forceinline__ void copy_box_as(u64 policy, u32 to, u64 map, u32 x, u32 y, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
       : "memory");
 }
 __device__ __forceinline__ void prefetch_box(u64 map, u32 x, u32 y) {

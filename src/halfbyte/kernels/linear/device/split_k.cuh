@@ -1,12 +1,14 @@
 // Split-K: the partial sums of CTAs that share a tile, and how they become one.
 //
 // A thread has Sums fp32 sums of its warp's 16 rows of W: sums 4 i to 4 i + 3 are those of column group i, eight rows
-// of x, as device/mma.cuh draws them. Both ways add in an order that follows from the shape alone, so the same input
+// of x, as device/mma.cuh draws them. All ways add in an order that follows from the shape alone, so the same input
 // gives the same bits.
 //
 //   cluster_reduce  CTAs of one cluster, all of one tile: through distributed shared memory
-//   fix_up          CTAs of any tile: through a workspace in memory. Each of its numbers is a SENTINEL until the sum is
-//                   there, so no counter and no barrier says that it is.
+//   share_out       CTAs that have equal parts of one tile, and end at once: through a workspace in memory
+//   fix_up          CTAs of any tile: through the workspace, too
+//
+// Each number of the workspace is a SENTINEL until the sum is there, so no counter and no barrier says that it is.
 
 #include "ptx.cuh"
 #include "scheduler.cuh"
@@ -81,6 +83,65 @@ __device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Argum
         if (rank != blockIdx.y) add_group(total, i, load_sums(place_of(i, rank)));
 }
 
+// The sums of a tile that Shares CTAs have equal parts of; this is `cta`. They come to it at the same time, so all have
+// something to add up: as in a cluster, the r-th of them those of the column groups r, r + Shares, ..., in the order of
+// K. So one reads no more than it writes, and what it reads comes at once. All of a tile wait for each other. That they
+// do start is sure: CTAs start in order, so a launch that has not started all of its own has started all of most tiles.
+template <u32 Shares, u32 Warps, int Sums, class Arguments>
+__device__ __forceinline__ void share_out(float (&total)[Sums], const Arguments& a, const WorkUnit& unit, u32 cta,
+                                          u32 warp, u32 lane) {
+  constexpr u32 GROUPS = Sums / 4, OWN = (GROUPS + Shares - 1) / Shares;  // of columns
+  constexpr u32 ROOM = GROUPS <= 8 ? 16 : 8;                              // groups that registers are left for
+  constexpr u32 AT_ONCE = OWN * Shares <= ROOM ? Shares : OWN < ROOM ? ROOM / OWN : 1;  // parts that are loaded at once
+  const u32 rank = cta % Shares, columns = a.m - unit.column_tile * (8 * GROUPS);
+  const auto place_of = [&](u32 part, u32 i) {
+    return a.workspace + (u64(cta - rank + part) * Warps + warp) * (GROUPS * 32) + 32 * i + lane;
+  };
+  float4 own[OWN] = {}, sum[OWN];
+#pragma unroll
+  for (u32 i = 0; i < GROUPS; i++) {
+    const float4 v = make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]);
+    if (i % Shares == rank) own[i / Shares] = v;
+    else if (8 * i < columns) store_partial(place_of(rank, i), v);
+  }
+#pragma unroll
+  for (u32 first = 0; first < Shares; first += AT_ONCE) {
+    float4 part[OWN][AT_ONCE];
+    const auto wanted = [&](u32 g, u32 j) { return first + j < Shares && 8 * (g * Shares + rank) < columns; };
+    bool missing;
+    do {  // until all are there
+      missing = false;
+#pragma unroll
+      for (u32 g = 0; g < OWN; g++)
+#pragma unroll
+        for (u32 j = 0; j < AT_ONCE; j++) {
+          part[g][j] = own[g];
+          if (wanted(g, j) && g * Shares + rank < GROUPS && first + j != rank)
+            part[g][j] = load_partial(place_of(first + j, g * Shares + rank));
+        }
+#pragma unroll
+      for (u32 g = 0; g < OWN; g++)
+#pragma unroll
+        for (u32 j = 0; j < AT_ONCE; j++) missing |= is_missing(part[g][j]);
+    } while (__any_sync(~0u, missing));
+#pragma unroll
+    for (u32 g = 0; g < OWN; g++)
+#pragma unroll
+      for (u32 j = 0; j < AT_ONCE; j++) {
+        if (first + j >= Shares) continue;
+        const float4 v = part[g][j];
+        if (first + j == 0) sum[g] = v;
+        else sum[g].x += v.x, sum[g].y += v.y, sum[g].z += v.z, sum[g].w += v.w;
+      }
+  }
+#pragma unroll
+  for (u32 i = 0; i < GROUPS; i++)
+    if (i % Shares == rank) {
+      const float4 v = sum[i / Shares];
+      total[4 * i] = v.x, total[4 * i + 1] = v.y, total[4 * i + 2] = v.z, total[4 * i + 3] = v.w;
+    }
+}
+
 // The sums of the tile of `unit`, which the CTAs `first` to `last` of the schedule share; this is `cta`. A CTA that
 // starts mid-tile stores its partial sums in the workspace and goes on: the tile is the first that it works on. The
 // tile's first CTA comes to it last of all, waits for the partial sums of the others and adds them up in the order of
@@ -91,14 +152,14 @@ __device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Argum
 // Where there are more than Direct, every third, fourth or so adds up those that follow it before it stores its own: it
 // ends with this tile as well, unless nobody follows. All wait for CTAs of higher numbers only. Direct decides in which
 // order the sums of a tile are added, so a product whose bits must not depend on the rows of x has one Direct for every
-// width.
+// width. Loaded: how many sums of several CTAs a thread loads at once, if not all of one.
 //
 // The first CTA has enough to read; so the next launch clears what is left, see Workspace in workspace.py.
-template <u32 Direct, u32 Warps, int Sums, class Arguments, class Unit>
+template <u32 Direct, u32 Warps, u32 Loaded = 16, int Sums, class Arguments, class Unit>
 __device__ __forceinline__ bool fix_up(float (&total)[Sums], const Arguments& a, const Unit& unit, u32 cta, u32 warp,
                                        u32 lane) {
-  constexpr u32 AT_ONCE = Sums < 16 ? 16 / Sums : 1;  // CTAs whose sums are loaded at once
-  constexpr int CHUNK = chunk_of(Sums / 4);           // column groups that are
+  constexpr u32 AT_ONCE = Sums < Loaded ? Loaded / Sums : 1;  // CTAs whose sums are loaded at once
+  constexpr int CHUNK = chunk_of(Sums / 4);                   // column groups that are
   const u32 units = count_units(a), tile = unit.row_tile * a.column_tiles + unit.column_tile;
   const u32 begin = tile * a.depth_units, limit = begin + a.depth_units;
   auto cta_of = [&](u32 unit) { return ((unit + 1) * a.ctas - 1) / units; };

@@ -29,8 +29,8 @@
 // tokens (routes.cuh), and takes tiles of those alone (walk.cuh). Its warps then hold the x of up to eight pairs of a
 // token and an expert, and load those of the next unit while they multiply. Results that will be added up are `wide`.
 //
-// Fusion. With `norm` the multiplying warps apply an RMS norm to the x that they hold, in fp32 and with one rounding,
-// while the first tile of W is on its way (norm.cuh). With `residual` y = residual + result_scale * product.
+// Fusion. With `norm` the multiplying warps apply an RMS norm to the x that they hold, with one rounding, while the first
+// tile of W is on its way (norm.cuh). With `residual` y = residual + result_scale * product.
 //
 // Launch. The kernel may start while the one before it still runs (programmatic dependent launch): it builds its table
 // and prefetches its first tiles to L2. Then it waits, since x and W may have been written just now, and only then lets
@@ -46,8 +46,7 @@
 // Needs sm_90, N % 4 == 0, packed and scales aligned to 16 bytes; plan.py says which K.
 //
 // Config:
-//   m_tiles, warps, slice        groups of eight rows of x; warps that multiply a tile; blocks of K a warp
-//   teams                        sets of so many warps, which take tiles in turn (of experts)
+//   m_tiles, warps, slice        groups of eight rows of x; warps that multiply; blocks of K a warp
 //   stages, steps, first_stages  stages of the pipeline; steps a tile; stages asked for before the first is there
 //   cluster, batches, parts      CTAs along K; CTAs along M, each with at least one row of x; weights of this launch
 //   sum_buffers, reducers        buffers for the warps' sums; warps that add them up
@@ -117,15 +116,14 @@ __device__ __forceinline__ void copy_fragments(XFragments& to, const XFragments&
       for (int i = 0; i < 4; i++) to[c][b][i] = from[c][b][i];
 }
 
-// A multiplying warp, one of a team. ready: called when the first loads are in flight; returns when shared memory is
-// ready.
+// A multiplying warp. ready: called when the first loads are in flight; returns when shared memory is ready.
 template <class Ready>
-__device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 team, u32 warp, u32 lane,
+__device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 warp, u32 lane,
                                          const float (&offsets)[Config::parts], const Ready& ready) {
   const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64;
   const u32 column = column_of(shared, lane);
   Weights weights(a, warp, group, member);
-  const ScaleDecoder scales_of_warp(shared, team, warp, lane);
+  const ScaleDecoder scales_of_warp(shared, warp, lane);
   XFragments x, then;  // then: of the next unit, where there are several
   const auto load_x = [&](XFragments& to, u32 unit) {
 #pragma unroll
@@ -150,12 +148,10 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
   ready();
   Ring ring(0), sums(1), scales(0);
   Walk walk(a, shared);
-  for (u32 i = 0; i < team; i++) walk.next(), ring.next(Config::stages), sums.next(Config::sum_buffers);
   if (ROUTED && walk.is_there()) load_x(x, walk.get().unit);
-  for (; walk.is_there(); scales.next(SCALE_STAGES)) {
+  for (; walk.is_there(); sums.next(Config::sum_buffers), scales.next(SCALE_STAGES)) {
     const Tile tile = walk.get();
-#pragma unroll
-    for (u32 i = 0; i < Config::teams; i++) walk.next();
+    walk.next();
     const bool changes = ROUTED && walk.is_there() && walk.get().unit != tile.unit;
     if (changes) load_x(then, walk.get().unit);
     float offset = offsets[0];
@@ -206,10 +202,6 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
         store_rows(at + SUM_COLUMN, total[c][1], total[c][3]);
       }
     arrive(shared + SUM_FULL + 8 * sums.at);
-#pragma unroll
-    for (u32 i = 0; i < Config::teams; i++) sums.next(Config::sum_buffers);
-#pragma unroll
-    for (u32 i = 1; i < Config::teams; i++) ring.next(Config::stages);  // others' stages
     if (changes) copy_fragments(x, then);
   }
 }
@@ -218,12 +210,11 @@ __device__ __forceinline__ void init_barriers(u32 shared) {
   for (int s = 0; s < Config::stages; s++)
     init(shared + FULL + 8 * s, NESTED ? 33 : 1), init(shared + EMPTY + 8 * s, Config::warps * 32);
   for (int s = 0; s < Config::sum_buffers; s++)
-    init(shared + SUM_FULL + 8 * s, Config::warps * 32),
-        init(shared + SUM_EMPTY + 8 * s, ROUTED ? 32 : Config::reducers * 32);
+    init(shared + SUM_FULL + 8 * s, Config::warps * 32), init(shared + SUM_EMPTY + 8 * s, Config::reducers * 32);
   for (int s = 0; s < SLOTS; s++)
     init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, Config::reducers);
   if constexpr (Config::norm && Config::cluster > 1)
-    init(shared + SQUARES_FULL, 1), expect(shared + SQUARES_FULL, SQUARES_BYTES);
+    init(shared + SQUARES_FULL, 1), expect(shared + SQUARES_FULL, FOLDS_NORM && blockIdx.y > 0 ? 0 : SQUARES_BYTES);
   publish_barriers();
 }
 
@@ -258,21 +249,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
   if ((shared & 0xffffffu) != BASE) __trap();              // in a cluster the top byte is the CTA's rank
   const u32 first_block = blockIdx.y * BLOCKS;
-  if (warp == MULTIPLIERS && lane == 0) init_barriers(shared);
+  if (warp == Config::warps && lane == 0) init_barriers(shared);
   __syncwarp();
   if (Config::cluster > 1) sync_cluster();
 
-  const u32 thread = threadIdx.x - (warp > MULTIPLIERS ? 32 : 0);
+  const u32 thread = threadIdx.x - (warp > Config::warps ? 32 : 0);
   const auto prepare = [&] {
     if constexpr (Config::static_weights) {
       if (threadIdx.x == 0) launch_dependents();
       const Codes codes(a, thread);
-      if (Config::norm && warp < MULTIPLIERS) prefetch_norm(a, first_block, warp, lane);
-      make_table<MULTIPLIERS + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
+      if (Config::norm && warp < Config::warps) prefetch_norm(a, first_block, warp, lane);
+      make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
       wait_for_prior_kernel();
       return codes;
     } else {
-      make_table<MULTIPLIERS + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
+      make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
       wait_for_prior_kernel();
       if (threadIdx.x == 0) launch_dependents();
       return Codes(a, thread);
@@ -282,15 +273,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
     codes.store(shared, thread);
     sync_all();
   };
-  if (warp < MULTIPLIERS) {
+  if (warp < Config::warps) {
     if constexpr (Config::registers > 0) take_registers<Config::registers>();
     const Codes codes = prepare();
-    multiply(a, shared, first_block, warp / Config::warps, warp % Config::warps, lane, codes.offset,
-             [&] { sync_ready(codes); });
+    multiply(a, shared, first_block, warp, lane, codes.offset, [&] { sync_ready(codes); });
   } else {
     // The instruction needs four warps, so there are some that do nothing else.
     if constexpr (Config::registers > 0) leave_registers<32>();
-    if (warp == MULTIPLIERS) {
+    if (warp == Config::warps) {
       if (lane < Config::parts && TENSOR_SCALES) prefetch_map(a.weight[lane].scale_map);
       if constexpr (!Config::static_weights) {
         if (!ROUTED && lane == 0) prefetch_first(a, first_block);
@@ -298,9 +288,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       }
       if constexpr (ROUTED) find_units(a, shared, lane);
       produce(a, shared, first_block, lane);
-    } else if (warp <= MULTIPLIERS + Config::reducers) {
+    } else if (warp <= Config::warps + Config::reducers) {
       sync_ready(prepare());
-      reduce(a, shared, warp - MULTIPLIERS - 1, lane);
+      reduce(a, shared, warp - Config::warps - 1, lane);
     }
   }
   if (Config::cluster > 1) {  // a CTA must not exit while a neighbour may still write to its barriers

@@ -1,7 +1,11 @@
 // RMS norm of the x that multiplying warps hold.
 //
-// Each warp sums up the squares of its part of every row and leaves the sums in the shared memory of every CTA of the
-// cluster; all then add up the same numbers in the same order. A row's bits do not depend on other rows.
+// Each warp sums up the squares of its part of every row and leaves the sums in shared memory; whoever needs those of a
+// row adds up the same numbers in the same order. A row's bits do not depend on other rows.
+//
+// In bf16 x is multiplied by the norm's weights alone, with one rounding, and what is added up by the row's factor
+// (reduce.cuh). So no product waits for the sums of squares, and x takes a third of the instructions. In fp16 x times
+// weights may be too large, as Gemma's is: x is multiplied by both at once, and the sums go to every CTA of the cluster.
 
 #include "device/rms_norm.cuh"
 #include "work.cuh"
@@ -16,40 +20,60 @@ __device__ __forceinline__ void prefetch_norm(const Arguments& a, u32 first_bloc
   if (lane < Config::slice && block < a.k / 64) prefetch_line(a.norm + block * 64);
 }
 
+// Two numbers of x times theirs of `weights` plus `offset`, which is 0 or 1 twice: with one rounding.
+__device__ __forceinline__ u32 weighted(u32 word, u32 weights, u32 offset) {
+  u32 result;
+  asm("{.reg .b32 t; fma.rn.bf16x2 t, %1, %3, %4; fma.rn.bf16x2 %0, %1, %2, t;}"
+      : "=r"(result)
+      : "r"(word), "r"(weights), "r"(offset), "r"(0x80008000));
+  return result;
+}
+
+constexpr u32 SQUARES_ROWS = 8 * Config::m_tiles;
+// The factor of a row of x, once all sums of squares are there.
+__device__ __forceinline__ float factor_of(const Arguments& a, u32 shared, u32 row) {
+  float sum = 0;
+#pragma unroll
+  for (u32 w = 0; w < Config::cluster * Config::warps; w++)
+    sum += load_float(shared + SQUARES + (w * SQUARES_ROWS + row) * 4);
+  return rsqrtf(sum / float(a.k) + a.epsilon);
+}
+
 __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 (&x)[Config::m_tiles][Config::slice][4],
                                           u32 first_block, u32 warp, u32 lane) {
-  constexpr u32 ROWS = 8 * Config::m_tiles, WARPS = Config::cluster * Config::warps;
   const u32 group = lane / 4, member = lane % 4, row_blocks = a.k / 64;
   const u32 number = blockIdx.y * Config::warps + warp;
 #pragma unroll
   for (int c = 0; c < Config::m_tiles; c++) {
-    float sum = 0;
+    float sum = 0, other = 0;  // of every other word: half as long a chain
 #pragma unroll
     for (int b = 0; b < Config::slice; b++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) sum = square_sum(x[c][b][i].y, square_sum(x[c][b][i].x, sum));
+      for (int i = 0; i < 4; i++) sum = square_sum(x[c][b][i].x, sum), other = square_sum(x[c][b][i].y, other);
+    sum += other;
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    const u32 to = shared + SQUARES + (number * ROWS + 8 * c + group) * 4;
+    const u32 to = shared + SQUARES + (number * SQUARES_ROWS + 8 * c + group) * 4;
     if constexpr (Config::cluster == 1) {
       if (member == 0) store_float(to, sum);
     } else {
 #pragma unroll
-      for (u32 rank = 0; rank < Config::cluster; rank++)
+      for (u32 rank = 0; rank < (FOLDS_NORM ? 1 : Config::cluster); rank++)
         if (member == rank % 4) send_sum(address_in(to, rank), sum, address_in(shared + SQUARES_FULL, rank));
     }
   }
-  if constexpr (Config::cluster == 1) {
-    meet<2, Config::warps * 32>();
-  } else {
-    wait(shared + SQUARES_FULL, 0);
+  if constexpr (!FOLDS_NORM) {
+    if constexpr (Config::cluster == 1) meet<2, Config::warps * 32>();
+    else wait(shared + SQUARES_FULL, 0);
   }
+  const u32 offset = pack(a.norm_offset, a.norm_offset);
+  const auto apply = [&](u32& word, u32 weights, float factor) {
+    if constexpr (FOLDS_NORM) word = weighted(word, weights, offset);
+    else word = normed(word, weights, factor, a.norm_offset);
+  };
 #pragma unroll
   for (int c = 0; c < Config::m_tiles; c++) {
-    float sum = 0;
-#pragma unroll
-    for (u32 w = 0; w < WARPS; w++) sum += load_float(shared + SQUARES + (w * ROWS + 8 * c + group) * 4);
-    const float factor = rsqrtf(sum / float(a.k) + a.epsilon);
+    const float factor = FOLDS_NORM ? 1 : factor_of(a, shared, 8 * c + group);
 #pragma unroll
     for (int b = 0; b < Config::slice; b++)
 #pragma unroll
@@ -59,9 +83,8 @@ __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 
                             ? *reinterpret_cast<const uint4*>(a.norm + block * 64 + eight_at(member, half))
                             : make_uint4(0, 0, 0, 0);
         uint2 &first = x[c][b][2 * half], &second = x[c][b][2 * half + 1];
-        first.x = normed(first.x, w.x, factor, a.norm_offset), first.y = normed(first.y, w.y, factor, a.norm_offset);
-        second.x = normed(second.x, w.z, factor, a.norm_offset),
-        second.y = normed(second.y, w.w, factor, a.norm_offset);
+        apply(first.x, w.x, factor), apply(first.y, w.y, factor);
+        apply(second.x, w.z, factor), apply(second.y, w.w, factor);
       }
   }
 }

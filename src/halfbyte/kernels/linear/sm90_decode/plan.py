@@ -21,7 +21,7 @@ BLOCK = 64  # weights that are summed up before they are scaled
 EXPONENT_BLOCK = 32  # weights that share an exponent
 ROWS = 16  # rows of W in a tile
 MOST_ROWS = 64  # of x
-MOST_STAGES, MOST_WARPS = 16, 16
+MOST_STAGES, MOST_WARPS = 8, 16
 NARROW_CHUNK = 32  # bytes of a row that a tensor copy brings at a time where K has no larger power of two in it
 RESERVED = 1024  # bytes of shared memory that the system takes for each CTA
 
@@ -86,7 +86,6 @@ class DecodePlan:
     pairs: int = 0  # of a token and an expert, at most
     wide: bool = False  # results are fp32
     neighbours: int = 1  # CTAs that take the tiles of a run in turn
-    teams: int = 1  # sets of warps that take tiles in turn
     microseconds: float = field(default=0.0, compare=False)
 
     @property
@@ -97,7 +96,7 @@ class DecodePlan:
     @property
     def threads(self) -> int:
         """Of a CTA: a warp that feeds, one or two that add up. Registers are handed over by four warps at a time."""
-        return 32 * (self.teams * self.warps + (4 if self.registers else 1 + self.reducers))
+        return 32 * (self.warps + (4 if self.registers else 1 + self.reducers))
 
     @property
     def blocks(self) -> int:
@@ -120,7 +119,7 @@ class DecodePlan:
         # Of the stages, which begin at a multiple of 1024.
         ahead = -(-(1024 * self.parts + barriers + sums) // 1024) * 1024
         scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested)
-        scaling += self.teams * self.blocks * scales.halves // self.joined * 80
+        scaling += self.blocks * scales.halves // self.joined * 80
         whole = 256 * 256 + ahead + self.stages * stage + scaling
         if self.experts == 0:
             return whole
@@ -160,15 +159,14 @@ def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, properties: Devic
         and plan.slice in (4, 8)
         and plan.slice % (4 * plan.steps) == plan.slice % (2 * plan.joined) == 0
         and scales.blocks % plan.joined == 0
-        and 1 <= plan.teams * plan.warps <= MOST_WARPS
-        and (plan.teams == 1 or _can_take_turns(plan))
+        and 1 <= plan.warps <= MOST_WARPS
         and 1 <= plan.cluster <= MOST_CLUSTER
         and plan.blocks * (plan.cluster - 1) < blocks <= plan.blocks * plan.cluster
         and 2 <= plan.stages <= MOST_STAGES
         and plan.sum_buffers >= 1
         and plan.first_stages >= 1
         and 1 <= plan.reducers <= 2
-        and (plan.m_tiles % plan.reducers == 0 or _can_take_turns(plan))
+        and plan.m_tiles % plan.reducers == 0
         and (plan.registers == 0 or (properties.ptx == 90 and _can_hand_over_registers(plan)))
         and plan.resident_ctas * (plan.shared_bytes(scales) + RESERVED) <= properties.shared_memory + RESERVED
     )
@@ -179,12 +177,6 @@ def _can_hand_over_registers(plan: DecodePlan) -> bool:
     has = (1 << 16) // plan.threads // 8 * 8 * plan.threads
     asked = 32 * (plan.warps * plan.registers + 4 * 32)
     return plan.warps % 4 == plan.registers % 8 == 0 and asked <= has
-
-
-def _can_take_turns(plan: DecodePlan) -> bool:
-    """Teams of warps, and warps that add up: a tile's gate and up come one after the other."""
-    alone = plan.reducers == 1 or (plan.cluster == 1 and plan.tiles_at_once == 1)
-    return plan.experts > 0 and plan.steps == 1 and plan.registers == 0 and plan.sum_buffers == plan.teams and alone
 
 
 def _can_copy_rows(plan: DecodePlan, k: int) -> bool:
@@ -281,21 +273,17 @@ def routed_plan(
     cluster = -(-blocks // (width * h200.ROUTED_WARPS))
     warps = -(-blocks // (width * cluster))
     unaligned = scales.bytes_of(blocks) % 16 != 0 or (cluster > 1 and scales.bytes_of(warps * width) % 16 != 0)
-    teams = max(1, min(h200.ROUTED_TEAMS, h200.ROUTED_WARPS // warps))
-    reducers = 2 if teams > 2 and halves == cluster == 1 else 1
     found = DecodePlan(
         1, warps, width, stages=2, cluster=cluster, bulk_scales=unaligned and cluster == 1,
         window_scales=unaligned and cluster > 1, activation=activation, experts=-(-experts // 32) * 32, pairs=room,
         wide=wide, neighbours=h200.ROUTED_NEIGHBOURS, bulk_weights=cluster == 1 and weight_chunk(k) == NARROW_CHUNK,
-        teams=teams, sum_buffers=teams, reducers=reducers,
     )  # fmt: skip
-    most = max(1, min(h200.ROUTED_RESIDENT, h200.ROUTED_SM_WARPS // (teams * warps + 1 + reducers)))
-    fewest, usual = teams * h200.ROUTED_FEWEST_STAGES, teams * h200.ROUTED_STAGES
+    most = max(1, min(h200.ROUTED_RESIDENT, h200.ROUTED_SM_WARPS // (warps + 2)))
     plans = (
         replace(found, resident_ctas=resident, stages=stages)
-        for least, last in ((fewest, min(usual, MOST_STAGES)), (teams + 1, fewest - 1))
+        for fewest, last in ((h200.ROUTED_FEWEST_STAGES, h200.ROUTED_STAGES), (2, h200.ROUTED_FEWEST_STAGES - 1))
         for resident in range(most, 0, -1)
-        for stages in range(last, least - 1, -1)
+        for stages in range(last, fewest - 1, -1)
     )
     return next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
 

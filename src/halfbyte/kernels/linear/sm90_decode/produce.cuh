@@ -13,11 +13,11 @@ __device__ __forceinline__ u32 step_bytes(const Arguments& a) {
 }
 
 // Tensor copies for the tile that begins at `row`: W from its chunk number `chunk` on, scales from byte `byte` on.
-__device__ __forceinline__ void copy_weights(u32 to, const Weight& w, u32 row, u32 chunk, u32 barrier) {
+__device__ __forceinline__ void copy_weights(u32 to, const Weight& w, u32 row, u32 chunk, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::
-          "r"(to),
-      "l"(w.map), "r"(row), "r"(chunk), "r"(barrier)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {0, %2, %3}], [%4], %5;" ::"r"(to),
+      "l"(w.map), "r"(row), "r"(chunk), "r"(barrier), "l"(policy)
       : "memory");
 }
 __device__ __forceinline__ void copy_scales(u32 to, const Weight& w, u32 row, u32 byte, u32 barrier) {
@@ -53,6 +53,7 @@ __device__ __forceinline__ void sync_all() { meet<1, PREPARING + 32>(); }
 // first.
 __device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 first_block, u32 lane) {
   const u32 row_blocks = a.k / 64;
+  const u64 policy = ROUTED || Config::batches > 1 ? staying() : leaving_first();  // who else reads the same tile?
   Ring ring(1), scales(0);
   bool alone = true;
   for (Walk walk(a, shared); walk.is_there(); walk.next(), scales.next(SCALE_STAGES)) {
@@ -93,7 +94,7 @@ __device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 firs
       if (lane == 0) {
         const u32 stage = shared + TILES + ring.at * STAGE;
         if constexpr (Config::bulk_weights) copy(stage, w.packed + u64(tile.row) * row_bytes(a), step_bytes(a), full);
-        else copy_weights(stage, w, tile.row, chunk_of(first_block, step), full);
+        else copy_weights(stage, w, tile.row, chunk_of(first_block, step), full, policy);
       }
       if constexpr (NESTED) {
         if (step == 0) copy_absmax(shared + ABSMAX + scales.at * 128 + lane * 4, absmax);

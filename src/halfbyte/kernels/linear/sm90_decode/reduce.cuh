@@ -1,5 +1,6 @@
 // The reducer warps of kernel.cu: they add up what the multiplying warps and the CTAs of a cluster have, and store it.
 
+#include "norm.cuh"
 #include "walk.cuh"
 
 // Of experts: a tile's results, four rows of W by one pair a lane.
@@ -27,18 +28,15 @@ __device__ __forceinline__ void store_pairs(const Arguments& a, u32 shared, cons
 }
 
 __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part, u32 lane) {
-  // Of one weight each adds up some groups of eight columns; of experts there is one, and they take tiles in turn.
-  constexpr int OWN = ROUTED ? 1 : Config::m_tiles / Config::reducers, TURNS = ROUTED ? Config::reducers : 1;
-  const u32 rank = blockIdx.y, column = (ROUTED ? 0 : part * (8 * OWN)) + lane / 4, four = lane % 4;
+  constexpr int OWN = Config::m_tiles / Config::reducers;  // groups of eight columns
+  const u32 rank = blockIdx.y, column = part * (8 * OWN) + lane / 4, four = lane % 4;
+  float factor[OWN];  // of a column's sums
+#pragma unroll
+  for (int c = 0; c < OWN; c++) factor[c] = a.unit;
+  bool is_first = true;
   Ring sums(0), slot(0);
   Walk walk(a, shared);
-  const auto advance = [&] { walk.next(), sums.next(Config::sum_buffers), slot.next(SLOTS); };
-  if (TURNS > 1 && part > 0) advance();
-  const auto next = [&] {
-#pragma unroll
-    for (int i = 0; i < TURNS; i++) advance();
-  };
-  for (; walk.is_there(); next()) {
+  for (; walk.is_there(); walk.next(), sums.next(Config::sum_buffers), slot.next(SLOTS)) {
     const Tile tile = walk.get();
     const Result& own = a.result[tile.part];
     const u32 row = tile.row + 4 * four, n = a.n[tile.part];
@@ -53,6 +51,12 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
           added[c] = *reinterpret_cast<const ushort4*>(a.residual + u64(m) * n + row);
     }
     wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
+    if (FOLDS_NORM && is_first && rank == 0) {  // the warps' sums of squares came with their first sums
+      if constexpr (Config::cluster > 1) wait(shared + SQUARES_FULL, 0);
+#pragma unroll
+      for (int c = 0; c < OWN; c++) factor[c] *= factor_of(a, shared, 8 * c + column);
+    }
+    is_first = false;
     float4 total[OWN];
 #pragma unroll
     for (int c = 0; c < OWN; c++) {
@@ -105,7 +109,7 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
     for (int c = 0; c < OWN; c++) {
       const u32 m = first_row() + 8 * c + column;
       if (m < a.m && row < n) {
-        total[c].x *= a.unit, total[c].y *= a.unit, total[c].z *= a.unit, total[c].w *= a.unit;
+        total[c].x *= factor[c], total[c].y *= factor[c], total[c].z *= factor[c], total[c].w *= factor[c];
         if (Config::bias && own.bias) {
           total[c].x += unpack(bias.x), total[c].y += unpack(bias.y);
           total[c].z += unpack(bias.z), total[c].w += unpack(bias.w);

@@ -29,7 +29,7 @@ __device__ __forceinline__ void arrive_after_copies(u32 barrier) {
 struct ScaleDecoder {
   u32 row, block, from, to;  // block: its first, as `place` counts. from, to: addresses in shared memory
 
-  __device__ __forceinline__ ScaleDecoder(u32 shared, u32 team, u32 warp, u32 lane)
+  __device__ __forceinline__ ScaleDecoder(u32 shared, u32 warp, u32 lane)
       : row(lane / 2), block(place(warp, lane % 2 * (Config::slice / 2))) {
     const u32 byte = block / Config::scale_blocks * SCALE_SIZE;
     from = shared + SCALES;
@@ -39,7 +39,7 @@ struct ScaleDecoder {
       from += byte / Config::scale_chunk * (TILE_N * Config::scale_chunk) +
               (row_at<Config::scale_chunk>(row) ^ byte % Config::scale_chunk);
     }
-    to = shared + DECODED + (team * Config::warps + warp) * DECODED_WARP;
+    to = shared + DECODED + warp * DECODED_WARP;
   }
 
   __device__ __forceinline__ void decode(const Arguments& a, u32 shared, const Tile& tile, u32 first_block, u32 slot,

@@ -8,11 +8,9 @@
 
 constexpr int TILE_N = 16, BLOCK_BYTES = 32;
 // setmaxnreg hands registers over by four warps at a time.
-constexpr u32 MULTIPLIERS = Config::teams * Config::warps;  // warps that multiply
-constexpr int THREADS = (MULTIPLIERS + (Config::registers ? 4 : 1 + Config::reducers)) * 32;
-constexpr u32 PREPARING = (MULTIPLIERS + Config::reducers) * 32;  // threads that build the table
-static_assert((Config::experts > 0 || Config::m_tiles % Config::reducers == 0) && Config::reducers <= 2,
-              "each adds up as many columns, or every other tile");
+constexpr int THREADS = (Config::warps + (Config::registers ? 4 : 1 + Config::reducers)) * 32;
+constexpr u32 PREPARING = (Config::warps + Config::reducers) * 32;  // threads that build the table
+static_assert(Config::m_tiles % Config::reducers == 0 && Config::reducers <= 2, "each adds up as many columns");
 
 // Blocks of K: of a CTA, of a warp's step and of a step.
 constexpr int BLOCKS = Config::warps * Config::slice;
@@ -40,7 +38,8 @@ constexpr u32 SUM_WARP = 8 * Config::m_tiles * SUM_COLUMN;
 constexpr int SLOTS = Config::cluster > 4 ? 2 : 4;  // buffers for sums from other CTAs of the cluster,
 constexpr u32 SENT = Config::m_tiles * 512;         // each with so many bytes from one CTA
 
-// Of x, for its norm: a sum of squares for each row and warp of the cluster.
+// Of x, for its norm: a sum of squares for each row and warp of the cluster. FOLDS_NORM: see norm.cuh.
+constexpr bool FOLDS_NORM = Config::norm && !FP16;
 constexpr u32 SQUARES_BYTES = Config::cluster * Config::warps * 8 * Config::m_tiles * 4;
 constexpr bool GATED = Config::activation != Activation::none;
 constexpr bool ROUTED = Config::experts > 0;
@@ -73,20 +72,16 @@ constexpr u32 DECODED_WARP = HALVES * Config::slice / Config::joined * DECODED_P
 // Of experts (routes.cuh): the number of units, the number of an expert's pairs and then its first unit, the expert and
 // the pairs of each unit.
 constexpr u32 WIDTH = 8 * Config::m_tiles, NOBODY = 0xffff;
-constexpr u32 UNITS = (DECODED + MULTIPLIERS * DECODED_WARP + 15) / 16 * 16;
+constexpr u32 UNITS = (DECODED + Config::warps * DECODED_WARP + 15) / 16 * 16;
 constexpr u32 COUNT = UNITS + 16, UNIT_EXPERT = COUNT + 4 * Config::experts;
 constexpr u32 UNIT_PAIRS = UNIT_EXPERT + 2 * Config::pairs;
 constexpr u32 END = UNIT_PAIRS + 2 * WIDTH * Config::pairs;
-static_assert(ROUTED || DECODED + MULTIPLIERS * DECODED_WARP == Config::shared_bytes,
+static_assert(ROUTED || DECODED + Config::warps * DECODED_WARP == Config::shared_bytes,
               "plan.py reckons with other sizes");
 static_assert(!ROUTED || END == Config::shared_bytes, "plan.py reckons with other sizes");
 static_assert(Config::slice <= 8 && EACH * 2 * Config::joined == Config::slice && STEP_SLICE % Config::joined == 0,
               "two lanes a row, whole scales");
 static_assert(BLOCKS <= 256, "a row's part has two scales of scales at most");
-static_assert(Config::teams == 1 ||
-                  (ROUTED && Config::steps == 1 && Config::sum_buffers == Config::teams && Config::registers == 0),
-              "a team has a buffer for its sums");
-static_assert(!ROUTED || Config::reducers == 1 || (Config::cluster == 1 && !PAIRED), "reducers take tiles in turn");
 static_assert(!Config::bulk_weights || (ROUTED && Config::cluster == 1 && Config::steps == 1),
               "rows of a tile lie one after the other, and there are always sixteen");
 

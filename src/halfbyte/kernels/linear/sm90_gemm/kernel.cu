@@ -168,7 +168,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
         store_pairs(a, total, at, row, member);
       } else if (fix_up<Config::direct, WARPS>(total, a, at, own_number(a), warp, lane)) {
         if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
-        else store_tile(a, total, at, row, member, owns);
+        else store_tile(a, total, load_others(a, at, row, member, owns), at, row, member, owns);
       }
       fresh = true;
     }

@@ -84,7 +84,7 @@ def plan_fused(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
 
 def group_variant(group: Sequence[Problem], plan: GemmGroup, properties: DeviceProperties) -> Variant | None:
     """None where launches follow each other: each takes what it takes alone."""
-    return variant(group[0], plan.plans[0], properties, len(group)) if plan.is_one_launch else None
+    return variant(side_by_side.in_common(group), plan.plans[0], properties, len(group)) if plan.is_one_launch else None
 
 
 def bind_group(

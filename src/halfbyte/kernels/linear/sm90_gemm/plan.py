@@ -212,7 +212,7 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
 
 def paired_plan(m: int, group: Sequence[Problem], activation: str, properties: DeviceProperties) -> GemmGroup | None:
     """The plan for gate and up in one launch, as for one weight with the rows of both, if they are alike."""
-    if not h200.GEMM_PAIRS or m < 1 or properties.ptx != 90 or not side_by_side.are_a_pair(group):
+    if m < 1 or properties.ptx != 90 or not side_by_side.are_a_pair(group):
         return None
     found = gemm_plan(m, side_by_side.merged(group), properties)
     pair = found and replace(found, activation=activation, paired=True)

@@ -31,11 +31,19 @@ __device__ __forceinline__ void fetch_x(const uint4* from, const GroupedUnit& at
 __device__ __forceinline__ u32 x_bytes(const StreamUnit&) { return Config::resident ? 0 : X_BYTES; }
 __device__ __forceinline__ u32 x_bytes(const GroupedUnit& at) { return copied_rows(at.tile) * (UNIT_K * 2); }
 
+// W of a unit, which one tile of x alone reads, or several.
+__device__ __forceinline__ void copy_unit(const Arguments& a, u64 map, const StreamUnit& at, u32 to, u32 full) {
+  copy_box_as(a.column_tiles == 1 ? leaving_first() : staying(), to, map, at.depth * (UNIT_K / 2), first_row(at), full);
+}
+__device__ __forceinline__ void copy_unit(const Arguments&, u64 map, const GroupedUnit& at, u32 to, u32 full) {
+  copy_w(to, map, at.depth * (UNIT_K / 2), at, full);
+}
+
 __device__ __forceinline__ void fetch_bytes(const Arguments& a, const Arguments& up, const WorkUnit& at, u32 to,
                                             u32 full) {
   expect(full, W_BYTES + x_bytes(at));
-  copy_w(to, map_of(a), at.depth * (UNIT_K / 2), at, full);
-  if constexpr (Config::paired) copy_w(to + W_BYTES / 2, map_of(up), at.depth * (UNIT_K / 2), at, full);
+  copy_unit(a, map_of(a), at, to, full);
+  if constexpr (Config::paired) copy_unit(a, map_of(up), at, to + W_BYTES / 2, full);
   if constexpr (Config::resident == 0) {
     wait_for_prior_kernel();  // until x is laid out
     fetch_x(a.laid_out + u64(at.column_tile * a.depth_units + at.depth) * (X_BYTES / 16), at, to + W_BYTES, full);

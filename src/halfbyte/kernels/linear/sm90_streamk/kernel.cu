@@ -12,9 +12,8 @@
 //
 // Work. Tiles of TILE_N rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every CTA takes an
 // equal run of units (device/scheduler.cuh). One producer warpgroup copies W and x to shared memory and decodes scales;
-// the others multiply, 16 rows of W a warp. CTAs that share a tile add their sums by the split-K fix-up, always in the
-// order of K, or by the cluster reduce where they form a cluster (device/split_k.cuh). The same input gives the same
-// bits.
+// the others multiply, 16 rows of W a warp. CTAs that share a tile add their sums up in an order that the shape decides
+// (device/split_k.cuh), in the cluster that they form, or through memory. The same input gives the same bits.
 //
 // Experts. With `grouped` x are rows of tokens, gathered by expert, and a tile has pairs of a token and one expert.
 // What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
@@ -29,9 +28,8 @@
 // Config:
 //   tile_m, warpgroups, stages, cluster      rows of x a tile, warpgroups that multiply, stages of the pipeline, CTAs
 //   resident                                 units whose x stays in shared memory; 0: x comes with W
+//   shares                                   CTAs that have equal parts of each tile, and end with it together; 1: any
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
-//   permuted                                 words, of those that a lane takes of every other row's span, that are
-//                                            looked up in registers, not in shared memory
 //   span, log_block                          weights summed before they are scaled, 64 or 32; log2 of the block size
 //   loads                                    how a thread loads the scales of a row of W (device/scale_rows.cuh)
 //   x, scale, low_first                      types, and whether the first weight of a byte is in its low half
@@ -42,7 +40,6 @@
 //                                            every tile has the same rows (device/laid_out.cuh)
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
-#include "device/permuted_table.cuh"
 #include "fetch.cuh"
 
 // Below the sizes, which it reads.
@@ -52,25 +49,18 @@
 #include "device/lay_out.cuh"
 #include "device/pairs.cuh"
 
-// This thread's A operands of a span. stage: the address of the stage. table: what the shared one has, in registers.
-__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const RowPlace& mine, const PermutedTable& table,
-                                       int span, u32 column) {
+// This thread's A operands of a span. stage: the address of the stage.
+__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const RowPlace& mine, int span, u32 column) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const u32 at = stage + ((half ? mine.lower : mine.upper) ^ span * (Config::span / 2));
     u32 words[WORDS];
     load(words, at);
 #pragma unroll
-    for (int i = 0; i < WORDS; i++) {
-      u32 pairs[4];
-      if (half == 1 && i < Config::permuted) {
-        table.look_up(words[i], pairs);
-      } else {
-        pairs[0] = look_up<0>(words[i], column), pairs[1] = look_up<1>(words[i], column);
-        pairs[2] = look_up<2>(words[i], column), pairs[3] = look_up<3>(words[i], column);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; j++) a[8 * i + 2 * j + half] = pairs[j];
+    for (int step = 0; step < STEPS; step++) {
+      const u32 word = words[step / 2];
+      a[4 * step + half] = step % 2 ? look_up<2>(word, column) : look_up<0>(word, column);
+      a[4 * step + 2 + half] = step % 2 ? look_up<3>(word, column) : look_up<1>(word, column);
     }
   }
 }
@@ -79,15 +69,21 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
                                                u32 lane) {
   const u32 member = lane % 4, column = column_of(shared(), lane);
   const RowPlace mine(warp, lane);
-  const PermutedTable table([&](int i) { return a.codebook[i]; });
   float total[SUMS];
-  // In a cluster each CTA stores its own groups of eight rows of x.
-  const auto store = [&](const WorkUnit& at) {
-    const u32 row = first_row(at) + mine.row;
-    const auto owns = [](u32 i) { return is_own(i); };
-    if constexpr (Config::grouped) store_pairs(a, total, at, row, member);
-    else if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
-    else store_tile(a, total, at, row, member, owns);
+  // Which groups of eight rows of x it stores: all, or its own where CTAs of a tile end with it together.
+  const auto owns = [&](u32 i) {
+    return Config::shares > 1 ? i % Config::shares == own_number(a) % Config::shares : is_own(i);
+  };
+  // Whether it has what the others of the tile have added to.
+  const auto is_complete = [&](const WorkUnit& at) {
+    if constexpr (Config::cluster > 1) {
+      cluster_reduce<WARPS>(total, a, at, shared() + TILES, warp, lane);  // over W's stages, which are done with
+    } else if constexpr (Config::shares > 1) {
+      share_out<Config::shares, WARPS>(total, a, at, own_number(a), warp, lane);
+    } else {
+      return Config::grouped || fix_up<Config::direct, WARPS, 32>(total, a, at, own_number(a), warp, lane);
+    }
+    return true;
   };
   Ring ring(0);
   u32 resident = lower_half(BASE + X_RESIDENT);
@@ -97,7 +93,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
 #pragma unroll
   for (int i = 0; i < SUMS; i++) total[i] = 0;
   wait(shared() + FULL, 0);
-  decode(even, shared() + TILES, mine, table, 0, column);
+  decode(even, shared() + TILES, mine, 0, column);
   for (u32 unit = first; unit < last; unit++) {
     const u32 stage = shared() + TILES + ring.at * STAGE_BYTES, scales = shared() + SCALE + ring.at * SCALE_BYTES;
     const u32 x = Config::resident ? resident : lower_half(stage + W_BYTES);
@@ -117,10 +113,10 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       const bool ends = span % JOINED == JOINED - 1;
       const uint2 scale = ends ? load_pair(mine.scales + scales + span / JOINED * TILE_N * 4) : make_uint2(0, 0);
       if (span + 1 < SPANS) {
-        decode(next, stage, mine, table, span + 1, column);
+        decode(next, stage, mine, span + 1, column);
       } else if (unit + 1 < last) {
         wait(shared() + FULL + 8 * ring.at, ring.parity);
-        decode(next, shared() + TILES + ring.at * STAGE_BYTES, mine, table, 0, column);
+        decode(next, shared() + TILES + ring.at * STAGE_BYTES, mine, 0, column);
       }
       wait_for_products<0>();
       if (ends) promote(total, sum, __uint_as_float(scale.x), __uint_as_float(scale.y));
@@ -129,14 +125,17 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
     for (int span = 0; span < SPANS; span += 2) turn(even, odd, span), turn(odd, even, span + 1);
     arrive(empty);
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
-      if constexpr (Config::cluster > 1) {
-        cluster_reduce<WARPS>(total, a, at, shared() + TILES, warp, lane);  // over W's stages, which are done with
-        store(at);
-      } else {
-        if (Config::grouped || fix_up<Config::direct, WARPS>(total, a, at, own_number(a), warp, lane)) store(at);
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) total[i] = 0;
+      const u32 row = first_row(at) + mine.row;
+      const bool may_store = Config::cluster > 1 || Config::shares > 1 || unit - first >= at.depth;
+      Others others = {};
+      if (OTHERS_FIRST && may_store) others = load_others(a, at, row, member, owns);
+      if (is_complete(at)) {
+        if constexpr (Config::grouped) store_pairs(a, total, at, row, member);
+        else if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
+        else store_tile(a, total, OTHERS_FIRST ? others : load_others(a, at, row, member, owns), at, row, member, owns);
       }
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) total[i] = 0;
     }
     at.next(a);
   }

@@ -49,7 +49,7 @@ def group_variant(group: Sequence[Problem], plan: StreamKGroup, properties: Devi
     """That of one launch for all; that of the last, where it combines with what others have left; else each takes what
     it takes alone."""
     if plan.is_one_launch:
-        return variant(group[0], plan.plans[0], properties, len(group))
+        return variant(side_by_side.in_common(group), plan.plans[0], properties, len(group))
     last = plan.plans[-1]
     return variant(group[-1], last, properties) if last.activation or last.residual or last.norm else None
 
@@ -99,8 +99,8 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
         "log_block": problem.block_size.bit_length() - 1, "span": span_of(problem),
         "loads": f"Loads::{scale_loads(problem)}", "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
-        "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "direct": plan.direct,
-        "permuted": plan.permuted, "paired": plan.paired, "norm": plan.norm,
+        "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "shares": plan.shares,
+        "direct": plan.direct, "paired": plan.paired, "norm": plan.norm,
         "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,
         "copies_x": False, "activation": f"Activation::{plan.activation or 'none'}",

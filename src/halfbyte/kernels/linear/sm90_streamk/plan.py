@@ -16,6 +16,7 @@ from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem
 from halfbyte.kernels.linear.spread import most_tiles
 from halfbyte.kernels.linear.tune import h200
 
+MOST_SHARES = 16  # of a tile: a thread has what they leave in registers
 TILES_M = (8, 16, 24, 32, 48, 64, 80, 96, 112)
 REGISTERS = {2: (120, 192), 3: (80, 144), 4: (96, 96)}  # of producer and consumer threads; by warpgroups
 
@@ -30,12 +31,12 @@ class StreamKPlan:
     ctas: int  # that share the work
     resident: int = 0  # units of x that a CTA keeps, which are all that it multiplies; 0: x is laid out ahead
     cluster: int = 1  # CTAs of a tile that add up among themselves, which are all of it; 1: sums meet in memory
+    shares: int = 1  # CTAs of a tile that have equal parts of it, and all add up some; 1: it is one of them that does
     invariant: bool = False  # the sums of a row are made in the same order whatever tile_m is
     activation: str = ""  # what the result of another weight gates this one's by
     paired: bool = False  # by the same launch, whose tiles have rows of both
     residual: bool = False  # the result is added to something
     norm: bool = False  # x is normed as it is laid out
-    permuted: int = 0  # words of every other row of a span that are looked up in registers
     chunk: int = 0  # of experts: the most rows of x, all tiles together
     microseconds: float = field(default=0.0, compare=False)
 
@@ -89,7 +90,6 @@ def is_valid(plan: StreamKPlan, m: int, n: int, k: int, span: int, properties: D
         and plan.tile_m in TILES_M
         and plan.warpgroups in REGISTERS
         and 2 <= plan.stages <= 8
-        and 0 <= plan.permuted <= span // 32
         and 1 <= plan.ctas <= units
         and units * plan.ctas < 1 << 32
         and m * k < 1 << 31
@@ -97,6 +97,7 @@ def is_valid(plan: StreamKPlan, m: int, n: int, k: int, span: int, properties: D
         and not (plan.norm and plan.resident)
         and (plan.resident == 0 or (plan.ctas % tiles == 0 and plan.resident >= -(-depth * tiles // plan.ctas)))
         and (plan.cluster == 1 or (plan.ctas == tiles * plan.cluster and _can_reduce_in_cluster(plan)))
+        and (plan.shares == 1 or (plan.ctas == tiles * plan.shares and plan.cluster == 1 and not plan.invariant))
         and plan.shared_bytes(span) <= properties.shared_memory
     )
 
@@ -160,7 +161,7 @@ def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
     """The plans for one weight whose product is added to something, or for a gated pair, or None where this kernel does
     not support them. The second of a pair combines with what the first has left, or one launch has both."""
     if fusion.norm is not None:
-        return normed_plan(m, group, fusion, properties) if h200.STREAMK_NORMS else None
+        return normed_plan(m, group, fusion, properties)
     plans = [found for problem in group if (found := streamk_plan(m, problem, properties, False)) is not None]
     if len(plans) < len(group) or len(group) != (2 if fusion.activation else 1):
         return None
@@ -169,7 +170,7 @@ def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
     last = replace(plans[-1], activation=fusion.activation, residual=fusion.residual is not None)
     saved = 0.0 if last.resident else (len(plans) - 1) * h200.STREAMK_LAYING_OUT
     apart = StreamKGroup((*plans[:-1], last), sum(found.microseconds for found in plans) - saved)
-    pair = _pair(m, group, fusion, properties) if h200.STREAMK_PAIRS and fusion.activation else None
+    pair = _pair(m, group, fusion, properties) if fusion.activation else None
     return apart if pair is None or apart.microseconds <= pair.microseconds else pair
 
 
@@ -201,6 +202,11 @@ def _pair(
     return StreamKGroup((pair, pair), pair.microseconds, is_one_launch=True)
 
 
+def equal_shares(shares: int, cluster: int = 1) -> int:
+    """`shares` of the plan by which tiles are cut into so many parts."""
+    return shares if cluster == 1 and shares <= MOST_SHARES else 1
+
+
 def is_grouped_valid(plan: StreamKPlan, experts: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
     """True if kernel.cu computes the right thing under `plan` with a stack of experts [N, K]."""
     return (
@@ -208,7 +214,6 @@ def is_grouped_valid(plan: StreamKPlan, experts: int, n: int, k: int, span: int,
         and plan.tile_m in TILES_M
         and plan.warpgroups in REGISTERS
         and 2 <= plan.stages <= 8
-        and 0 <= plan.permuted <= span // 32
         and plan.resident == 0
         and plan.cluster == 1
         and can_be_numbered(plan, experts, n, k)
@@ -229,10 +234,7 @@ def grouped_plan(
             continue
         time = spread.microseconds(pairs, experts, tile_m, 64 * warpgroups, times, problem, properties)
         for some in range(stages, 1, -1):
-            plan = StreamKPlan(
-                tile_m, warpgroups, some, properties.sms, chunk=most, microseconds=time,
-                permuted=min(h200.STREAMK_PERMUTED, span_of(problem) // 32),
-            )  # fmt: skip
+            plan = StreamKPlan(tile_m, warpgroups, some, properties.sms, chunk=most, microseconds=time)
             if is_grouped_valid(plan, experts, problem.n // experts, problem.k, span_of(problem), properties):
                 found.append(plan)
                 break
@@ -258,6 +260,7 @@ class _Candidate(NamedTuple):
     ctas: tuple[int, ...]
     resident: int = 0
     cluster: int = 1
+    shares: int = 1
 
 
 _Kind = Callable[[int, int, Sequence[int], int, DeviceProperties], list[_Candidate]]
@@ -290,12 +293,11 @@ def _estimated(
 ) -> list[StreamKPlan]:
     """The same of one kind, in tiles of so many rows of x."""
     k, span = problem.k, span_of(problem)
-    permuted = min(h200.STREAMK_PERMUTED, span // 32)
-    for busy, fewer, warpgroups, ctas, resident, cluster in sorted(candidates(tile_m, m, sides, k, properties)):
-        shape = StreamKPlan(tile_m, warpgroups, -fewer, 1, resident, cluster, permuted=permuted)
-        plans = [replace(shape, ctas=some) for some in ctas]
+    for one in sorted(candidates(tile_m, m, sides, k, properties)):
+        shape = StreamKPlan(tile_m, one.warpgroups, -one.fewer_stages, 1, one.resident, one.cluster, one.shares)
+        plans = [replace(shape, ctas=some) for some in one.ctas]
         if all(is_valid(plan, m, n, k, span, properties) for plan, n in zip(plans, sides, strict=True)):
-            time = _microseconds(busy, plans[0], m, problem, properties)
+            time = _microseconds(one.busy, plans[0], m, problem, properties)
             return [replace(plan, microseconds=time) for plan in plans]
     return []
 
@@ -333,7 +335,8 @@ def _without_x(tile_m: int, m: int, sides: Sequence[int], k: int, properties: De
         every = sum(tiles)
         for shares in range(1, min(depth, properties.sms // every) + 1):
             time = _busy_of_shares(tile_m, warpgroups, k, every, shares, properties.sms)
-            found.append(_Candidate(time, -stages, warpgroups, tuple(some * shares for some in tiles)))
+            ctas = tuple(some * shares for some in tiles)
+            found.append(_Candidate(time, -stages, warpgroups, ctas, shares=equal_shares(shares)))
         dealt = side_by_side.deal([some * depth for some in tiles], properties.sms)
         each = zip(tiles, dealt, strict=True)
         time = max(_busy_of_run(tile_m, warpgroups, k, some, ctas) for some, ctas in each)
@@ -343,7 +346,7 @@ def _without_x(tile_m: int, m: int, sides: Sequence[int], k: int, properties: De
 
 def _busy_of_shares(tile_m: int, warpgroups: int, k: int, tiles: int, shares: int, sms: int) -> float:
     """µs of the busiest SM where every tile is cut into so many parts."""
-    unit, part = _unit(tile_m, warpgroups, k), h200.STREAMK_PART[tile_m] * warpgroups
+    unit, part = h200.STREAMK_TILES[tile_m, warpgroups][1], h200.STREAMK_PART[tile_m] * warpgroups
     return _time_of_shares(shares, tiles, -(-k // UNIT_K), unit, h200.STREAMK_CUT[tile_m], part, sms)
 
 
@@ -354,17 +357,11 @@ def _time_of_shares(shares: int, tiles: int, depth: int, unit: float, cut: float
 def _busy_of_run(tile_m: int, warpgroups: int, k: int, tiles: int, ctas: int) -> float:
     """µs of the busiest CTA where the units of all tiles are dealt out in equal runs."""
     part, units = h200.STREAMK_PART[tile_m] * warpgroups, tiles * -(-k // UNIT_K)
-    return -(-units // ctas) * _unit(tile_m, warpgroups, k) + h200.STREAMK_RUN[tile_m] + (ctas / tiles + 1) * part
-
-
-def _unit(tile_m: int, warpgroups: int, k: int) -> float:
-    scattered = h200.STREAMK_SCATTERED if _are_scattered(warpgroups, k) else 1
-    return h200.STREAMK_TILES[tile_m, warpgroups][1] * scattered
-
-
-def _are_scattered(warpgroups: int, k: int) -> bool:
-    """Whether loading scales one by one takes the producer longer than others take to multiply."""
-    return warpgroups > 2 and k % h200.SCALES_K != 0
+    return (
+        -(-units // ctas) * h200.STREAMK_TILES[tile_m, warpgroups][1]
+        + h200.STREAMK_RUN[tile_m]
+        + (ctas / tiles + 1) * part
+    )
 
 
 def _invariant_plan(m: int, problem: Problem, properties: DeviceProperties) -> StreamKPlan | None:
@@ -405,14 +402,15 @@ def _with_x(tile_m: int, m: int, sides: Sequence[int], k: int, properties: Devic
                 [some * shares for some in each],
             )
             for stages in range(min(h200.RESIDENT_STAGES, max(resident, 2)), h200.RESIDENT_MOST_STAGES + 1):
-                found.append(_Candidate(time, -stages, warpgroups, tuple(ctas), resident, cluster))
+                found.append(
+                    _Candidate(time, -stages, warpgroups, tuple(ctas), resident, cluster, equal_shares(shares, cluster))
+                )
     return found
 
 
 def _busy_with_x(tile_m: int, warpgroups: int, k: int, resident: int, shares: int, cluster: int) -> float:
     """µs of a CTA that keeps its x, of so many units."""
     unit = h200.RESIDENT_UNIT[warpgroups] * h200.RESIDENT_TILE_M[tile_m]
-    unit *= h200.RESIDENT_SCATTERED if _are_scattered(warpgroups, k) else 1
     fix_up = h200.FIX_UP + h200.FIX_UP_PART * warpgroups * shares if shares > 1 else 0.0
     adding = fix_up if cluster == 1 else h200.CLUSTER_REDUCE + h200.CLUSTER_PART * shares
     return resident * unit + warpgroups * h200.RESIDENT_WARPGROUP + adding

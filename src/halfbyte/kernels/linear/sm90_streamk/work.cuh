@@ -14,6 +14,8 @@ constexpr int TILE_ROWS = Config::paired ? TILE_N / 2 : TILE_N;          // of e
 constexpr int SPANS = UNIT_K / Config::span, STEPS = Config::span / 16;  // spans a unit, MMAs a span
 constexpr int WORDS = Config::span / 32;                                 // of W, that a lane takes of a row's span
 constexpr int SUMS = sums_of(Config::tile_m);
+// Whether there are registers for what sums are combined with before they are complete.
+constexpr bool OTHERS_FIRST = Config::tile_m <= 64;
 
 // How many spans are summed before they are scaled. No row begins within a block whose scale is loaded with others.
 constexpr int BLOCK_SPANS = (1 << Config::log_block) / Config::span;
@@ -46,8 +48,8 @@ __device__ __forceinline__ float load_code(u32 address) {
   asm volatile("ld.shared.f32 %0, [%1 + %2];" : "=f"(value) : "r"(address), "n"(BASE + 128));
   return value;
 }
-// The hardware starts CTAs in the order of blockIdx, and a CTA waits for CTAs of higher numbers only; so numbers go the
-// other way, and whoever is waited for has started. CTAs of a cluster start together.
+// The hardware starts CTAs in the order of blockIdx, and in `fix_up` a CTA waits for CTAs of higher numbers only; so
+// numbers go the other way, and whoever is waited for has started. CTAs of a cluster start together.
 __device__ __forceinline__ u32 number_in_launch() {
   return Config::cluster > 1 ? blockIdx.x * Config::cluster + blockIdx.y : gridDim.x - 1 - blockIdx.x;
 }

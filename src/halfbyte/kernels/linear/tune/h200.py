@@ -54,9 +54,9 @@ DECODE_TIMES = {
 }
 
 # Of experts: blocks of K that a warp holds x for, twice; the most warps of a CTA; CTAs of a multiprocessor, and their
-# warps, together; the most stages for each team of warps; and how many are worth more than another CTA. The most teams.
+# warps, together; the most stages; and how many are worth more than another CTA.
 ROUTED_SLICE, ROUTED_WARPS, ROUTED_RESIDENT, ROUTED_SM_WARPS, ROUTED_STAGES = 4, 16, 3, 20, 4
-ROUTED_FEWEST_STAGES, ROUTED_TEAMS = 3, 1
+ROUTED_FEWEST_STAGES = 3
 ROUTED_NEIGHBOURS = 12  # CTAs that take the tiles of a run in turn
 # Groups of eight rows of x to blocks of K that a warp holds x for, and the most warps of a CTA.
 DECODE_SLICES = {1: (8, 16), 2: (4, 16), 4: (4, 8)}
@@ -90,61 +90,54 @@ class StreamKTimes(NamedTuple):
     result: float
 
 
-# By tile_m, and whether CTAs keep their x. This table, and all numbers that benchmarks/streamk_plans.py prints, were
-# fitted by it to an H100, whose clock is the H200's.
+# By tile_m, and whether CTAs keep their x. This table, and all numbers that benchmarks/streamk_plans.py prints, are
+# fitted by it to its record.
 STREAMK_TIMES = {
-    (8, False): StreamKTimes(1.783, 4.519, 1.0, 0.738),
-    (8, True): StreamKTimes(0.686, 4.078, 0.0, 0.0),
-    (16, False): StreamKTimes(1.858, 4.872, 1.0, 0.0),
-    (16, True): StreamKTimes(0.784, 4.078, 0.0, 0.904),
-    (24, False): StreamKTimes(2.248, 5.12, 1.0, 0.0),
-    (24, True): StreamKTimes(1.108, 4.078, 0.0, 1.141),
-    (32, False): StreamKTimes(2.272, 5.083, 1.0, 0.0),
-    (32, True): StreamKTimes(1.489, 4.078, 0.0, 1.095),
-    (48, False): StreamKTimes(3.052, 5.62, 1.0, 0.071),
-    (48, True): StreamKTimes(2.255, 4.078, 0.0, 0.142),
-    (64, False): StreamKTimes(2.675, 5.383, 1.0, 0.071),
-    (64, True): StreamKTimes(2.896, 4.078, 0.0, 1.256),
-    (80, False): StreamKTimes(2.53, 4.572, 1.0, 0.071),
-    (96, False): StreamKTimes(2.43, 4.68, 1.0, 0.071),
-    (112, False): StreamKTimes(2.495, 5.161, 1.0, 0.071),
+    (8, False): StreamKTimes(4.007, 6.0, 0.078, 0.738),
+    (8, True): StreamKTimes(0.966, 4.078, 0.0, 2.013),
+    (16, False): StreamKTimes(4.083, 6.0, 0.234, 0.0),
+    (16, True): StreamKTimes(1.058, 4.078, 0.0, 1.57),
+    (24, False): StreamKTimes(4.224, 6.0, 0.632, 0.0),
+    (24, True): StreamKTimes(1.369, 4.078, 0.0, 1.183),
+    (32, False): StreamKTimes(4.298, 6.0, 1.0, 0.0),
+    (32, True): StreamKTimes(1.607, 4.078, 0.0, 1.293),
+    (48, False): StreamKTimes(4.508, 6.0, 1.0, 0.071),
+    (48, True): StreamKTimes(2.298, 4.078, 0.0, 1.771),
+    (64, False): StreamKTimes(4.601, 6.0, 1.0, 0.071),
+    (64, True): StreamKTimes(2.871, 4.078, 0.0, 2.576),
+    (80, False): StreamKTimes(4.174, 6.0, 1.0, 0.071),
+    (96, False): StreamKTimes(3.567, 6.0, 0.565, 0.071),
+    (112, False): StreamKTimes(5.347, 6.0, 1.0, 0.071),
 }  # fmt: skip
 # What a product saves whose x is laid out already.
 STREAMK_LAYING_OUT = 1.5
-# Not timed yet, which benchmarks/constants.py does: whether gate and up may share a launch and its tiles, of few rows
-# of x and of many; whether x may be normed as it is laid out; how many words of every other row of a span are looked up
-# in registers; and whether a row's nested scales are loaded at once where K is no multiple of 256.
-STREAMK_PAIRS, GEMM_PAIRS, STREAMK_NORMS, STREAMK_PERMUTED, NESTED_ACROSS = False, False, False, 0, False
 # Rows of x up to which one tile has them all, unless there are multiprocessors for more.
 STREAMK_ONE_TILE = 32
 
 # tile_m (rows of x) and warpgroups (64 rows of W each) to stages, and µs a unit (256 of K).
 STREAMK_TILES = {
-    (8, 4): (3, 0.915), (8, 3): (3, 0.735), (8, 2): (3, 0.572), (16, 4): (3, 1.159),
-    (16, 3): (3, 0.909), (16, 2): (3, 0.66), (24, 4): (3, 1.301), (24, 3): (3, 1.027),
-    (24, 2): (3, 0.713), (32, 4): (3, 1.41), (32, 3): (3, 1.074), (32, 2): (3, 0.754),
-    (48, 3): (3, 1.255), (48, 2): (3, 0.908), (64, 3): (2, 1.563), (64, 2): (3, 1.023),
-    (80, 3): (2, 1.709), (80, 2): (2, 1.212), (96, 3): (2, 1.961), (96, 2): (2, 1.327),
-    (112, 2): (2, 1.534),
+    (8, 4): (3, 1.088), (8, 3): (3, 0.865), (8, 2): (3, 0.645), (16, 4): (3, 1.219),
+    (16, 3): (3, 0.922), (16, 2): (3, 0.667), (24, 4): (3, 1.291), (24, 3): (3, 0.983),
+    (24, 2): (3, 0.718), (32, 4): (3, 1.386), (32, 3): (3, 1.032), (32, 2): (3, 0.74),
+    (48, 3): (3, 1.21), (48, 2): (3, 0.867), (64, 3): (2, 1.443), (64, 2): (3, 1.004),
+    (80, 3): (2, 1.701), (80, 2): (2, 1.183), (96, 3): (2, 2.082), (96, 2): (2, 1.333),
+    (112, 2): (2, 1.455),
 }  # fmt: skip
-# How many times that, where CTAs keep their x and where not, with three warpgroups and more where K is no multiple of
-# the third: scales are then loaded one by one.
-RESIDENT_SCATTERED, STREAMK_SCATTERED, SCALES_K = 1.206, 1.15, 1024
 # By tile_m, µs: where every tile is cut into equal parts; where all units are dealt out in equal runs; and for each
 # part of a tile and warpgroup.
-STREAMK_CUT = {8: 2.271, 16: 2.3, 24: 2.368, 32: 2.63, 48: 2.334, 64: 3.534, 80: 4.235, 96: 5.118, 112: 4.882}
-STREAMK_RUN = {8: 2.387, 16: 2.446, 24: 2.653, 32: 2.921, 48: 2.54, 64: 3.818, 80: 4.699, 96: 5.659, 112: 5.767}
-STREAMK_PART = {8: 0.031, 16: 0.05, 24: 0.049, 32: 0.056, 48: 0.075, 64: 0.072, 80: 0.101, 96: 0.103, 112: 0.147}
+STREAMK_CUT = {8: 0.407, 16: 0.773, 24: 0.902, 32: 1.095, 48: 1.959, 64: 2.61, 80: 2.375, 96: 3.857, 112: 2.337}
+STREAMK_RUN = {8: 1.18, 16: 1.42, 24: 1.493, 32: 1.886, 48: 2.707, 64: 3.387, 80: 3.667, 96: 4.1, 112: 4.6}
+STREAMK_PART = {8: 0.04, 16: 0.052, 24: 0.064, 32: 0.069, 48: 0.043, 64: 0.032, 80: 0.119, 96: 0.17, 112: 0.058}
 # Where a plan must not depend on the rows of x: warpgroups; parts that a tile's first CTA adds up one by one; and µs of
 # a unit, of a cut and of a part, which stand for every tile_m.
 INVARIANT_WARPGROUPS, INVARIANT_DIRECT = 3, 8
 INVARIANT_UNIT, INVARIANT_CUT, INVARIANT_PART = 1.0, 2.0, 0.3
 # Where each CTA keeps its x in shared memory: warpgroups to µs a unit, and how many times that by tile_m.
-RESIDENT_UNIT = {2: 0.889, 3: 1.089}
-RESIDENT_TILE_M = {8: 0.795, 16: 0.913, 24: 1.013, 32: 1.041, 48: 1.349, 64: 1.412}
+RESIDENT_UNIT = {2: 0.917, 3: 1.092}
+RESIDENT_TILE_M = {8: 0.788, 16: 0.931, 24: 1.08, 32: 1.143, 48: 1.317, 64: 1.348}
 # µs: a warpgroup besides; a fix-up in memory, and each of its parts and warpgroups; a cluster reduce, and each of its
 # parts.
-RESIDENT_WARPGROUP, FIX_UP, FIX_UP_PART, CLUSTER_REDUCE, CLUSTER_PART = 0.384, 1.43, 0.034, 0.867, 0.139
+RESIDENT_WARPGROUP, FIX_UP, FIX_UP_PART, CLUSTER_REDUCE, CLUSTER_PART = 0.447, 0.701, 0.034, 0.387, 0.133
 # Stages: with fewer than the first, or than the CTA has units, x laid out ahead is faster; more than the last gain
 # nothing.
 RESIDENT_STAGES, RESIDENT_MOST_STAGES = 3, 4
