@@ -29,8 +29,8 @@
 // tokens (routes.cuh), and takes tiles of those alone (walk.cuh). Its warps then hold the x of up to eight pairs of a
 // token and an expert, and load those of the next unit while they multiply. Results that will be added up are `wide`.
 //
-// Fusion. With `norm` the multiplying warps apply an RMS norm to the x that they hold, with one rounding, while the first
-// tile of W is on its way (norm.cuh). With `residual` y = residual + result_scale * product.
+// Fusion. With `norm` the multiplying warps norm the x that they hold, with one rounding, while the first tile of W is
+// on its way (norm.cuh). With `residual` y = residual + result_scale * product.
 //
 // Launch. The kernel may start while the one before it still runs (programmatic dependent launch): it builds its table
 // and prefetches its first tiles to L2. Then it waits, since x and W may have been written just now, and only then lets

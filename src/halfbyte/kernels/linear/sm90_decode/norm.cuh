@@ -5,7 +5,7 @@
 //
 // In bf16 x is multiplied by the norm's weights alone, with one rounding, and what is added up by the row's factor
 // (reduce.cuh). So no product waits for the sums of squares, and x takes a third of the instructions. In fp16 x times
-// weights may be too large, as Gemma's is: x is multiplied by both at once, and the sums go to every CTA of the cluster.
+// weights may be too large, as Gemma's is: x is multiplied by both at once, and sums go to every CTA of the cluster.
 
 #include "device/rms_norm.cuh"
 #include "work.cuh"
