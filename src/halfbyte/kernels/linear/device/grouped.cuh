@@ -62,21 +62,28 @@ template <class Arguments> __device__ __forceinline__ u32 count_grouped_units(co
   return cta < tiles ? ((tiles - cta - 1) / a.ctas + 1) * a.depth_units : 0;
 }
 
-struct GroupedUnit {  // which tile, and which part of K
+// Which tile, and which part of K. The tile that comes next is asked for a tile ahead: nobody waits for it.
+struct GroupedUnit {
   u32 row_tile, column_tile, depth, number;
   Tile tile;
-  template <class Arguments> __device__ GroupedUnit(const Arguments& a, u32 number) : depth(0), number(number) {
+  template <class Arguments>
+  __device__ GroupedUnit(const Arguments& a, u32 number) : depth(0), number(number), tile(tile_at(a, number)) {
     find(a);
   }
   template <class Arguments> __device__ void next(const Arguments& a) {
     if (++depth < a.depth_units) return;
-    depth = 0, number += a.ctas;
+    depth = 0, number += a.ctas, tile = upcoming;
     find(a);
   }
 
  private:
+  Tile upcoming;
+
+  template <class Arguments> static __device__ Tile tile_at(const Arguments& a, u32 number) {
+    return tile_of(a, min(number / a.row_tiles, a.column_tiles - 1));
+  }
   template <class Arguments> __device__ void find(const Arguments& a) {
     column_tile = number / a.row_tiles, row_tile = number % a.row_tiles;
-    tile = tile_of(a, min(column_tile, a.column_tiles - 1));
+    upcoming = tile_at(a, number + a.ctas);
   }
 };

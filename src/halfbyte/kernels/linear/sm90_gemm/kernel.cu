@@ -129,7 +129,10 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   bool fresh = true;                  // the tile's sums are zero
   wait(shared() + W_FULL, 0);
   decode(even, codebook, shared() + W_AT, shared() + SCALE, mine, 0, column);
+  Destination to;
   for (u32 unit = first; unit < last; unit++) {
+    if constexpr (Config::grouped)
+      if (at.depth == 0) to.find(a, at, first_row(at) + mine.row);
     const u32 stage = shared() + W_AT + w.at * W_BYTES, scales = shared() + SCALE + w.at * SCALE_BYTES;
     const u32 empty = shared() + W_EMPTY + 8 * w.at;
     w.next(Config::w_stages);
@@ -165,7 +168,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       const u32 row = first_row(at) + mine.row;
       const auto owns = [](u32 i) { return is_own(i); };
       if constexpr (Config::grouped) {
-        store_pairs(a, total, at, row, member);
+        store_pairs(a, total, to, at, row, member);
       } else if (fix_up<Config::direct, WARPS>(total, a, at, own_number(a), warp, lane)) {
         if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
         else store_tile(a, total, load_others(a, at, row, member, owns), at, row, member, owns);

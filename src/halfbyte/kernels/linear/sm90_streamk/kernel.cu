@@ -94,7 +94,10 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   for (int i = 0; i < SUMS; i++) total[i] = 0;
   wait(shared() + FULL, 0);
   decode(even, shared() + TILES, mine, 0, column);
+  Destination to;
   for (u32 unit = first; unit < last; unit++) {
+    if constexpr (Config::grouped)
+      if (at.depth == 0) to.find(a, at, first_row(at) + mine.row);
     const u32 stage = shared() + TILES + ring.at * STAGE_BYTES, scales = shared() + SCALE + ring.at * SCALE_BYTES;
     const u32 x = Config::resident ? resident : lower_half(stage + W_BYTES);
     resident += X_BYTES / 16;
@@ -130,7 +133,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       Others others = {};
       if (OTHERS_FIRST && may_store) others = load_others(a, at, row, member, owns);
       if (is_complete(at)) {
-        if constexpr (Config::grouped) store_pairs(a, total, at, row, member);
+        if constexpr (Config::grouped) store_pairs(a, total, to, at, row, member);
         else if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
         else store_tile(a, total, OTHERS_FIRST ? others : load_others(a, at, row, member, owns), at, row, member, owns);
       }
