@@ -14,8 +14,8 @@ __device__ __forceinline__ void store_two(float* to, float first, float second, 
 }
 
 // Where the rows of a tile go, in rows of the result, and the biases of a lane's two rows of W. They are asked for with
-// the tile's first unit: behind its last all would wait for memory. Where rows go to the pairs' own, a warp reads all of
-// them at once, and lanes tell each other.
+// the tile's first unit: behind its last all would wait for memory. Where rows go to the pairs' own, a warp reads all
+// of them at once, and lanes tell each other.
 struct Destination {
   u32 pairs[Config::scatters ? (Config::tile_m + 31) / 32 : 1];
   u16 bias[2];
