@@ -40,6 +40,7 @@ BF16 = torch.bfloat16
 ROWS, TOKENS = (1, 8, 16, 32, 64, 100, 512), (1, 16, 64, 256, 1024)
 PRODUCTS = {
     "llama 8b, q, k, v": ((4096, 1024, 1024), 4096),
+    "llama 8b, output": ((4096,), 4096),
     "llama 8b, gate, up": ((14336, 14336), 4096),
     "llama 8b, down": ((4096,), 14336),
     "qwen 72b, down": ((8192,), 29568),  # whose K is no multiple of 256
@@ -59,15 +60,17 @@ def settings(given: Sequence[str]) -> list[Setting]:
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
 
 
-def works(only: str, models: Sequence[str], device: torch.device) -> Iterator[tuple[str, Callable[[], Work]]]:
+def works(
+    only: str, models: Sequence[str], device: torch.device, rows: Sequence[int] = ROWS, tokens: Sequence[int] = TOKENS
+) -> Iterator[tuple[str, Callable[[], Work]]]:
     """Names that contain `only`, and what makes the work."""
     kinds: list[tuple[Callable[[], Any], Mapping[str, tuple[Any, ...]]]] = []
     for part, (sides, k) in PRODUCTS.items():
-        names = {f"{part}, M = {m}": (m,) for m in ROWS}
+        names = {f"{part}, M = {m}": (m,) for m in rows}
         kinds.append((partial(_Products, sides, k, device), names))
     for model in models:
-        parts = itertools.product(("gate_up", "down", "block"), TOKENS)
-        named = {f"{model}, {part}, T = {tokens}": (part, tokens) for part, tokens in parts}
+        parts = itertools.product(("gate_up", "down", "block"), tokens)
+        named = {f"{model}, {part}, T = {some}": (part, some) for part, some in parts}
         kinds.append((partial(_Experts, model, device), named))
     for make, every in kinds:
         chosen = {name: what for name, what in every.items() if only in name}
@@ -129,12 +132,12 @@ class _Experts:
         ]
 
 
-def forget() -> None:
-    """All plans, and what was bound under them: a constant has another value now."""
+def forget(bound: bool = True) -> None:
+    """All plans, and what was bound under them: a constant has another value now. bound: that as well."""
     ours = "halfbyte.kernels.linear", "halfbyte.kernels.experts"
     modules = [module for name, module in sys.modules.items() if name.startswith(ours)]
     for thing in (thing for module in modules for thing in vars(module).values()):
-        if isinstance(thing, ThreadCache):
+        if isinstance(thing, ThreadCache) and bound:
             thing.entries.clear()
         elif isinstance(thing, _lru_cache_wrapper):
             thing.cache_clear()

@@ -134,8 +134,10 @@ __device__ __forceinline__ void lay_out_normed(const Arguments& a, u32 number, u
 extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant__ Launched launched) {
   if constexpr (Config::norm)
     if (threadIdx.x < launched.part[0].k / 64) prefetch_to_l2(launched.part[0].other + threadIdx.x * 64);
+  //: begins to lay out
   // `multiply` waits for this kernel alone and reads W at once, so it may start only when all work before is done.
   wait_for_prior_kernel();
+  //: the kernel ahead of it is done
   launch_dependents();
   const u32 ctas = count_ctas(launched);
   if (blockIdx.x < ctas) {
@@ -145,13 +147,17 @@ extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant_
     return;
   }
   const Arguments& a = launched.part[0];
-  if constexpr (Config::norm)
-    return lay_out_normed(a, (blockIdx.x - ctas) / NORM_PARTS, (blockIdx.x - ctas) % NORM_PARTS);
+  if constexpr (Config::norm) {
+    lay_out_normed(a, (blockIdx.x - ctas) / NORM_PARTS, (blockIdx.x - ctas) % NORM_PARTS);
+    //: a row is laid out
+    return;
+  }
   const u32 thread = (blockIdx.x - ctas) * 128 + threadIdx.x, threads = (gridDim.x - ctas) * 128;
   if constexpr (Config::scatters) clear_rows(a, blockIdx.x - ctas, gridDim.x - ctas);
   if constexpr (Config::grouped)
     if (a.m) {
       scatter_rows(a, thread, threads);
+      //: rows are where their pairs are
       return;
     }
   const u32 runs = threads / (a.column_tiles * OF_ROWS), run = thread / OF_ROWS % runs;
@@ -166,4 +172,5 @@ extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant_
   }
   for_each_step(a, m, piece, exists, run, runs,
                 [&](u32 step, const Pieces& words) { store_pieces(a, column_tile, row, step, piece, words); });
+  //: a piece is laid out
 }

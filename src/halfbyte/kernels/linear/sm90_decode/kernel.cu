@@ -145,7 +145,9 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
   };
   if constexpr (!ROUTED) load_x(x, 0);
   if constexpr (Config::norm) normalize(a, shared, x, first_block, warp, lane);
+  //: x is asked for, or normed
   ready();
+  //: table and barriers are ready
   Ring ring(0), sums(1), scales(0);
   Walk walk(a, shared);
   if (ROUTED && walk.is_there()) load_x(x, walk.get().unit);
@@ -158,6 +160,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
 #pragma unroll
     for (int i = 1; i < Config::parts; i++) offset = tile.part == i ? offsets[i] : offset;
     wait(shared + FULL + 8 * ring.at, ring.parity);
+    //: (first) a stage is there
     float total[Config::m_tiles][4] = {}, sum[Config::m_tiles][4];
 #pragma unroll
     for (int b = 0; b < Config::slice; b++) {
@@ -202,6 +205,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
         store_rows(at + SUM_COLUMN, total[c][1], total[c][3]);
       }
     arrive(shared + SUM_FULL + 8 * sums.at);
+    //: the last tile is multiplied
     if (changes) copy_fragments(x, then);
   }
 }
@@ -248,6 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   const u32 shared = u32(__cvta_generic_to_shared(memory)), lane = threadIdx.x % 32;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
   if ((shared & 0xffffffu) != BASE) __trap();              // in a cluster the top byte is the CTA's rank
+  //: begins
   const u32 first_block = blockIdx.y * BLOCKS;
   if (warp == Config::warps && lane == 0) init_barriers(shared);
   __syncwarp();
@@ -261,6 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       if (Config::norm && warp < Config::warps) prefetch_norm(a, first_block, warp, lane);
       make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
       wait_for_prior_kernel();
+      //: the kernel ahead is done
       return codes;
     } else {
       make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
@@ -287,10 +293,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
         wait_for_prior_kernel();
       }
       if constexpr (ROUTED) find_units(a, shared, lane);
+      //: units are found
       produce(a, shared, first_block, lane);
+      //: all of W is asked for
     } else if (warp <= Config::warps + Config::reducers) {
       sync_ready(prepare());
       reduce(a, shared, warp - Config::warps - 1, lane);
+      //: ends
     }
   }
   if (Config::cluster > 1) {  // a CTA must not exit while a neighbour may still write to its barriers

@@ -128,6 +128,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   u32 used = 0;                       // the barrier of the stage of x that is multiplied; 0: none
   bool fresh = true;                  // the tile's sums are zero
   wait(shared() + W_FULL, 0);
+  //: the first stage is there
   decode(even, codebook, shared() + W_AT, shared() + SCALE, mine, 0, column);
   Destination to;
   for (u32 unit = first; unit < last; unit++) {
@@ -191,6 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   if (Config::grouped && first == last) return wait_for_prior_kernel();  // what follows relies on it
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
   const Arguments& up = Config::paired ? launched.part[Config::parts - 1] : a;
+  //: begins
   if (threadIdx.x == 0) prefetch_map(a.map);
   if (Config::paired && threadIdx.x == 0) prefetch_map(up.map);
   if (warp >= WARPS) {
@@ -205,6 +207,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     const auto& codebook = launched.part[0].codebook;  // of all parts, and there at a place that is known
     make_wide_table<WARPS>(shared(), codebook, warp, lane);
     sync_all();
+    //: table and barriers are ready
     multiply_units(a, up, codebook, first, last, warp, lane);
+    //: ends
   }
 }

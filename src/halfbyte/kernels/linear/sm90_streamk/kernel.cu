@@ -93,6 +93,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
 #pragma unroll
   for (int i = 0; i < SUMS; i++) total[i] = 0;
   wait(shared() + FULL, 0);
+  //: the first stage is there
   decode(even, shared() + TILES, mine, 0, column);
   Destination to;
   for (u32 unit = first; unit < last; unit++) {
@@ -128,6 +129,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
     for (int span = 0; span < SPANS; span += 2) turn(even, odd, span), turn(odd, even, span + 1);
     arrive(empty);
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
+      //: the last unit is multiplied
       const u32 row = first_row(at) + mine.row;
       const bool may_store = Config::cluster > 1 || Config::shares > 1 || unit - first >= at.depth;
       Others others = {};
@@ -188,6 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   if (Config::grouped && first == last) return wait_for_prior_kernel();  // what follows relies on it
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
   const Arguments& up = Config::paired ? launched.part[Config::parts - 1] : a;
+  //: begins
   if (threadIdx.x == 0) prefetch_map(a.map);
   if (Config::paired && threadIdx.x == 0) prefetch_map(up.map);
   if (warp >= WARPS) {
@@ -197,10 +200,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     take_registers<Config::consumer_registers>();
     make_table<WARPS>(shared(), a.codebook, Config::low_first, warp, lane);
     sync_all();
+    //: table and barriers are ready
     if constexpr (Config::resident > 0) {
       wait_for_prior_kernel();
+      //: the kernel ahead is done
       lay_out_x(a, first, last, warp, lane);
+      //: x is there
     }
     multiply_units(a, up, first, last, warp, lane);
+    //: ends
   }
 }
