@@ -31,15 +31,9 @@ from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
-from halfbyte.kernels.linear.sm90_streamk.plan import (
-    TILES_M,
-    StreamKPlan,
-    equal_shares,
-    estimate,
-    is_valid,
-    streamk_plan,
-    tiles_m,
-)
+from halfbyte.kernels.linear.sm90_streamk.plan import streamk_plan
+from halfbyte.kernels.linear.sm90_streamk.shape import TILES_M, StreamKPlan, is_valid
+from halfbyte.kernels.linear.sm90_streamk.times import equal_shares, estimate, tiles_m
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.records import device_name
 from halfbyte.measure.timing import time_all

@@ -13,7 +13,8 @@ import torch
 
 from halfbyte.bench.predictions import problem, properties_named
 from halfbyte.kernels.linear.laid_out import span_of
-from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan, is_valid, streamk_plan
+from halfbyte.kernels.linear.sm90_streamk.plan import streamk_plan
+from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan, is_valid
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.timing import Timing
 

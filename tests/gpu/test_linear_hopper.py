@@ -19,7 +19,7 @@ from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem, problem_of
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
-from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan, is_valid
+from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan, is_valid
 from halfbyte.kernels.linear.tune import h200
 
 from .conftest import BF16, DEVICE, F16, F32, POISON, captured, check_product, decoded, poisoned, sixteen_bits, weight

@@ -49,8 +49,8 @@ from halfbyte.kernels.linear.sm90_gemm import plan as gemm_plans
 from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan, x_stages
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk import plan as streamk_plans
-from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
-from halfbyte.kernels.linear.sm90_streamk.plan import is_valid as plan_fits
+from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
+from halfbyte.kernels.linear.sm90_streamk.shape import is_valid as plan_fits
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.kernels.pointwise import reference as pointwise
 from halfbyte.measure.error import relative_error

@@ -32,8 +32,8 @@ from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import plan as gemm
 from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, TILES_M, W_STAGES, GemmPlan, x_stages
-from halfbyte.kernels.linear.sm90_streamk import plan as streamk
-from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
+from halfbyte.kernels.linear.sm90_streamk import shape as streamk
+from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
 from halfbyte.kernels.linear.spread import most_tiles, usual_tiles, wanted
 from halfbyte.kernels.linear.tune import h200
 

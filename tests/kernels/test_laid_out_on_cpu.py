@@ -27,8 +27,8 @@ from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm import plan as wide
 from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
-from halfbyte.kernels.linear.sm90_streamk import plan as narrow
-from halfbyte.kernels.linear.sm90_streamk.plan import StreamKPlan
+from halfbyte.kernels.linear.sm90_streamk import shape as narrow
+from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
 
 __all__ = ["hopper"]
 pytestmark = [needs_compiler, pytest.mark.slow]

@@ -27,13 +27,8 @@ from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.launch import constants, source
-from halfbyte.kernels.linear.sm90_streamk.plan import (
-    TILES_M,
-    StreamKPlan,
-    is_valid,
-    one_after_another,
-    streamk_plan,
-)
+from halfbyte.kernels.linear.sm90_streamk.plan import one_after_another, streamk_plan
+from halfbyte.kernels.linear.sm90_streamk.shape import TILES_M, StreamKPlan, is_valid
 from halfbyte.kernels.linear.tune.h200 import INVARIANT_WARPGROUPS, STREAMK_TILES
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

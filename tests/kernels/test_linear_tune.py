@@ -18,7 +18,8 @@ from halfbyte.kernels.linear.sm90_decode.plan import decode_plan
 from halfbyte.kernels.linear.tune import h200
 
 ROOT = Path(dispatch.__file__).parent
-PLANNERS = [ROOT / "dispatch.py", *sorted(ROOT.glob("*/plan.py")), ROOT / "sm80/invariant.py", ROOT / "spread.py"]
+OTHERS = "dispatch.py", "spread.py", "sm80/invariant.py", "sm90_streamk/shape.py", "sm90_streamk/times.py"
+PLANNERS = [*sorted(ROOT.glob("*/plan.py")), *(ROOT / name for name in OTHERS)]
 
 
 @pytest.mark.parametrize("path", PLANNERS, ids=lambda path: path.relative_to(ROOT).as_posix())

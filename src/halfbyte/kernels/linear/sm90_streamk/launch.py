@@ -18,14 +18,8 @@ from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.laid_out import scale_loads, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
-from halfbyte.kernels.linear.sm90_streamk.plan import (
-    REGISTERS,
-    StreamKGroup,
-    StreamKPlan,
-    fused_plan,
-    group_plan,
-    streamk_plan,
-)
+from halfbyte.kernels.linear.sm90_streamk.plan import StreamKGroup, fused_plan, group_plan, streamk_plan
+from halfbyte.kernels.linear.sm90_streamk.shape import REGISTERS, StreamKPlan
 
 NAME = "sm90_streamk"
 
