@@ -23,6 +23,7 @@ from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.pointwise import reference as pointwise
+from halfbyte.models.products import Fused, variant_of_product
 
 NORM, GATE, ADD = Fusion(norm=(1e-5, 0.0)), Fusion(norm=(1e-6, 1.0), activation="silu"), Fusion(residual=1.0)
 
@@ -178,6 +179,27 @@ def test_launches_of_their_own(kind: str) -> None:
         right = right if kind == "group" else [pointwise.gated(*right, kind)]
     for y, exact in zip(found, right, strict=True):
         torch.testing.assert_close(y, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["silu", "residual"])
+def test_what_prompts_fuse(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate, behind a norm in a launch of its own, and nothing else; and that is what is compiled ahead."""
+    asked = []
+
+    def in_one_launch(*given: Any) -> None:
+        asked.append(given[3:])
+
+    monkeypatch.setattr(eager_fused, "_in_one_launch", in_one_launch)
+    x, weights = torch.randn(70, 128), [make(64, 128)] * (2 if kind == "silu" else 1)
+    norm, residual = Norm(torch.randn(128), 1e-5), Residual(torch.randn(70, 64)) if kind == "residual" else None
+    activation = kind if kind == "silu" else ""
+    eager_fused.products(x, weights, [None] * len(weights), norm, activation, residual, many=True)
+    assert asked == ([(None, "silu", None)] if activation else [])
+    fusion = Fusion((1e-5, 0.0), activation, residual and 1.0, static=True)
+    group = (problem(4096, 4096),) * len(weights)
+    variant = variant_of_product(300, Fused(group, fusion), H200, False)
+    assert (variant is not None) is (kind == "silu")
+    assert variant is None or dict(variant.constants)["paired"] is True
 
 
 @pytest.mark.slow
