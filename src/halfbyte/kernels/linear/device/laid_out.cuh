@@ -69,8 +69,9 @@ __device__ __forceinline__ float combined(const Arguments& a, float value, u32 o
   return value;
 }
 
-// What this lane's sums of a tile are combined with. All of it is asked for before anything is stored: results may be
-// where it is, so that no load could go past a store, and each would wait for memory by itself.
+// What this lane's sums of a tile are combined with, once the kernel ahead is done. All of it is asked for before
+// anything is stored: results may be where it is, so that no load could go past a store, and each would wait for memory
+// by itself.
 constexpr bool COMBINES = GATED || Config::residual;
 struct Others {
   u32 two[COMBINES ? Config::tile_m / 4 : 1];
@@ -81,7 +82,6 @@ __device__ __forceinline__ Others load_others(const Arguments& a, const WorkUnit
   Others found = {};
   if constexpr (COMBINES) {
     if (n >= a.n) return found;
-    wait_for_prior_kernel();  // of which only the producer has had to know
 #pragma unroll
     for (u32 i = 0; i < Config::tile_m / 8; i++)
 #pragma unroll

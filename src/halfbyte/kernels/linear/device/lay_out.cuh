@@ -73,9 +73,11 @@ __device__ __forceinline__ void scatter_rows(const Arguments& a, u32 thread, u32
   const u32 piece = thread % 8, row = thread / 8 % rows, run = thread / 8 / rows;
   if (run >= runs) return;
   const u32 lanes = 0xffu << (threadIdx.x & 24);  // that have the same row
+  const auto place_of = [&](u32 pair) { return pair < a.m ? row_in_tiles(a, row * a.m + pair) : NOWHERE; };
+  const u32 of_first = place_of(piece);  // behind a store nothing is known any more
   for_each_step(a, row, piece, true, run, runs, [&](u32 step, const Pieces& words) {
     for (u32 first = 0; first < a.m; first += 8) {
-      const u32 own = first + piece < a.m ? row_in_tiles(a, row * a.m + first + piece) : NOWHERE;
+      const u32 own = first ? place_of(first + piece) : of_first;
       for (u32 i = 0; i < min(8u, a.m - first); i++) {
         const u32 place = __shfl_sync(lanes, own, i, 8);
         if (place != NOWHERE) store_pieces(a, place / Config::tile_m, place % Config::tile_m, step, piece, words);

@@ -4,14 +4,13 @@
 #include "walk.cuh"
 
 // Of experts: a tile's results, four rows of W by one pair a lane.
-__device__ __forceinline__ void store_pairs(const Arguments& a, u32 shared, const Tile& tile, float4 v, u32 lane) {
+__device__ __forceinline__ void store_pairs(const Arguments& a, u32 shared, const Tile& tile, float4 v, ushort4 bias,
+                                            u32 lane) {
   const u32 pair = pair_of(shared, tile.unit, lane / 4), row = tile.own + 4 * (lane % 4);
   const u32 kept = shared + GATE + 16 * lane;  // gate's, where this lane alone reads and writes
   v.x *= a.unit, v.y *= a.unit, v.z *= a.unit, v.w *= a.unit;
-  if (Config::bias && a.result[0].bias) {
-    const ushort4 b = *reinterpret_cast<const ushort4*>(a.result[0].bias + tile.row + 4 * (lane % 4));
-    v.x += unpack(b.x), v.y += unpack(b.y), v.z += unpack(b.z), v.w += unpack(b.w);
-  }
+  if (Config::bias && a.result[0].bias)
+    v.x += unpack(bias.x), v.y += unpack(bias.y), v.z += unpack(bias.z), v.w += unpack(bias.w);
   if (pair == NOBODY) return;
   if constexpr (Config::wide) {
     *reinterpret_cast<float4*>(reinterpret_cast<float*>(a.result[0].y) + u64(pair) * a.expert_rows + row) = v;
@@ -42,14 +41,13 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
     const u32 row = tile.row + 4 * four, n = a.n[tile.part];
     // What is added comes from far away: it is asked for before there are sums.
     ushort4 added[OWN], bias = make_ushort4(0, 0, 0, 0);
-    if constexpr (!ROUTED) {
-      const bool stores = rank == 0 && row < n;
-      if (Config::bias && own.bias && stores) bias = *reinterpret_cast<const ushort4*>(own.bias + row);
+    const bool stores = rank == 0 && (ROUTED || row < n);
+    if (Config::bias && own.bias && stores) bias = *reinterpret_cast<const ushort4*>(own.bias + row);
+    if constexpr (Config::residual)
 #pragma unroll
       for (int c = 0; c < OWN; c++)
-        if (const u32 m = first_row() + 8 * c + column; Config::residual && stores && m < a.m)
+        if (const u32 m = first_row() + 8 * c + column; stores && m < a.m)
           added[c] = *reinterpret_cast<const ushort4*>(a.residual + u64(m) * n + row);
-    }
     wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
     if (FOLDS_NORM && is_first && rank == 0) {  // the warps' sums of squares came with their first sums
       if constexpr (Config::cluster > 1) wait(shared + SQUARES_FULL, 0);
@@ -99,7 +97,7 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
     }
 
     if constexpr (ROUTED) {
-      store_pairs(a, shared, tile, total[0], lane);
+      store_pairs(a, shared, tile, total[0], bias, lane);
       continue;
     }
     const Result& to = a.result[PAIRED ? 0 : tile.part];

@@ -201,9 +201,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     make_table<WARPS>(shared(), a.codebook, Config::low_first, warp, lane);
     sync_all();
     //: table and barriers are ready
+    if constexpr (Config::resident > 0 || COMBINES) wait_for_prior_kernel();
+    //: the kernel ahead is done, where it matters
     if constexpr (Config::resident > 0) {
-      wait_for_prior_kernel();
-      //: the kernel ahead is done
       lay_out_x(a, first, last, warp, lane);
       //: x is there
     }
