@@ -62,28 +62,34 @@ template <class Arguments> __device__ __forceinline__ u32 count_grouped_units(co
   return cta < tiles ? ((tiles - cta - 1) / a.ctas + 1) * a.depth_units : 0;
 }
 
-// Which tile, and which part of K. The tile that comes next is asked for a tile ahead: nobody waits for it.
+// Which tile, and which part of K. With Arguments::ASKS_AHEAD the tile that comes next is asked for a tile ahead, so
+// that nobody waits for it.
 struct GroupedUnit {
   u32 row_tile, column_tile, depth, number;
   Tile tile;
-  template <class Arguments>
-  __device__ GroupedUnit(const Arguments& a, u32 number) : depth(0), number(number), tile(tile_at(a, number)) {
+  template <class Arguments> __device__ GroupedUnit(const Arguments& a, u32 number) : depth(0), number(number) {
     find(a);
+    tile = tile_at(a, column_tile);
+    if constexpr (Arguments::ASKS_AHEAD) ask(a);
   }
   template <class Arguments> __device__ void next(const Arguments& a) {
     if (++depth < a.depth_units) return;
-    depth = 0, number += a.ctas, tile = upcoming;
+    depth = 0, number += a.ctas;
     find(a);
+    if constexpr (Arguments::ASKS_AHEAD) tile = upcoming, ask(a);
+    else tile = tile_at(a, column_tile);
   }
 
  private:
   Tile upcoming;
 
-  template <class Arguments> static __device__ Tile tile_at(const Arguments& a, u32 number) {
-    return tile_of(a, min(number / a.row_tiles, a.column_tiles - 1));
-  }
   template <class Arguments> __device__ void find(const Arguments& a) {
     column_tile = number / a.row_tiles, row_tile = number % a.row_tiles;
-    upcoming = tile_at(a, number + a.ctas);
+  }
+  template <class Arguments> __device__ void ask(const Arguments& a) {
+    upcoming = tile_at(a, (number + a.ctas) / a.row_tiles);
+  }
+  template <class Arguments> static __device__ Tile tile_at(const Arguments& a, u32 column_tile) {
+    return tile_of(a, min(column_tile, a.column_tiles - 1));
   }
 };

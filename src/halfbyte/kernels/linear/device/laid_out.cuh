@@ -17,6 +17,8 @@ __device__ __forceinline__ u64 map_of_x(const MapOfX<false>&) { return 0; }
 __device__ __forceinline__ u64 map_of_x(const MapOfX<true>& a) { return reinterpret_cast<u64>(a.x_map); }
 
 struct Arguments : MapOfX<Config::copies_x> {
+  // Whether there are registers for what is asked for a tile ahead.
+  static constexpr bool ASKS_AHEAD = Config::tile_m <= 80;
   alignas(64) unsigned char map[128];  // the tensor map of packed
   const void* scale;
   const float *code, *absmax, *offset;

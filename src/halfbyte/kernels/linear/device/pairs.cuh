@@ -13,9 +13,9 @@ __device__ __forceinline__ void store_two(float* to, float first, float second, 
   }
 }
 
-// Where the rows of a tile go, in rows of the result, and the biases of a lane's two rows of W. They are asked for with
-// the tile's first unit: behind its last all would wait for memory. Where rows go to the pairs' own, a warp reads all
-// of them at once, and lanes tell each other.
+// Where the rows of a tile go, in rows of the result, and the biases of a lane's two rows of W. With ASKS_AHEAD they
+// are asked for with the tile's first unit: behind its last all would wait for memory. Where rows go to the pairs' own,
+// a warp reads all of them at once, and lanes tell each other.
 struct Destination {
   u32 pairs[Config::scatters ? (Config::tile_m + 31) / 32 : 1];
   u16 bias[2];
@@ -28,8 +28,11 @@ struct Destination {
         const u32 row = 32 * i + threadIdx.x % 32;
         pairs[i] = row < at.tile.rows ? pair_of(a, at.tile.first + row) : 0;
       }
-#pragma unroll
-    for (u32 i = 0; i < 2; i++) bias[i] = a.bias && n + i < a.n ? a.bias[row_of(a, at, n + i)] : 0;
+    bias[0] = bias[1] = 0;
+    if (a.bias && n < a.n) {
+      bias[0] = a.bias[row_of(a, at, n)];
+      if (n + 1 < a.n) bias[1] = a.bias[row_of(a, at, n + 1)];
+    }
   }
   // By all lanes; they have the same row / 32.
   template <class Unit> __device__ __forceinline__ u32 row(const Unit& at, u32 row) const {

@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   decode(even, codebook, shared() + W_AT, shared() + SCALE, mine, 0, column);
   Destination to;
   for (u32 unit = first; unit < last; unit++) {
-    if constexpr (Config::grouped)
+    if constexpr (Config::grouped && Arguments::ASKS_AHEAD)
       if (at.depth == 0) to.find(a, at, first_row(at) + mine.row);
     const u32 stage = shared() + W_AT + w.at * W_BYTES, scales = shared() + SCALE + w.at * SCALE_BYTES;
     const u32 empty = shared() + W_EMPTY + 8 * w.at;
@@ -169,6 +169,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       const u32 row = first_row(at) + mine.row;
       const auto owns = [](u32 i) { return is_own(i); };
       if constexpr (Config::grouped) {
+        if constexpr (!Arguments::ASKS_AHEAD) to.find(a, at, row);
         store_pairs(a, total, to, at, row, member);
       } else if (fix_up<Config::direct, WARPS>(total, a, at, own_number(a), warp, lane)) {
         if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);

@@ -97,7 +97,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   decode(even, shared() + TILES, mine, 0, column);
   Destination to;
   for (u32 unit = first; unit < last; unit++) {
-    if constexpr (Config::grouped)
+    if constexpr (Config::grouped && Arguments::ASKS_AHEAD)
       if (at.depth == 0) to.find(a, at, first_row(at) + mine.row);
     const u32 stage = shared() + TILES + ring.at * STAGE_BYTES, scales = shared() + SCALE + ring.at * SCALE_BYTES;
     const u32 x = Config::resident ? resident : lower_half(stage + W_BYTES);
@@ -131,12 +131,15 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
       //: the last unit is multiplied
       const u32 row = first_row(at) + mine.row;
-      const bool may_store = Config::cluster > 1 || Config::shares > 1 || unit - first >= at.depth;
       Others others = {};
-      if (OTHERS_FIRST && may_store) others = load_others(a, at, row, member, owns);
+      if constexpr (COMBINES && OTHERS_FIRST)
+        if (Config::cluster > 1 || Config::shares > 1 || unit - first >= at.depth)
+          others = load_others(a, at, row, member, owns);
       if (is_complete(at)) {
-        if constexpr (Config::grouped) store_pairs(a, total, to, at, row, member);
-        else if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
+        if constexpr (Config::grouped) {
+          if constexpr (!Arguments::ASKS_AHEAD) to.find(a, at, row);
+          store_pairs(a, total, to, at, row, member);
+        } else if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
         else store_tile(a, total, OTHERS_FIRST ? others : load_others(a, at, row, member, owns), at, row, member, owns);
       }
 #pragma unroll
