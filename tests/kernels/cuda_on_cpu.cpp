@@ -168,7 +168,7 @@ void __trap() { wrong++; }
 // again, until they are there.
 void let_others() {
   Thread* self = ready.front();
-  if (++in_vain > 1 << 24) setcontext(&after_all);  // they never are
+  if (++in_vain > 1 << 22) setcontext(&after_all);  // they never are
   if (in_vain % 256 == 0) something_happens();
   ready.push_back(self);
   ready.pop_front();

@@ -196,6 +196,9 @@ def _replaced(text: str, name: str, instead: str) -> str:
     return text
 
 
+WAITING = 0xFFFFFFFF  # what `run` says where no thread can go on
+
+
 class Shape(NamedTuple):
     """Of a launch. ctas: along x. y, z: CTAs along those. cluster: those along y that share memory. together: those
     along x that wait for each other."""
@@ -219,8 +222,8 @@ def run(
     folder: Path, variant: Variant, kernel: str, arguments: bytes, shape: Shape, readable: Sequence[torch.Tensor]
 ) -> int:
     """Launch a kernel. folder: where it is compiled. readable: the tensors that it may read by copies and read-only
-    loads. Returns how many of those were outside of them, or wrong in another way; ~0 where its threads wait for each
-    other."""
+    loads. Returns how many of those were outside of them, or wrong in another way; WAITING where its threads wait for
+    each other."""
     ranges = torch.tensor([(t.data_ptr(), t.data_ptr() + t.nbytes) for t in readable], dtype=torch.int64)
     assert len(arguments) == size_of(folder, variant, kernel)
     found: int = getattr(library(folder, variant), f"run_{kernel}")(
@@ -231,7 +234,7 @@ def run(
         ctypes.c_void_p(ranges.data_ptr()),
         len(ranges),
     )
-    return found
+    return found & WAITING  # ctypes takes it for a number with a sign
 
 
 def map_of(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int) -> bytes:

@@ -76,7 +76,9 @@ class Driver:
         together = int(dict(variant.constants).get("shares", 1)) if name == "multiply" else 1
         shape = Shape(x, told.block[0], told.shared, y, z, cluster, together)
         bits = ctypes.string_at(parameters[0], cuda_on_cpu.size_of(self.folder, variant, name))
-        assert cuda_on_cpu.run(self.folder, variant, name, bits, shape, self.readable) == 0
+        wrong = cuda_on_cpu.run(self.folder, variant, name, bits, shape, self.readable)
+        assert wrong != cuda_on_cpu.WAITING, f"{name}: all threads wait for each other"
+        assert wrong == 0, f"{name}: {wrong} reads or uses of shared memory are wrong"
         return 0
 
 

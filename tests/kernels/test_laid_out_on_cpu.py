@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import hopper_on_cpu
 import pytest
 import torch
-from cuda_on_cpu import needs_compiler
+from cuda_on_cpu import Shape, needs_compiler
 from hopper_on_cpu import BF16, DEVICE, F16, F32, F64, SMALL, Driver, address, check, hopper, parts_of, weight
 from routes import routes_of, table_of
 from torch import Tensor
@@ -94,6 +95,13 @@ def test_a_product(hopper: Driver, case: Case) -> None:
         multiply(0, address(x), address(bias), address(out), m)
         assert (out[m] == 777).all()
         check(out[:m], right, theirs)
+
+
+def test_sums_that_never_come(hopper: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs that wait for each other, one after the other: the launch ends all the same, and says so."""
+    monkeypatch.setattr(hopper_on_cpu, "Shape", lambda *sizes: Shape(*sizes[:6]))
+    with pytest.raises(AssertionError, match="multiply: all threads wait for each other"):
+        test_a_product(hopper, CASES["equal parts"])
 
 
 RESIDUAL, SILU, GELU = Fusion(residual=0.5), Fusion(activation="silu"), Fusion(activation="gelu_tanh")
