@@ -74,14 +74,19 @@ def fused(
 
 
 def shared_by(tile: tuple[int, int, int], m: int, n: int, k: int) -> list[StreamKPlan]:
-    """Plans for a lone CTA, some CTAs, one for each tile, two for each and a little, one for each unit; and for CTAs
-    that hold x for a unit, or two, and add up in memory or, where a cluster has room for all of a tile, in that."""
+    """Plans for a lone CTA, some CTAs, one for each tile, two for each and a little, one for each unit; for CTAs that
+    hold x for a unit, or two, and add up in memory or, where a cluster has room for all of a tile, in that; and for
+    CTAs that end a tile together, or leave registers to what lays x out."""
     tiles, depth = -(-n // (64 * tile[1])) * -(-m // tile[0]), -(-k // UNIT_K)
     units = tiles * depth
     shared = [StreamKPlan(*tile, ctas) for ctas in sorted({1, 7, tiles, 2 * tiles + 1, units}) if ctas <= units]
     held = [StreamKPlan(*tile, tiles * -(-depth // held), held) for held in {1, min(2, depth)}]
     clusters = [replace(plan, cluster=plan.ctas // tiles) for plan in held if plan.ctas > tiles]
-    return shared + [plan for plan in held + clusters if is_valid(plan, m, n, k, 32, properties_of(0))]
+    equal = [StreamKPlan(*tile, tiles * shares, shares=shares) for shares in (2, 5, 16) if shares <= depth]
+    equal += [replace(plan, shares=plan.ctas // tiles) for plan in held if plan.ctas > tiles]
+    beside = [replace(shared[1], beside=True)] if len(shared) > 1 else []
+    others = held + clusters + equal + beside
+    return shared + [plan for plan in others if is_valid(plan, m, n, k, 32, properties_of(0))]
 
 
 def check(x: torch.Tensor, q: hb.QuantizedWeight, plans: list[StreamKPlan]) -> None:

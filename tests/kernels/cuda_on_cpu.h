@@ -7,6 +7,7 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __fdividef(a, b) ((a) / (b))
 #define __expf expf
 

@@ -347,6 +347,10 @@ def test_pairs_and_norms_compile_into_registers(tmp_path: Path) -> None:
         StreamKPlan(32, 2, 3, 132, paired=True, activation="silu", norm=True),
         StreamKPlan(16, 3, 2, 132, 2, paired=True, activation="gelu_tanh"),
         StreamKPlan(64, 2, 3, 132, norm=True),
+        StreamKPlan(64, 2, 3, 132, norm=True, beside=True),
+        StreamKPlan(32, 3, 3, 132, paired=True, activation="silu", beside=True),
+        StreamKPlan(32, 4, 2, 132, beside=True),
+        StreamKPlan(24, 3, 3, 132, shares=6, residual=True),
     )
     for plan, kind in zip(plans, kinds, strict=False):
         multiply, lay_out = _compiled(kind, plan, tmp_path)

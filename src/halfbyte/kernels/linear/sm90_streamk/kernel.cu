@@ -38,7 +38,8 @@
 //                                            their pairs' rows
 //   parts, paired                            weights that one launch multiplies with; they are gate and up, of which
 //                                            every tile has the same rows (device/laid_out.cuh)
-//   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
+//   registers                                of a thread at the start; producer_registers, consumer_registers: later
+//   shared_bytes                             dynamic shared memory
 
 #include "fetch.cuh"
 
@@ -186,7 +187,7 @@ __device__ __forceinline__ void lay_out_x(const Arguments& a, u32 first, u32 las
   sync_x();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Launched launched) {
+extern "C" __global__ void __maxnreg__(Config::registers) multiply(const __grid_constant__ Launched launched) {
   const Arguments& a = part_of(launched, number_in_launch());
   if ((u32(__cvta_generic_to_shared(memory)) & 0xffffff) != BASE) __trap();
   const u32 first = first_unit(a, own_number(a)), last = end_unit(a, own_number(a)), lane = threadIdx.x % 32;

@@ -19,7 +19,7 @@ from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.laid_out import scale_loads, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKGroup, fused_plan, group_plan, streamk_plan
-from halfbyte.kernels.linear.sm90_streamk.shape import REGISTERS, StreamKPlan
+from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
 
 NAME = "sm90_streamk"
 
@@ -87,7 +87,7 @@ def variant(problem: Problem, plan: StreamKPlan, properties: DeviceProperties, p
 
 def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
-    producer, consumer = REGISTERS[plan.warpgroups]
+    registers, producer, consumer = plan.registers
     return {
         "x": TYPES[problem.dtype], "low_first": problem.low_first,
         "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
@@ -95,7 +95,7 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "loads": f"Loads::{scale_loads(problem)}", "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
         "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "shares": plan.shares,
         "direct": plan.direct, "paired": plan.paired, "norm": plan.norm,
-        "producer_registers": producer, "consumer_registers": consumer,
+        "registers": registers, "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,
         "copies_x": False, "activation": f"Activation::{plan.activation or 'none'}",
         "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,

@@ -11,7 +11,7 @@ from halfbyte.kernels.linear import side_by_side, spread
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem
-from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan, is_grouped_valid, is_valid
+from halfbyte.kernels.linear.sm90_streamk.shape import MOST_BESIDE, StreamKPlan, is_grouped_valid, is_valid
 from halfbyte.kernels.linear.sm90_streamk.times import (
     Kind,
     estimate,
@@ -190,6 +190,7 @@ def _estimated(
     k, span = problem.k, span_of(problem)
     for one in sorted(candidates(tile_m, m, sides, k, properties)):
         shape = StreamKPlan(tile_m, one.warpgroups, -one.fewer_stages, 1, one.resident, one.cluster, one.shares)
+        shape = replace(shape, beside=h200.STREAMK_BESIDE and not one.resident and tile_m <= MOST_BESIDE)
         plans = [replace(shape, ctas=some) for some in one.ctas]
         if all(is_valid(plan, m, n, k, span, properties) for plan, n in zip(plans, sides, strict=True)):
             time = microseconds_of(one.busy, plans[0], m, problem, properties)

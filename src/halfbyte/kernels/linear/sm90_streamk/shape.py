@@ -10,7 +10,11 @@ from halfbyte.kernels.linear.tune import h200
 
 MOST_SHARES = 16  # of a tile: a thread has what they leave in registers
 TILES_M = (8, 16, 24, 32, 48, 64, 80, 96, 112)
-REGISTERS = {2: (120, 192), 3: (80, 144), 4: (96, 96)}  # of producer and consumer threads; by warpgroups
+# Registers of a thread at the start, of a producer and of a consumer, by warpgroups: all that there are, or as many as
+# leave room for a CTA of `lay_out` beside one of `multiply`, which else begins when those are done.
+REGISTERS = {2: (168, 120, 192), 3: (128, 80, 144), 4: (96, 96, 96)}
+FEWER_REGISTERS = {2: (152, 96, 176), 3: (112, 64, 128), 4: (88, 88, 88)}
+MOST_BESIDE = 64  # rows of x that fewer registers hold sums of
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class StreamKPlan:
     paired: bool = False  # by the same launch, whose tiles have rows of both
     residual: bool = False  # the result is added to something
     norm: bool = False  # x is normed as it is laid out
+    beside: bool = False  # registers are left for what lays x out
     chunk: int = 0  # of experts: the most rows of x, all tiles together
     microseconds: float = field(default=0.0, compare=False)
 
@@ -49,6 +54,11 @@ class StreamKPlan:
     def sums(self) -> int:
         """Of a tile."""
         return 64 * self.warpgroups * self.tile_m
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Of a thread: at the start, and then of a producer and of a consumer."""
+        return (FEWER_REGISTERS if self.beside else REGISTERS)[self.warpgroups]
 
     @property
     def workers(self) -> int:
@@ -84,11 +94,17 @@ def is_valid(plan: StreamKPlan, m: int, n: int, k: int, span: int, properties: D
         and m * k < 1 << 31
         and n < 1 << 31
         and not (plan.norm and plan.resident)
+        and not (plan.beside and (plan.resident or plan.tile_m > MOST_BESIDE))
         and (plan.resident == 0 or (plan.ctas % tiles == 0 and plan.resident >= -(-depth * tiles // plan.ctas)))
         and (plan.cluster == 1 or (plan.ctas == tiles * plan.cluster and _can_reduce_in_cluster(plan)))
-        and (plan.shares == 1 or (plan.ctas == tiles * plan.shares and plan.cluster == 1 and not plan.invariant))
+        and (plan.shares == 1 or (plan.ctas == tiles * plan.shares and _can_share_out(plan, properties)))
         and plan.shared_bytes(span) <= properties.shared_memory
     )
+
+
+def _can_share_out(plan: StreamKPlan, properties: DeviceProperties) -> bool:
+    """All CTAs run at once, and the order of sums may follow from their number."""
+    return 1 < plan.shares <= MOST_SHARES and plan.ctas <= properties.sms and plan.cluster == 1 and not plan.invariant
 
 
 def _can_reduce_in_cluster(plan: StreamKPlan) -> bool:

@@ -111,6 +111,8 @@ STREAMK_TIMES = {
 }  # fmt: skip
 # What a product saves whose x is laid out already.
 STREAMK_LAYING_OUT = 1.5
+# Whether `multiply` leaves registers for what lays x out, and so begins beside it: not timed yet.
+STREAMK_BESIDE = False
 # Rows of x up to which one tile has them all, unless there are multiprocessors for more.
 STREAMK_ONE_TILE = 32
 
