@@ -1,6 +1,6 @@
-// Runs a kernel on a CPU, one CTA, cluster, or set of CTAs that wait for each other after the other, in the order of
-// blockIdx. A thread runs until it has to wait for others. In every other one the last thread goes first, and the CTAs of a cluster begin as late as
-// they can, so that a wait that is missing shows, whoever should have waited.
+// Runs a kernel on a CPU, one CTA after the other in the order of blockIdx; those of a cluster together, and those that
+// wait for each other. A thread runs until it has to wait for others. In every other turn the last thread goes first,
+// and the CTAs of a turn begin as late as they can, so that a wait that is missing shows, whoever should have waited.
 //
 // What a thread copies to shared memory by itself happens when it waits for it, not before. Copies that end at a
 // barrier happen as late as they can, when no thread can go on without one, and in any order; in every other pair of

@@ -52,7 +52,10 @@ __device__ constexpr int chunk_of(int groups) {
   while (groups % chunk) chunk--;
   return chunk;
 }
-// Adds those of column group i.
+// Those of column group i; and adds some to them.
+template <int Sums> __device__ __forceinline__ float4 group_of(const float (&total)[Sums], int i) {
+  return make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]);
+}
 template <int Sums> __device__ __forceinline__ void add_group(float (&total)[Sums], int i, float4 v) {
   total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
 }
@@ -72,8 +75,7 @@ __device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Argum
 #pragma unroll
   for (u32 i = 0; i < GROUPS; i++)
     if (!is_own(i) && 8 * i < columns)
-      store_sums_at(address_in(place_of(i, blockIdx.y), i % Config::cluster),
-                    make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]));
+      store_sums_at(address_in(place_of(i, blockIdx.y), i % Config::cluster), group_of(total, i));
   sync_cluster();
 #pragma unroll
   for (u32 i = 0; i < GROUPS; i++)
@@ -100,14 +102,15 @@ __device__ __forceinline__ void share_out(float (&total)[Sums], const Arguments&
   float4 own[OWN] = {}, sum[OWN];
 #pragma unroll
   for (u32 i = 0; i < GROUPS; i++) {
-    const float4 v = make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]);
-    if (i % Shares == rank) own[i / Shares] = v;
-    else if (8 * i < columns) store_partial(place_of(rank, i), v);
+    if (i % Shares == rank) own[i / Shares] = group_of(total, i);
+    else if (8 * i < columns) store_partial(place_of(rank, i), group_of(total, i));
   }
 #pragma unroll
   for (u32 first = 0; first < Shares; first += AT_ONCE) {
     float4 part[OWN][AT_ONCE];
-    const auto wanted = [&](u32 g, u32 j) { return first + j < Shares && 8 * (g * Shares + rank) < columns; };
+    const auto wanted = [&](u32 part, u32 group) {
+      return part < Shares && 8 * group < columns && group < GROUPS && part != rank;
+    };
     bool missing;
     do {  // until all are there
       missing = false;
@@ -115,9 +118,9 @@ __device__ __forceinline__ void share_out(float (&total)[Sums], const Arguments&
       for (u32 g = 0; g < OWN; g++)
 #pragma unroll
         for (u32 j = 0; j < AT_ONCE; j++) {
+          const u32 group = g * Shares + rank;
           part[g][j] = own[g];
-          if (wanted(g, j) && g * Shares + rank < GROUPS && first + j != rank)
-            part[g][j] = load_partial(place_of(first + j, g * Shares + rank));
+          if (wanted(first + j, group)) part[g][j] = load_partial(place_of(first + j, group));
         }
 #pragma unroll
       for (u32 g = 0; g < OWN; g++)
@@ -207,7 +210,6 @@ __device__ __forceinline__ bool fix_up(float (&total)[Sums], const Arguments& a,
   float4* mine = place_of(cta);
 #pragma unroll
   for (int i = 0; i < Sums / 4; i++)
-    if (is_own(i))
-      store_partial(mine + 32 * i, make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]));
+    if (is_own(i)) store_partial(mine + 32 * i, group_of(total, i));
   return false;
 }

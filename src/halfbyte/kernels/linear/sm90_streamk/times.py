@@ -44,7 +44,7 @@ def estimate(plan: StreamKPlan, m: int, problem: Problem, properties: DeviceProp
     o, tiles = problem, -(-problem.n // plan.rows) * plan.x_tiles(m)
     shares, rest = divmod(plan.ctas, tiles)
     if plan.resident:
-        busy = _busywith_x(plan.tile_m, plan.warpgroups, o.k, plan.resident, shares, plan.cluster)
+        busy = _busy_with_x(plan.tile_m, plan.warpgroups, o.k, plan.resident, shares, plan.cluster)
     elif rest == 0:
         busy = _busy_of_shares(plan.tile_m, plan.warpgroups, o.k, tiles, shares, properties.sms)
     else:
@@ -88,17 +88,15 @@ def _busy_of_shares(tile_m: int, warpgroups: int, k: int, tiles: int, shares: in
 
 
 def time_of_shares(shares: int, tiles: int, depth: int, unit: float, cut: float, part: float, sms: int) -> float:
+    """The same of any tiles: µs of a unit, of a cut, and of each part of a tile that is cut."""
     return -(-tiles * shares // sms) * (-(-depth // shares) * unit + (cut + part * shares if shares > 1 else 0))
 
 
 def _busy_of_run(tile_m: int, warpgroups: int, k: int, tiles: int, ctas: int) -> float:
     """µs of the busiest CTA where the units of all tiles are dealt out in equal runs."""
-    part, units = h200.STREAMK_PART[tile_m] * warpgroups, tiles * -(-k // UNIT_K)
-    return (
-        -(-units // ctas) * h200.STREAMK_TILES[tile_m, warpgroups][1]
-        + h200.STREAMK_RUN[tile_m]
-        + (ctas / tiles + 1) * part
-    )
+    unit, part = h200.STREAMK_TILES[tile_m, warpgroups][1], h200.STREAMK_PART[tile_m] * warpgroups
+    units = tiles * -(-k // UNIT_K)
+    return -(-units // ctas) * unit + h200.STREAMK_RUN[tile_m] + (ctas / tiles + 1) * part
 
 
 def with_x(tile_m: int, m: int, sides: Sequence[int], k: int, properties: DeviceProperties) -> list[Candidate]:
@@ -110,18 +108,14 @@ def with_x(tile_m: int, m: int, sides: Sequence[int], k: int, properties: Device
         tiles = sum(each)
         for shares in range(1, min(depth, properties.sms // tiles) + 1):
             resident, cluster = -(-depth // shares), shares if tiles <= properties.clusters(shares) else 1
-            time, ctas = (
-                _busywith_x(tile_m, warpgroups, k, resident, shares, cluster),
-                [some * shares for some in each],
-            )
+            time = _busy_with_x(tile_m, warpgroups, k, resident, shares, cluster)
+            kept = tuple(some * shares for some in each), resident, cluster, equal_shares(shares, cluster)
             for stages in range(min(h200.RESIDENT_STAGES, max(resident, 2)), h200.RESIDENT_MOST_STAGES + 1):
-                found.append(
-                    Candidate(time, -stages, warpgroups, tuple(ctas), resident, cluster, equal_shares(shares, cluster))
-                )
+                found.append(Candidate(time, -stages, warpgroups, *kept))
     return found
 
 
-def _busywith_x(tile_m: int, warpgroups: int, k: int, resident: int, shares: int, cluster: int) -> float:
+def _busy_with_x(tile_m: int, warpgroups: int, k: int, resident: int, shares: int, cluster: int) -> float:
     """µs of a CTA that keeps its x, of so many units."""
     unit = h200.RESIDENT_UNIT[warpgroups] * h200.RESIDENT_TILE_M[tile_m]
     fix_up = h200.FIX_UP + h200.FIX_UP_PART * warpgroups * shares if shares > 1 else 0.0
