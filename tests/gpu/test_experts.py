@@ -28,7 +28,14 @@ KINDS = [
     ("mxfp4", {}),
 ]
 #         experts, I, H, experts of a token: one CTA along K and several, scales that come in each way
-SIZES = [(16, 256, 512, 4), (128, 768, 2048, 8), (8, 2048, 5120, 2), (4, 5120, 512, 1), (8, 2880, 2880, 4)]
+SIZES = [
+    (16, 256, 512, 4),
+    (128, 768, 2048, 8),
+    (8, 2048, 5120, 2),
+    (4, 5120, 512, 1),
+    (4, 8448, 512, 2),
+    (8, 2880, 2880, 4),
+]
 
 
 def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -75,7 +75,7 @@ FUNCTIONS = {
     "store_pair": "void store_pair(u32 at, float first, float second) { stored(at, make_float2(first, second)); }",
     "store_sums": "void store_sums(u32 at, float4 value) { stored(at, value); }",
     "store_copies": "void store_copies(u32 at, u32 value) { stored(at, make_uint4(value, value, value, value)); }",
-    "count_one": "u32 count_one(u32 at) { return counted(at); }",
+    "count_one": "u32 count_one(u32 at, bool wants) { return wants ? counted(at) : 0; }",
     "address_in": "u32 address_in(u32 at, u32 rank) { return at & 0xffffff | rank << 24; }",
     "shared": "u32 shared() { return u32(__cvta_generic_to_shared(memory)); }",
     "sync_cluster": "void sync_cluster() { meet_cluster(); }",

@@ -130,6 +130,8 @@ STACKS: list[tuple[int, torch.dtype, str, dict[str, Any], str]] = [
     (2880, F16, "nf4", {}, "silu"),
     (5120, F16, "int4", GROUPS, "silu"),
     (5120, F16, "int4", GROUPS, ""),
+    (8448, BF16, "nf4", {}, "silu"),
+    (8448, F16, "int4", GROUPS, ""),
 ]
 
 

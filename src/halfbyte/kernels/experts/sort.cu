@@ -87,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
   __shared__ u32 rows_of_warps[WARPS], tiles_of_warps[WARPS];
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.y, before = (1u << lane) - 1;
   const u32 number = rank * WARPS + warp;
+  //: begins to sort
   u32 *own = counts + warp * a.experts, *totals = counts + WARPS * a.experts, *moves = totals + a.experts;
   for (u32 e = lane; e < a.experts; e += 32) own[e] = 0;
   __syncwarp();
@@ -94,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
     wait_for_prior_kernel();
     launch_dependents();
   }
+  //: the kernel ahead of it is done
   // A run that is loaded at once stays in registers.
   const u32 run = (a.pairs + CTAS * THREADS - 1) / (CTAS * THREADS) * 32, end = min((number + 1) * run, a.pairs);
   Pairs pairs;
@@ -117,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
     }
     totals[e] = rows;
   }
+  //: pairs are counted
   sync_all();
   // A thread has neighbouring experts. Of each: its rows in all CTAs, and those of earlier ones.
   const u32 share = (a.experts + THREADS - 1) / THREADS, first = threadIdx.x * share;
@@ -151,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
   for (u32 i = of_tiles.all + rank * THREADS + threadIdx.x; i < a.most_tiles; i += CTAS * THREADS)
     table[i] = make_uint4(0, 0, 0, 0);
   if (rank == 0 && threadIdx.x == 0) *a.routes = make_uint4(of_tiles.all, 0, 0, 0);
+  //: tiles are found
   sync_all();  // places are there, and nobody reads this CTA's totals any more
   u32* sorted = reinterpret_cast<u32*>(table + a.most_tiles);
   u32 *places = sorted + count_aligned(a.pairs), *in_tiles = places + count_aligned(a.pairs);
@@ -168,4 +172,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
       __syncwarp();
     }
   }
+  //: pairs are sorted
 }

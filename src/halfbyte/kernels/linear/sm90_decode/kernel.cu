@@ -27,7 +27,8 @@
 //
 // Experts. A stack is one weight with the rows of all experts. Each CTA finds out which experts are wanted by which
 // tokens (routes.cuh), and takes tiles of those alone (walk.cuh). Its warps then hold the x of up to eight pairs of a
-// token and an expert, and load those of the next unit while they multiply. Results that will be added up are `wide`.
+// token and an expert, and load those of the next unit while they multiply, where slices are short enough to hold both.
+// Results that will be added up are `wide`.
 //
 // Fusion. With `norm` the multiplying warps norm the x that they hold, with one rounding, while the first tile of W is
 // on its way (norm.cuh). With `residual` y = residual + result_scale * product.
@@ -100,12 +101,14 @@ class Weights {
     return swaps ? make_uint2(second, first) : make_uint2(first, second);
   }
 };
-// Sums of a lane's two rows.
-__device__ __forceinline__ void store_rows(u32 at, float upper, float lower) {
+// Sums of a lane's two rows and a column, in its warp's memory.
+__device__ __forceinline__ void store_rows(u32 to, u32 column, u32 group, float upper, float lower) {
+  const u32 row = upper_row(group), at = to + sum_at(column, row / 4) + row % 4 * 4;
   if constexpr (NEXT_ROW == 1) store_pair(at, upper, lower);
-  else store_float(at, upper), store_float(at + 4 * NEXT_ROW, lower);
+  else store_float(at, upper), store_float(at ^ NEXT_ROW / 4 * 16, lower);
 }
 
+constexpr bool HOLDS_NEXT = ROUTED && Config::slice <= 4;  // x of the next unit, beside that of this one
 using XFragments = uint2[Config::m_tiles][Config::slice][4];
 __device__ __forceinline__ void copy_fragments(XFragments& to, const XFragments& from) {
 #pragma unroll
@@ -124,7 +127,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
   const u32 column = column_of(shared, lane);
   Weights weights(a, warp, group, member);
   const ScaleDecoder scales_of_warp(shared, warp, lane);
-  XFragments x, then;  // then: of the next unit, where there are several
+  XFragments x, then;  // then: of the next unit, with HOLDS_NEXT
   const auto load_x = [&](XFragments& to, u32 unit) {
 #pragma unroll
     for (int c = 0; c < Config::m_tiles; c++) {
@@ -155,7 +158,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
     const Tile tile = walk.get();
     walk.next();
     const bool changes = ROUTED && walk.is_there() && walk.get().unit != tile.unit;
-    if (changes) load_x(then, walk.get().unit);
+    if (HOLDS_NEXT && changes) load_x(then, walk.get().unit);
     float offset = offsets[0];
 #pragma unroll
     for (int i = 1; i < Config::parts; i++) offset = tile.part == i ? offsets[i] : offset;
@@ -200,13 +203,20 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
 #pragma unroll
     for (int c = 0; c < Config::m_tiles; c++)
       if (first_row() + 8 * c + 2 * member < a.m) {
-        const u32 at = to + (8 * c + 2 * member) * SUM_COLUMN + 4 * upper_row(group);
-        store_rows(at, total[c][0], total[c][2]);
-        store_rows(at + SUM_COLUMN, total[c][1], total[c][3]);
+        store_rows(to, 8 * c + 2 * member, group, total[c][0], total[c][2]);
+        store_rows(to, 8 * c + 2 * member + 1, group, total[c][1], total[c][3]);
       }
     arrive(shared + SUM_FULL + 8 * sums.at);
+    //: (first) a tile is multiplied
     //: the last tile is multiplied
-    if (changes) copy_fragments(x, then);
+    if constexpr (HOLDS_NEXT) {
+      if (changes) {
+        asm volatile("" ::: "memory");  // so that this stays a branch, and costs other tiles no selections
+        copy_fragments(x, then);
+      }
+    } else if (changes) {
+      load_x(x, walk.get().unit);
+    }
   }
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -111,7 +111,7 @@ class DecodePlan:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         stage, tiles = ROWS * self.blocks // self.steps * 32, -(-self.stages // self.steps)
         slots = 2 if self.cluster > 4 else 4
-        sums = self.sum_buffers * self.warps * 8 * self.m_tiles * 80 + slots * (self.cluster - 1) * self.m_tiles * 512
+        sums = self.sum_buffers * self.warps * 8 * self.m_tiles * 64 + slots * (self.cluster - 1) * self.m_tiles * 512
         sums += (
             self.norm * self.cluster * self.warps * self.m_tiles * 32 + (self.tiles_at_once - 1) * self.m_tiles * 512
         )
@@ -263,29 +263,39 @@ def routed_plan(
     """The plan for so many pairs of a token and one of the experts [n, k], or None where this kernel is not for them.
 
     activation: of interleaved rows, or of gate rows that come before the up rows of an expert. wide: results are fp32.
-    As many CTAs share a multiprocessor as fit with enough stages: one that changes its x waits for it.
+    As many CTAs share a multiprocessor as fit with enough stages: one that changes its x waits for it. A warp holds x
+    of two units, or, where K is long enough, of twice as many blocks of one unit.
     """
     room = next((room for room in PAIRS if pairs <= room), 0)
     halves = 2 if activation not in ("", SWIGLU_OAI) else 1
     if not (0 < pairs <= room and 0 < experts <= MOST_EXPERTS) or n % (ROWS * halves):
         return None
-    blocks, width = k // BLOCK, h200.ROUTED_SLICE
+    is_long = k // BLOCK > h200.ROUTED_LONG and weight_chunk(k) > NARROW_CHUNK
+    slices = (h200.ROUTED_LONG_SLICE, h200.ROUTED_SLICE) if is_long else (h200.ROUTED_SLICE,)
+    found = DecodePlan(
+        1, warps=0, slice=0, stages=2, cluster=1, activation=activation,
+        experts=-(-experts // 32) * 32, pairs=room, wide=wide, neighbours=h200.ROUTED_NEIGHBOURS,
+    )  # fmt: skip
+    plans = (plan for width in slices for plan in _routed_shapes(found, width, k, scales))
+    return next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
+
+
+def _routed_shapes(plan: DecodePlan, width: int, k: int, scales: Scales) -> Iterator[DecodePlan]:
+    """The plan with so many blocks of K a warp, the best first."""
+    blocks = k // BLOCK
     cluster = -(-blocks // (width * h200.ROUTED_WARPS))
     warps = -(-blocks // (width * cluster))
     unaligned = scales.bytes_of(blocks) % 16 != 0 or (cluster > 1 and scales.bytes_of(warps * width) % 16 != 0)
-    found = DecodePlan(
-        1, warps, width, stages=2, cluster=cluster, bulk_scales=unaligned and cluster == 1,
-        window_scales=unaligned and cluster > 1, activation=activation, experts=-(-experts // 32) * 32, pairs=room,
-        wide=wide, neighbours=h200.ROUTED_NEIGHBOURS, bulk_weights=cluster == 1 and weight_chunk(k) == NARROW_CHUNK,
+    plan = replace(
+        plan, warps=warps, slice=width, steps=width // 4, cluster=cluster, bulk_scales=unaligned and cluster == 1,
+        window_scales=unaligned and cluster > 1,
+        bulk_weights=cluster == 1 and weight_chunk(k) == NARROW_CHUNK,
     )  # fmt: skip
     most = max(1, min(h200.ROUTED_RESIDENT, h200.ROUTED_SM_WARPS // (warps + 2)))
-    plans = (
-        replace(found, resident_ctas=resident, stages=stages)
-        for fewest, last in ((h200.ROUTED_FEWEST_STAGES, h200.ROUTED_STAGES), (2, h200.ROUTED_FEWEST_STAGES - 1))
-        for resident in range(most, 0, -1)
-        for stages in range(last, fewest - 1, -1)
-    )
-    return next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
+    for fewest, last in ((h200.ROUTED_FEWEST_STAGES, h200.ROUTED_STAGES), (2, h200.ROUTED_FEWEST_STAGES - 1)):
+        for resident in range(most, 0, -1):
+            for number in range(last, fewest - 1, -1):
+                yield replace(plan, resident_ctas=resident, stages=number)
 
 
 def routed_microseconds(pairs: int, experts: int, problem: Problem) -> float:

@@ -59,7 +59,7 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
 #pragma unroll
     for (int c = 0; c < OWN; c++) {
       total[c] = make_float4(0, 0, 0, 0);
-      const u32 from = shared + SUM + sums.at * Config::warps * SUM_WARP + (8 * c + column) * SUM_COLUMN + 16 * four;
+      const u32 from = shared + SUM + sums.at * Config::warps * SUM_WARP + sum_at(8 * c + column, four);
       if (first_row() + 8 * c + column < a.m)
 #pragma unroll
         for (int w = 0; w < Config::warps; w++) {

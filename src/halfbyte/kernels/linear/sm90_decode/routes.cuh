@@ -13,11 +13,26 @@ __device__ __forceinline__ u32 pair_of(u32 shared, u32 unit, u32 column) {
   return load_short(shared + UNIT_PAIRS + 2 * (unit * WIDTH + column));
 }
 
-// A place among the pairs of an expert.
-__device__ __forceinline__ u32 count_one(u32 address) {
+// A place among the pairs of an expert, for a lane that wants one. Predicated and not behind a branch, so that many are
+// on their way at once.
+__device__ __forceinline__ u32 count_one(u32 address, bool wants) {
   u32 before;
-  asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(address) : "memory");
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p atom.shared.add.u32 %0, [%1], 1;}"
+               : "=r"(before)
+               : "r"(address), "r"(u32(wants))
+               : "memory");
   return before;
+}
+
+// The experts of the pairs lane, 32 + lane, … or NOBODY. All loads go at once: none is behind a branch, and none is
+// looked at before the last has been asked for.
+template <class Id, u32 N>
+__device__ __forceinline__ void load_experts(const Arguments& a, u32 (&expert)[N], u32 lane) {
+  Id ids[N];
+#pragma unroll
+  for (u32 i = 0; i < N; i++) ids[i] = static_cast<const Id*>(a.ids)[min(32 * i + lane, a.pairs - 1)];
+#pragma unroll
+  for (u32 i = 0; i < N; i++) expert[i] = 32 * i + lane < a.pairs && ids[i] < a.experts ? u32(ids[i]) : NOBODY;
 }
 
 // Zeros for the pairs that are nobody's, dealt out to the CTAs.
@@ -39,20 +54,13 @@ template <int N> __device__ __forceinline__ void clear_rows(const Arguments& a, 
 __device__ __forceinline__ void find_units(const Arguments& a, u32 shared, u32 lane) {
   constexpr u32 OF_LANE = ROUTED ? (Config::pairs + 31) / 32 : 1, EXPERTS = ROUTED ? Config::experts / 32 : 1;
   u32 expert[OF_LANE], place[OF_LANE];
-#pragma unroll
-  for (u32 i = 0; i < OF_LANE; i++) {
-    const u32 pair = 32 * i + lane;
-    u64 id = ~0ull;
-    if (pair < a.pairs)
-      id = a.wide_ids ? reinterpret_cast<const u64*>(a.ids)[pair] : u64(reinterpret_cast<const u32*>(a.ids)[pair]);
-    expert[i] = id < a.experts ? u32(id) : NOBODY;
-  }
+  if (a.wide_ids) load_experts<u64>(a, expert, lane);
+  else load_experts<u32>(a, expert, lane);
 #pragma unroll
   for (u32 i = 0; i < EXPERTS; i++) store_word(shared + COUNT + 4 * (32 * i + lane), 0);
   __syncwarp();
 #pragma unroll
-  for (u32 i = 0; i < OF_LANE; i++)
-    if (expert[i] != NOBODY) place[i] = count_one(shared + COUNT + 4 * expert[i]);
+  for (u32 i = 0; i < OF_LANE; i++) place[i] = count_one(shared + COUNT + 4 * expert[i], expert[i] != NOBODY);
   __syncwarp();
   // The units of a lane's experts, whose counts become the numbers of their first ones.
   u32 own[EXPERTS], all = 0;
@@ -76,12 +84,17 @@ __device__ __forceinline__ void find_units(const Arguments& a, u32 shared, u32 l
   }
   for (u32 i = lane; i < units * WIDTH / 2; i += 32) store_word(shared + UNIT_PAIRS + 4 * i, ~0u);
   __syncwarp();
+  u32 unit[OF_LANE];
 #pragma unroll
-  for (u32 i = 0; i < OF_LANE; i++)
-    if (expert[i] != NOBODY) {
-      const u32 unit = load_number(shared + COUNT + 4 * expert[i]) + place[i] / WIDTH;
-      store_short(shared + UNIT_PAIRS + 2 * (unit * WIDTH + place[i] % WIDTH), 32 * i + lane);
-    }
+  for (u32 i = 0; i < OF_LANE; i++) {
+    const u32 from = expert[i] == NOBODY ? UNITS : COUNT + 4 * expert[i];
+    unit[i] = load_number(shared + from);
+  }
+#pragma unroll
+  for (u32 i = 0; i < OF_LANE; i++) {
+    const u32 column = (unit[i] + place[i] / WIDTH) * WIDTH + place[i] % WIDTH;
+    if (expert[i] != NOBODY) store_short(shared + UNIT_PAIRS + 2 * column, 32 * i + lane);
+  }
   if (lane == 0) store_word(shared + UNITS, units);
   __syncwarp();
   if (a.clears && blockIdx.y == 0) clear_rows(a, expert, lane);

@@ -33,10 +33,9 @@ constexpr u32 SCALE_STAGE = SCALE_COPIES * TILE_N * SCALE_ROW;
 // A tile's scales come with its first step and stay for all of them.
 constexpr int SCALE_STAGES = (Config::stages + Config::steps - 1) / Config::steps;
 
-constexpr u32 SUM_COLUMN = 20 * 4;  // bytes: 16 rows, padded against bank conflicts
-constexpr u32 SUM_WARP = 8 * Config::m_tiles * SUM_COLUMN;
-constexpr int SLOTS = Config::cluster > 4 ? 2 : 4;  // buffers for sums from other CTAs of the cluster,
-constexpr u32 SENT = Config::m_tiles * 512;         // each with so many bytes from one CTA
+constexpr u32 SUM_WARP = 8 * Config::m_tiles * TILE_N * 4;  // bytes, see sum_at
+constexpr int SLOTS = Config::cluster > 4 ? 2 : 4;          // buffers for sums from other CTAs of the cluster,
+constexpr u32 SENT = Config::m_tiles * 512;                 // each with so many bytes from one CTA
 
 // Of x, for its norm: a sum of squares for each row and warp of the cluster. FOLDS_NORM: see norm.cuh.
 constexpr bool FOLDS_NORM = Config::norm && !FP16;
@@ -93,6 +92,13 @@ __device__ __forceinline__ u32 scale_place(u32 row) { return NEIGHBOURS ? row : 
 // The first of eight numbers of a block that a lane has in half of its steps.
 __device__ __forceinline__ u32 eight_at(u32 member, u32 half) {
   return EXPONENTS ? half * 32 + member * 8 : member * 16 + half * 8;
+}
+
+// Where a warp's sums of four rows of W, number `four`, and a column lie. Two columns fill a line of 128 bytes, in which
+// pieces of 16 bytes are permuted: so neither those that store a row's columns nor those that load a column's rows meet
+// in a bank.
+__device__ __forceinline__ u32 sum_at(u32 column, u32 four) {
+  return column / 2 * 128 + ((column % 2 * 4 + four) ^ column / 2 % 4 * 2) * 16;
 }
 
 // Tensor copies write chunks of 16 rows one after the other, and swizzle 16-byte pieces by the number of their line of

@@ -98,8 +98,13 @@ def normed_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: De
     if m < 1 or properties.ptx != 90 or (len(group) > 1 and not side_by_side.are_alike(group)):
         return None
     found = _fastest(m, [o.n for o in group], side_by_side.merged(group), properties, (without_x,))
-    plans = tuple(replace(plan, norm=True) for plan in found)
+    plans = tuple(map(_normed, found))
     return StreamKGroup(plans, plans[0].microseconds, is_one_launch=len(plans) > 1) if plans else None
+
+
+def _normed(plan: StreamKPlan) -> StreamKPlan:
+    """The norm makes `lay_out` take so long that `multiply` had better begin beside it, with fewer registers."""
+    return replace(plan, norm=True, beside=not plan.resident and plan.tile_m <= MOST_BESIDE)
 
 
 def _pair(
@@ -111,7 +116,8 @@ def _pair(
     both = side_by_side.merged(group)
     found = _fastest(m, [both.n], both, properties, kinds)
     pair = found[0] if found else None
-    pair = pair and replace(pair, activation=fusion.activation, paired=True, norm=fusion.norm is not None)
+    pair = pair and replace(pair, activation=fusion.activation, paired=True)
+    pair = _normed(pair) if pair and fusion.norm is not None else pair
     if pair is None or not is_valid(pair, m, group[0].n, group[0].k, span_of(group[0]), properties):
         return None
     return StreamKGroup((pair, pair), pair.microseconds, is_one_launch=True)
@@ -190,7 +196,6 @@ def _estimated(
     k, span = problem.k, span_of(problem)
     for one in sorted(candidates(tile_m, m, sides, k, properties)):
         shape = StreamKPlan(tile_m, one.warpgroups, -one.fewer_stages, 1, one.resident, one.cluster, one.shares)
-        shape = replace(shape, beside=h200.STREAMK_BESIDE and not one.resident and tile_m <= MOST_BESIDE)
         plans = [replace(shape, ctas=some) for some in one.ctas]
         if all(is_valid(plan, m, n, k, span, properties) for plan, n in zip(plans, sides, strict=True)):
             time = microseconds_of(one.busy, plans[0], m, problem, properties)

@@ -53,10 +53,12 @@ DECODE_TIMES = {
     4: DecodeTimes(2.799, 0.0, 7.897, 0.0242, 0.254, 0.0746, 3.0, 1.013),
 }
 
-# Of experts: blocks of K that a warp holds x for, twice; the most warps of a CTA; CTAs of a multiprocessor, and their
-# warps, together; the most stages; and how many are worth more than another CTA.
-ROUTED_SLICE, ROUTED_WARPS, ROUTED_RESIDENT, ROUTED_SM_WARPS, ROUTED_STAGES = 4, 16, 3, 20, 4
-ROUTED_FEWEST_STAGES = 3
+# Of experts: blocks of K that a warp holds x for, twice, and those that it holds once where K has more than so many
+# blocks; the most warps of a CTA; CTAs of a multiprocessor, and their warps, together; the most stages, and the fewest
+# that are worth more than another CTA.
+ROUTED_SLICE, ROUTED_LONG_SLICE, ROUTED_LONG = 4, 8, 31
+ROUTED_WARPS, ROUTED_RESIDENT, ROUTED_SM_WARPS = 16, 3, 20
+ROUTED_STAGES, ROUTED_FEWEST_STAGES = 4, 3
 ROUTED_NEIGHBOURS = 12  # CTAs that take the tiles of a run in turn
 # Groups of eight rows of x to blocks of K that a warp holds x for, and the most warps of a CTA.
 DECODE_SLICES = {1: (8, 16), 2: (4, 16), 4: (4, 8)}
@@ -111,8 +113,6 @@ STREAMK_TIMES = {
 }  # fmt: skip
 # What a product saves whose x is laid out already.
 STREAMK_LAYING_OUT = 1.5
-# Whether `multiply` leaves registers for what lays x out, and so begins beside it: not timed yet.
-STREAMK_BESIDE = False
 # Rows of x up to which one tile has them all, unless there are multiprocessors for more.
 STREAMK_ONE_TILE = 32
 
