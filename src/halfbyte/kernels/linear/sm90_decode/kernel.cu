@@ -211,7 +211,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
     //: the last tile is multiplied
     if constexpr (HOLDS_NEXT) {
       if (changes) {
-        asm volatile("" ::: "memory");  // so that this stays a branch, and costs other tiles no selections
+        then[0][0][0].x = kept(then[0][0][0].x);  // so that this stays a branch, and other tiles pay for no selections
         copy_fragments(x, then);
       }
     } else if (changes) {
