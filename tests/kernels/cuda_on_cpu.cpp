@@ -70,6 +70,7 @@ struct Thread {
   ucontext_t begin;
   jmp_buf place;  // where it waits: a system call fewer than a context
   bool begun;
+  unsigned meetings;  // of its cluster that it has waited for
   std::unique_ptr<unsigned char[]> stack{new unsigned char[STACK]};
   Index index;
   Cta* cta;
@@ -96,7 +97,11 @@ static std::deque<Thread*> ready;  // to run, the one that is running in front
 static std::vector<Flight> flying;
 static ucontext_t after_all;
 static std::vector<Cta> cluster;
-static Barrier own_cluster;
+// How often all threads of the cluster have arrived, how many have since, and who waits until all have.
+static struct {
+  unsigned threads, phase, arrived;
+  std::vector<Thread*> waiting;
+} own_cluster;
 static std::vector<Range> readable;
 static std::vector<std::vector<Thread*>> later;  // threads of CTAs that have not begun
 static unsigned wrong, shared_bytes, chance, alive, in_vain;
@@ -159,8 +164,13 @@ void meet(unsigned number, unsigned threads) {
   barrier.threads = threads;
   barrier.wait([] {});
 }
-void meet_cluster() {
-  own_cluster.wait([] {});
+void arrive_cluster() {
+  if (++own_cluster.arrived < own_cluster.threads) return;
+  own_cluster.arrived = 0, own_cluster.phase++;
+  wake(own_cluster.waiting);
+}
+void wait_for_cluster() {
+  if (own_cluster.phase == ready.front()->meetings++) wait_in(own_cluster.waiting);
 }
 void __trap() { wrong++; }
 
@@ -436,7 +446,7 @@ static void run() {
 }
 
 static void begin(Thread& one, Cta& cta, unsigned number) {
-  one.index = {number, 0, 0}, one.cta = &cta, one.warp = &cta.warps[number / 32], one.begun = false;
+  one.index = {number, 0, 0}, one.cta = &cta, one.warp = &cta.warps[number / 32], one.begun = false, one.meetings = 0;
   one.copies = {{}}, one.products = {{}};
   one.warp->lanes[number % 32] = &one;
   getcontext(&one.begin);

@@ -8,7 +8,6 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
-#define __fdividef(a, b) ((a) / (b))
 #define __expf expf
 
 typedef __SIZE_TYPE__ size_t;
@@ -68,7 +67,8 @@ void __syncthreads();
 void __syncwarp();
 void meet(unsigned number, unsigned threads);  // bar.sync
 template <unsigned Number, unsigned Threads> void meet() { meet(Number, Threads); }
-void meet_cluster();
+void arrive_cluster();
+void wait_for_cluster();
 void let_others();
 unsigned shuffled(unsigned mask, unsigned value, unsigned from);  // what lane `from` has
 bool __any_sync(unsigned, bool value);

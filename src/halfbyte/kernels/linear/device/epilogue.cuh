@@ -21,18 +21,78 @@ __device__ __forceinline__ u32 load_two(const u16* from, bool even, bool both) {
   if (even) return *reinterpret_cast<const u32*>(from);
   return from[0] | (both ? u32(from[1]) << 16 : 0);
 }
+
+// Where `wanted`, by a predicate. Behind a branch of its own each of a tile's results would be computed when the one
+// before it has been stored, and would wait for all of its own steps; so they are computed side by side.
+__device__ __forceinline__ void store_if(bool wanted, u16* to, u32 value) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.u16 [%1], %2;}" ::"r"(u32(wanted)), "l"(to),
+               "h"(u16(value)));
+}
+__device__ __forceinline__ void store_if(bool wanted, u32* to, u32 value) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.u32 [%1], %2;}" ::"r"(u32(wanted)), "l"(to),
+               "r"(value));
+}
+__device__ __forceinline__ void store_if(bool wanted, float* to, float value) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.f32 [%1], %2;}" ::"r"(u32(wanted)), "l"(to),
+               "f"(value));
+}
+__device__ __forceinline__ void store_if(bool wanted, float2* to, float2 value) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v2.f32 [%1], {%2, %3};}" ::"r"(u32(wanted)), "l"(to),
+               "f"(value.x), "f"(value.y));
+}
+// Else 0.
+__device__ __forceinline__ u32 load_if(bool wanted, const u32* from) {
+  u32 value = 0;
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p ld.global.u32 %0, [%2];}"
+               : "+r"(value)
+               : "r"(u32(wanted)), "l"(from));
+  return value;
+}
+__device__ __forceinline__ u32 load_if(bool wanted, const u16* from) {
+  u16 value = 0;
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p ld.global.u16 %0, [%2];}"
+               : "+h"(value)
+               : "r"(u32(wanted)), "l"(from));
+  return value;
+}
+// Two neighbours of a row, which has an even number of them if Even; else `both` says whether the second exists.
+template <bool Even> __device__ __forceinline__ void store_two_if(bool wanted, u16* to, float2 value, bool both) {
+  const u32 word = pack(value.x, value.y);
+  if constexpr (Even) store_if(wanted, reinterpret_cast<u32*>(to), word);
+  else store_if(wanted, to, word & 0xffff), store_if(wanted && both, to + 1, word >> 16);
+}
+template <bool Even> __device__ __forceinline__ void store_two_if(bool wanted, float* to, float2 value, bool both) {
+  if constexpr (Even) store_if(wanted, reinterpret_cast<float2*>(to), value);
+  else store_if(wanted, to, value.x), store_if(wanted && both, to + 1, value.y);
+}
+template <bool Even> __device__ __forceinline__ u32 load_two_if(bool wanted, const u16* from, bool both) {
+  if constexpr (Even) return load_if(wanted, reinterpret_cast<const u32*>(from));
+  return load_if(wanted, from) | load_if(wanted && both, from + 1) << 16;
+}
+// v / (1 + exp(-t)), each step to two or three last places. What is too small for a normal number counts as 0, which
+// changes nothing here, and costs no instructions.
+__device__ __forceinline__ float exponential(float t) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(t * 1.4426950408889634f));
+  return result;
+}
+__device__ __forceinline__ float reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+__device__ __forceinline__ float times_sigmoid(float v, float t) { return v * reciprocal(1 + exponential(-t)); }
 // What gates, in fp32. silu(v) = v * sigmoid(v), and gelu's approximation by tanh is v * sigmoid(2 u), where
 // u = sqrt(2 / pi) (v + 0.044715 v^3).
 template <Activation KIND> __device__ __forceinline__ float activated(float v) {
   if constexpr (KIND == Activation::gelu) return 0.5f * v * (1 + erff(v * 0.70710678118654752f));
-  const float twice = KIND == Activation::silu ? v : 1.5957691216057308f * fmaf(0.044715f * v, v * v, v);
-  return __fdividef(v, 1 + __expf(-twice));
+  return times_sigmoid(v, KIND == Activation::silu ? v : 1.5957691216057308f * fmaf(0.044715f * v, v * v, v));
 }
 // activation(gate) * up; gpt-oss clamps both, and adds one to up.
 template <Activation KIND> __device__ __forceinline__ float gated(float gate, float up) {
   if constexpr (KIND == Activation::swiglu_oai) {
     gate = fminf(gate, 7.0f), up = fminf(fmaxf(up, -7.0f), 7.0f);
-    return (up + 1) * __fdividef(gate, 1 + __expf(-1.702f * gate));
+    return (up + 1) * times_sigmoid(gate, 1.702f * gate);
   }
   return activated<KIND>(gate) * up;
 }

@@ -62,7 +62,7 @@ template <class Arguments> __device__ __forceinline__ u32 count_grouped_units(co
   return cta < tiles ? ((tiles - cta - 1) / a.ctas + 1) * a.depth_units : 0;
 }
 
-// Which tile, and which part of K. With Arguments::ASKS_AHEAD the tile that comes next is asked for a tile ahead, so
+// Which tile, and which part of K. With Arguments::KNOWS_NEXT the tile that comes next is asked for a tile ahead, so
 // that nobody waits for it.
 struct GroupedUnit {
   u32 row_tile, column_tile, depth, number;
@@ -70,13 +70,13 @@ struct GroupedUnit {
   template <class Arguments> __device__ GroupedUnit(const Arguments& a, u32 number) : depth(0), number(number) {
     find(a);
     tile = tile_at(a, column_tile);
-    if constexpr (Arguments::ASKS_AHEAD) ask(a);
+    if constexpr (Arguments::KNOWS_NEXT) ask(a);
   }
   template <class Arguments> __device__ void next(const Arguments& a) {
     if (++depth < a.depth_units) return;
     depth = 0, number += a.ctas;
     find(a);
-    if constexpr (Arguments::ASKS_AHEAD) tile = upcoming, ask(a);
+    if constexpr (Arguments::KNOWS_NEXT) tile = upcoming, ask(a);
     else tile = tile_at(a, column_tile);
   }
 

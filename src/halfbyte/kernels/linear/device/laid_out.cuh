@@ -17,8 +17,9 @@ __device__ __forceinline__ u64 map_of_x(const MapOfX<false>&) { return 0; }
 __device__ __forceinline__ u64 map_of_x(const MapOfX<true>& a) { return reinterpret_cast<u64>(a.x_map); }
 
 struct Arguments : MapOfX<Config::copies_x> {
-  // Whether there are registers for what is asked for a tile ahead.
-  static constexpr bool ASKS_AHEAD = Config::tile_m <= 80;
+  // Of experts, whether there are registers for what is asked for a tile ahead: which one it is, and where its results
+  // go.
+  static constexpr bool KNOWS_NEXT = Config::tile_m <= 192, ASKS_AHEAD = Config::tile_m <= 80;
   alignas(64) unsigned char map[128];  // the tensor map of packed
   const void* scale;
   const float *code, *absmax, *offset;
@@ -78,60 +79,64 @@ constexpr bool COMBINES = GATED || Config::residual;
 struct Others {
   u32 two[COMBINES ? Config::tile_m / 4 : 1];
 };
+template <bool Even, class Owns>
+__device__ __forceinline__ Others load_others_of(const Arguments& a, const WorkUnit& at, u32 n, u32 member,
+                                                 const Owns& owns) {
+  Others found = {};
+#pragma unroll
+  for (u32 i = 0; i < Config::tile_m / 8; i++)
+#pragma unroll
+    for (u32 j = 0; COMBINES && j < 2; j++) {
+      const u32 m = row_of_x(at, i, member, j);
+      found.two[2 * i + j] = load_two_if<Even>(owns(i) && m < a.m && n < a.n, a.other + u64(m) * a.n + n, n + 1 < a.n);
+    }
+  return found;
+}
 template <class Owns>
 __device__ __forceinline__ Others load_others(const Arguments& a, const WorkUnit& at, u32 n, u32 member,
                                               const Owns& owns) {
-  Others found = {};
-  if constexpr (COMBINES) {
-    if (n >= a.n) return found;
-#pragma unroll
-    for (u32 i = 0; i < Config::tile_m / 8; i++)
-#pragma unroll
-      for (u32 j = 0; j < 2; j++)
-        if (const u32 m = row_of_x(at, i, member, j); owns(i) && m < a.m)
-          found.two[2 * i + j] = load_two(a.other + u64(m) * a.n + n, a.n % 2 == 0, n + 1 < a.n);
-  }
-  return found;
+  return a.n % 2 == 0 ? load_others_of<true>(a, at, n, member, owns) : load_others_of<false>(a, at, n, member, owns);
 }
 
-// Stores this lane's sums of a tile: rows n and n + 1 of W, and of x `member`'s of those groups of eight that it owns.
-template <int Sums, class Owns>
-__device__ __forceinline__ void store_tile(const Arguments& a, const float (&total)[Sums], const Others& others,
-                                           const WorkUnit& at, u32 n, u32 member, const Owns& owns) {
-  if (n >= a.n) return;
-  const bool even = a.n % 2 == 0, both = n + 1 < a.n;
+template <bool Even, int Sums, class Owns>
+__device__ __forceinline__ void store_tile_of(const Arguments& a, const float (&total)[Sums], const Others& others,
+                                              const WorkUnit& at, u32 n, u32 member, const Owns& owns) {
+  const bool exists = n < a.n, both = n + 1 < a.n;
   float bias[2] = {0, 0};
-  if (a.bias) {
-    bias[0] = unpack(a.bias[n]);
-    if (both) bias[1] = unpack(a.bias[n + 1]);
-  }
+  if (a.bias) bias[0] = unpack(load_if(exists, a.bias + n)), bias[1] = unpack(load_if(both, a.bias + n + 1));
 #pragma unroll
   for (u32 i = 0; i < Config::tile_m / 8; i++)
 #pragma unroll
     for (u32 j = 0; j < 2; j++) {
-      const u32 m = row_of_x(at, i, member, j);
-      if (!owns(i) || m >= a.m) continue;
-      const u32 other = others.two[COMBINES ? 2 * i + j : 0];
+      const u32 m = row_of_x(at, i, member, j), other = others.two[COMBINES ? 2 * i + j : 0];
       const float first = combined(a, scale_and_add(total[4 * i + j], a.unit, bias[0]), other);
       const float second = combined(a, scale_and_add(total[4 * i + 2 + j], a.unit, bias[1]), other >> 16);
-      store_two(a.y + u64(m) * a.n + n, pack(first, second), even, both);
+      store_two_if<Even>(exists && owns(i) && m < a.m, a.y + u64(m) * a.n + n, make_float2(first, second), both);
     }
+}
+// Stores this lane's sums of a tile: rows n and n + 1 of W, and of x `member`'s of those groups of eight that it owns.
+template <int Sums, class Owns>
+__device__ __forceinline__ void store_tile(const Arguments& a, const float (&total)[Sums], const Others& others,
+                                           const WorkUnit& at, u32 n, u32 member, const Owns& owns) {
+  if (a.n % 2 == 0) store_tile_of<true>(a, total, others, at, n, member, owns);
+  else store_tile_of<false>(a, total, others, at, n, member, owns);
 }
 
 // With `paired`: row n of gate and of up, and of their results that of gate.
 template <int Sums, class Owns>
 __device__ __forceinline__ void store_gated(const Arguments& gate, const Arguments& up, const float (&total)[Sums],
                                             const WorkUnit& at, u32 n, u32 member, const Owns& owns) {
-  if (n >= gate.n) return;
-  const float of_gate = gate.bias ? unpack(gate.bias[n]) : 0, of_up = up.bias ? unpack(up.bias[n]) : 0;
+  const bool exists = n < gate.n;
+  const float of_gate = gate.bias ? unpack(load_if(exists, gate.bias + n)) : 0;
+  const float of_up = up.bias ? unpack(load_if(exists, up.bias + n)) : 0;
 #pragma unroll
   for (u32 i = 0; i < Config::tile_m / 8; i++)
 #pragma unroll
     for (u32 j = 0; j < 2; j++) {
       const u32 m = row_of_x(at, i, member, j);
-      if (!owns(i) || m >= gate.m) continue;
       const float first = scale_and_add(total[4 * i + j], gate.unit, of_gate);
       const float second = scale_and_add(total[4 * i + 2 + j], up.unit, of_up);
-      gate.y[u64(m) * gate.n + n] = narrow(gated<Config::activation>(first, second));
+      const bool wanted = exists && owns(i) && m < gate.m;
+      store_if(wanted, gate.y + u64(m) * gate.n + n, narrow(gated<Config::activation>(first, second)));
     }
 }

@@ -3,16 +3,6 @@
 #include "epilogue.cuh"
 #include "tile_rows.cuh"
 
-// Two neighbours of a row of fp32 results, as store_two has them in 16 bits.
-__device__ __forceinline__ void store_two(float* to, float first, float second, bool even, bool both) {
-  if (even) {
-    *reinterpret_cast<float2*>(to) = make_float2(first, second);
-  } else {
-    to[0] = first;
-    if (both) to[1] = second;
-  }
-}
-
 // Where the rows of a tile go, in rows of the result, and the biases of a lane's two rows of W. With ASKS_AHEAD they
 // are asked for with the tile's first unit: behind its last all would wait for memory. Where rows go to the pairs' own,
 // a warp reads all of them at once, and lanes tell each other.
@@ -41,25 +31,38 @@ struct Destination {
   }
 };
 
-// Stores this lane's sums of a tile: rows n and n + 1 of its expert's tiles, and of x the pairs 2 * member and
-// 2 * member + 1 of each eight. With GATES these rows are a gate and its up, and one result.
-template <int Sums, class Unit>
-__device__ __forceinline__ void store_pairs(const Arguments& a, const float (&total)[Sums], const Destination& to,
-                                            const Unit& at, u32 n, u32 member) {
-  const bool even = a.n % 2 == 0, exists = n < a.n, both = n + 1 < a.n;
+template <bool Wide> struct ResultOf {
+  typedef u16 Type;
+};
+template <> struct ResultOf<true> {
+  typedef float Type;
+};
+// even: the rows of an expert are of an even number.
+template <bool Even, int Sums, class Unit>
+__device__ __forceinline__ void store_pairs_of(const Arguments& a, const float (&total)[Sums], const Destination& to,
+                                               const Unit& at, u32 n, u32 member) {
+  const bool exists = n < a.n, both = n + 1 < a.n;
   const u32 columns = GATES ? a.n / 2 : a.n, column = GATES ? n / 2 : n;
   const float bias[2] = {unpack(to.bias[0]), unpack(to.bias[1])};
+  auto* y = reinterpret_cast<typename ResultOf<Config::wide>::Type*>(a.y) + column;
 #pragma unroll
   for (u32 i = 0; i < Config::tile_m / 8; i++)
 #pragma unroll
     for (u32 j = 0; j < 2; j++) {
       const u32 row = 8 * i + 2 * member + j;
-      const u64 place = u64(to.row(at, row)) * columns + column;
-      if (row >= at.tile.rows || !exists) continue;
+      const auto place = y + u64(to.row(at, row)) * columns;
+      const bool wanted = exists && row < at.tile.rows;
       const float first = scale_and_add(total[4 * i + j], a.unit, bias[0]);
       const float second = scale_and_add(total[4 * i + 2 + j], a.unit, bias[1]);
-      if constexpr (GATES) a.y[place] = narrow(gated<Config::activation>(first, second));
-      else if constexpr (Config::wide) store_two(reinterpret_cast<float*>(a.y) + place, first, second, even, both);
-      else store_two(a.y + place, pack(first, second), even, both);
+      if constexpr (GATES) store_if(wanted, place, narrow(gated<Config::activation>(first, second)));
+      else store_two_if<Even>(wanted, place, make_float2(first, second), both);
     }
+}
+// Stores this lane's sums of a tile: rows n and n + 1 of its expert's tiles, and of x the pairs 2 * member and
+// 2 * member + 1 of each eight. With GATES these rows are a gate and its up, and one result.
+template <int Sums, class Unit>
+__device__ __forceinline__ void store_pairs(const Arguments& a, const float (&total)[Sums], const Destination& to,
+                                            const Unit& at, u32 n, u32 member) {
+  if (GATES || a.n % 2 == 0) store_pairs_of<true>(a, total, to, at, n, member);
+  else store_pairs_of<false>(a, total, to, at, n, member);
 }

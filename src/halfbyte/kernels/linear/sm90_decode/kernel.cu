@@ -266,20 +266,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   const u32 first_block = blockIdx.y * BLOCKS;
   if (warp == Config::warps && lane == 0) init_barriers(shared);
   __syncwarp();
-  if (Config::cluster > 1) sync_cluster();
+  // Nobody sends anything to a CTA that has not made its barriers; its own copies of W need not wait for others.
+  if constexpr (Config::cluster > 1) arrive_cluster();
 
   const u32 thread = threadIdx.x - (warp > Config::warps ? 32 : 0);
+  const bool prepares = warp != Config::warps && warp <= Config::warps + Config::reducers;
   const auto prepare = [&] {
     if constexpr (Config::static_weights) {
       if (threadIdx.x == 0) launch_dependents();
       const Codes codes(a, thread);
       if (Config::norm && warp < Config::warps) prefetch_norm(a, first_block, warp, lane);
       make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
+      if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
       //: the kernel ahead is done
       return codes;
     } else {
       make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
+      if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
       if (threadIdx.x == 0) launch_dependents();
       return Codes(a, thread);
@@ -306,14 +310,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       //: units are found
       produce(a, shared, first_block, lane);
       //: all of W is asked for
-    } else if (warp <= Config::warps + Config::reducers) {
+    } else if (prepares) {
       sync_ready(prepare());
       reduce(a, shared, warp - Config::warps - 1, lane);
       //: ends
     }
   }
-  if (Config::cluster > 1) {  // a CTA must not exit while a neighbour may still write to its barriers
+  if constexpr (Config::cluster > 1) {  // a CTA must not exit while a neighbour may still write to its barriers
     __syncwarp();
+    if (!prepares) wait_for_cluster();
     sync_cluster();
   }
 }

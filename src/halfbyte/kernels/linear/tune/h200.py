@@ -296,4 +296,4 @@ GROUPED_BACK_TIMES = {tile_m: GroupedTimes(unit, tile_m / 50) for tile_m, unit i
 SORT_START, SORT_PAIRS = 9.0, 0.6
 # µs of a launch for pairs that are not, and MB a µs that experts come with, once for every eight rows of x; by weights
 # that share a scale.
-ROUTED_START, ROUTED_BANDWIDTH = 5.5, {64: 3.45, 32: 2.9}
+ROUTED_START, ROUTED_BANDWIDTH = 5.3, {64: 3.6, 32: 3.5}
