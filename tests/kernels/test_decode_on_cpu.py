@@ -56,6 +56,8 @@ class Case(NamedTuple):
 
 CASES = {
     "two steps": Case(1, (116,), 1024, BF16, STEP, changes={"steps": 2, "stages": 3}),
+    "codes for each bank": Case(3, (80, 48), 1024, BF16, STEP, changes={"code_per_bank": True}),
+    "codes for each bank, later": Case(3, (80,), 1024, F16, changes={"code_per_bank": True}),
     "a cluster": Case(1, (132,), 14336, F16, STEP, "fp4"),
     "three weights": Case(9, (64, 32, 68), 1024, BF16, ALONE, "int4", {"group_size": 128}),
     "a gated pair": Case(5, (80, 80), 512, F16, GATED, options={"nested": False}),

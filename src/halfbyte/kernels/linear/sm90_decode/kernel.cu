@@ -56,6 +56,7 @@
 //   chunk, scale_chunk, padded   bytes a row that a copy brings, of W and of scales; whether K ends inside a CTA's part
 //   bulk_scales, window_scales   how scales come, see above
 //   bulk_weights                 W comes without a tensor map, a tile's rows in one piece
+//   code_per_bank                nested scales' code is in shared memory once for each bank, else once
 //   scale_blocks, joined         blocks of 64 weights that share a scale; blocks that are summed before they are scaled
 //   x, scale, low_first, bias    types; the first weight of a byte is in its low half; there is a bias
 //   norm, activation, residual   x is normed first; what gates the second of two weights; the result is added to this
@@ -101,9 +102,8 @@ class Weights {
     return swaps ? make_uint2(second, first) : make_uint2(first, second);
   }
 };
-// Sums of a lane's two rows and a column, in its warp's memory.
-__device__ __forceinline__ void store_rows(u32 to, u32 column, u32 group, float upper, float lower) {
-  const u32 row = upper_row(group), at = to + sum_at(column, row / 4) + row % 4 * 4;
+// Sums of a lane's two rows and a column.
+__device__ __forceinline__ void store_rows(u32 at, float upper, float lower) {
   if constexpr (NEXT_ROW == 1) store_pair(at, upper, lower);
   else store_float(at, upper), store_float(at ^ NEXT_ROW / 4 * 16, lower);
 }
@@ -199,12 +199,14 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
       }
     }
     wait(shared + SUM_EMPTY + 8 * sums.at, sums.parity);
-    const u32 to = shared + SUM + (sums.at * Config::warps + warp) * SUM_WARP;
+    const u32 row = upper_row((FEW_REGISTERS ? kept(lane) : lane) / 4);  // computed anew, where there are few
+    const u32 to =
+        shared + SUM + (sums.at * Config::warps + warp) * SUM_WARP + sum_at(2 * member, row / 4) + row % 4 * 4;
 #pragma unroll
     for (int c = 0; c < Config::m_tiles; c++)
       if (first_row() + 8 * c + 2 * member < a.m) {
-        store_rows(to, 8 * c + 2 * member, group, total[c][0], total[c][2]);
-        store_rows(to, 8 * c + 2 * member + 1, group, total[c][1], total[c][3]);
+        store_rows(to + c * 512, total[c][0], total[c][2]);
+        store_rows((to ^ 64) + c * 512, total[c][1], total[c][3]);  // the next column
       }
     arrive(shared + SUM_FULL + 8 * sums.at);
     //: (first) a tile is multiplied
@@ -244,8 +246,17 @@ struct Codes {  // what a thread carries of the nested scales' codes, from memor
   }
   __device__ __forceinline__ void store(u32 shared, u32 thread) const {
 #pragma unroll
-    for (u32 i = 0; i < COUNT; i++)
-      if (at(i, thread) < 256) store_float(shared + CODE + 1024 * (i % Config::parts) + 4 * at(i, thread), value[i]);
+    for (u32 i = 0; i < COUNT; i++) {
+      if (at(i, thread) >= 256) continue;
+      const u32 to = shared + CODE + CODE_BYTES * (i % Config::parts) + CODE_ROW * at(i, thread);
+      if constexpr (Config::code_per_bank) {
+#pragma unroll
+        for (u32 piece = 0; piece < 8; piece++)  // lanes begin at different ones, and so meet in no bank
+          store_copies(to + (piece + thread) % 8 * 16, __float_as_uint(value[i]));
+      } else {
+        store_float(to, value[i]);
+      }
+    }
   }
   static __device__ __forceinline__ u32 at(u32 i, u32 thread) { return thread + i / Config::parts * PREPARING; }
   // At once, and not where the number is first used.
@@ -277,6 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       const Codes codes(a, thread);
       if (Config::norm && warp < Config::warps) prefetch_norm(a, first_block, warp, lane);
       make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
+      codes.store(shared, thread);
       if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
       //: the kernel ahead is done
@@ -290,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
     }
   };
   const auto sync_ready = [&](const Codes& codes) {
-    codes.store(shared, thread);
+    if constexpr (!Config::static_weights) codes.store(shared, thread);
     sync_all();
   };
   if (warp < Config::warps) {

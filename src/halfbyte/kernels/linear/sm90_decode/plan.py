@@ -69,6 +69,7 @@ class DecodePlan:
     bulk_scales: bool = False  # scales of a tile are copied in one piece
     window_scales: bool = False  # those of a row are copied with what lies around them
     bulk_weights: bool = False  # rows of a tile are copied in one piece
+    code_per_bank: bool = False  # nested scales' code is in shared memory once for each bank
     parts: int = 1  # weights of one launch
     steps: int = 1  # that a tile is fetched in
     registers: int = 0  # of a multiplying thread, at the expense of others; 0: as many as those have
@@ -117,7 +118,8 @@ class DecodePlan:
         )
         barriers = -(-(16 * (self.stages + self.sum_buffers) + 72) // 256) * 256  # 72: of slots and of squares
         # Of the stages, which begin at a multiple of 1024.
-        ahead = -(-(1024 * self.parts + barriers + sums) // 1024) * 1024
+        code = 256 * (128 if self.code_per_bank else 4)
+        ahead = -(-(code * self.parts + barriers + sums) // 1024) * 1024
         scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested)
         scaling += self.blocks * scales.halves // self.joined * 80
         whole = 256 * 256 + ahead + self.stages * stage + scaling
@@ -165,6 +167,7 @@ def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, properties: Devic
         and 2 <= plan.stages <= MOST_STAGES
         and plan.sum_buffers >= 1
         and plan.first_stages >= 1
+        and (scales.nested or not plan.code_per_bank)
         and 1 <= plan.reducers <= 2
         and plan.m_tiles % plan.reducers == 0
         and (plan.registers == 0 or (properties.ptx == 90 and _can_hand_over_registers(plan)))
@@ -250,7 +253,15 @@ def decode_plan(
     )
     fitting = (one for plan in plans for one in _smaller(plan) if is_valid(one, n, k, scales, properties))
     best = next(fitting, None)
-    return None if best is None else replace(best, microseconds=_microseconds(best, n, k, scales, properties))
+    if best is None:
+        return None
+    if (
+        h200.DECODE_CODE_PER_BANK
+        and m_tiles == 1
+        and is_valid(more := replace(best, code_per_bank=True), n, k, scales, properties)
+    ):
+        best = more
+    return replace(best, microseconds=_microseconds(best, n, k, scales, properties))
 
 
 PAIRS = (32, 128, 512)  # of a token and an expert, that there is room for

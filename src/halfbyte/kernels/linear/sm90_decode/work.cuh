@@ -53,8 +53,8 @@ constexpr bool PAIRED = GATED && !INTERLEAVED;  // tiles come by twos
 // Shared memory: the table, codes, barriers, sums, sums from the cluster, squares, gate's results, stages, scales,
 // absmax, decoded scales.
 __device__ constexpr u32 swizzled(u32 bytes) { return (bytes + 1023) / 1024 * 1024; }  // swizzles repeat every 1024
-constexpr u32 CODE = 256 * TABLE_ROW;
-constexpr u32 FULL = CODE + 1024 * Config::parts, EMPTY = FULL + 8 * Config::stages;
+constexpr u32 CODE = 256 * TABLE_ROW, CODE_ROW = Config::code_per_bank ? 128 : 4, CODE_BYTES = 256 * CODE_ROW;
+constexpr u32 FULL = CODE + CODE_BYTES * Config::parts, EMPTY = FULL + 8 * Config::stages;
 constexpr u32 SUM_FULL = EMPTY + 8 * Config::stages, SUM_EMPTY = SUM_FULL + 8 * Config::sum_buffers;
 constexpr u32 SLOT_FULL = SUM_EMPTY + 8 * Config::sum_buffers, SLOT_EMPTY = SLOT_FULL + 32;
 constexpr u32 SQUARES_FULL = SLOT_EMPTY + 32;
