@@ -9,14 +9,6 @@ __device__ __forceinline__ float scale_and_add(float sum, float unit, float bias
   return __fadd_rn(__fmul_rn(sum, unit), bias);
 }
 // A word of two neighbours of a row of y. even: the row has an even number of them; both: the second exists.
-__device__ __forceinline__ void store_two(u16* to, u32 word, bool even, bool both) {
-  if (even) {
-    *reinterpret_cast<u32*>(to) = word;
-  } else {
-    to[0] = u16(word);
-    if (both) to[1] = u16(word >> 16);
-  }
-}
 __device__ __forceinline__ u32 load_two(const u16* from, bool even, bool both) {
   if (even) return *reinterpret_cast<const u32*>(from);
   return from[0] | (both ? u32(from[1]) << 16 : 0);
@@ -39,6 +31,18 @@ __device__ __forceinline__ void store_if(bool wanted, float* to, float value) {
 __device__ __forceinline__ void store_if(bool wanted, float2* to, float2 value) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v2.f32 [%1], {%2, %3};}" ::"r"(u32(wanted)), "l"(to),
                "f"(value.x), "f"(value.y));
+}
+__device__ __forceinline__ void store_if(bool wanted, uint2* to, uint2 value) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v2.u32 [%1], {%2, %3};}" ::"r"(u32(wanted)), "l"(to),
+               "r"(value.x), "r"(value.y));
+}
+__device__ __forceinline__ void store_if(bool wanted, uint4* to, uint4 value) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v4.u32 [%1], {%2, %3, %4, %5};}" ::"r"(u32(wanted)),
+               "l"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w));
+}
+__device__ __forceinline__ void store_if(bool wanted, float4* to, float4 value) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v4.f32 [%1], {%2, %3, %4, %5};}" ::"r"(u32(wanted)),
+               "l"(to), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w));
 }
 // Else 0.
 __device__ __forceinline__ u32 load_if(bool wanted, const u32* from) {

@@ -26,25 +26,27 @@ __device__ __forceinline__ void add_up(float (&total)[SUMS], u32 n_warp, u32 k_w
 }
 
 // Stores a tile. row: the first of W that this lane has sums of, with the one behind it, in each group of 16.
-__device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const WorkUnit& at, u32 row,
-                                      u32 member) {
-  const bool even = a.n % 2 == 0;
+template <bool Even>
+__device__ __forceinline__ void store_rows(const Arguments& a, const float (&total)[SUMS], const WorkUnit& at, u32 row,
+                                           u32 member) {
 #pragma unroll
   for (u32 t = 0; t < Config::row_groups; t++) {
     const u32 n = at.row_tile * TILE_N + row + 16 * t;
-    if (n >= a.n) continue;
-    const bool both = n + 1 < a.n;
+    const bool exists = n < a.n, both = n + 1 < a.n;
     float bias[2] = {0, 0};
-    if (a.bias) {
-      bias[0] = unpack(a.bias[n]);
-      if (both) bias[1] = unpack(a.bias[n + 1]);
-    }
+    if (a.bias) bias[0] = unpack(load_if(exists, a.bias + n)), bias[1] = unpack(load_if(both, a.bias + n + 1));
 #pragma unroll
     for (u32 c = 0; c < Config::columns; c++)
 #pragma unroll
       for (u32 j = 0; j < 2; j++) {
         const u32 m = at.column_tile * TILE_M + 8 * c + 2 * member + j, i = 4 * (t * Config::columns + c) + j;
-        if (m < a.m) store_two(a.y + u64(m) * a.n + n, pack(total[i] + bias[0], total[i + 2] + bias[1]), even, both);
+        const float2 two = make_float2(total[i] + bias[0], total[i + 2] + bias[1]);
+        store_two_if<Even>(exists && m < a.m, a.y + u64(m) * a.n + n, two, both);
       }
   }
+}
+__device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const WorkUnit& at, u32 row,
+                                      u32 member) {
+  if (a.n % 2 == 0) store_rows<true>(a, total, at, row, member);
+  else store_rows<false>(a, total, at, row, member);
 }

@@ -40,11 +40,67 @@
 #include "device/align_rows.cuh"
 #include "device/ldmatrix.cuh"
 
-// Stores a tile: of each row of y this lane's eight neighbours, from `produced` on, or the four that its gates and ups
-// make. row: of the tile, the lane's first.
+// A lane's numbers of one row of y: eight neighbours, or the four that its gates and ups make.
+constexpr u32 COUNT = GATES ? 4 : 8;
+// exist: how many of them there are. Whole: all, and rows begin where one instruction can store them.
+template <bool Whole>
+__device__ __forceinline__ void store_row(const Arguments& a, u64 place, const float (&v)[8], bool wanted, u32 exist) {
+  if constexpr (Config::wide) {
+    float* to = reinterpret_cast<float*>(a.y) + place;
+#pragma unroll
+    for (u32 p = 0; p < COUNT; p += Whole ? 4 : 1)
+      if constexpr (Whole)
+        store_if(wanted, reinterpret_cast<float4*>(to + p), make_float4(v[p], v[p + 1], v[p + 2], v[p + 3]));
+      else store_if(wanted && p < exist, to + p, v[p]);
+  } else if constexpr (Whole && GATES) {
+    store_if(wanted, reinterpret_cast<uint2*>(a.y + place), make_uint2(pack(v[0], v[1]), pack(v[2], v[3])));
+  } else if constexpr (Whole) {
+    store_if(wanted, reinterpret_cast<uint4*>(a.y + place),
+             make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7])));
+  } else {
+#pragma unroll
+    for (u32 p = 0; p < COUNT; p++) store_if(wanted && p < exist, a.y + place + p, narrow(v[p]));
+  }
+}
+template <bool Whole>
+__device__ __forceinline__ void store_rows(const Arguments& a, const float (&total)[SUMS], const Walk& at, u32 first,
+                                           u32 length, const u32 (&bias)[4], u32 row) {
+  const u32 rows = rows_from(a, at, 0);
+  // The numbers of the rows of y, a few of which are asked for at once.
+  constexpr u32 AT_ONCE = Config::columns < 4 ? Config::columns : 4;
+  u32 numbers[AT_ONCE][2];
+#pragma unroll
+  for (u32 c = 0; c < Config::columns; c++) {
+    if (c % AT_ONCE == 0)
+#pragma unroll
+      for (u32 i = 0; i < 2 * AT_ONCE; i++) {
+        const u32 m = row + 8 * (c + i / 2) + i % 2;
+        if constexpr (Config::scatters)
+          numbers[i / 2][i % 2] = load_if(m < rows && c + i / 2 < Config::columns, pairs_of_rows(at) + m);
+        else numbers[i / 2][i % 2] = first_row_of(at) + m;
+      }
+#pragma unroll
+    for (u32 j = 0; j < 2; j++) {
+      const bool wanted = row + 8 * c + j < rows;
+      if (GATES && Config::columns >= 8 && !wanted) continue;  // there are no registers to gate several rows at once
+      float v[8];
+#pragma unroll
+      for (u32 t = 0; t < 4; t++) {
+        const u32 i = 4 * (t * Config::columns + c) + j;
+        v[2 * t] = total[i] + unpack(u16(bias[t])), v[2 * t + 1] = total[i + 2] + unpack(u16(bias[t] >> 16));
+      }
+      if constexpr (GATES)
+#pragma unroll
+        for (u32 p = 0; p < 4; p++)
+          v[p] = gated<Config::activation>(HALVES ? v[p] : v[2 * p], HALVES ? v[4 + p] : v[2 * p + 1]);
+      const u64 place = u64(numbers[c % AT_ONCE][j]) * length + first;
+      store_row<Whole>(a, place, v, wanted, length - first);
+    }
+  }
+}
+// Stores a tile. produced: this lane's first number of each row. row: of the tile, the lane's first.
 __device__ __forceinline__ void store(const Arguments& a, const float (&total)[SUMS], const Walk& at, u32 produced,
                                       u32 row) {
-  constexpr u32 COUNT = GATES ? 4 : 8;
   const u32 length = Config::back ? a.k : GATES ? a.n / 2 : a.n, first = GATES ? produced / 2 : produced;
   if (first >= length) return;
   u32 bias[4] = {};  // of two neighbours each
@@ -57,41 +113,8 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&total)[S
       if (HALVES ? first + p % 4 < length : n < a.n) bias[p / 2] |= u32(from[n]) << p % 2 * 16;
     }
   }
-  const u32 rows = rows_from(a, at, 0);
-#pragma unroll
-  for (u32 c = 0; c < Config::columns; c++)
-#pragma unroll
-    for (u32 j = 0; j < 2; j++) {
-      u32 m = row + 8 * c + j;
-      if (m >= rows) continue;
-      m = Config::scatters ? pairs_of_rows(at)[m] : first_row_of(at) + m;
-      float v[8];
-#pragma unroll
-      for (u32 t = 0; t < 4; t++) {
-        const u32 i = 4 * (t * Config::columns + c) + j;
-        v[2 * t] = total[i] + unpack(u16(bias[t])), v[2 * t + 1] = total[i + 2] + unpack(u16(bias[t] >> 16));
-      }
-      if constexpr (GATES)
-#pragma unroll
-        for (u32 p = 0; p < 4; p++)
-          v[p] = gated<Config::activation>(HALVES ? v[p] : v[2 * p], HALVES ? v[4 + p] : v[2 * p + 1]);
-      const u64 place = u64(m) * length + first;
-      if constexpr (Config::wide) {
-        float* to = reinterpret_cast<float*>(a.y) + place;
-#pragma unroll
-        for (u32 p = 0; p < COUNT; p++)
-          if (first + p < length) to[p] = v[p];
-      } else if (length % 8 == 0 && !GATES) {
-        *reinterpret_cast<uint4*>(a.y + place) =
-            make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
-      } else if (length % 4 == 0 && GATES) {
-        store_four(a.y + place, make_float4(v[0], v[1], v[2], v[3]));
-      } else {
-#pragma unroll
-        for (u32 p = 0; p < COUNT; p++)
-          if (first + p < length) a.y[place + p] = narrow(v[p]);
-      }
-    }
+  if (length % COUNT == 0) store_rows<true>(a, total, at, first, length, bias, row);
+  else store_rows<false>(a, total, at, first, length, bias, row);
 }
 
 constexpr u32 PAIRS = Config::columns / 2;  // of groups of eight rows of x
