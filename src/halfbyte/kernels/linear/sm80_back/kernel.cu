@@ -149,7 +149,8 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&total)[S
 #pragma unroll
     for (u32 j = 0; j < 2; j++) {
       const u32 m = at.column_tile * TILE_M + 8 * c + 2 * member + j, i = 8 * c + j;
-      if (m < a.m) store_four(a.dx + u64(m) * a.k + k, make_float4(total[i], total[i + 2], total[i + 4], total[i + 6]));
+      const uint2 four = make_uint2(pack(total[i], total[i + 2]), pack(total[i + 4], total[i + 6]));
+      store_if(m < a.m, reinterpret_cast<uint2*>(a.dx + u64(m) * a.k + k), four);
     }
 }
 
