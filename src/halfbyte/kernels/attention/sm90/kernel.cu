@@ -38,6 +38,7 @@
 //   spans, sinks, capped   whether there are any; sinks: 0 none, 1 of 16 bits, 2 of 32
 //   puts, rotary, halves   new tokens are as in fresh.py: numbers of a head that turn; whether angles are of a half
 //   query_norm, key_norm   whether they are normed
+//   fetches                blocks of a warp that L2 is asked for before they are loaded
 //   early                  only the query and what is new are written by the kernel ahead
 //   overlaps               the kernel may begin before the one ahead has ended
 //   mma_k                  16
@@ -62,6 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   keys.load(text, BLOCK * (text.begin + block), group, member);
   if constexpr (AHEAD) values.load(text, BLOCK * (text.begin + block), group, member);
   shifts.load(a, text, BLOCK * (text.begin + block), group, first_row + 2 * member);
+#pragma unroll
+  for (u32 i = 1; i <= Config::fetches; i++) fetch_block(a, text, block + i * PARTS, lane);
   Angles angles[COLUMNS];
   if constexpr (Config::puts)
 #pragma unroll
@@ -105,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
     const u32 base = BLOCK * (text.begin + block);
     block += PARTS;
     const u32 next = BLOCK * (text.begin + block);
+    if constexpr (Config::fetches > 0) fetch_block(a, text, block + Config::fetches * PARTS, lane);
     if constexpr (!AHEAD) values.load(text, base, group, member);
     if (has_own && base < text.behind_own && base + BLOCK > text.own)
       replace(text, keys, values, own, base, group, member);
