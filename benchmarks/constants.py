@@ -1,22 +1,26 @@
-"""What constants of tune/h200.py are worth: the same work under each of their settings, side by side in one run.
+"""What constants of planners are worth: the same work under each of their settings, side by side in one run.
 
     python benchmarks/constants.py ROUTED_NEIGHBOURS=12,1 ROUTED_STAGES=4,3 --only down      # on a Hopper GPU
     python benchmarks/constants.py STREAMK_ONE_TILE=32,48 --only "llama 8b"
+    python benchmarks/constants.py attention.sm90.plan.FETCHES=0,2,4 --only "llama 8b, layer"
 
-Settings are all combinations of the values that are named; the first is what the others are compared with, in time and
-in bits. The work of a setting is captured in a CUDA graph while the constants have its values, over weights that no
-cache holds together, so all are timed in turn. Work: products of decoder layers with what is fused, by rows of x, and
-those of blocks of experts, and the blocks, by tokens.
+Constants are those of linear/tune/h200.py, or named with their module. Settings are all combinations of the values that
+are named; the first is what the others are compared with, in time and in bits. The work of a setting is captured in a
+CUDA graph while the constants have its values, over weights that no cache holds together, so all are timed in turn.
+Work: products of decoder layers with what is fused, and such layers with a step's attention, by rows of x; those of
+blocks of experts, and the blocks, by tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,6 +33,9 @@ from halfbyte import eager_fused
 from halfbyte import experts as operations
 from halfbyte.bench.dequantize import input_sets
 from halfbyte.bench.mixtures import GPU_MODELS, MODELS, Stack, choices
+from halfbyte.kernels.attention.attend import attend
+from halfbyte.kernels.attention.fresh import Fresh
+from halfbyte.kernels.attention.spans import spans_of
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear.fusion import Residual
@@ -36,7 +43,7 @@ from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.error import relative_error
 from halfbyte.measure.timing import time_all
 
-BF16 = torch.bfloat16
+BF16, KERNELS = torch.bfloat16, "halfbyte.kernels"
 ROWS, TOKENS = (1, 8, 16, 32, 64, 100, 512), (1, 16, 64, 256, 1024)
 PRODUCTS = {
     "llama 8b, q, k, v": ((4096, 1024, 1024), 4096),
@@ -47,17 +54,26 @@ PRODUCTS = {
 }
 Setting = Mapping[str, Any]
 Work = list[Callable[[], Tensor]]  # one call for each set of weights
+Weights = Sequence[hb.QuantizedWeight]
 
 
 def settings(given: Sequence[str]) -> list[Setting]:
-    """All combinations of NAME=VALUE,VALUE; raises ValueError for what tune/h200.py does not have."""
+    """All combinations of NAME=VALUE,VALUE; raises ValueError for what there is not."""
     values = {}
     for text in given:
         name, _, listed = text.partition("=")
-        if not hasattr(h200, name) or not listed:
-            raise ValueError(f"got {text!r}: NAME=VALUE,VALUE with a name of {h200.__name__} is expected")
+        if not listed or not hasattr(*place_of(name)):
+            raise ValueError(
+                f"got {text!r}: NAME=VALUE,VALUE with a name of {h200.__name__}, or MODULE.NAME, is expected"
+            )
         values[name] = [ast.literal_eval(value) for value in listed.split(",")]
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+
+
+def place_of(name: str) -> tuple[ModuleType, str]:
+    """The module of a constant, and its name there."""
+    module, _, constant = name.rpartition(".")
+    return (importlib.import_module(f"{KERNELS}.{module}") if module else h200), constant
 
 
 def works(
@@ -68,6 +84,7 @@ def works(
     for part, (sides, k) in PRODUCTS.items():
         names = {f"{part}, M = {m}": (m,) for m in rows}
         kinds.append((partial(_Products, sides, k, device), names))
+    kinds.append((partial(_Layers, device), {f"llama 8b, layer, M = {m}": (m,) for m in rows}))
     for model in models:
         parts = itertools.product(("gate_up", "down", "block"), tokens)
         named = {f"{model}, {part}, T = {some}": (part, some) for part, some in parts}
@@ -108,6 +125,38 @@ class _Products:
         return [partial(call, weights) for weights in self.sets]
 
 
+class _Layers:
+    """Layers of a captured step of Llama-3 8B: their products, and attention of a token to a cache of so many."""
+
+    TOKENS, ROOM, HEADS, SHARED, SIZE = 288, 320, 32, 8, 128
+
+    def __init__(self, device: torch.device) -> None:
+        parts = (part for part in PRODUCTS if part.startswith("llama 8b"))
+        self.products, self.device = [_Products(*PRODUCTS[part], device) for part in parts], device
+
+    def work(self, m: int) -> Work:
+        hidden, size, like = self.products[0].k, self.SIZE, {"dtype": BF16, "device": self.device}
+        norms = [Norm(1 + torch.randn(hidden, **like) / 8, 1e-5) for _ in range(2)]
+        slot = torch.tensor(self.TOKENS - 1, device=self.device)
+        angles = torch.randn((1, 1, size), **like)
+        mask = (torch.arange(self.ROOM, device=self.device) < self.TOKENS).expand(m, 1, 1, -1)
+        spans = spans_of(mask, m)
+
+        def layer(qkv: Weights, output: Weights, gate_up: Weights, down: Weights, x: Tensor, cache: Tensor) -> Tensor:
+            query, key, value = (
+                y.view(m, -1, 1, size) for y in eager_fused.products(x, qkv, [None] * 3, norms[0], "", None)
+            )
+            fresh = Fresh(key, value, angles, angles, slot)
+            seen = attend(query, *cache, mask, size**-0.5, spans=spans, fresh=fresh, settled=True)
+            (x,) = eager_fused.products(seen.view(m, -1), output, [None], None, "", Residual(x))
+            (inner,) = eager_fused.products(x, gate_up, [None] * 2, norms[1], "silu", None)
+            return eager_fused.products(inner, down, [None], None, "", Residual(x))[0]
+
+        sets = zip(*(part.sets for part in self.products), strict=False)
+        x, room = torch.randn((m, hidden), **like), (2, m, self.SHARED, self.ROOM, size)
+        return [partial(layer, *weights, x, torch.randn(room, **like)) for weights in sets]
+
+
 class _Experts:
     """Stacks of a model, their products, and its block with all that sorts, gates and adds up."""
 
@@ -134,7 +183,7 @@ class _Experts:
 
 def forget(bound: bool = True) -> None:
     """All plans, and what was bound under them: a constant has another value now. bound: that as well."""
-    ours = "halfbyte.kernels.linear", "halfbyte.kernels.experts"
+    ours = tuple(f"{KERNELS}.{kind}" for kind in ("linear", "experts", "attention"))
     modules = [module for name, module in sys.modules.items() if name.startswith(ours)]
     for thing in (thing for module in modules for thing in vars(module).values()):
         if isinstance(thing, ThreadCache) and bound:
@@ -145,10 +194,10 @@ def forget(bound: bool = True) -> None:
 
 def captured(work: Work, setting: Setting) -> tuple[Callable[[int], Any], Tensor]:
     """What does all of the work again as it is done under the setting, and the first result."""
-    before = {name: getattr(h200, name) for name in setting}
+    before = {name: getattr(*place_of(name)) for name in setting}
     try:
         for name, value in setting.items():
-            setattr(h200, name, value)
+            setattr(*place_of(name), value)
         forget()
         first = work[0]().clone()
         if first.device.type != "cuda":
@@ -167,7 +216,7 @@ def captured(work: Work, setting: Setting) -> tuple[Callable[[int], Any], Tensor
         return replay, first
     finally:
         for name, value in before.items():
-            setattr(h200, name, value)
+            setattr(*place_of(name), value)
         forget()
 
 

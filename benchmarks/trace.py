@@ -1,6 +1,6 @@
 """Where launches spend their time: what the kernels themselves read from the GPU's clock, on their way.
 
-    python benchmarks/trace.py --rows 1,32                      # a layer's products, on a Hopper GPU
+    python benchmarks/trace.py --rows 1,32                      # layers of a step, on a Hopper GPU
     python benchmarks/trace.py --model qwen3-30b-a3b --rows 64  # a block of experts, of so many tokens
 
 A comment `//: something has happened` in a kernel is a mark. Here, and nowhere else, it becomes code: the first lane of
@@ -16,7 +16,6 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -127,22 +126,11 @@ def graph_of(calls: Sequence[Callable[[], Any]], found: list[Trace], device: tor
     return graph
 
 
-def layers(rows: int, device: torch.device) -> list[Callable[[], Any]]:
-    """The products of layers of Llama-3 8B, one layer a call."""
-    parts = ("llama 8b, q, k, v", "llama 8b, output", "llama 8b, gate, up", "llama 8b, down")
-    made: dict[str, Work] = {name: make() for name, make in works("llama 8b", (), device, (rows,))}
-    each = [made[f"{part}, M = {rows}"] for part in parts]
-    return [partial(_all, calls) for calls in zip(*each, strict=False)]
-
-
-def _all(calls: Sequence[Callable[[], Any]]) -> None:
-    for call in calls:
-        call()
-
-
-def blocks(model: str, tokens: int, device: torch.device) -> list[Callable[[], Any]]:
-    ((_, make),) = works(f"{model}, block, T = {tokens}", (model,), device, (tokens,))
-    return list(make())
+def work_of(model: str | None, rows: int, device: torch.device) -> Work:
+    """Layers of Llama-3 8B, or blocks of a model's experts, one a call."""
+    name = f"{model}, block, T = {rows}" if model else f"llama 8b, layer, M = {rows}"
+    ((_, make),) = works(name, (model,) if model else (), device, (rows,), (rows,))
+    return make()
 
 
 def show(traces: Sequence[Trace], console: Console) -> None:
@@ -159,12 +147,12 @@ def show(traces: Sequence[Trace], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=sorted(MODELS), help="of experts; products of Llama-3 8B if there is none")
+    parser.add_argument("--model", choices=sorted(MODELS), help="of experts; layers of Llama-3 8B if there is none")
     parser.add_argument("--rows", default="1", help="of x, or tokens, comma-separated")
     given = parser.parse_args(arguments)
     device, console = torch.device("cuda", torch.cuda.current_device()), Console()
     for rows in map(int, given.rows.split(",")):
-        calls = blocks(given.model, rows, device) if given.model else layers(rows, device)
+        calls = work_of(given.model, rows, device)
         found: list[Trace] = []
         graph = graph_of(calls, found, device)
         for _ in range(3):

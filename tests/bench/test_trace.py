@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from halfbyte.bench.predictions import problem, properties_named
+from halfbyte.kernels.attention.sm90 import launch as attention
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear.fusion import Fusion
@@ -19,7 +20,7 @@ from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 
 from .conftest import BENCHMARKS, CPU, load_script
 
-KERNELS = (decode, streamk, gemm)
+KERNELS = (decode, streamk, gemm, attention)
 H200 = properties_named("NVIDIA H200")
 
 

@@ -52,6 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   const u32 row_tile = warp % ROW_TILES, rank = Config::cluster == 1 ? 0 : blockIdx.y;
   const u32 part = rank * TOKEN_WARPS + warp / ROW_TILES;
   const u32 which = blockIdx.x / a.heads, head = blockIdx.x % a.heads;
+  //: begins
   if constexpr (Config::overlaps && !Config::early) wait_for_prior_kernel(), launch_dependents();
 
   const Text text(a, which, head);
@@ -73,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   if constexpr (Config::query_norm) fetch(a.query_norm, lane);
   if constexpr (Config::key_norm) fetch(a.key_norm, lane);
   if constexpr (Config::overlaps && Config::early) wait_for_prior_kernel(), launch_dependents();
+  //: the kernel ahead is done
   if constexpr (Config::cluster > 1) arrive_cluster();
 
   // All that is new is on its way before any of it is used.
@@ -103,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
     fresh.put(a, text, angles[0], own, row_tile == 0, member);
   }
 
+  //: what is new is turned
   Sums sums;
   while (block < text.blocks) {
     const u32 base = BLOCK * (text.begin + block);
@@ -123,10 +126,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
     else keys.load(text, next, group, member);
   }
 
+  //: the last block is multiplied
   if constexpr (Config::cluster > 1) wait_for_cluster();  // every CTA has begun, and so has shared memory
   sums.leave(row_tile, part, lane);
   if constexpr (Config::cluster > 1) sync_cluster();
   else __syncthreads();
   for (u32 number = warp; number < SLOTS * ROW_TILES; number += WARPS)
     add_up(a, number / ROW_TILES, number % ROW_TILES, rank, which, head, lane);
+  //: ends
 }
