@@ -149,6 +149,9 @@ class _Layers:
             fresh = Fresh(key, value, angles, angles, slot)
             seen = attend(query, *cache, mask, size**-0.5, spans=spans, fresh=fresh, settled=True)
             (x,) = eager_fused.products(seen.view(m, -1), output, [None], None, "", Residual(x))
+            added = eager_fused.mlp(x, (*gate_up, *down), [None] * 3, norms[1], "silu", Residual(x))
+            if added is not None:
+                return added
             (inner,) = eager_fused.products(x, gate_up, [None] * 2, norms[1], "silu", None)
             return eager_fused.products(inner, down, [None], None, "", Residual(x))[0]
 

@@ -54,6 +54,28 @@ def products(
     return finished(results, activation, residual)
 
 
+def mlp(
+    x: Tensor,
+    weights: Sequence[QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    norm: Norm | None,
+    activation: str,
+    residual: Residual,
+) -> Tensor | None:
+    """The residual plus its factor times (activation(n @ gate.T) * (n @ up.T)) @ down.T, n being x normed, in launches
+    that hand over to each other what they read; None where there are no such, and `products` are as fast.
+
+    weights, biases: of gate, up and down. Else as `products`.
+    """
+    x, biases = eager.plain(x), [None if bias is None else eager.plain(bias) for bias in biases]
+    residual = residual._replace(value=eager.plain(residual.value))
+    tensors = [x, *biases, norm and norm.weight, residual.value]
+    if not x.is_cuda or not all(tensor is None or eager.is_aligned(tensor) for tensor in tensors):
+        return None
+    found: Tensor | None = eager.cuda_products().mlp(x, weights, biases, norm, activation, residual)
+    return found
+
+
 def finished(results: list[Tensor], activation: str, residual: Residual | None) -> list[Tensor]:
     """Products with what follows them, in launches of their own."""
     if activation:

@@ -15,12 +15,13 @@ import halfbyte as hb
 from halfbyte import eager_fused
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.norm import Norm
-from halfbyte.kernels.linear import dispatch
+from halfbyte.kernels.linear import cache, dispatch
 from halfbyte.kernels.linear.fusion import Fusion, Residual
 from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
+from halfbyte.kernels.linear.tune import h200
 from halfbyte.kernels.pointwise import reference as plain_torch
 from halfbyte.models import fused
 from halfbyte.models import transformers as host
@@ -207,6 +208,45 @@ def test_a_row_has_the_same_bits_among_others(m: int) -> None:
     assert whole is not None
     assert again is not None
     assert torch.equal(whole[0][0], again[0][0])
+
+
+@pytest.mark.parametrize("m", [20, 32, 64, 100])
+def test_a_chain_of_mlps(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down takes what gate and up have laid out for it: the bits are those of the two products one after the other,
+    and many layers overlap."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    monkeypatch.setattr(h200, "STREAMK_HANDS_OVER", True)
+    dispatch.choose_mlp.cache_clear()
+    cache.mlps.entries.clear()
+    hidden, inner, layers = 4096, 14336, 3
+    every = [[weight(inner, hidden), weight(inner, hidden), weight(hidden, inner)] for _ in range(layers)]
+    norms = [Norm(1 + 0.1 * random(hidden), 1e-5) for _ in range(layers)]
+    start = random(m, hidden)
+
+    def run(together: bool) -> Tensor:
+        x = start.clone()
+        for weights, norm in zip(every, norms, strict=True):
+            if together:
+                added = eager_fused.mlp(x, weights, [None] * 3, norm, "silu", Residual(x))
+                assert added is not None
+                x = added
+            else:
+                (inside,) = eager_fused.products(x, weights[:2], [None] * 2, norm, "silu")
+                (x,) = eager_fused.products(inside, weights[2:], [None], residual=Residual(x))
+                torch.cuda.synchronize()
+        return x
+
+    right = run(together=False)
+    assert torch.equal(run(together=True), right)
+    graph, result = captured(lambda: run(together=True))
+    for _ in range(20):
+        result.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(result, right)
+    dispatch.choose_mlp.cache_clear()
+    cache.mlps.entries.clear()
 
 
 @pytest.mark.parametrize("m", [1, 8, 16])

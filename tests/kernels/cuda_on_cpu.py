@@ -39,7 +39,7 @@ FUNCTIONS = {
     "load_transposed": "void load_transposed(u32 (&to)[4], u32 at) { matrices(to, at, true); }",
     "transposed": "u32 transposed(u32 pair) { return turned(pair); }",
     "fetch(const u16*": "void fetch(const u16* norm, u32 lane) {}",
-    "fetch_bytes": "void fetch_bytes(const void* from, u32 bytes) { check(from, bytes); }",
+    "fetch_bytes(const void": "void fetch_bytes(const void* from, u32 bytes) { check(from, bytes); }",
     "kept": "u32 kept(u32 value) { return value; }",
     "copy_async": "void copy_async(u32 to, const void* from, bool exists) { copy(to, 16, from, exists); }",
     "copy_word_async": "void copy_word_async(u32 to, const u32* from) { copy(to, 4, from, true); }",

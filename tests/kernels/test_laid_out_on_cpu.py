@@ -10,6 +10,7 @@ import hopper_on_cpu
 import pytest
 import torch
 from cuda_on_cpu import Shape, needs_compiler
+from gpus import H200
 from hopper_on_cpu import BF16, DEVICE, F16, F32, F64, SMALL, Driver, address, check, hopper, parts_of, weight
 from routes import routes_of, table_of
 from torch import Tensor
@@ -19,17 +20,20 @@ import halfbyte as hb
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.experts import reference as stacks
 from halfbyte.kernels.linear import cuda, grouped
+from halfbyte.kernels.linear.dispatch import MlpChoice, choose_mlp
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.laid_out import GroupPlan, span_of
-from halfbyte.kernels.linear.problem import addresses, problem_of
+from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm import plan as wide
 from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.linear.sm90_streamk import shape as narrow
+from halfbyte.kernels.linear.sm90_streamk.plan import handed_over
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
+from halfbyte.kernels.linear.tune import h200
 
 __all__ = ["hopper"]
 pytestmark = [needs_compiler, pytest.mark.slow]
@@ -195,6 +199,70 @@ def test_from_the_call_to_the_result(hopper: Driver, kind: str) -> None:
 
     for y, right, theirs in zip(found, expected(F64), expected(BF16), strict=True):
         check(y, right, theirs)
+
+
+# Rows of x, tiles of gate and up and of down, and what the weights are.
+MLPS: list[tuple[int, int, StreamKPlan, str, dict[str, Any]]] = [
+    (20, 24, StreamKPlan(16, 2, 3, 5, residual=True), "nf4", {}),
+    (30, 32, StreamKPlan(32, 2, 2, 8, shares=2, residual=True), "mxfp4", {}),
+    (100, 64, StreamKPlan(112, 2, 2, 3, residual=True), "int4", GROUPS),
+]
+
+
+@pytest.mark.parametrize(("m", "tile_m", "down", "format", "options"), MLPS)
+def test_an_mlp(hopper: Driver, m: int, tile_m: int, down: StreamKPlan, format: str, options: dict[str, Any]) -> None:
+    """Down takes what gate and up have laid out for it: the bits are those of the two products one after the other."""
+    torch.manual_seed(0)
+    k, inner = 512, 768
+    x, norm, residual = torch.randn(m, k).bfloat16(), 1 + torch.randn(k).bfloat16() / 8, torch.randn(m, k).bfloat16()
+    weights = [
+        weight(n, k=depth, dtype=BF16, format=format, **options) for n, depth in ((inner, k), (inner, k), (k, inner))
+    ]
+    biases = [torch.randn(n).bfloat16() for n in (inner, inner, k)]
+    between = torch.full((m + 1, inner), 777.0).bfloat16()
+    hopper.readable = [part for q in weights for part in parts_of(q)]
+    rows = (x, x, between)
+    group = [problem_of(one, q, bias) for one, q, bias in zip(rows, weights, biases, strict=True)]
+    fusion, after = Fusion((1e-5, 0.0), "silu", static=True), Fusion(residual=0.5, static=True)
+    pair = StreamKPlan(tile_m, 2, 2, 5, paired=True, activation="silu", norm=True)
+    gates, places = GroupPlan((pair, pair), 0.0, is_one_launch=True), list(map(addresses, weights))
+    plan = handed_over(gates, down, group[2])
+    assert plan is not None
+    first = streamk.bind_fused(DEVICE, m, group[:2], places[:2], fusion, gates)
+    second = streamk.bind_fused(DEVICE, m, group[2:], places[2:], after, GroupPlan((down,), 0.0))
+    both = streamk.bind_mlp(DEVICE, m, group, places, fusion, plan, down, after)
+    at = list(map(address, biases))
+    for _ in range(2):
+        right, found = (torch.full((m + 1, k), 777.0).bfloat16() for _ in range(2))
+        first(0, address(x), address(norm), 0, m, (at[0], address(between), at[1], 0))
+        second(0, address(between), 0, address(residual), m, (at[2], address(right)))
+        both(0, address(x), address(norm), address(residual), m, at, address(found))
+        assert torch.equal(found, right)
+        assert (found[m] == 777).all()
+    exact = hb.dequantize(weights[2], F32).double()
+    wanted = residual.double() + 0.5 * (between[:m].double() @ exact.t() + biases[2].double())
+    assert float((found[:m].double() - wanted).norm() / wanted.norm()) < 4e-3
+
+
+def test_which_mlps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose two products are sm90_streamk's, with x of down laid out."""
+    monkeypatch.setattr(h200, "STREAMK_HANDS_OVER", True)
+    choose_mlp.cache_clear()
+    gate, down = (Problem(BF16, n, k, "nf4", 64, torch.uint8, 256) for n, k in ((14336, 4096), (4096, 14336)))
+    fusion, after = Fusion((1e-5, 0.0), "silu", static=True), Fusion(residual=1.0, static=True)
+
+    def chosen(m: int) -> MlpChoice | None:
+        return choose_mlp(m, (gate, gate, down), fusion, after, H200)
+
+    for m in (32, 64, 100):
+        choice = chosen(m)
+        assert choice is not None
+        assert [plan.next_tile_m for plan in choice.gates.plans] == [choice.down.tile_m] * 2
+    assert chosen(1) is None
+    assert chosen(512) is None
+    monkeypatch.undo()
+    choose_mlp.cache_clear()
+    assert (chosen(32) is None) is not h200.STREAMK_HANDS_OVER
 
 
 @pytest.mark.parametrize(

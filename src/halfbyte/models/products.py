@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.nvrtc import Variant
-from halfbyte.kernels.linear.dispatch import choose_fused, variant_of
+from halfbyte.kernels.linear.dispatch import choose_fused, choose_mlp, variant_of
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.models.layers import activation_of, family_of_type, fusions
@@ -23,10 +23,12 @@ Group = tuple[Problem, ...]
 
 
 class Fused(NamedTuple):
-    """The products of one launch of a captured step, with what stands beside them."""
+    """The products of one launch of a captured step, with what stands beside them. after: of gate and up, down with
+    what it is added to."""
 
     group: Group
     fusion: Fusion
+    after: tuple[Problem, Fusion] | None = None
 
 
 def products_of(weights: Mapping[str, Problem], config: Mapping[str, Any]) -> set[Group | Fused]:
@@ -42,10 +44,16 @@ def variant_of_product(
     """What is compiled for x with m rows, or None where nothing is."""
     if not isinstance(product, Fused):
         return variant_of(m, product, properties, batch_invariant)
-    group, fusion = product
+    group, fusion, after = product
     many = m > MOST_ROWS
     if batch_invariant or (many and not fusion.activation):
         return None
+    if after is not None and not many:
+        down, beside = after
+        mlp = choose_mlp(m, (*group, down), fusion, beside, properties)
+        if mlp is not None:
+            variant: Variant = mlp.kernel.group_variant(group, mlp.gates, properties)
+            return variant
     fused = None if many else choose_fused(m, group, fusion, properties)
     if fused is None:  # then the norm has a launch of its own
         fused = choose_fused(m, group, replace(fusion, norm=None), properties)
@@ -71,8 +79,12 @@ def _fused(weights: Mapping[str, Problem], config: Mapping[str, Any]) -> Iterato
     activation = activation_of(SimpleNamespace(**config))
     if family is None or activation is None:
         return
+    beside = fusions(family, activation)
     for child in _parents(weights):
-        for names, fusion in fusions(family, activation).items():
+        for names, fusion in beside.items():
             group = tuple(one for name in names if (one := child(name)) is not None)
-            if len(group) == len(names):
-                yield Fused(group, fusion)
+            if len(group) < len(names):
+                continue
+            down, added = child("down_proj"), beside.get(("down_proj",))
+            after = None if down is None or added is None or not fusion.activation else (down, added)
+            yield Fused(group, fusion, after)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.eager_experts import choose
-from halfbyte.eager_fused import finished, gated, products, rms_norm
+from halfbyte.eager_fused import finished, gated, mlp, products, rms_norm
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.common.norm import Norm
@@ -101,12 +101,24 @@ class WholeLayer:
             return _add_experts(layer.block, rms_norm(x, layer.second), Residual(x, layer.factor))
         assert layer.down is not None
         if len(layer.gates) == 2:
+            if (added := self._mlp(x, layer.down)) is not None:
+                return added
             (inner,) = self._project(layer.gates, x, layer.second, layer.activation)
         else:
             (both,) = self._project(layer.gates, x, layer.second)
             gate, up = both.chunk(2, dim=-1)
             inner = gated(gate, up, layer.activation)
         return self._add((layer.down,), inner, x, layer.added[1] if layer.added else None)
+
+    def _mlp(self, x: Tensor, down: nn.Module) -> Tensor | None:
+        """x and what the MLP adds to it, where its products can be one after the other without a launch between."""
+        layer = self.layer
+        if layer.added or x.numel() > MOST_ROWS * x.shape[-1]:
+            return None
+        operands = self._operands((*layer.gates, down), x)
+        if operands is None:
+            return None
+        return mlp(x, *operands, layer.second, layer.activation, Residual(x, layer.factor))
 
     def _add(self, module: tuple[nn.Module], x: Tensor, residual: Tensor, norm: Norm | None) -> Tensor:
         """The residual plus a product of x, which is normed first if there is a norm."""

@@ -16,7 +16,7 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear.dispatch import Choice, FusedChoice, GroupChoice
 from halfbyte.kernels.linear.fusion import Fusion
-from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
+from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, MlpProduct, Product
 from halfbyte.kernels.linear.problem import Addresses, Problem
 
 MOST_ROWS_KEPT = 256  # numbers of rows of a weight: servers come to ask for every one
@@ -49,6 +49,9 @@ groups: ThreadCache[Hashable, tuple[GroupProduct | None]] = ThreadCache()
 back: ThreadCache[Hashable, tuple[Product | None]] = ThreadCache()
 # As groups, with what is fused; None where launches of their own are as fast.
 fused: ThreadCache[Hashable, tuple[FusedProduct | None]] = ThreadCache()
+# By rows and the keys of gate's, up's and down's weights, what multiplies with all three; None where they follow each
+# other like any products.
+mlps: ThreadCache[Hashable, tuple[MlpProduct | None]] = ThreadCache()
 
 
 def key(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Hashable:

@@ -12,9 +12,9 @@ from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear import cache, dispatch, reach
-from halfbyte.kernels.linear.dispatch import choose, choose_back, choose_fused, choose_group
+from halfbyte.kernels.linear.dispatch import choose, choose_back, choose_fused, choose_group, choose_mlp
 from halfbyte.kernels.linear.fusion import Fusion, Residual
-from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
+from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, MlpProduct, Product
 from halfbyte.kernels.linear.problem import (
     ALIGNMENT,
     FIRST_WITH_BF16,
@@ -201,6 +201,34 @@ def fused(
     return out
 
 
+def mlp(
+    x: Tensor,
+    weights: Sequence[QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    norm: Norm | None,
+    activation: str,
+    residual: Residual,
+) -> Tensor | None:
+    """The residual plus its factor times down's product of activation(gate) * up, of x that is normed first; None where
+    that takes the launches of the two products by themselves. weights, biases: of gate, up and down. Else as `fused`.
+    """
+    of_norm = None if norm is None else (norm.epsilon, norm.offset)
+    fusion = Fusion(of_norm, activation, static=True)
+    after = Fusion(residual=residual.factor, static=True)
+    index, sides = x.get_device(), x.shape
+    m = x.numel() // max(sides[-1], 1)
+    key = (fusion, after, cache.group_key(m, x, weights, biases))
+    (product,) = cache.mlps.get(key, lambda: (bind_mlp(m, x, weights, biases, fusion, after),))
+    if product is None:
+        return None
+    out = x.new_empty((*sides[:-1], weights[2].shape[0]))
+    of_biases = [0 if bias is None else bias.data_ptr() for bias in biases]
+    norm_at = 0 if norm is None else norm.weight.data_ptr()
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    product(stream, x.data_ptr(), norm_at, residual.value.data_ptr(), m, of_biases, out.data_ptr())
+    return out
+
+
 def takes_halves_back(grad: Tensor, q: QuantizedWeight) -> bool:
     """Whether a gradient [..., N] in bf16 is better multiplied with W as fp16: the dense weight is all there is."""
     properties = properties_of(grad.get_device())
@@ -227,6 +255,24 @@ def bind_fused(
     if group is None or choice is None:
         return None
     return cache.bind_fused(choice, x.device, m, group, tuple(map(addresses, weights)), fusion)
+
+
+def bind_mlp(
+    m: int,
+    x: Tensor,
+    weights: Sequence[QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    fusion: Fusion,
+    after: Fusion,
+) -> MlpProduct | None:
+    """The products of m rows with gate, up and down, or None where these have launches of their own."""
+    group = _group_of(m, x, weights, biases)
+    choice = None if group is None else choose_mlp(m, group, fusion, after, properties_of(x.get_device()))
+    if group is None or choice is None:
+        return None
+    kernel, *plans = choice
+    product: MlpProduct = kernel.bind_mlp(x.device, m, group, list(map(addresses, weights)), fusion, *plans, after)
+    return product
 
 
 def bind_group(

@@ -20,7 +20,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -37,6 +38,8 @@ from halfbyte.kernels.linear.sm80_gemm import launch as sm80_gemm
 from halfbyte.kernels.linear.sm90_decode import launch as sm90_decode
 from halfbyte.kernels.linear.sm90_gemm import launch as sm90_gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as sm90_streamk
+from halfbyte.kernels.linear.sm90_streamk.plan import StreamKGroup, handed_over
+from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
 from halfbyte.kernels.linear.tune import h200
 
 KERNELS: tuple[Kernel[Any], ...] = (sm90_decode, sm90_streamk, sm90_gemm, sm80, sm80_gemm, sm75, simt)
@@ -187,6 +190,31 @@ def choose_fused(
         if plan is not None and plan.microseconds < best:
             best, found = plan.microseconds, FusedChoice(kernel, plan)
     return found
+
+
+class MlpChoice(NamedTuple):
+    """A kernel and its plans for gate and up, which lay their result out, and for down, which takes it so."""
+
+    kernel: ModuleType
+    gates: StreamKGroup
+    down: StreamKPlan
+
+
+@lru_cache(1 << 14)
+def choose_mlp(
+    m: int, group: tuple[Problem, ...], fusion: Fusion, after: Fusion, properties: DeviceProperties
+) -> MlpChoice | None:
+    """How x [m, K] is multiplied with gate and up, and what they give with down, without a launch between; None where
+    the launches of either are others. group: of all three. fusion, after: of gate and up, and of down."""
+    if not h200.STREAMK_HANDS_OVER:
+        return None
+    gates = choose_fused(m, group[:2], fusion, properties)
+    down = choose_fused(m, group[2:], after, properties)
+    if gates is None or down is None or not gates.kernel is down.kernel is sm90_streamk:
+        return None
+    first, (then,) = cast(StreamKGroup, gates.plan), cast(StreamKGroup, down.plan).plans
+    plan = handed_over(first, then, group[2])
+    return None if plan is None else MlpChoice(sm90_streamk, plan, then)
 
 
 def variant_of(

@@ -29,6 +29,10 @@ GroupProduct = Callable[[int, int, int, Iterable[int]], None]
 # each weight the addresses of bias (0: none) and out; with an activation the second out is not written.
 FusedProduct = Callable[[int, int, int, int, int, Iterable[int]], None]
 
+# The stream, the addresses of x, of the weights of its norm (0: none) and of the residual, how many rows x has, the
+# addresses of the biases of gate, up and down (0: none), and of out.
+MlpProduct = Callable[[int, int, int, int, int, Sequence[int], int], None]
+
 # The stream, the addresses of x, of the experts' ids, of bias (0: none) and out, and
 # how many pairs of a token and an expert there are.
 RoutedProduct = Callable[[int, int, int, int, int, int], None]

@@ -2,6 +2,8 @@
 // `grouped`, for experts: see device/grouped.cuh, which has a use of its own for `other` and `m`. With `copies_x` x is
 // copied as it is, by a tensor map of its own. With `norm` x is normed as it is laid out.
 //
+// With `next_tile_m` a pair's result is laid out for the product that reads it.
+//
 // A result may be combined with what an earlier launch left: y = other + result_scale * v with `residual`, or
 // y = activation(other) * v, where `other` is the product of the weight that gates. With `paired` one launch has both.
 
@@ -60,6 +62,7 @@ constexpr bool GATED = Config::activation != Activation::none && !Config::paired
 static_assert(!Config::norm || (!GATED && !Config::residual && !Config::grouped), "`other` has the norm's weights");
 static_assert(!Config::paired || (Config::parts == 2 && !Config::residual && !Config::grouped), "gate and up");
 static_assert(!GATED || !Config::residual, "there is one other operand");
+static_assert(Config::next_tile_m == 0 || Config::paired, "what a pair gives is laid out for the next product");
 
 // Of x: the j-th of `member`'s two rows of group i of a tile.
 __device__ __forceinline__ u32 row_of_x(const WorkUnit& at, u32 i, u32 member, u32 j) {
@@ -84,12 +87,14 @@ __device__ __forceinline__ Others load_others_of(const Arguments& a, const WorkU
                                                  const Owns& owns) {
   Others found = {};
 #pragma unroll
-  for (u32 i = 0; i < Config::tile_m / 8; i++)
+  for (u32 i = 0; COMBINES && i < Config::tile_m / 8; i++) {
+    if (!owns(i)) continue;
 #pragma unroll
-    for (u32 j = 0; COMBINES && j < 2; j++) {
+    for (u32 j = 0; j < 2; j++) {
       const u32 m = row_of_x(at, i, member, j);
-      found.two[2 * i + j] = load_two_if<Even>(owns(i) && m < a.m && n < a.n, a.other + u64(m) * a.n + n, n + 1 < a.n);
+      found.two[2 * i + j] = load_two_if<Even>(m < a.m && n < a.n, a.other + u64(m) * a.n + n, n + 1 < a.n);
     }
+  }
   return found;
 }
 template <class Owns>
@@ -105,14 +110,16 @@ __device__ __forceinline__ void store_tile_of(const Arguments& a, const float (&
   float bias[2] = {0, 0};
   if (a.bias) bias[0] = unpack(load_if(exists, a.bias + n)), bias[1] = unpack(load_if(both, a.bias + n + 1));
 #pragma unroll
-  for (u32 i = 0; i < Config::tile_m / 8; i++)
+  for (u32 i = 0; i < Config::tile_m / 8; i++) {
+    if (!owns(i)) continue;
 #pragma unroll
     for (u32 j = 0; j < 2; j++) {
       const u32 m = row_of_x(at, i, member, j), other = others.two[COMBINES ? 2 * i + j : 0];
       const float first = combined(a, scale_and_add(total[4 * i + j], a.unit, bias[0]), other);
       const float second = combined(a, scale_and_add(total[4 * i + 2 + j], a.unit, bias[1]), other >> 16);
-      store_two_if<Even>(exists && owns(i) && m < a.m, a.y + u64(m) * a.n + n, make_float2(first, second), both);
+      store_two_if<Even>(exists && m < a.m, a.y + u64(m) * a.n + n, make_float2(first, second), both);
     }
+  }
 }
 // Stores this lane's sums of a tile: rows n and n + 1 of W, and of x `member`'s of those groups of eight that it owns.
 template <int Sums, class Owns>
@@ -120,6 +127,16 @@ __device__ __forceinline__ void store_tile(const Arguments& a, const float (&tot
                                            const WorkUnit& at, u32 n, u32 member, const Owns& owns) {
   if (a.n % 2 == 0) store_tile_of<true>(a, total, others, at, n, member, owns);
   else store_tile_of<false>(a, total, others, at, n, member, owns);
+}
+
+// Where number n of row m of the result goes, of `columns` numbers: in rows, or as the product that reads it wants it
+// laid out (lay_out.cuh), in tiles of Config::next_tile_m rows and spans of Config::next_span.
+__device__ __forceinline__ u64 place_of_result(u32 m, u32 n, u32 columns) {
+  constexpr u32 TILE_M = Config::next_tile_m, WORDS = Config::next_span / 2, OWN = Config::next_span / 8;
+  if constexpr (TILE_M == 0) return u64(m) * columns + n;
+  const u32 row = m % max(TILE_M, 1u), tile = m / max(TILE_M, 1u), word = n % 64 / 2;
+  const u32 piece = word / WORDS * OWN + word % OWN, member = word % WORDS / OWN;
+  return ((u64(tile) * (columns / 64) + n / 64) * TILE_M + row) * 64 + ((piece ^ row & 7) * 4 + member) * 2 + n % 2;
 }
 
 // With `paired`: row n of gate and of up, and of their results that of gate.
@@ -130,13 +147,15 @@ __device__ __forceinline__ void store_gated(const Arguments& gate, const Argumen
   const float of_gate = gate.bias ? unpack(load_if(exists, gate.bias + n)) : 0;
   const float of_up = up.bias ? unpack(load_if(exists, up.bias + n)) : 0;
 #pragma unroll
-  for (u32 i = 0; i < Config::tile_m / 8; i++)
+  for (u32 i = 0; i < Config::tile_m / 8; i++) {
+    if (!owns(i)) continue;
 #pragma unroll
     for (u32 j = 0; j < 2; j++) {
       const u32 m = row_of_x(at, i, member, j);
       const float first = scale_and_add(total[4 * i + j], gate.unit, of_gate);
       const float second = scale_and_add(total[4 * i + 2 + j], up.unit, of_up);
-      const bool wanted = exists && owns(i) && m < gate.m;
-      store_if(wanted, gate.y + u64(m) * gate.n + n, narrow(gated<Config::activation>(first, second)));
+      const bool wanted = exists && m < gate.m;
+      store_if(wanted, gate.y + place_of_result(m, n, gate.n), narrow(gated<Config::activation>(first, second)));
     }
+  }
 }

@@ -95,7 +95,7 @@ __device__ __forceinline__ u32 eight_at(u32 member, u32 half) {
 }
 
 // Where a warp's sums of a column and of four rows of W, number `four`, lie. Two columns fill a line of 128 bytes, in
-// which pieces of 16 bytes are permuted: so neither those that store a row's columns nor those that load a column's rows
+// which pieces of 16 bytes are permuted: neither those that store a row's columns nor those that load a column's rows
 // meet in a bank.
 __device__ __forceinline__ u32 sum_at(u32 column, u32 four) {
   return column / 2 * 128 + ((column % 2 * 4 + four) ^ column / 2 % 4 * 2) * 16;

@@ -46,6 +46,7 @@ __device__ __forceinline__ void fetch_bytes(const Arguments& a, const Arguments&
   if constexpr (Config::paired) copy_unit(a, map_of(up), at, to + W_BYTES / 2, full);
   if constexpr (Config::resident == 0) {
     wait_for_prior_kernel();  // until x is laid out
+    if constexpr (Config::next_tile_m > 0) launch_dependents();
     //: (first) x is laid out
     fetch_x(a.laid_out + u64(at.column_tile * a.depth_units + at.depth) * (X_BYTES / 16), at, to + W_BYTES, full);
   }

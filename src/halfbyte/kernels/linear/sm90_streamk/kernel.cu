@@ -34,6 +34,8 @@
 //   loads                                    how a thread loads the scales of a row of W (device/scale_rows.cuh)
 //   x, scale, low_first                      types, and whether the first weight of a byte is in its low half
 //   activation, residual, norm               what y is combined with, and x put through (device/laid_out.cuh)
+//   next_tile_m, next_span                   of a pair whose result is laid out for the product that reads it: that
+//                                            one's tile_m and span (device/laid_out.cuh)
 //   grouped, wide, scatters                  of experts, whose `activation` is what gates: results are fp32; they go to
 //                                            their pairs' rows
 //   parts, paired                            weights that one launch multiplies with; they are gate and up, of which

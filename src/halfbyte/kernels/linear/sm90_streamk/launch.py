@@ -15,7 +15,7 @@ from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.linear import laid_out, side_by_side
 from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.fusion import Fusion
-from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
+from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, MlpProduct, Product
 from halfbyte.kernels.linear.laid_out import scale_loads, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKGroup, fused_plan, group_plan, streamk_plan
@@ -79,6 +79,30 @@ def bind_fused(
     return laid_out.bind_fused(kernel, device, m, group, weights, fusion, plan.plans)
 
 
+def bind_mlp(
+    device: torch.device,
+    m: int,
+    group: Sequence[Problem],
+    weights: Sequence[Addresses],
+    fusion: Fusion,
+    plan: StreamKGroup,
+    down: StreamKPlan,
+    after: Fusion,
+) -> MlpProduct:
+    """The products with gate and up, and with down, on the current device, of as many rows as there are tiles of x for
+    m. group, weights: of all three. plan: of `handed_over`."""
+    kernel = sys.modules[__name__]
+    first = side_by_side.bind_fused(kernel, device, m, group[:2], weights[:2], fusion, plan)
+    second = laid_out.prepare(kernel, device, m, group[2], weights[2], down, after)
+
+    def multiply(stream: int, x: int, norm: int, residual: int, m: int, biases: Sequence[int], out: int) -> None:
+        between = torch.empty(second.laid_out, dtype=torch.uint8, device=device)
+        first(stream, x, norm, 0, m, (biases[0], between.data_ptr(), biases[1], 0))
+        second(stream, 0, biases[2], out, between.data_ptr(), m, is_laid_out=True, other=residual)
+
+    return multiply
+
+
 @lru_cache(1 << 12)  # asked for by each weight
 def variant(problem: Problem, plan: StreamKPlan, properties: DeviceProperties, parts: int = 1) -> Variant:
     """What is compiled. parts: weights that one launch multiplies with."""
@@ -98,6 +122,7 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "registers": registers, "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,
         "copies_x": False, "activation": f"Activation::{plan.activation or 'none'}",
+        "next_tile_m": plan.next_tile_m, "next_span": plan.next_span or 64,
         "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
     }  # fmt: skip
 

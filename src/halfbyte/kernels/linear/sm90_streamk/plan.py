@@ -123,6 +123,15 @@ def _pair(
     return StreamKGroup((pair, pair), pair.microseconds, is_one_launch=True)
 
 
+def handed_over(gates: StreamKGroup, down: StreamKPlan, problem: Problem) -> StreamKGroup | None:
+    """The plan for gate and up that lays their result out for down's product, or None where that takes rows. problem:
+    of down."""
+    if not gates.is_one_launch or not gates.plans[0].paired or down.resident or problem.k % UNIT_K:
+        return None
+    plans = (replace(plan, next_tile_m=down.tile_m, next_span=span_of(problem)) for plan in gates.plans)
+    return replace(gates, plans=tuple(plans))
+
+
 def grouped_plan(
     pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
 ) -> StreamKPlan | None:

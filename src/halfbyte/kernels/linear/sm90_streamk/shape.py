@@ -34,6 +34,8 @@ class StreamKPlan:
     residual: bool = False  # the result is added to something
     norm: bool = False  # x is normed as it is laid out
     beside: bool = False  # registers are left for what lays x out
+    next_tile_m: int = 0  # a pair's result is laid out for the next product, in tiles of so many rows; 0: it is rows
+    next_span: int = 0  # and in spans of so many weights
     chunk: int = 0  # of experts: the most rows of x, all tiles together
     microseconds: float = field(default=0.0, compare=False)
 
@@ -94,6 +96,7 @@ def is_valid(plan: StreamKPlan, m: int, n: int, k: int, span: int, properties: D
         and m * k < 1 << 31
         and n < 1 << 31
         and not (plan.norm and plan.resident)
+        and (plan.next_tile_m == 0 or (plan.paired and n % UNIT_K == 0))
         and not (plan.beside and (plan.resident or plan.tile_m > MOST_BESIDE))
         and (plan.resident == 0 or (plan.ctas % tiles == 0 and plan.resident >= -(-depth * tiles // plan.ctas)))
         and (plan.cluster == 1 or (plan.ctas == tiles * plan.cluster and _can_reduce_in_cluster(plan)))
