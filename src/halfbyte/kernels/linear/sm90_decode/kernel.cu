@@ -248,7 +248,7 @@ struct Codes {  // what a thread carries of the nested scales' codes, from memor
 #pragma unroll
     for (u32 i = 0; i < COUNT; i++) {
       if (at(i, thread) >= 256) continue;
-      const u32 to = shared + CODE + CODE_BYTES * (i % Config::parts) + CODE_ROW * at(i, thread);
+      const u32 to = shared + code_at(i % Config::parts, at(i, thread));
       if constexpr (Config::code_per_bank) {
 #pragma unroll
         for (u32 piece = 0; piece < 8; piece++)  // lanes begin at different ones, and so meet in no bank

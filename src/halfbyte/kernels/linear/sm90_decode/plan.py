@@ -118,8 +118,8 @@ class DecodePlan:
         )
         barriers = -(-(16 * (self.stages + self.sum_buffers) + 72) // 256) * 256  # 72: of slots and of squares
         # Of the stages, which begin at a multiple of 1024.
-        code = 256 * (128 if self.code_per_bank else 4)
-        ahead = -(-(code * self.parts + barriers + sums) // 1024) * 1024
+        code = 256 * 128 * (self.parts - 1) if self.code_per_bank else 1024 * self.parts
+        ahead = -(-(code + barriers + sums) // 1024) * 1024
         scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested)
         scaling += self.blocks * scales.halves // self.joined * 80
         whole = 256 * 256 + ahead + self.stages * stage + scaling
@@ -285,6 +285,7 @@ def routed_plan(
     slices = (h200.ROUTED_LONG_SLICE, h200.ROUTED_SLICE) if is_long else (h200.ROUTED_SLICE,)
     found = DecodePlan(
         1, warps=0, slice=0, stages=2, cluster=1, activation=activation,
+        code_per_bank=h200.DECODE_CODE_PER_BANK and scales.nested,
         experts=-(-experts // 32) * 32, pairs=room, wide=wide, neighbours=h200.ROUTED_NEIGHBOURS,
     )  # fmt: skip
     plans = (plan for width in slices for plan in _routed_shapes(found, width, k, scales))

@@ -71,8 +71,7 @@ struct ScaleDecoder {
 #pragma unroll
     for (int i = 0; i < HALVES * EACH; i++) {
       const u32 own = bits[i / HALVES] >> 8 * (i % HALVES);
-      value[i] =
-          NESTED ? load_float(shared + CODE + CODE_BYTES * tile.part + CODE_ROW * own + own_copy) : decode_flat(own);
+      value[i] = NESTED ? load_float(shared + code_at(tile.part, own) + own_copy) : decode_flat(own);
     }
 #pragma unroll
     for (int i = 0; i < HALVES * EACH; i++) {

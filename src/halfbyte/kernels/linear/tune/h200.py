@@ -60,7 +60,8 @@ ROUTED_SLICE, ROUTED_LONG_SLICE, ROUTED_LONG = 4, 8, 31
 ROUTED_WARPS, ROUTED_RESIDENT, ROUTED_SM_WARPS = 16, 3, 20
 ROUTED_STAGES, ROUTED_FEWEST_STAGES = 4, 3
 ROUTED_NEIGHBOURS = 12  # CTAs that take the tiles of a run in turn
-# Whether nested scales' code is in shared memory once for each bank, for up to eight rows of x: not timed yet.
+# Whether nested scales' code is in shared memory once for each bank, for up to eight rows of x and for experts: not
+# timed yet.
 DECODE_CODE_PER_BANK = False
 # Groups of eight rows of x to blocks of K that a warp holds x for, and the most warps of a CTA.
 DECODE_SLICES = {1: (8, 16), 2: (4, 16), 4: (4, 8)}
