@@ -227,7 +227,7 @@ __device__ __forceinline__ void init_barriers(u32 shared) {
     init(shared + FULL + 8 * s, NESTED ? 33 : 1), init(shared + EMPTY + 8 * s, Config::warps * 32);
   for (int s = 0; s < Config::sum_buffers; s++)
     init(shared + SUM_FULL + 8 * s, Config::warps * 32), init(shared + SUM_EMPTY + 8 * s, Config::reducers * 32);
-  for (int s = 0; s < SLOTS; s++)
+  for (int s = 0; s < (Config::cluster > 1 ? SLOTS : 0); s++)
     init(shared + SLOT_FULL + 8 * s, 1), init(shared + SLOT_EMPTY + 8 * s, Config::reducers);
   if constexpr (Config::norm && Config::cluster > 1)
     init(shared + SQUARES_FULL, 1), expect(shared + SQUARES_FULL, FOLDS_NORM && blockIdx.y > 0 ? 0 : SQUARES_BYTES);
