@@ -145,7 +145,8 @@ def grouped_plan(
             continue
         time = spread.microseconds(pairs, experts, tile_m, 64 * warpgroups, times, problem, properties)
         for some in range(stages, 1, -1):
-            plan = StreamKPlan(tile_m, warpgroups, some, properties.sms, chunk=most, microseconds=time)
+            beside = h200.GROUPED_BESIDE and tile_m <= MOST_BESIDE
+            plan = StreamKPlan(tile_m, warpgroups, some, properties.sms, beside=beside, chunk=most, microseconds=time)
             if is_grouped_valid(plan, experts, problem.n // experts, problem.k, span_of(problem), properties):
                 found.append(plan)
                 break
