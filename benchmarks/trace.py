@@ -27,6 +27,7 @@ from halfbyte.bench.mixtures import MODELS
 from halfbyte.kernels.common.nvrtc import Constant, Variant
 
 MARK = re.compile(r"^ *//: (\(first\) )?(.+)$", re.M)
+KERNEL = re.compile(r'extern "C" __global__ [^;{]*?(\w+)\(const __grid_constant__')
 CTAS, WARPS = 2048, 32  # of a launch at most that are traced, and of a CTA
 _STORE = """
 __device__ __forceinline__ void passed(unsigned mark, bool first) {{
@@ -90,12 +91,16 @@ def traced(found: list[Trace], device: torch.device) -> Iterator[None]:
 
 
 def name_of(variant: Variant) -> str:
-    """What tells launches of a layer from each other."""
-    known = dict(variant.constants)
-    kinds = ("tile_m", "warpgroups", "warps", "slice", "stages", "cluster", "shares", "resident", "resident_ctas")
+    """What tells launches of a layer from each other: their kernels, and the shape."""
+    known, kernels = dict(variant.constants), " and ".join(KERNEL.findall(variant.source))
+    kinds = (
+        "tile_m", "warpgroups", "warps", "token_warps", "slice", "stages", "cluster", "shares", "resident",
+        "resident_ctas",
+    )  # fmt: skip
     more = [name for name in ("norm", "paired", "residual", "grouped", "experts") if known.get(name)]
     shape = (f"{name} {known[name]}" for name in kinds if known.get(name, 1) not in (0, 1))
-    return ", ".join((*shape, f"weights {known.get('parts', 1)}", *more))
+    weights = [f"weights {known['parts']}"] if "parts" in known else []
+    return ", ".join((kernels, *shape, *weights, *more))
 
 
 def in_order(traces: Sequence[Trace]) -> Iterator[tuple[str, str, list[float]]]:

@@ -61,6 +61,7 @@ def test_marked_kernels_compile(m: int, script: ModuleType) -> None:
     assert nvrtc.cubin(marked) != nvrtc.cubin(plain)
     (trace,) = found
     assert trace.marks == script.marks_of(plain.source)
+    assert trace.name.startswith("decode, warps " if m == 1 else "lay_out and multiply, tile_m ")
     assert trace.times.shape == (len(trace.marks), script.CTAS, script.WARPS)
 
 
