@@ -90,6 +90,26 @@ def test_several_new_tokens(family: str, layers: list[int]) -> None:
     assert len(layers) == 3 * (NEW - 1)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_mlp_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where gate, up and down are asked for together, they are those three, and what stands beside them is the same."""
+    model = quantized(make(family))
+    inputs = prompt(2, 9)
+    right, asked = generate(model, inputs, max_new_tokens=NEW), 0
+
+    def mlp(x: Tensor, weights: Any, biases: Any, norm: Any, activation: str, residual: Any) -> Tensor:
+        nonlocal asked
+        asked += 1
+        (inner,) = whole.products(x, weights[:2], biases[:2], norm, activation, None, False)
+        return whole.products(inner, weights[2:], biases[2:], None, "", residual, False)[0]
+
+    monkeypatch.setattr(whole, "mlp", mlp)
+    hb.restore(model)
+    accelerated(model)
+    assert torch.equal(generate(model, inputs, max_new_tokens=NEW), right)
+    assert (asked > 0) == (len(layer_of(decoder_layers(model)[0]).gates) == 2 and not family.startswith("gemma"))
+
+
 @pytest.mark.parametrize("family", FAMILIES | OF_EXPERTS)
 def test_what_is_warmed_is_what_is_fused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantized(make(family))
