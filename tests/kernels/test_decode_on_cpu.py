@@ -56,6 +56,9 @@ class Case(NamedTuple):
 
 CASES = {
     "two steps": Case(1, (116,), 1024, BF16, STEP, changes={"steps": 2, "stages": 3}),
+    "integers": Case(9, (64, 32, 68), 1024, BF16, ALONE, "int4", {"group_size": 128}, {"computes": True}),
+    "integers, gated": Case(3, (80, 80), 1024, BF16, GATED, "int4", {"group_size": 64}, {"computes": True}),
+    "integers of fp16": Case(2, (80,), 4096, F16, RESIDUAL, "int4", {"group_size": 64}, {"computes": True}),
     "codes for each bank": Case(3, (80, 48), 1024, BF16, STEP, changes={"code_per_bank": True}),
     "codes for each bank, later": Case(3, (80,), 1024, F16, changes={"code_per_bank": True}),
     "a cluster": Case(1, (132,), 14336, F16, STEP, "fp4"),
@@ -170,6 +173,7 @@ def _routed(there: Driver, x: Tensor, ids: Tensor, q: hb.QuantizedWeight, bias: 
     plan = decode.plan_routed(ids.numel(), problem, experts, activation, False, SMALL)
     assert plan is not None
     plan = replace(plan, neighbours=2, code_per_bank=problem.nested > 0 and not activation)
+    plan = replace(plan, computes=q.format == "int4" and q.shape[2] != 5120)
     there.readable = parts_of(flat)
     out = torch.full((ids.numel() + 1, n // (2 if activation else 1)), 777.0, dtype=x.dtype)
     routing = decode.Routing(experts, ids.shape[1], ids.dtype is torch.int64, clears=not activation)

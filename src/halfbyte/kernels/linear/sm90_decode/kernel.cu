@@ -8,7 +8,7 @@
 // permuted alike: a thread takes 8 neighbouring bytes of a block of 64 weights, a quad of lanes all 32, and 4 MMAs use
 // them up. One look-up in a table in shared memory turns a byte into two 16-bit numbers (device/decode.cuh). The host
 // multiplies the codebook by a factor that makes its rounding to 16 bits harmless, and the epilogue multiplies by one
-// over that factor, `unit`. Scales are applied in fp32 to the sums of a block, or of `joined` blocks that share one.
+// over that factor, `unit`. Integers may be computed instead. Scales are applied in fp32 to the sums of a block, or of `joined` blocks that share one.
 // Where each 32 weights share one, which is a power of two, sums are of half a block.
 //
 // Work. A CTA owns warps * slice blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in
@@ -56,6 +56,7 @@
 //   chunk, scale_chunk, padded   bytes a row that a copy brings, of W and of scales; whether K ends inside a CTA's part
 //   bulk_scales, window_scales   how scales come, see above
 //   bulk_weights                 W comes without a tensor map, a tile's rows in one piece
+//   computes                     weights are integers from -8 to 7, and computed instead of looked up
 //   code_per_bank                nested scales' code is in shared memory once for each bank, else once
 //   scale_blocks, joined         blocks of 64 weights that share a scale; blocks that are summed before they are scaled
 //   x, scale, low_first, bias    types; the first weight of a byte is in its low half; there is a bias
@@ -119,6 +120,30 @@ __device__ __forceinline__ void copy_fragments(XFragments& to, const XFragments&
       for (int i = 0; i < 4; i++) to[c][b][i] = from[c][b][i];
 }
 
+// Number J of four pairs of weights in a word. Integers are computed: those of nibbles J and J + 4, which one mask takes
+// out. Others are looked up: those of byte J.
+template <int J> __device__ __forceinline__ u32 weights_of(u32 word, u32 column) {
+  if constexpr (!Config::computes) return look_up<J>(word, column);
+  const u32 bits = J < 2 ? word : word >> 8;
+  return J % 2 ? upper_integers(bits) : integers(bits);
+}
+// x of a word's pairs, which are loaded in the order of k.
+__device__ __forceinline__ void arrange(uint2 (&x)[Config::m_tiles][Config::slice][4]) {
+  if constexpr (!Config::computes) return;
+#pragma unroll
+  for (int c = 0; c < Config::m_tiles; c++)
+#pragma unroll
+    for (int b = 0; b < Config::slice; b++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        uint2 &first = x[c][b][2 * half], &second = x[c][b][2 * half + 1];
+        const u32 even[2] = {__byte_perm(first.x, second.x, 0x5410), __byte_perm(first.y, second.y, 0x5410)};
+        const u32 odd[2] = {__byte_perm(first.x, second.x, 0x7632), __byte_perm(first.y, second.y, 0x7632)};
+        first = Config::low_first ? make_uint2(even[0], odd[0]) : make_uint2(odd[0], even[0]);
+        second = Config::low_first ? make_uint2(even[1], odd[1]) : make_uint2(odd[1], even[1]);
+      }
+}
+
 // A multiplying warp. ready: called when the first loads are in flight; returns when shared memory is ready.
 template <class Ready>
 __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 first_block, u32 warp, u32 lane,
@@ -154,6 +179,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
   Ring ring(0), sums(1), scales(0);
   Walk walk(a, shared);
   if (ROUTED && walk.is_there()) load_x(x, walk.get().unit);
+  arrange(x);
   for (; walk.is_there(); sums.next(Config::sum_buffers), scales.next(SCALE_STAGES)) {
     const Tile tile = walk.get();
     walk.next();
@@ -178,10 +204,10 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
         for (int step = half * 4 / HALVES; step < (half + 1) * 4 / HALVES; step++) {
           const u32 over = step < 2 ? weights.upper.x : weights.upper.y;
           const u32 under = step < 2 ? weights.lower.x : weights.lower.y;
-          const u32 a0 = step % 2 ? look_up<2>(over, column) : look_up<0>(over, column);
-          const u32 a2 = step % 2 ? look_up<3>(over, column) : look_up<1>(over, column);
-          const u32 a1 = step % 2 ? look_up<2>(under, column) : look_up<0>(under, column);
-          const u32 a3 = step % 2 ? look_up<3>(under, column) : look_up<1>(under, column);
+          const u32 a0 = step % 2 ? weights_of<2>(over, column) : weights_of<0>(over, column);
+          const u32 a2 = step % 2 ? weights_of<3>(over, column) : weights_of<1>(over, column);
+          const u32 a1 = step % 2 ? weights_of<2>(under, column) : weights_of<0>(under, column);
+          const u32 a3 = step % 2 ? weights_of<3>(under, column) : weights_of<1>(under, column);
 #pragma unroll
           for (int c = 0; c < Config::m_tiles; c++) mma(sum[c], a0, a1, a2, a3, x[c][b][step].x, x[c][b][step].y);
         }
@@ -215,9 +241,11 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 fir
       if (changes) {
         then[0][0][0].x = kept(then[0][0][0].x);  // so that this stays a branch, and other tiles pay for no selections
         copy_fragments(x, then);
+        arrange(x);
       }
     } else if (changes) {
       load_x(x, walk.get().unit);
+      arrange(x);
     }
   }
 }
@@ -287,14 +315,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       if (threadIdx.x == 0) launch_dependents();
       const Codes codes(a, thread);
       if (Config::norm && warp < Config::warps) prefetch_norm(a, first_block, warp, lane);
-      make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
+      if constexpr (!Config::computes)
+        make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
       codes.store(shared, thread);
       if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
       //: the kernel ahead is done
       return codes;
     } else {
-      make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
+      if constexpr (!Config::computes)
+        make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
       if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
       if (threadIdx.x == 0) launch_dependents();

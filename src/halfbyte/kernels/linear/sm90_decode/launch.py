@@ -28,6 +28,7 @@ from halfbyte.kernels.linear.sm90_decode.plan import (
     ROWS,
     DecodePlan,
     Scales,
+    computing,
     decode_plan,
     routed_plan,
     scale_chunk,
@@ -50,8 +51,8 @@ def plan(m: int, problem: Problem, properties: DeviceProperties, batch_invariant
     if not _supports(o):
         return None
     if not batch_invariant:
-        return decode_plan(m, o.n, o.k, scales_of(o), properties)
-    found = decode_plan(8, o.n, o.k, scales_of(o), properties)
+        return computing(decode_plan(m, o.n, o.k, scales_of(o), properties), o)
+    found = computing(decode_plan(8, o.n, o.k, scales_of(o), properties), o)
     return None if found is None else replace(found, microseconds=-(-m // 8) * found.microseconds)
 
 
@@ -72,7 +73,7 @@ def plan_fused(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
     assert not fusion.activation or (len(group) == 2 and group[0].n == group[1].n), "gate and up are of one size"
     assert fusion.residual is None or len(group) == 1, "one product is added to what there is"
     n = first.n if len(group) == 1 else ROWS * sum(map(_tiles, group))
-    found = decode_plan(m, n, first.k, scales_of(first), properties, len(group), fusion)
+    found = computing(decode_plan(m, n, first.k, scales_of(first), properties, len(group), fusion), first)
     return found if found is not None and (found.batches == 1 or len(group) == 1) else None
 
 
@@ -180,7 +181,7 @@ def plan_routed(
     kernel does not support it."""
     if not _supports(o):
         return None
-    return routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, wide, properties)
+    return computing(routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, wide, properties), o)
 
 
 def bind_routed(

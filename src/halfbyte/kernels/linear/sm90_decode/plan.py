@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
+from halfbyte.kernels.linear.codebook import has_integers
 from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.spread import usual_tiles
@@ -69,6 +70,7 @@ class DecodePlan:
     bulk_scales: bool = False  # scales of a tile are copied in one piece
     window_scales: bool = False  # those of a row are copied with what lies around them
     bulk_weights: bool = False  # rows of a tile are copied in one piece
+    computes: bool = False  # weights are integers, and not looked up
     code_per_bank: bool = False  # nested scales' code is in shared memory once for each bank
     parts: int = 1  # weights of one launch
     steps: int = 1  # that a tile is fetched in
@@ -262,6 +264,12 @@ def decode_plan(
     ):
         best = more
     return replace(best, microseconds=_microseconds(best, n, k, scales, properties))
+
+
+def computing(plan: DecodePlan | None, problem: Problem) -> DecodePlan | None:
+    """The plan under which weights that are integers are not looked up."""
+    computes = h200.DECODE_COMPUTES and has_integers(problem.format, problem.dtype)
+    return replace(plan, computes=True) if plan and computes else plan
 
 
 PAIRS = (32, 128, 512)  # of a token and an expert, that there is room for

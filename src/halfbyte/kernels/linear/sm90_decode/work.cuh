@@ -2,6 +2,7 @@
 
 #include "device/decode.cuh"
 #include "device/epilogue.cuh"
+#include "device/integers.cuh"
 #include "device/mma.cuh"
 #include "device/pipeline.cuh"
 #include "device/scale.cuh"

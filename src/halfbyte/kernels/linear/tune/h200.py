@@ -63,6 +63,8 @@ ROUTED_NEIGHBOURS = 12  # CTAs that take the tiles of a run in turn
 # Whether nested scales' code is in shared memory once for each bank, for up to eight rows of x and for experts: not
 # timed yet.
 DECODE_CODE_PER_BANK = False
+# Whether weights that are integers are computed instead of looked up: not timed yet.
+DECODE_COMPUTES = False
 # Groups of eight rows of x to blocks of K that a warp holds x for, and the most warps of a CTA.
 DECODE_SLICES = {1: (8, 16), 2: (4, 16), 4: (4, 8)}
 # The same to the most warps of each of two CTAs that share a multiprocessor.
