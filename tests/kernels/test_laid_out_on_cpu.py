@@ -140,7 +140,7 @@ def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan | GemmPla
     m, k, parts = 20, 1024, 2 if fusion.activation else 1
     x, residual = torch.randn(m, k).bfloat16(), torch.randn(m, n).bfloat16()
     norm = (1 + torch.randn(k) / 8).bfloat16()
-    weights = [weight(n, k=k, dtype=BF16, format="nf4", **options) for _ in range(parts)]
+    weights = [weight(n, k=k, dtype=BF16, **{"format": "nf4", **options}) for _ in range(parts)]
     if (nested := weights[-1].nested) is not None:  # weights may have codes of their own
         weights[-1] = replace(weights[-1], nested=nested._replace(code=nested.code * 1.5))
     biases = [torch.randn(n).bfloat16() for _ in range(parts)]
@@ -363,3 +363,22 @@ def test_experts(hopper: Driver, case: Stack) -> None:
         return torch.stack(rows)
 
     check(found[:-1][wanted], expected(F64), expected(BF16))
+
+
+def test_integers(hopper: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """INT4's weights are computed, and x is paired alike: laid out ahead, by CTAs that keep it, normed, of experts."""
+    caches = streamk.variant, grouped._laid_out_variant
+    monkeypatch.setattr(h200, "STREAMK_COMPUTES", True)
+    for one in caches:
+        one.cache_clear()
+    for name in ("a cluster", "equal parts of wide tiles", "two tiles of x"):
+        test_a_product(hopper, CASES[name])
+    test_several_weights_in_one_launch(hopper, [StreamKPlan(48, 2, 2, ctas) for ctas in (2, 5, 3)], 768)
+    fusion, plan, _ = FUSED["a norm, a pair"]
+    test_what_is_fused(hopper, (fusion, plan, {"format": "int4", **GROUPS}), 140)
+    narrow = Stack(StreamKPlan(24, 2, 3, 5), StreamKPlan(24, 3, 2, 5), "silu", "int4", GROUPS)
+    test_experts(hopper, narrow)
+    assert all(dict(variant.constants)["computes"] for variant in hopper.variants)
+    monkeypatch.undo()
+    for one in caches:
+        one.cache_clear()

@@ -128,5 +128,5 @@ def test_lines_fit() -> None:
     """clang-format leaves comments alone, and so tables and drawings in them."""
     every = [path for path in sorted(ROOT.parent.rglob("*")) if path.suffix in (".cu", ".cuh")]
     assert set(SOURCES) < set(every)
-    long = {path.name: max(map(len, path.read_text(encoding="utf-8").splitlines())) for path in every}
-    assert {name: length for name, length in long.items() if length > 120} == {}
+    longest = {path: max(map(len, path.read_text(encoding="utf-8").splitlines())) for path in every}
+    assert {path: length for path, length in longest.items() if length > 120} == {}

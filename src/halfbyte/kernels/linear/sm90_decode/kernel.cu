@@ -8,8 +8,9 @@
 // permuted alike: a thread takes 8 neighbouring bytes of a block of 64 weights, a quad of lanes all 32, and 4 MMAs use
 // them up. One look-up in a table in shared memory turns a byte into two 16-bit numbers (device/decode.cuh). The host
 // multiplies the codebook by a factor that makes its rounding to 16 bits harmless, and the epilogue multiplies by one
-// over that factor, `unit`. Integers may be computed instead. Scales are applied in fp32 to the sums of a block, or of `joined` blocks that share one.
-// Where each 32 weights share one, which is a power of two, sums are of half a block.
+// over that factor, `unit`. Integers may be computed instead (device/weights.cuh). Scales are applied in fp32 to the
+// sums of a block, or of `joined` blocks that share one. Where each 32 weights share one, which is a power of two, sums
+// are of half a block.
 //
 // Work. A CTA owns warps * slice blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in
 // registers throughout. A producer warp copies tiles into shared memory, `stages` of them, each by one tensor copy:
@@ -120,27 +121,17 @@ __device__ __forceinline__ void copy_fragments(XFragments& to, const XFragments&
       for (int i = 0; i < 4; i++) to[c][b][i] = from[c][b][i];
 }
 
-// Number J of four pairs of weights in a word. Integers are computed: those of nibbles J and J + 4, which one mask takes
-// out. Others are looked up: those of byte J.
-template <int J> __device__ __forceinline__ u32 weights_of(u32 word, u32 column) {
-  if constexpr (!Config::computes) return look_up<J>(word, column);
-  const u32 bits = J < 2 ? word : word >> 8;
-  return J % 2 ? upper_integers(bits) : integers(bits);
-}
 // x of a word's pairs, which are loaded in the order of k.
 __device__ __forceinline__ void arrange(uint2 (&x)[Config::m_tiles][Config::slice][4]) {
-  if constexpr (!Config::computes) return;
 #pragma unroll
-  for (int c = 0; c < Config::m_tiles; c++)
+  for (int c = 0; Config::computes && c < Config::m_tiles; c++)
 #pragma unroll
     for (int b = 0; b < Config::slice; b++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         uint2 &first = x[c][b][2 * half], &second = x[c][b][2 * half + 1];
-        const u32 even[2] = {__byte_perm(first.x, second.x, 0x5410), __byte_perm(first.y, second.y, 0x5410)};
-        const u32 odd[2] = {__byte_perm(first.x, second.x, 0x7632), __byte_perm(first.y, second.y, 0x7632)};
-        first = Config::low_first ? make_uint2(even[0], odd[0]) : make_uint2(odd[0], even[0]);
-        second = Config::low_first ? make_uint2(even[1], odd[1]) : make_uint2(odd[1], even[1]);
+        const uint4 pairs = paired_as_weights(make_uint4(first.x, first.y, second.x, second.y));
+        first = make_uint2(pairs.x, pairs.y), second = make_uint2(pairs.z, pairs.w);
       }
 }
 

@@ -1,11 +1,10 @@
 // Sizes, the layout of shared memory, arguments and tiles of kernel.cu, which says what Config holds.
 
-#include "device/decode.cuh"
 #include "device/epilogue.cuh"
-#include "device/integers.cuh"
 #include "device/mma.cuh"
 #include "device/pipeline.cuh"
 #include "device/scale.cuh"
+#include "device/weights.cuh"
 
 constexpr int TILE_N = 16, BLOCK_BYTES = 32;
 // setmaxnreg hands registers over by four warps at a time.

@@ -118,6 +118,8 @@ STREAMK_TIMES = {
 }  # fmt: skip
 # What a product saves whose x is laid out already.
 STREAMK_LAYING_OUT = 1.5
+# Whether weights that are integers are computed instead of looked up: not timed yet.
+STREAMK_COMPUTES = False
 # Whether gate and up lay their result out for down, where both are this kernel's: not run on a GPU yet.
 STREAMK_HANDS_OVER = False
 # Rows of x up to which one tile has them all, unless there are multiprocessors for more.
