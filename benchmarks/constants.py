@@ -128,7 +128,7 @@ class _Products:
 class _Layers:
     """Layers of a captured step of Llama-3 8B: their products, and attention of a token to a cache of so many."""
 
-    TOKENS, ROOM, HEADS, SHARED, SIZE = 288, 320, 32, 8, 128
+    TOKENS, ROOM, SHARED, SIZE = 288, 320, 8, 128  # filled and in all; heads of keys, and their size
 
     def __init__(self, device: torch.device) -> None:
         parts = (part for part in PRODUCTS if part.startswith("llama 8b"))

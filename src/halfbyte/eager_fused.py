@@ -69,8 +69,7 @@ def mlp(
     """
     x, biases = eager.plain(x), [None if bias is None else eager.plain(bias) for bias in biases]
     residual = residual._replace(value=eager.plain(residual.value))
-    tensors = [x, *biases, norm and norm.weight, residual.value]
-    if not x.is_cuda or not all(tensor is None or eager.is_aligned(tensor) for tensor in tensors):
+    if not _fit(x, biases, norm, residual):
         return None
     found: Tensor | None = eager.cuda_products().mlp(x, weights, biases, norm, activation, residual)
     return found
@@ -94,11 +93,16 @@ def _in_one_launch(
     activation: str,
     residual: Residual | None,
 ) -> list[Tensor] | None:
-    tensors = [x, *biases, norm and norm.weight, residual and residual.value]
-    if not x.is_cuda or not all(tensor is None or eager.is_aligned(tensor) for tensor in tensors):
+    if not _fit(x, biases, norm, residual):
         return None
     found: list[Tensor] | None = eager.cuda_products().fused(x, weights, biases, norm, activation, residual)
     return found
+
+
+def _fit(x: Tensor, biases: Sequence[Tensor | None], norm: Norm | None, residual: Residual | None) -> bool:
+    """Whether CUDA kernels can read them where they are."""
+    tensors = [x, *biases, norm and norm.weight, residual and residual.value]
+    return x.is_cuda and all(tensor is None or eager.is_aligned(tensor) for tensor in tensors)
 
 
 def rms_norm(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:

@@ -172,8 +172,8 @@ def _routed(there: Driver, x: Tensor, ids: Tensor, q: hb.QuantizedWeight, bias: 
     problem = problem_of(x, flat, bias.flatten())
     plan = decode.plan_routed(ids.numel(), problem, experts, activation, False, SMALL)
     assert plan is not None
-    plan = replace(plan, neighbours=2, code_per_bank=problem.nested > 0 and not activation)
-    plan = replace(plan, computes=q.format == "int4" and q.shape[2] != 5120)
+    codes, computes = problem.nested > 0 and not activation, q.format == "int4" and q.shape[2] != 5120
+    plan = replace(plan, neighbours=2, code_per_bank=codes, computes=computes)
     there.readable = parts_of(flat)
     out = torch.full((ids.numel() + 1, n // (2 if activation else 1)), 777.0, dtype=x.dtype)
     routing = decode.Routing(experts, ids.shape[1], ids.dtype is torch.int64, clears=not activation)
