@@ -18,7 +18,8 @@ from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear import reach
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_decode import launch as decode
-from halfbyte.kernels.linear.sm90_decode.plan import PAIRS, is_valid
+from halfbyte.kernels.linear.sm90_decode.plan import is_valid
+from halfbyte.kernels.linear.sm90_decode.routed import PAIRS
 
 #         experts, I, H, experts of a token
 MODELS = {

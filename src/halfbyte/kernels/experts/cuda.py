@@ -28,7 +28,7 @@ from halfbyte.kernels.linear.kernel import RoutedProduct
 from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
-from halfbyte.kernels.linear.sm90_decode.plan import PAIRS, routed_microseconds
+from halfbyte.kernels.linear.sm90_decode.routed import room_for, routed_microseconds
 
 products: ThreadCache[Hashable, tuple[RoutedProduct | None]] = ThreadCache()
 better_sorted: ThreadCache[Hashable, tuple[bool]] = ThreadCache()
@@ -104,7 +104,7 @@ def _product(
     clears: bool = False,
 ) -> RoutedProduct | None:
     """The product with a stack, of so many pairs, kept from call to call."""
-    room = next((room for room in PAIRS if pairs <= room), 0)
+    room = room_for(pairs)
     if pairs == 0 or room == 0 or min(q.shape) == 0:
         return None
     routing = decode.Routing(q.shape[0], per_row, ids.dtype is torch.int64, clears)
@@ -137,7 +137,7 @@ def variants(
     """What is compiled for a block of so many tokens with k experts each. The rows of the problems are those of all
     experts."""
     pairs, both = tokens * k, (gate_up, down)
-    if room := next((room for room in PAIRS if pairs <= room), 0):
+    if room := room_for(pairs):
         kinds = ((gate_up, activation, False), (down, "", True))
         plans = [decode.plan_routed(room, o, experts, gates, wide, properties) for o, gates, wide in kinds]
         found = [decode.variant(o, plan, properties) for o, plan in zip(both, plans, strict=True) if plan is not None]

@@ -30,10 +30,10 @@ from halfbyte.kernels.linear.sm90_decode.plan import (
     Scales,
     computing,
     decode_plan,
-    routed_plan,
     scale_chunk,
     weight_chunk,
 )
+from halfbyte.kernels.linear.sm90_decode.routed import routed_plan
 
 NAME = "sm90_decode"
 MOST_PARTS = 3  # weights of one launch: q, k and v

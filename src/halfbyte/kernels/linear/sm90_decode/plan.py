@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,7 +14,6 @@ from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear.codebook import has_integers
 from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.problem import Problem
-from halfbyte.kernels.linear.spread import usual_tiles
 from halfbyte.kernels.linear.tune import h200
 
 SWIGLU_OAI = "swiglu_oai"  # of interleaved rows of gate and up
@@ -270,64 +269,6 @@ def computing(plan: DecodePlan | None, problem: Problem) -> DecodePlan | None:
     """The plan under which weights that are integers are not looked up."""
     computes = h200.DECODE_COMPUTES and has_integers(problem.format, problem.dtype)
     return replace(plan, computes=True) if plan and computes else plan
-
-
-PAIRS = (32, 128, 512)  # of a token and an expert, that there is room for
-MOST_EXPERTS = 1024
-
-
-def routed_plan(
-    pairs: int, experts: int, n: int, k: int, scales: Scales, activation: str, wide: bool, properties: DeviceProperties
-) -> DecodePlan | None:
-    """The plan for so many pairs of a token and one of the experts [n, k], or None where this kernel is not for them.
-
-    activation: of interleaved rows, or of gate rows that come before the up rows of an expert. wide: results are fp32.
-    As many CTAs share a multiprocessor as fit with enough stages: one that changes its x waits for it. A warp holds x
-    of two units, or, where K is long enough, of twice as many blocks of one unit.
-    """
-    room = next((room for room in PAIRS if pairs <= room), 0)
-    halves = 2 if activation not in ("", SWIGLU_OAI) else 1
-    if not (0 < pairs <= room and 0 < experts <= MOST_EXPERTS) or n % (ROWS * halves):
-        return None
-    is_long = k // BLOCK > h200.ROUTED_LONG and weight_chunk(k) > NARROW_CHUNK
-    slices = (h200.ROUTED_LONG_SLICE, h200.ROUTED_SLICE) if is_long else (h200.ROUTED_SLICE,)
-    found = DecodePlan(
-        1, warps=0, slice=0, stages=2, cluster=1, activation=activation,
-        code_per_bank=h200.DECODE_CODE_PER_BANK and scales.nested,
-        experts=-(-experts // 32) * 32, pairs=room, wide=wide, neighbours=h200.ROUTED_NEIGHBOURS,
-    )  # fmt: skip
-    plans = (plan for width in slices for plan in _routed_shapes(found, width, k, scales))
-    return next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
-
-
-def _routed_shapes(plan: DecodePlan, width: int, k: int, scales: Scales) -> Iterator[DecodePlan]:
-    """The plan with so many blocks of K a warp, the best first."""
-    blocks = k // BLOCK
-    cluster = -(-blocks // (width * h200.ROUTED_WARPS))
-    warps = -(-blocks // (width * cluster))
-    unaligned = scales.bytes_of(blocks) % 16 != 0 or (cluster > 1 and scales.bytes_of(warps * width) % 16 != 0)
-    plan = replace(
-        plan, warps=warps, slice=width, steps=width // 4, cluster=cluster, bulk_scales=unaligned and cluster == 1,
-        window_scales=unaligned and cluster > 1,
-        bulk_weights=cluster == 1 and weight_chunk(k) == NARROW_CHUNK,
-    )  # fmt: skip
-    most = max(1, min(h200.ROUTED_RESIDENT, h200.ROUTED_SM_WARPS // (warps + 2)))
-    for fewest, last in ((h200.ROUTED_FEWEST_STAGES, h200.ROUTED_STAGES), (2, h200.ROUTED_FEWEST_STAGES - 1)):
-        for resident in range(most, 0, -1):
-            for number in range(last, fewest - 1, -1):
-                yield replace(plan, resident_ctas=resident, stages=number)
-
-
-def routed_microseconds(pairs: int, experts: int, problem: Problem) -> float:
-    """The estimated time of so many pairs with a stack: each expert is read for every eight of its pairs. The rows of
-    the problem are those of all experts."""
-    reading = (
-        usual_tiles(pairs, experts, 8)
-        * problem.megabytes
-        / experts
-        / h200.ROUTED_BANDWIDTH[64 if problem.block_size >= 64 else 32]
-    )
-    return h200.ROUTED_START + reading
 
 
 def _turns(at_once: int, cluster: int, tiles: int, properties: DeviceProperties) -> int:
