@@ -21,7 +21,6 @@ from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
-from halfbyte.kernels.linear.tune import h200
 from halfbyte.kernels.pointwise import reference as plain_torch
 from halfbyte.models import fused
 from halfbyte.models import transformers as host
@@ -211,14 +210,11 @@ def test_a_row_has_the_same_bits_among_others(m: int) -> None:
 
 
 @pytest.mark.parametrize("m", [20, 32, 64, 100])
-def test_a_chain_of_mlps(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_of_mlps(m: int) -> None:
     """Down takes what gate and up have laid out for it: the bits are those of the two products one after the other,
     and many layers overlap."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
-    monkeypatch.setattr(h200, "STREAMK_HANDS_OVER", True)
-    dispatch.choose_mlp.cache_clear()
-    cache.mlps.entries.clear()
     hidden, inner, layers = 4096, 14336, 3
     every = [[weight(inner, hidden), weight(inner, hidden), weight(hidden, inner)] for _ in range(layers)]
     norms = [Norm(1 + 0.1 * random(hidden), 1e-5) for _ in range(layers)]

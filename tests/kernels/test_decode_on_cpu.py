@@ -59,8 +59,6 @@ CASES = {
     "integers": Case(9, (64, 32, 68), 1024, BF16, ALONE, "int4", {"group_size": 128}, {"computes": True}),
     "integers, gated": Case(3, (80, 80), 1024, BF16, GATED, "int4", {"group_size": 64}, {"computes": True}),
     "integers of fp16": Case(2, (80,), 4096, F16, RESIDUAL, "int4", {"group_size": 64}, {"computes": True}),
-    "codes for each bank": Case(3, (80, 48), 1024, BF16, STEP, changes={"code_per_bank": True}),
-    "codes for each bank, later": Case(3, (80,), 1024, F16, changes={"code_per_bank": True}),
     "a cluster": Case(1, (132,), 14336, F16, STEP, "fp4"),
     "three weights": Case(9, (64, 32, 68), 1024, BF16, ALONE, "int4", {"group_size": 128}),
     "a gated pair": Case(5, (80, 80), 512, F16, GATED, options={"nested": False}),
@@ -172,8 +170,7 @@ def _routed(there: Driver, x: Tensor, ids: Tensor, q: hb.QuantizedWeight, bias: 
     problem = problem_of(x, flat, bias.flatten())
     plan = decode.plan_routed(ids.numel(), problem, experts, activation, False, SMALL)
     assert plan is not None
-    codes, computes = problem.nested > 0 and not activation, q.format == "int4" and q.shape[2] != 5120
-    plan = replace(plan, neighbours=2, code_per_bank=codes, computes=computes)
+    plan = replace(plan, neighbours=2)
     there.readable = parts_of(flat)
     out = torch.full((ids.numel() + 1, n // (2 if activation else 1)), 777.0, dtype=x.dtype)
     routing = decode.Routing(experts, ids.shape[1], ids.dtype is torch.int64, clears=not activation)

@@ -33,7 +33,6 @@ from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.linear.sm90_streamk import shape as narrow
 from halfbyte.kernels.linear.sm90_streamk.plan import handed_over
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
-from halfbyte.kernels.linear.tune import h200
 
 __all__ = ["hopper"]
 pytestmark = [needs_compiler, pytest.mark.slow]
@@ -140,7 +139,7 @@ def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan | GemmPla
     m, k, parts = 20, 1024, 2 if fusion.activation else 1
     x, residual = torch.randn(m, k).bfloat16(), torch.randn(m, n).bfloat16()
     norm = (1 + torch.randn(k) / 8).bfloat16()
-    weights = [weight(n, k=k, dtype=BF16, **{"format": "nf4", **options}) for _ in range(parts)]
+    weights = [weight(n, k=k, dtype=BF16, format="nf4", **options) for _ in range(parts)]
     if (nested := weights[-1].nested) is not None:  # weights may have codes of their own
         weights[-1] = replace(weights[-1], nested=nested._replace(code=nested.code * 1.5))
     biases = [torch.randn(n).bfloat16() for _ in range(parts)]
@@ -244,10 +243,8 @@ def test_an_mlp(hopper: Driver, m: int, tile_m: int, down: StreamKPlan, format: 
     assert float((found[:m].double() - wanted).norm() / wanted.norm()) < 4e-3
 
 
-def test_which_mlps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_mlps() -> None:
     """Those whose two products are sm90_streamk's, with x of down laid out."""
-    monkeypatch.setattr(h200, "STREAMK_HANDS_OVER", True)
-    choose_mlp.cache_clear()
     gate, down = (Problem(BF16, n, k, "nf4", 64, torch.uint8, 256) for n, k in ((14336, 4096), (4096, 14336)))
     fusion, after = Fusion((1e-5, 0.0), "silu", static=True), Fusion(residual=1.0, static=True)
 
@@ -260,9 +257,6 @@ def test_which_mlps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [plan.next_tile_m for plan in choice.gates.plans] == [choice.down.tile_m] * 2
     assert chosen(1) is None
     assert chosen(512) is None
-    monkeypatch.undo()
-    choose_mlp.cache_clear()
-    assert (chosen(32) is None) is not h200.STREAMK_HANDS_OVER
 
 
 @pytest.mark.parametrize(
@@ -305,7 +299,7 @@ class Stack(NamedTuple):
 
 STACKS = {
     "narrow": Stack(StreamKPlan(24, 2, 3, 5), StreamKPlan(24, 3, 2, 5), "silu", "nf4"),
-    "exponents": Stack(StreamKPlan(16, 2, 3, 5), StreamKPlan(16, 2, 3, 4, beside=True), "swiglu_oai", "mxfp4", {}, 832),
+    "exponents": Stack(StreamKPlan(16, 2, 3, 5), StreamKPlan(16, 2, 3, 4), "swiglu_oai", "mxfp4", {}, 832),
     "wide": Stack(GemmPlan(96, 2, 2, 3, 5, 1, 0), GemmPlan(96, 2, 3, 3, 4, 1, 0), "gelu_tanh", "int4", GROUPS),
     "in order": Stack(
         GemmPlan(96, 2, 2, 3, 5, 1, 0), GemmPlan(96, 2, 2, 4, 3, 1, 0), "silu", "nf4", {"nested": False}, ordered=True
@@ -363,22 +357,3 @@ def test_experts(hopper: Driver, case: Stack) -> None:
         return torch.stack(rows)
 
     check(found[:-1][wanted], expected(F64), expected(BF16))
-
-
-def test_integers(hopper: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """INT4's weights are computed, and x is paired alike: laid out ahead, by CTAs that keep it, normed, of experts."""
-    caches = streamk.variant, grouped._laid_out_variant
-    monkeypatch.setattr(h200, "STREAMK_COMPUTES", True)
-    for one in caches:
-        one.cache_clear()
-    for name in ("a cluster", "equal parts of wide tiles", "two tiles of x"):
-        test_a_product(hopper, CASES[name])
-    test_several_weights_in_one_launch(hopper, [StreamKPlan(48, 2, 2, ctas) for ctas in (2, 5, 3)], 768)
-    fusion, plan, _ = FUSED["a norm, a pair"]
-    test_what_is_fused(hopper, (fusion, plan, {"format": "int4", **GROUPS}), 140)
-    narrow = Stack(StreamKPlan(24, 2, 3, 5), StreamKPlan(24, 3, 2, 5), "silu", "int4", GROUPS)
-    test_experts(hopper, narrow)
-    assert all(dict(variant.constants)["computes"] for variant in hopper.variants)
-    monkeypatch.undo()
-    for one in caches:
-        one.cache_clear()

@@ -206,8 +206,6 @@ def choose_mlp(
 ) -> MlpChoice | None:
     """How x [m, K] is multiplied with gate and up, and what they give with down, without a launch between; None where
     the launches of either are others. group: of all three. fusion, after: of gate and up, and of down."""
-    if not h200.STREAMK_HANDS_OVER:
-        return None
     gates = choose_fused(m, group[:2], fusion, properties)
     down = choose_fused(m, group[2:], after, properties)
     if gates is None or down is None or not gates.kernel is down.kernel is sm90_streamk:

@@ -16,7 +16,6 @@ from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear import workspace
-from halfbyte.kernels.linear.codebook import has_integers
 from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
@@ -62,11 +61,6 @@ def supports(problem: Problem) -> bool:
         and o.has_usual_nesting
         and o.align_packed == ALIGNMENT
     )
-
-
-def computes(problem: Problem) -> bool:
-    """True if sm90_streamk computes weights, which are integers, and has x paired accordingly."""
-    return h200.STREAMK_COMPUTES and has_integers(problem.format, problem.dtype)
 
 
 def copies_x(problem: Problem, back: bool) -> bool:

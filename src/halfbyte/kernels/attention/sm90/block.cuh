@@ -35,13 +35,13 @@ struct Values {
     return __byte_perm(low, high, place % 2 ? 0x7632 : 0x5410);
   }
 };
-// Asks L2 for a block's keys and values. By a warp.
+// Asks L2 for the keys and values of the block whose turn it is. By a warp.
 __device__ __forceinline__ void fetch_bytes(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void fetch_block(const Arguments& a, const Text& text, u32 block, u32 lane) {
-  const u32 base = BLOCK * (text.begin + block);
-  if (lane < 2 && block < text.blocks && base < a.tokens)
+__device__ __forceinline__ void fetch_block(const Arguments& a, const Text& text, u32 turn, u32 lane) {
+  const u32 base = text.token_at(turn);
+  if (lane < 2 && turn < text.blocks && base < a.tokens)
     fetch_bytes((lane == 0 ? text.keys : text.values) + base * SIZE, min(BLOCK, a.tokens - base) * SIZE * 2);
 }
 // What is added to scores, in their unit: 0, a mask's number, or NONE for what is not seen.

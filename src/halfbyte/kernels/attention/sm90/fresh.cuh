@@ -88,7 +88,7 @@ struct Fresh {
                                        u32 member) {
     number = group < NEW ? group : 0;
     const u32 token = text.own + number;
-    ours = group < NEW && token < text.behind_own && (token / BLOCK - text.begin) % PARTS == part;
+    ours = group < NEW && token < text.behind_own && text.turn_of(token) % PARTS == part;
     key.load(a.new_keys + which * a.new_key_text + head * a.new_key_head + number * a.new_key_new, ours, member);
     const u16* from = a.new_values + which * a.new_value_text + head * a.new_value_head + number * a.new_value_new;
 #pragma unroll

@@ -38,7 +38,6 @@
 //   spans, sinks, capped   whether there are any; sinks: 0 none, 1 of 16 bits, 2 of 32
 //   puts, rotary, halves   new tokens are as in fresh.py: numbers of a head that turn; whether angles are of a half
 //   query_norm, key_norm   whether they are normed
-//   fetches                blocks of a warp that L2 is asked for before they are loaded
 //   early                  only the query and what is new are written by the kernel ahead
 //   overlaps               the kernel may begin before the one ahead has ended
 //   mma_k                  16
@@ -57,15 +56,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
 
   const Text text(a, which, head);
   const u32 first_row = row_tile * 8 * COLUMNS;
-  u32 block = part;
+  u32 turn = part, next = text.token_at(turn);
   Keys keys;
   Values values;
   Shifts shifts;
-  keys.load(text, BLOCK * (text.begin + block), group, member);
-  if constexpr (AHEAD) values.load(text, BLOCK * (text.begin + block), group, member);
-  shifts.load(a, text, BLOCK * (text.begin + block), group, first_row + 2 * member);
-#pragma unroll
-  for (u32 i = 1; i <= Config::fetches; i++) fetch_block(a, text, block + i * PARTS, lane);
+  keys.load(text, next, group, member);
+  if constexpr (AHEAD) values.load(text, next, group, member);
+  shifts.load(a, text, next, group, first_row + 2 * member);
+  fetch_block(a, text, turn + PARTS, lane);
   Angles angles[COLUMNS];
   if constexpr (Config::puts)
 #pragma unroll
@@ -107,11 +105,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
 
   //: what is new is turned
   Sums sums;
-  while (block < text.blocks) {
-    const u32 base = BLOCK * (text.begin + block);
-    block += PARTS;
-    const u32 next = BLOCK * (text.begin + block);
-    if constexpr (Config::fetches > 0) fetch_block(a, text, block + Config::fetches * PARTS, lane);
+  while (turn < text.blocks) {
+    const u32 base = next;
+    turn += PARTS, next = text.token_at(turn);
     if constexpr (!AHEAD) values.load(text, base, group, member);
     if (has_own && base < text.behind_own && base + BLOCK > text.own)
       replace(text, keys, values, own, base, group, member);

@@ -21,9 +21,6 @@ MANY_ROWS, MOST_OF_ALL_HEADS = 32, {64: 1 << 20, 128: 1 << 16}
 REGISTERS = {(64, 1): 128, (64, 2): 176, (128, 1): 248, (128, 2): 248}  # of a thread, by size and columns, at most
 OF_A_MULTIPROCESSOR = 65536
 
-# Blocks of a warp that L2 is asked for before they are loaded: not timed yet.
-FETCHES = 0
-
 # µs: a launch; a block, while nothing else is waited for; each part that is added up; a cluster's meetings, and each
 # tile of rows of a wide one. MB a µs: from memory, and of a multiprocessor; and how a block's three times add up: the
 # exponent of their norm. Fitted by 500 times of 46 caches on an H100, for an H200's rates.
@@ -34,12 +31,11 @@ MEMORY, MULTIPROCESSOR, OVERLAP = 6.731, 0.1122, 1.3661
 @dataclass(frozen=True)
 class ClusterPlan:
     """columns: groups of eight rows of queries that a warp has. token_warps: warps of a CTA that share rows. cluster:
-    CTAs that share a head of keys of a text. fetches: a warp's blocks that L2 is asked for before they are loaded."""
+    CTAs that share a head of keys of a text."""
 
     columns: int
     token_warps: int
     cluster: int
-    fetches: int = 0
 
     def row_tiles(self, rows: int) -> int:
         return -(-rows // (8 * self.columns))
@@ -75,7 +71,7 @@ def _plans(properties: DeviceProperties, rows: int) -> Iterator[ClusterPlan]:
     # More than eight CTAs are a cluster only where that is known to be allowed.
     widest = max(CLUSTERS) if properties.capability == HOPPER else MOST_CLUSTER
     for warps, cluster in product(TOKEN_WARPS, CLUSTERS):
-        plan = ClusterPlan(1 if rows <= 8 else 2, warps, cluster, FETCHES)
+        plan = ClusterPlan(1 if rows <= 8 else 2, warps, cluster)
         if cluster <= widest and plan.threads(rows) <= MOST_THREADS:
             yield plan
 

@@ -80,6 +80,7 @@ struct Text {
   u32 first, end;       // of the tokens that are seen
   u32 own, behind_own;  // slots of new tokens, which are not read
   u32 begin, blocks;    // the first block, and how many there are
+  u32 turn_of_last;     // when the last block comes
 
   __device__ Text(const Arguments& a, u32 text, u32 head) {
     keys = a.keys + text * a.key_text + head * a.key_head;
@@ -98,11 +99,23 @@ struct Text {
     }
     begin = from / BLOCK;
     blocks = from < to ? (to + BLOCK - 1) / BLOCK - begin : 0;
+    // Warps take blocks in turn, one after the other. But who has new tokens has them to turn first. So where the last
+    // block has all of them, it comes when each warp has its first one, the last of these, who has the fewest blocks.
+    const bool moves = own < behind_own && own / BLOCK - begin + 1 == blocks;
+    turn_of_last = (moves ? min(PARTS, blocks) : blocks) - 1;
+  }
+  // The first token of the block whose turn it is, and when a block's turn is.
+  __device__ u32 token_at(u32 turn) const {
+    const u32 block = turn == turn_of_last ? blocks - 1 : turn - (turn_of_last < turn && turn < blocks);
+    return BLOCK * (begin + block);
+  }
+  __device__ u32 turn_of(u32 token) const {
+    const u32 block = token / BLOCK - begin;
+    return block + 1 == blocks ? turn_of_last : block + (turn_of_last <= block);
   }
   // Whether a warp's blocks have slots of new tokens.
   __device__ bool has_own(u32 part) const {
-    if (own >= behind_own) return false;
-    return (own / BLOCK - begin) % PARTS == part || ((behind_own - 1) / BLOCK - begin) % PARTS == part;
+    return own < behind_own && (turn_of(own) % PARTS == part || turn_of(behind_own - 1) % PARTS == part);
   }
   __device__ bool is_own(u32 token) const { return Config::puts && own <= token && token < behind_own; }
   __device__ bool is_known(u32 token) const { return first <= token && token < end; }

@@ -23,12 +23,6 @@ constexpr u32 AT_ONCE = Config::grouped ? 4 : 1;  // blocks of 64 numbers, in a 
 constexpr u32 OF_ROWS = 8 * Config::tile_m;       // pieces of 16 bytes, from one block of a tile to the next
 using Pieces = u32[AT_ONCE][4];
 
-// Of a run of x whose pairs are as weights.cuh has them: from its first number to those of pair `number`, the second of
-// which is four behind the first.
-__device__ __forceinline__ u32 first_of_pair(u32 number) {
-  return number / 4 * 8 + (Config::low_first ? number % 4 : number % 4 ^ 1);
-}
-
 // The same piece of a row of x in each block of a step; zeros beyond K, or if there is no such row.
 __device__ __forceinline__ void load_pieces(Pieces& words, const Arguments& a, const u16* from, u32 row, u32 step,
                                             u32 piece, bool exists) {
@@ -39,10 +33,7 @@ __device__ __forceinline__ void load_pieces(Pieces& words, const Arguments& a, c
 #pragma unroll
     for (u32 member = 0; member < 4; member++) {
       const u32 at = (step * AT_ONCE + i) * 64 + 2 * (word + OWN * member);
-      if constexpr (Config::computes) {
-        const u16* two = x + at - 2 * (piece % OWN) + first_of_pair(piece % OWN);
-        words[i][member] = exists && at < a.k ? two[0] | u32(two[4]) << 16 : 0;
-      } else if constexpr (Config::back)
+      if constexpr (Config::back)
         words[i][member] = exists && at < a.k ? load_two(x + at, a.k % 2 == 0, at + 1 < a.k) : 0;
       else words[i][member] = exists && at < a.k ? *reinterpret_cast<const u32*>(x + at) : 0;
     }

@@ -66,7 +66,8 @@ template <bool Whole>
 __device__ __forceinline__ void store_rows(const Arguments& a, const float (&total)[SUMS], const Walk& at, u32 first,
                                            u32 length, const u32 (&bias)[4], u32 row) {
   const u32 rows = rows_from(a, at, 0);
-  // The numbers of the rows of y, a few of which are asked for at once.
+  // The numbers of the rows of y, a few of which are asked for at once. Shared memory has room for those of all rows of
+  // a tile, also where there are none.
   constexpr u32 AT_ONCE = Config::columns < 4 ? Config::columns : 4;
   u32 numbers[AT_ONCE][2];
 #pragma unroll
@@ -75,8 +76,7 @@ __device__ __forceinline__ void store_rows(const Arguments& a, const float (&tot
 #pragma unroll
       for (u32 i = 0; i < 2 * AT_ONCE; i++) {
         const u32 m = row + 8 * (c + i / 2) + i % 2;
-        if constexpr (Config::scatters)
-          numbers[i / 2][i % 2] = load_if(m < rows && c + i / 2 < Config::columns, pairs_of_rows(at) + m);
+        if constexpr (Config::scatters) numbers[i / 2][i % 2] = c + i / 2 < Config::columns ? pairs_of_rows(at)[m] : 0;
         else numbers[i / 2][i % 2] = first_row_of(at) + m;
       }
 #pragma unroll

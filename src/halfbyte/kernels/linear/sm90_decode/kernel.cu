@@ -8,9 +8,8 @@
 // permuted alike: a thread takes 8 neighbouring bytes of a block of 64 weights, a quad of lanes all 32, and 4 MMAs use
 // them up. One look-up in a table in shared memory turns a byte into two 16-bit numbers (device/decode.cuh). The host
 // multiplies the codebook by a factor that makes its rounding to 16 bits harmless, and the epilogue multiplies by one
-// over that factor, `unit`. Integers may be computed instead (device/weights.cuh). Scales are applied in fp32 to the
-// sums of a block, or of `joined` blocks that share one. Where each 32 weights share one, which is a power of two, sums
-// are of half a block.
+// over that factor, `unit`. Integers may be computed instead. Scales are applied in fp32 to the sums of a block, or of `joined` blocks that share one.
+// Where each 32 weights share one, which is a power of two, sums are of half a block.
 //
 // Work. A CTA owns warps * slice blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in
 // registers throughout. A producer warp copies tiles into shared memory, `stages` of them, each by one tensor copy:
@@ -58,7 +57,6 @@
 //   bulk_scales, window_scales   how scales come, see above
 //   bulk_weights                 W comes without a tensor map, a tile's rows in one piece
 //   computes                     weights are integers from -8 to 7, and computed instead of looked up
-//   code_per_bank                nested scales' code is in shared memory once for each bank, else once
 //   scale_blocks, joined         blocks of 64 weights that share a scale; blocks that are summed before they are scaled
 //   x, scale, low_first, bias    types; the first weight of a byte is in its low half; there is a bias
 //   norm, activation, residual   x is normed first; what gates the second of two weights; the result is added to this
@@ -121,17 +119,27 @@ __device__ __forceinline__ void copy_fragments(XFragments& to, const XFragments&
       for (int i = 0; i < 4; i++) to[c][b][i] = from[c][b][i];
 }
 
+// Number J of four pairs of weights in a word. Integers are computed: those of nibbles J and J + 4, which one mask takes
+// out. Others are looked up: those of byte J.
+template <int J> __device__ __forceinline__ u32 weights_of(u32 word, u32 column) {
+  if constexpr (!Config::computes) return look_up<J>(word, column);
+  const u32 bits = J < 2 ? word : word >> 8;
+  return J % 2 ? upper_integers(bits) : integers(bits);
+}
 // x of a word's pairs, which are loaded in the order of k.
 __device__ __forceinline__ void arrange(uint2 (&x)[Config::m_tiles][Config::slice][4]) {
+  if constexpr (!Config::computes) return;
 #pragma unroll
-  for (int c = 0; Config::computes && c < Config::m_tiles; c++)
+  for (int c = 0; c < Config::m_tiles; c++)
 #pragma unroll
     for (int b = 0; b < Config::slice; b++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         uint2 &first = x[c][b][2 * half], &second = x[c][b][2 * half + 1];
-        const uint4 pairs = paired_as_weights(make_uint4(first.x, first.y, second.x, second.y));
-        first = make_uint2(pairs.x, pairs.y), second = make_uint2(pairs.z, pairs.w);
+        const u32 even[2] = {__byte_perm(first.x, second.x, 0x5410), __byte_perm(first.y, second.y, 0x5410)};
+        const u32 odd[2] = {__byte_perm(first.x, second.x, 0x7632), __byte_perm(first.y, second.y, 0x7632)};
+        first = Config::low_first ? make_uint2(even[0], odd[0]) : make_uint2(odd[0], even[0]);
+        second = Config::low_first ? make_uint2(even[1], odd[1]) : make_uint2(odd[1], even[1]);
       }
 }
 
@@ -265,17 +273,8 @@ struct Codes {  // what a thread carries of the nested scales' codes, from memor
   }
   __device__ __forceinline__ void store(u32 shared, u32 thread) const {
 #pragma unroll
-    for (u32 i = 0; i < COUNT; i++) {
-      if (at(i, thread) >= 256) continue;
-      const u32 to = shared + code_at(i % Config::parts, at(i, thread));
-      if constexpr (Config::code_per_bank) {
-#pragma unroll
-        for (u32 piece = 0; piece < 8; piece++)  // lanes begin at different ones, and so meet in no bank
-          store_copies(to + (piece + thread) % 8 * 16, __float_as_uint(value[i]));
-      } else {
-        store_float(to, value[i]);
-      }
-    }
+    for (u32 i = 0; i < COUNT; i++)
+      if (at(i, thread) < 256) store_float(shared + code_at(i % Config::parts, at(i, thread)), value[i]);
   }
   static __device__ __forceinline__ u32 at(u32 i, u32 thread) { return thread + i / Config::parts * PREPARING; }
   // At once, and not where the number is first used.

@@ -181,7 +181,7 @@ def plan_routed(
     kernel does not support it."""
     if not _supports(o):
         return None
-    return computing(routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, wide, properties), o)
+    return routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, wide, properties)
 
 
 def bind_routed(

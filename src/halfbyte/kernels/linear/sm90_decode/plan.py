@@ -70,7 +70,6 @@ class DecodePlan:
     window_scales: bool = False  # those of a row are copied with what lies around them
     bulk_weights: bool = False  # rows of a tile are copied in one piece
     computes: bool = False  # weights are integers, and not looked up
-    code_per_bank: bool = False  # nested scales' code is in shared memory once for each bank
     parts: int = 1  # weights of one launch
     steps: int = 1  # that a tile is fetched in
     registers: int = 0  # of a multiplying thread, at the expense of others; 0: as many as those have
@@ -119,8 +118,7 @@ class DecodePlan:
         )
         barriers = -(-(16 * (self.stages + self.sum_buffers) + 72) // 256) * 256  # 72: of slots and of squares
         # Of the stages, which begin at a multiple of 1024.
-        code = 256 * 128 * (self.parts - 1) if self.code_per_bank else 1024 * self.parts
-        ahead = -(-(code + barriers + sums) // 1024) * 1024
+        ahead = -(-(1024 * self.parts + barriers + sums) // 1024) * 1024
         scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested)
         scaling += self.blocks * scales.halves // self.joined * 80
         whole = 256 * 256 + ahead + self.stages * stage + scaling
@@ -168,7 +166,6 @@ def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, properties: Devic
         and 2 <= plan.stages <= MOST_STAGES
         and plan.sum_buffers >= 1
         and plan.first_stages >= 1
-        and (scales.nested or not plan.code_per_bank)
         and 1 <= plan.reducers <= 2
         and plan.m_tiles % plan.reducers == 0
         and (plan.registers == 0 or (properties.ptx == 90 and _can_hand_over_registers(plan)))
@@ -254,21 +251,12 @@ def decode_plan(
     )
     fitting = (one for plan in plans for one in _smaller(plan) if is_valid(one, n, k, scales, properties))
     best = next(fitting, None)
-    if best is None:
-        return None
-    if (
-        h200.DECODE_CODE_PER_BANK
-        and m_tiles == 1
-        and is_valid(more := replace(best, code_per_bank=True), n, k, scales, properties)
-    ):
-        best = more
-    return replace(best, microseconds=_microseconds(best, n, k, scales, properties))
+    return replace(best, microseconds=_microseconds(best, n, k, scales, properties)) if best else None
 
 
 def computing(plan: DecodePlan | None, problem: Problem) -> DecodePlan | None:
     """The plan under which weights that are integers are not looked up."""
-    computes = h200.DECODE_COMPUTES and has_integers(problem.format, problem.dtype)
-    return replace(plan, computes=True) if plan and computes else plan
+    return replace(plan, computes=True) if plan and has_integers(problem.format, problem.dtype) else plan
 
 
 def _turns(at_once: int, cluster: int, tiles: int, properties: DeviceProperties) -> int:

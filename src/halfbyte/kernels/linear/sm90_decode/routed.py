@@ -46,7 +46,6 @@ def routed_plan(
     slices = (h200.ROUTED_LONG_SLICE, h200.ROUTED_SLICE) if is_long else (h200.ROUTED_SLICE,)
     found = DecodePlan(
         1, warps=0, slice=0, stages=2, cluster=1, activation=activation,
-        code_per_bank=h200.DECODE_CODE_PER_BANK and scales.nested,
         experts=-(-experts // 32) * 32, pairs=room, wide=wide, neighbours=h200.ROUTED_NEIGHBOURS,
     )  # fmt: skip
     plans = (plan for width in slices for plan in _routed_shapes(found, width, k, scales))

@@ -52,7 +52,6 @@ struct ScaleDecoder {
     at += slot * SCALE_STAGE;
     if (Config::bulk_scales) at += row * (row_blocks / Config::scale_blocks * SCALE_SIZE);
     if (Config::window_scales) at += row * SCALE_ROW + (begin * SCALE_SIZE & 15);
-    const u32 own_copy = Config::code_per_bank ? 4 * lane : 0;
     constexpr bool AT_ONCE = OWN_BYTES == 4 && !EXPONENTS;  // of those, rows may begin at any even byte
     const u32 four = AT_ONCE ? load_number(at) : 0;
     u32 bits[EACH];
@@ -71,7 +70,7 @@ struct ScaleDecoder {
 #pragma unroll
     for (int i = 0; i < HALVES * EACH; i++) {
       const u32 own = bits[i / HALVES] >> 8 * (i % HALVES);
-      value[i] = NESTED ? load_float(shared + code_at(tile.part, own) + own_copy) : decode_flat(own);
+      value[i] = NESTED ? load_float(shared + code_at(tile.part, own)) : decode_flat(own);
     }
 #pragma unroll
     for (int i = 0; i < HALVES * EACH; i++) {

@@ -1,10 +1,11 @@
 // Sizes, the layout of shared memory, arguments and tiles of kernel.cu, which says what Config holds.
 
+#include "device/decode.cuh"
 #include "device/epilogue.cuh"
+#include "device/integers.cuh"
 #include "device/mma.cuh"
 #include "device/pipeline.cuh"
 #include "device/scale.cuh"
-#include "device/weights.cuh"
 
 constexpr int TILE_N = 16, BLOCK_BYTES = 32;
 // setmaxnreg hands registers over by four warps at a time.
@@ -53,9 +54,7 @@ constexpr bool PAIRED = GATED && !INTERLEAVED;  // tiles come by twos
 // Shared memory: the table, codes, barriers, sums, sums from the cluster, squares, gate's results, stages, scales,
 // absmax, decoded scales.
 __device__ constexpr u32 swizzled(u32 bytes) { return (bytes + 1023) / 1024 * 1024; }  // swizzles repeat every 1024
-// With code_per_bank a number of a code fills 128 bytes: those that rows of the table have left for the first weight's.
-constexpr u32 CODE = 256 * TABLE_ROW, CODE_ROW = Config::code_per_bank ? 128 : 4, CODE_BYTES = 256 * CODE_ROW;
-constexpr u32 FULL = CODE + CODE_BYTES * (Config::parts - Config::code_per_bank), EMPTY = FULL + 8 * Config::stages;
+constexpr u32 CODE = 256 * TABLE_ROW, FULL = CODE + 1024 * Config::parts, EMPTY = FULL + 8 * Config::stages;
 constexpr u32 SUM_FULL = EMPTY + 8 * Config::stages, SUM_EMPTY = SUM_FULL + 8 * Config::sum_buffers;
 constexpr u32 SLOT_FULL = SUM_EMPTY + 8 * Config::sum_buffers, SLOT_EMPTY = SLOT_FULL + 32;
 constexpr u32 SQUARES_FULL = SLOT_EMPTY + 32;
@@ -134,10 +133,7 @@ struct Arguments {
 };
 
 // Where number i of the code of a weight's nested scales lies in shared memory.
-__device__ __forceinline__ u32 code_at(u32 part, u32 i) {
-  if constexpr (!Config::code_per_bank) return CODE + CODE_BYTES * part + CODE_ROW * i;
-  return part == 0 ? TABLE_ROW - CODE_ROW + TABLE_ROW * i : CODE + CODE_BYTES * (part - 1) + CODE_ROW * i;
-}
+__device__ __forceinline__ u32 code_at(u32 part, u32 i) { return CODE + 1024 * part + 4 * i; }
 
 __device__ __forceinline__ u32 row_bytes(const Arguments& a) { return a.k / 2; }  // of W
 

@@ -147,7 +147,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "copies_x": copies_x(problem, plan.back),
         "activation": f"Activation::{plan.activation or 'none'}", "residual": False, "paired": plan.paired,
         "norm": False,
-        "computes": False, "next_tile_m": 0, "next_span": 64,
+        "next_tile_m": 0, "next_span": 64,
         "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
     }  # fmt: skip
 

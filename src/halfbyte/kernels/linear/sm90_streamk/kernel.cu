@@ -34,7 +34,6 @@
 //   loads                                    how a thread loads the scales of a row of W (device/scale_rows.cuh)
 //   x, scale, low_first                      types, and whether the first weight of a byte is in its low half
 //   activation, residual, norm               what y is combined with, and x put through (device/laid_out.cuh)
-//   computes                                 weights are integers from -8 to 7, and computed instead of looked up
 //   next_tile_m, next_span                   of a pair whose result is laid out for the product that reads it: that
 //                                            one's tile_m and span (device/laid_out.cuh)
 //   grouped, wide, scatters                  of experts, whose `activation` is what gates: results are fp32; they go to
@@ -63,8 +62,8 @@ __device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const Row
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
       const u32 word = words[step / 2];
-      a[4 * step + half] = step % 2 ? weights_of<2>(word, column) : weights_of<0>(word, column);
-      a[4 * step + 2 + half] = step % 2 ? weights_of<3>(word, column) : weights_of<1>(word, column);
+      a[4 * step + half] = step % 2 ? look_up<2>(word, column) : look_up<0>(word, column);
+      a[4 * step + 2 + half] = step % 2 ? look_up<3>(word, column) : look_up<1>(word, column);
     }
   }
 }
@@ -180,8 +179,7 @@ __device__ __forceinline__ void lay_out_x(const Arguments& a, u32 first, u32 las
                      member * 4;
 #pragma unroll
       for (u32 half = 0; half < 2; half++) {
-        const uint4 pairs = paired_as_weights(words[j][half]);
-        const u32 four[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+        const u32 four[4] = {words[j][half].x, words[j][half].y, words[j][half].z, words[j][half].w};
 #pragma unroll
         for (u32 i = 0; i < 4; i++) store_word(to + (4 * half + i ^ row) * 16, four[i]);
       }
@@ -206,7 +204,7 @@ extern "C" __global__ void __maxnreg__(Config::registers) multiply(const __grid_
     fetch(a, up, first, last, threadIdx.x - 128 * Config::warpgroups);
   } else {
     take_registers<Config::consumer_registers>();
-    if constexpr (!Config::computes) make_table<WARPS>(shared(), a.codebook, Config::low_first, warp, lane);
+    make_table<WARPS>(shared(), a.codebook, Config::low_first, warp, lane);
     sync_all();
     //: table and barriers are ready
     if constexpr (Config::resident > 0 || COMBINES) wait_for_prior_kernel();

@@ -16,7 +16,7 @@ from halfbyte.kernels.linear import laid_out, side_by_side
 from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, MlpProduct, Product
-from halfbyte.kernels.linear.laid_out import computes, scale_loads, span_of, supports
+from halfbyte.kernels.linear.laid_out import scale_loads, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_streamk.plan import StreamKGroup, fused_plan, group_plan, streamk_plan
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
@@ -122,7 +122,7 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "registers": registers, "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,
         "copies_x": False, "activation": f"Activation::{plan.activation or 'none'}",
-        "computes": computes(problem), "next_tile_m": plan.next_tile_m, "next_span": plan.next_span or 64,
+        "next_tile_m": plan.next_tile_m, "next_span": plan.next_span or 64,
         "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
     }  # fmt: skip
 

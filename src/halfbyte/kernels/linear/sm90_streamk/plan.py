@@ -9,7 +9,7 @@ from functools import lru_cache
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear import side_by_side, spread
 from halfbyte.kernels.linear.fusion import Fusion
-from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, computes, span_of
+from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, span_of
 from halfbyte.kernels.linear.problem import INVARIANT_ROWS, Problem
 from halfbyte.kernels.linear.sm90_streamk.shape import MOST_BESIDE, StreamKPlan, is_grouped_valid, is_valid
 from halfbyte.kernels.linear.sm90_streamk.times import (
@@ -61,7 +61,7 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
 
 def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProperties) -> StreamKGroup | None:
     """Each weight in a launch of its own, in tiles for which x is laid out once."""
-    if m < 1 or properties.ptx != 90 or len({(o.k, o.dtype, span_of(o), computes(o)) for o in group}) > 1:
+    if m < 1 or properties.ptx != 90 or len({(o.k, o.dtype, span_of(o)) for o in group}) > 1:
         return None
     found = []
     for tile_m in tiles_m(m, max(o.n for o in group), properties.sms):
@@ -80,7 +80,7 @@ def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
     plans = [found for problem in group if (found := streamk_plan(m, problem, properties, False)) is not None]
     if len(plans) < len(group) or len(group) != (2 if fusion.activation else 1):
         return None
-    if len({(p.tile_m, p.resident > 0, computes(o)) for p, o in zip(plans, group, strict=True)}) > 1:
+    if len({(found.tile_m, found.resident > 0) for found in plans}) > 1:
         return None
     last = replace(plans[-1], activation=fusion.activation, residual=fusion.residual is not None)
     saved = 0.0 if last.resident else (len(plans) - 1) * h200.STREAMK_LAYING_OUT
@@ -126,7 +126,7 @@ def _pair(
 def handed_over(gates: StreamKGroup, down: StreamKPlan, problem: Problem) -> StreamKGroup | None:
     """The plan for gate and up that lays their result out for down's product, or None where that takes rows. problem:
     of down."""
-    if not gates.is_one_launch or not gates.plans[0].paired or down.resident or problem.k % UNIT_K or computes(problem):
+    if not gates.is_one_launch or not gates.plans[0].paired or down.resident or problem.k % UNIT_K:
         return None
     plans = (replace(plan, next_tile_m=down.tile_m, next_span=span_of(problem)) for plan in gates.plans)
     return replace(gates, plans=tuple(plans))
@@ -145,8 +145,7 @@ def grouped_plan(
             continue
         time = spread.microseconds(pairs, experts, tile_m, 64 * warpgroups, times, problem, properties)
         for some in range(stages, 1, -1):
-            beside = h200.GROUPED_BESIDE and tile_m <= MOST_BESIDE
-            plan = StreamKPlan(tile_m, warpgroups, some, properties.sms, beside=beside, chunk=most, microseconds=time)
+            plan = StreamKPlan(tile_m, warpgroups, some, properties.sms, chunk=most, microseconds=time)
             if is_grouped_valid(plan, experts, problem.n // experts, problem.k, span_of(problem), properties):
                 found.append(plan)
                 break

@@ -1,10 +1,10 @@
 // Sizes, and the layout of shared memory of kernel.cu, which says what Config holds.
 
+#include "device/decode.cuh"
 #include "device/laid_out.cuh"
 #include "device/pipeline.cuh"
 #include "device/scale.cuh"
 #include "device/split_k.cuh"
-#include "device/weights.cuh"
 #include "device/wgmma.cuh"
 
 constexpr int WARPS = 4 * Config::warpgroups;  // that multiply

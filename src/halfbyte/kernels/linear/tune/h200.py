@@ -60,11 +60,6 @@ ROUTED_SLICE, ROUTED_LONG_SLICE, ROUTED_LONG = 4, 8, 31
 ROUTED_WARPS, ROUTED_RESIDENT, ROUTED_SM_WARPS = 16, 3, 20
 ROUTED_STAGES, ROUTED_FEWEST_STAGES = 4, 3
 ROUTED_NEIGHBOURS = 12  # CTAs that take the tiles of a run in turn
-# Whether nested scales' code is in shared memory once for each bank, for up to eight rows of x and for experts: not
-# timed yet.
-DECODE_CODE_PER_BANK = False
-# Whether weights that are integers are computed instead of looked up: not timed yet.
-DECODE_COMPUTES = False
 # Groups of eight rows of x to blocks of K that a warp holds x for, and the most warps of a CTA.
 DECODE_SLICES = {1: (8, 16), 2: (4, 16), 4: (4, 8)}
 # The same to the most warps of each of two CTAs that share a multiprocessor.
@@ -118,10 +113,6 @@ STREAMK_TIMES = {
 }  # fmt: skip
 # What a product saves whose x is laid out already.
 STREAMK_LAYING_OUT = 1.5
-# Whether weights that are integers are computed instead of looked up: not timed yet.
-STREAMK_COMPUTES = False
-# Whether gate and up lay their result out for down, where both are this kernel's: not run on a GPU yet.
-STREAMK_HANDS_OVER = False
 # Rows of x up to which one tile has them all, unless there are multiprocessors for more.
 STREAMK_ONE_TILE = 32
 
@@ -297,8 +288,6 @@ GROUPED_STREAMK = {
     (112, 2): (2, GroupedTimes(1.50, 1.60)),
 }  # fmt: skip
 GROUPED_LAYING, GROUPED_BANDWIDTH = 1.1, 4.0
-# Whether `multiply` leaves registers for what lays x of experts out, and so begins beside it: not timed yet.
-GROUPED_BESIDE = False
 # How many times that on an H200: by tile_m, where it is narrow; and by the weights that share a scale.
 GROUPED_NARROW, GROUPED_SPANS = {8: 1.25}, {64: 1.0, 32: 1.2}
 # The same on the way back, not measured yet: a unit as of one weight, and a tile by its rows.
