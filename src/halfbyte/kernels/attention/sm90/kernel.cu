@@ -34,6 +34,7 @@
 //   size, group, fresh     numbers of a head; heads that share keys, new tokens of a text
 //   columns                groups of eight rows of queries that a warp has
 //   token_warps, cluster   warps of a CTA that share rows; CTAs of a cluster
+//   stages                 blocks of a warp that are on their way to shared memory; 0: one is, to registers
 //   mask                   0 none, 1 bytes, 2 numbers of 16 bits that are added
 //   spans, sinks, capped   whether there are any; sinks: 0 none, 1 of 16 bits, 2 of 32
 //   puts, rotary, halves   new tokens are as in fresh.py: numbers of a head that turn; whether angles are of a half
@@ -60,10 +61,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   Keys keys;
   Values values;
   Shifts shifts;
-  keys.load(text, next, group, member);
-  if constexpr (AHEAD) values.load(text, next, group, member);
+  const Ring ring(warp, lane);
+  if constexpr (STAGES > 0) {
+#pragma unroll
+    for (int stage = 0; stage < int(STAGES); stage++) ring.ask(text, turn + stage * PARTS, stage, group, member);
+  } else {
+    keys.load(text, next, group, member);
+    if constexpr (AHEAD) values.load(text, next, group, member);
+    fetch_block(a, text, turn + PARTS, lane);
+  }
   shifts.load(a, text, next, group, first_row + 2 * member);
-  fetch_block(a, text, turn + PARTS, lane);
   Angles angles[COLUMNS];
   if constexpr (Config::puts)
 #pragma unroll
@@ -105,20 +112,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
 
   //: what is new is turned
   Sums sums;
-  while (turn < text.blocks) {
+  for (u32 stage = 0; turn < text.blocks; stage = (stage + 1) % max(STAGES, 1u)) {
     const u32 base = next;
     turn += PARTS, next = text.token_at(turn);
-    if constexpr (!AHEAD) values.load(text, base, group, member);
+    if constexpr (STAGES > 0) ring.take(keys, values, stage);
+    else if constexpr (!AHEAD) values.load(text, base, group, member);
     if (has_own && base < text.behind_own && base + BLOCK > text.own)
       replace(text, keys, values, own, base, group, member);
     float score[COLUMNS][4];
     multiply(score, keys, query);
-    if constexpr (AHEAD) keys.load(text, next, group, member);
+    if constexpr (STAGES == 0 && AHEAD) keys.load(text, next, group, member);
     u32 operand[COLUMNS][2];
     sums.weigh(operand, score, shifts, a);
     shifts.load(a, text, next, group, first_row + 2 * member);
     sums.add(values, operand);
-    if constexpr (AHEAD) values.load(text, next, group, member);
+    if constexpr (STAGES > 0) ring.ask(text, turn + (STAGES - 1) * PARTS, stage, group, member);
+    else if constexpr (AHEAD) values.load(text, next, group, member);
     else keys.load(text, next, group, member);
   }
 
