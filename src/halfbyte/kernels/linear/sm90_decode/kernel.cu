@@ -8,8 +8,8 @@
 // permuted alike: a thread takes 8 neighbouring bytes of a block of 64 weights, a quad of lanes all 32, and 4 MMAs use
 // them up. One look-up in a table in shared memory turns a byte into two 16-bit numbers (device/decode.cuh). The host
 // multiplies the codebook by a factor that makes its rounding to 16 bits harmless, and the epilogue multiplies by one
-// over that factor, `unit`. Integers may be computed instead. Scales are applied in fp32 to the sums of a block, or of `joined` blocks that share one.
-// Where each 32 weights share one, which is a power of two, sums are of half a block.
+// over that factor, `unit`. Integers may be computed instead. Scales are applied in fp32 to the sums of a block, or of
+// `joined` blocks that share one. Where each 32 weights share one, which is a power of two, sums are of half a block.
 //
 // Work. A CTA owns warps * slice blocks of K and strides over tiles of 16 rows of W. A warp keeps its slice of x in
 // registers throughout. A producer warp copies tiles into shared memory, `stages` of them, each by one tensor copy:
@@ -119,8 +119,8 @@ __device__ __forceinline__ void copy_fragments(XFragments& to, const XFragments&
       for (int i = 0; i < 4; i++) to[c][b][i] = from[c][b][i];
 }
 
-// Number J of four pairs of weights in a word. Integers are computed: those of nibbles J and J + 4, which one mask takes
-// out. Others are looked up: those of byte J.
+// Number J of four pairs of weights in a word. Integers are computed: those of nibbles J and J + 4, which one mask
+// takes out. Others are looked up: those of byte J.
 template <int J> __device__ __forceinline__ u32 weights_of(u32 word, u32 column) {
   if constexpr (!Config::computes) return look_up<J>(word, column);
   const u32 bits = J < 2 ? word : word >> 8;
