@@ -348,6 +348,10 @@ unsigned char* place_of(unsigned address, size_t bytes) {
   nowhere.resize(max(nowhere.size(), bytes));
   return nowhere.data();
 }
+void check_is_global(const void* place) {
+  const auto* at = static_cast<const unsigned char*>(place);
+  if (at >= memory && at < memory + shared_bytes) wrong++;
+}
 void check(const void* from, size_t bytes) {
   const uint64_t at = reinterpret_cast<uint64_t>(from);
   for (const Range& range : readable)

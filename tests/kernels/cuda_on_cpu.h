@@ -110,6 +110,7 @@ template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned by) {
 // -- Memory -----------------------------------------------------------------------------------------------------------
 
 void check(const void* from, size_t bytes);  // counts it if that is not in `readable`
+void check_is_global(const void* place);     // counts it if that is shared memory
 template <class T> T __ldg(const T* from) {
   check(from, sizeof(T));
   return *from;

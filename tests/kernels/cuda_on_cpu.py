@@ -77,8 +77,10 @@ FUNCTIONS = {
     "store_sums": "void store_sums(u32 at, float4 value) { stored(at, value); }",
     "store_copies": "void store_copies(u32 at, u32 value) { stored(at, make_uint4(value, value, value, value)); }",
     "count_one": "u32 count_one(u32 at, bool wants) { return wants ? counted(at) : 0; }",
-    "store_if": "template <class T, class V> void store_if(bool wanted, T* to, V value) { if (wanted) *to = value; }",
-    "load_if": "template <class T> u32 load_if(bool wanted, const T* from) { return wanted ? *from : 0; }",
+    "store_if": "template <class T, class V> void store_if(bool wanted, T* to, V value) {"
+    " if (wanted) check_is_global(to), *to = value; }",
+    "load_if": "template <class T> u32 load_if(bool wanted, const T* from) {"
+    " return wanted ? check_is_global(from), *from : 0; }",
     "exponential": "float exponential(float t) { return expf(t); }",
     "reciprocal": "float reciprocal(float value) { return 1 / value; }",
     "address_in": "u32 address_in(u32 at, u32 rank) { return at & 0xffffff | rank << 24; }",
