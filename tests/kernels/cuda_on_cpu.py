@@ -31,8 +31,8 @@ FUNCTIONS = {
     "load_partial": "float4 load_partial(const float4* from) { return let_others(), *from; }",
     "load_route": "uint4 load_route(const uint4* from) { return *from; }",
     "store_partial": "void store_partial(float4* to, float4 value) { *to = value; }",
-    "weighted": "u32 weighted(u32 word, u32 weights, u32 offset) {"
-    " const auto one = [&](u32 at) { return narrow(unpack(word >> at) * (unpack(offset) + unpack(weights >> at))); };"
+    "weighted": "u32 weighted(u32 word, u32 weights, u32 adds) {"
+    " const auto one = [&](u32 at) { return narrow(unpack(word >> at) * ((adds ? 1 : 0) + unpack(weights >> at))); };"
     " return one(0) | u32(one(16)) << 16; }",
     "scaled": "float scaled(float number, float scale) { return __fmul_rn(number, scale); }",
     "load_matrices": "void load_matrices(u32 (&to)[4], u32 at) { matrices(to, at, false); }",

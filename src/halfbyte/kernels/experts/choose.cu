@@ -20,6 +20,8 @@
 
 constexpr u32 TOKENS = 8, WARPS = 16, THREADS = 32 * WARPS, CHUNK = 32, CHUNKS = Config::k / CHUNK;
 constexpr u32 TURNS = (CHUNKS + WARPS - 1) / WARPS, OF_CTA = (TOKENS + Config::cluster - 1) / Config::cluster;
+// Turns whose loads are on their way before any is used: as registers allow.
+constexpr u32 WANTED = 15 / (1 + 2 * Config::tiles), AHEAD = WANTED < 1 ? 1 : WANTED < TURNS ? WANTED : TURNS;
 constexpr u32 OF_LANE = (Config::experts + 31) / 32, SCORES = 4 * WARPS * Config::tiles * 128;  // bytes ahead of scores
 static_assert(SCORES + 4 * OF_CTA * Config::experts == Config::shared_bytes, "choose.py asks for as much");
 
@@ -117,19 +119,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
 
   float sums[Config::tiles][4] = {};
 #pragma unroll
-  for (u32 turn = 0; turn < TURNS; turn++) {
-    const u32 at = place_of(turn);
-    const bool inside = at < Config::k;
-    const uint4 x = load_or_none(a.x + u64(first + group) * Config::k + at, inside && first + group < a.tokens);
+  for (u32 begin = 0; begin < TURNS; begin += AHEAD) {
+    constexpr u32 OF_TURN = 1 + 2 * Config::tiles;
+    uint4 pieces[AHEAD * OF_TURN];  // of each turn x, and then a tile's two rows after the other
 #pragma unroll
-    for (u32 i = 0; i < Config::tiles; i++) {
-      const u32 expert = expert_of(i);
-      const u16* from = a.weight + u64(expert) * Config::k + at;
-      const uint4 upper = load_or_none(from, inside && expert < Config::experts);
-      const uint4 lower = load_or_none(from + 8 * Config::k, inside && expert + 8 < Config::experts);
-      mma(sums[i], upper.x, lower.x, upper.y, lower.y, x.x, x.y);
-      mma(sums[i], upper.z, lower.z, upper.w, lower.w, x.z, x.w);
+    for (u32 turn = 0; turn < AHEAD; turn++) {
+      const u32 at = place_of(begin + turn);
+      const bool inside = at < Config::k;
+      pieces[turn * OF_TURN] =
+          load_or_none(a.x + u64(first + group) * Config::k + at, inside && first + group < a.tokens);
+#pragma unroll
+      for (u32 i = 0; i < Config::tiles; i++) {
+        const u32 expert = expert_of(i);
+        const u16* from = a.weight + u64(expert) * Config::k + at;
+        pieces[turn * OF_TURN + 2 * i + 1] = load_or_none(from, inside && expert < Config::experts);
+        pieces[turn * OF_TURN + 2 * i + 2] = load_or_none(from + 8 * Config::k, inside && expert + 8 < Config::experts);
+      }
     }
+    load_together(pieces, a.tokens >> 31);
+#pragma unroll
+    for (u32 turn = 0; turn < AHEAD; turn++)
+#pragma unroll
+      for (u32 i = 0; i < Config::tiles; i++) {
+        const uint4 x = pieces[turn * OF_TURN];
+        const uint4 upper = pieces[turn * OF_TURN + 2 * i + 1], lower = pieces[turn * OF_TURN + 2 * i + 2];
+        mma(sums[i], upper.x, lower.x, upper.y, lower.y, x.x, x.y);
+        mma(sums[i], upper.z, lower.z, upper.w, lower.w, x.z, x.w);
+      }
   }
   float* parts = reinterpret_cast<float*>(memory);  // [warp][tile][row of 16][token]
 #pragma unroll

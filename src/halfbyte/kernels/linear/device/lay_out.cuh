@@ -88,13 +88,18 @@ __device__ __forceinline__ void scatter_rows(const Arguments& a, u32 thread, u32
 
 // Of a row of x, by a CTA: what it is multiplied by. Threads leave their warps' sums in shared memory.
 __device__ __forceinline__ float norm_factor(const Arguments& a, u32 m) {
+  constexpr u32 AHEAD = 8;  // loads on their way before any is used, which is all of 8,192 numbers
   const u32 of_warps = u32(__cvta_generic_to_shared(memory));
-  const u16* x = a.x + u64(m) * a.k;
+  const uint4* x = reinterpret_cast<const uint4*>(a.x + u64(m) * a.k);
   float sum = 0;
-#pragma unroll 4
-  for (u32 i = threadIdx.x; i < a.k / 8; i += 128) {
-    const uint4 eight = reinterpret_cast<const uint4*>(x)[i];
-    sum = square_sum(eight.w, square_sum(eight.z, square_sum(eight.y, square_sum(eight.x, sum))));
+  for (u32 first = threadIdx.x; first < a.k / 8; first += AHEAD * 128) {
+    uint4 eight[AHEAD];
+#pragma unroll
+    for (u32 i = 0; i < AHEAD; i++) eight[i] = first + i * 128 < a.k / 8 ? x[first + i * 128] : make_uint4(0, 0, 0, 0);
+    load_together(eight, a.k >> 31);
+#pragma unroll
+    for (u32 i = 0; i < AHEAD; i++)
+      sum = square_sum(eight[i].w, square_sum(eight[i].z, square_sum(eight[i].y, square_sum(eight[i].x, sum))));
   }
 #pragma unroll
   for (u32 other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);

@@ -20,13 +20,30 @@ __device__ __forceinline__ void prefetch_norm(const Arguments& a, u32 first_bloc
   if (lane < Config::slice && block < a.k / 64) prefetch_line(a.norm + block * 64);
 }
 
-// Two numbers of x times theirs of `weights` plus `offset`, which is 0 or 1 twice: with one rounding.
-__device__ __forceinline__ u32 weighted(u32 word, u32 weights, u32 offset) {
+// Two numbers of x times theirs of `weights`, plus themselves where `adds` has all bits, else none: with one rounding.
+__device__ __forceinline__ u32 weighted(u32 word, u32 weights, u32 adds) {
   u32 result;
-  asm("{.reg .b32 t; fma.rn.bf16x2 t, %1, %3, %4; fma.rn.bf16x2 %0, %1, %2, t;}"
-      : "=r"(result)
-      : "r"(word), "r"(weights), "r"(offset), "r"(0x80008000));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(word), "r"(weights), "r"(word & adds));
   return result;
+}
+
+// All of a warp's x is on its way before any is used, as of `load_together`. zero: is 0.
+__device__ __forceinline__ void together(uint2 (&x)[Config::slice][4], u32 zero) {
+  u32 all = 0;
+#pragma unroll
+  for (int b = 0; b < Config::slice; b++) all ^= x[b][1].y ^ x[b][3].y;  // each the end of a load
+  x[0][0].x ^= all & zero;
+}
+// Of row `group` of a warp's x, to all lanes that have it. What a lane holds of x as the B operand of W's products is
+// that of the same rows as the A operand. So the squares are the diagonal of x @ x.T, by few instructions.
+__device__ __forceinline__ float sum_of_squares(const uint2 (&x)[Config::slice][4], u32 group) {
+  float even[4] = {}, odd[4] = {};  // of every other step: half as long a chain
+#pragma unroll
+  for (int b = 0; b < Config::slice; b++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) mma(i % 2 ? odd : even, x[b][i].x, 0, x[b][i].y, 0, x[b][i].x, x[b][i].y);
+  const float sum = group % 2 ? even[1] + odd[1] : even[0] + odd[0];  // of the lane that has column `group`, too
+  return __shfl_sync(~0u, sum, 4 * group + group / 2);
 }
 
 constexpr u32 SQUARES_ROWS = 8 * Config::m_tiles;
@@ -45,14 +62,8 @@ __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 
   const u32 number = blockIdx.y * Config::warps + warp;
 #pragma unroll
   for (int c = 0; c < Config::m_tiles; c++) {
-    float sum = 0, other = 0;  // of every other word: half as long a chain
-#pragma unroll
-    for (int b = 0; b < Config::slice; b++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum = square_sum(x[c][b][i].x, sum), other = square_sum(x[c][b][i].y, other);
-    sum += other;
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
+    together(x[c], a.m >> 31);
+    const float sum = sum_of_squares(x[c], group);
     const u32 to = shared + SQUARES + (number * SQUARES_ROWS + 8 * c + group) * 4;
     if constexpr (Config::cluster == 1) {
       if (member == 0) store_float(to, sum);
@@ -66,9 +77,9 @@ __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 
     if constexpr (Config::cluster == 1) meet<2, Config::warps * 32>();
     else wait(shared + SQUARES_FULL, 0);
   }
-  const u32 offset = pack(a.norm_offset, a.norm_offset);
+  const u32 adds = a.norm_offset == 0 ? 0 : ~0u;
   const auto apply = [&](u32& word, u32 weights, float factor) {
-    if constexpr (FOLDS_NORM) word = weighted(word, weights, offset);
+    if constexpr (FOLDS_NORM) word = weighted(word, weights, adds);
     else word = normed(word, weights, factor, a.norm_offset);
   };
 #pragma unroll
