@@ -26,6 +26,7 @@
 // Needs sm_90a, K % span == 0, packed aligned to 16 bytes, and units times CTAs below 2^32.
 //
 // Config:
+//   words_ahead                              whether words of W are loaded a span before they are decoded
 //   tile_m, warpgroups, stages, cluster      rows of x a tile, warpgroups that multiply, stages of the pipeline, CTAs
 //   resident                                 units whose x stays in shared memory; 0: x comes with W
 //   shares                                   CTAs that have equal parts of each tile, and end with it together; 1: any
@@ -52,20 +53,23 @@
 #include "device/lay_out.cuh"
 #include "device/pairs.cuh"
 
-// This thread's A operands of a span. stage: the address of the stage.
-__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], u32 stage, const RowPlace& mine, int span, u32 column) {
+// This thread's bytes of W of a span: of its upper row, and of its lower. stage: the address of the stage.
+using SpanWords = u32[2][WORDS];
+__device__ __forceinline__ void load_span(SpanWords& words, u32 stage, const RowPlace& mine, int span) {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const u32 at = stage + ((half ? mine.lower : mine.upper) ^ span * (Config::span / 2));
-    u32 words[WORDS];
-    load(words, at);
+  for (int half = 0; half < 2; half++)
+    load(words[half], stage + ((half ? mine.lower : mine.upper) ^ span * (Config::span / 2)));
+}
+// This thread's A operands of a span.
+__device__ __forceinline__ void decode(u32 (&a)[4 * STEPS], const SpanWords& words, u32 column) {
+#pragma unroll
+  for (int half = 0; half < 2; half++)
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-      const u32 word = words[step / 2];
+      const u32 word = words[half][step / 2];
       a[4 * step + half] = step % 2 ? look_up<2>(word, column) : look_up<0>(word, column);
       a[4 * step + 2 + half] = step % 2 ? look_up<3>(word, column) : look_up<1>(word, column);
     }
-  }
 }
 
 __device__ __forceinline__ void multiply_units(const Arguments& a, const Arguments& up, u32 first, u32 last, u32 warp,
@@ -93,11 +97,14 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   WorkUnit at(a, first);
   float sum[SUMS];
   u32 even[4 * STEPS], odd[4 * STEPS];  // A operands of two spans: one is multiplied while the next is decoded
+  SpanWords words;                      // of the next span that is decoded
 #pragma unroll
   for (int i = 0; i < SUMS; i++) total[i] = 0;
   wait(shared() + FULL, 0);
   //: the first stage is there
-  decode(even, shared() + TILES, mine, 0, column);
+  load_span(words, shared() + TILES, mine, 0);
+  decode(even, words, column);
+  if constexpr (Config::words_ahead) load_span(words, shared() + TILES, mine, 1);
   Destination to;
   for (u32 unit = first; unit < last; unit++) {
     if constexpr (Config::grouped && Arguments::ASKS_AHEAD)
@@ -119,12 +126,16 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       close_products();
       const bool ends = span % JOINED == JOINED - 1;
       const uint2 scale = ends ? load_pair(mine.scales + scales + span / JOINED * TILE_N * 4) : make_uint2(0, 0);
-      if (span + 1 < SPANS) {
-        decode(next, stage, mine, span + 1, column);
+      // Words are loaded right before they are decoded, or a span ahead, so that no product waits for shared memory.
+      constexpr int AHEAD = Config::words_ahead ? 2 : 1;
+      if (Config::words_ahead && (span + 1 < SPANS || unit + 1 < last)) decode(next, words, column);
+      if (span + AHEAD < SPANS) {
+        load_span(words, stage, mine, span + AHEAD);
       } else if (unit + 1 < last) {
-        wait(shared() + FULL + 8 * ring.at, ring.parity);
-        decode(next, shared() + TILES + ring.at * STAGE_BYTES, mine, 0, column);
+        if (span + AHEAD == SPANS) wait(shared() + FULL + 8 * ring.at, ring.parity);
+        load_span(words, shared() + TILES + ring.at * STAGE_BYTES, mine, span + AHEAD - SPANS);
       }
+      if (!Config::words_ahead && (span + 1 < SPANS || unit + 1 < last)) decode(next, words, column);
       wait_for_products<0>();
       if (ends) promote(total, sum, __uint_as_float(scale.x), __uint_as_float(scale.y));
     };

@@ -113,6 +113,8 @@ STREAMK_TIMES = {
 }  # fmt: skip
 # What a product saves whose x is laid out already.
 STREAMK_LAYING_OUT = 1.5
+# Whether words of W are loaded a span before they are decoded: not timed yet.
+STREAMK_WORDS_AHEAD = False
 # Rows of x up to which one tile has them all, unless there are multiprocessors for more.
 STREAMK_ONE_TILE = 32
 
