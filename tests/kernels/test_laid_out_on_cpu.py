@@ -104,14 +104,16 @@ def test_a_product(hopper: Driver, case: Case) -> None:
 
 @pytest.fixture
 def words_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(h200, "STREAMK_WORDS_AHEAD", True)
-    streamk.variant.cache_clear()
+    for kernel, name in ((streamk, "STREAMK_WORDS_AHEAD"), (gemm, "GEMM_WORDS_AHEAD")):
+        monkeypatch.setattr(h200, name, True)
+        kernel.variant.cache_clear()
     yield
     streamk.variant.cache_clear()
+    gemm.variant.cache_clear()
 
 
 @pytest.mark.usefixtures("words_ahead")
-@pytest.mark.parametrize("name", ["equal parts of wide tiles", "equal parts", "equal parts, many", "two tiles of x"])
+@pytest.mark.parametrize("name", ["equal parts", "equal parts, many", "two tiles of x", "many rows in chunks", "back"])
 def test_words_of_the_next_span(hopper: Driver, name: str) -> None:
     test_a_product(hopper, CASES[name])
 

@@ -252,6 +252,8 @@ GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 2.0, 4.5
 LAYING_THREADS = 1 << 16
 # µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
 GEMM_LAYING_OUT = 1.5
+# Whether a step of W is loaded a step before it is decoded: not timed yet.
+GEMM_WORDS_AHEAD = False
 # Rows of x a tile from which on shared memory is what W waits for.
 GEMM_PERMUTES_M = 160
 # Bytes of x a launch, all of which stays in L2.
