@@ -215,6 +215,15 @@ bool __any_sync(unsigned, bool value) {
 unsigned __ballot_sync(unsigned, bool value) {
   return reduced(unsigned(value) << threadIdx.x % 32, [](unsigned a, unsigned b) { return a | b; });
 }
+unsigned __match_any_sync(unsigned, unsigned value) {
+  return exchanged(value, [](Warp& all) {
+    for (unsigned lane = 0; lane < 32; lane++) {
+      all.taken[lane][0] = 0;
+      for (unsigned other = 0; other < 32; other++)
+        all.taken[lane][0] |= unsigned(all.given[other][0] == all.given[lane][0]) << other;
+    }
+  });
+}
 unsigned __reduce_add_sync(unsigned, unsigned value) {
   return reduced(value, [](unsigned a, unsigned b) { return a + b; });
 }

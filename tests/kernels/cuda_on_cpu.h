@@ -58,9 +58,9 @@ template <class T> T loaded(unsigned address) {
 template <class T> void stored(unsigned address, T value) {
   __builtin_memcpy(place_of(address, sizeof(T)), &value, sizeof(T));
 }
-inline unsigned counted(unsigned address) {  // and one more from now on
+inline unsigned counted(unsigned address, unsigned number) {  // and so many more from now on
   const unsigned before = loaded<unsigned>(address);
-  return stored(address, before + 1), before;
+  return stored(address, before + number), before;
 }
 
 void __syncthreads();
@@ -73,6 +73,7 @@ void let_others();
 unsigned shuffled(unsigned mask, unsigned value, unsigned from);  // what lane `from` has
 bool __any_sync(unsigned, bool value);
 unsigned __ballot_sync(unsigned, bool value);
+unsigned __match_any_sync(unsigned, unsigned value);
 unsigned __reduce_add_sync(unsigned, unsigned value);
 unsigned __reduce_max_sync(unsigned, unsigned value);
 unsigned __reduce_min_sync(unsigned, unsigned value);
@@ -87,6 +88,7 @@ void close_products();
 void wait_for_group(unsigned open);
 template <int Open> void wait_for_products() { wait_for_group(Open); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 void __trap();
 
 template <class T> T __shfl_sync(unsigned mask, T value, unsigned from) {

@@ -76,7 +76,7 @@ FUNCTIONS = {
     "store_pair": "void store_pair(u32 at, float first, float second) { stored(at, make_float2(first, second)); }",
     "store_sums": "void store_sums(u32 at, float4 value) { stored(at, value); }",
     "store_copies": "void store_copies(u32 at, u32 value) { stored(at, make_uint4(value, value, value, value)); }",
-    "count_one": "u32 count_one(u32 at, bool wants) { return wants ? counted(at) : 0; }",
+    "take_places": "u32 take_places(u32 at, u32 number, bool wants) { return wants ? counted(at, number) : 0; }",
     "store_if": "template <class T, class V> void store_if(bool wanted, T* to, V value) {"
     " if (wanted) check_is_global(to), *to = value; }",
     "load_if": "template <class T> u32 load_if(bool wanted, const T* from) {"

@@ -143,11 +143,24 @@ def test_experts(
     hopper: Driver, k: int, dtype: torch.dtype, format: str, options: dict[str, Any], activation: str
 ) -> None:
     """More pairs of an expert than a unit has, and some whose id is no expert."""
+    _check_experts(hopper, 15, k, dtype, format, options, activation)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 40])  # with up to 32 pairs, and with more
+@pytest.mark.parametrize("activation", ["silu", ""])
+def test_pairs_of_experts(hopper: Driver, activation: str, tokens: int) -> None:
+    _check_experts(hopper, tokens, 512, BF16, "nf4", {}, activation)
+
+
+def _check_experts(
+    hopper: Driver, tokens: int, k: int, dtype: torch.dtype, format: str, options: dict[str, Any], activation: str
+) -> None:
     torch.manual_seed(0)
     experts, n = 5, 64
     q = weight(experts, n, k=k, dtype=dtype, format=format, **options)
-    x, bias = torch.randn(15, k).to(dtype), torch.randn(experts, n).to(dtype)
-    ids = torch.randint(-1, experts + 1, (15, 2), dtype=torch.int32 if activation else torch.int64)
+    x, bias = torch.randn(tokens, k).to(dtype), torch.randn(experts, n).to(dtype)
+    ids = torch.randint(-1, experts + 1, (tokens, 2), dtype=torch.int32 if activation else torch.int64)
+    ids[1::3] = 2
     found = _routed(hopper, x, ids, q, bias, activation)
     wanted = ((ids >= 0) & (ids < experts)).flatten()
     assert activation or not found[~wanted].any()

@@ -13,13 +13,13 @@ __device__ __forceinline__ u32 pair_of(u32 shared, u32 unit, u32 column) {
   return load_short(shared + UNIT_PAIRS + 2 * (unit * WIDTH + column));
 }
 
-// A place among the pairs of an expert, for a lane that wants one. Predicated and not behind a branch, so that many are
-// on their way at once.
-__device__ __forceinline__ u32 count_one(u32 address, bool wants) {
+// So many places among the pairs of an expert, for a lane that wants them. Predicated and not behind a branch, so that
+// many are on their way at once.
+__device__ __forceinline__ u32 take_places(u32 address, u32 number, bool wants) {
   u32 before;
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p atom.shared.add.u32 %0, [%1], 1;}"
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p atom.shared.add.u32 %0, [%1], %2;}"
                : "=r"(before)
-               : "r"(address), "r"(u32(wants))
+               : "r"(address), "r"(number), "r"(u32(wants))
                : "memory");
   return before;
 }
@@ -49,19 +49,43 @@ template <int N> __device__ __forceinline__ void clear_rows(const Arguments& a, 
   }
 }
 
-// By one warp; the others wait for it, so all of its loads go at once. Which pairs of an expert share a unit is left to
-// chance, and no result depends on it.
-__device__ __forceinline__ void find_units(const Arguments& a, u32 shared, u32 lane) {
-  constexpr u32 OF_LANE = ROUTED ? (Config::pairs + 31) / 32 : 1, EXPERTS = ROUTED ? Config::experts / 32 : 1;
-  u32 expert[OF_LANE], place[OF_LANE];
-  if (a.wide_ids) load_experts<u64>(a, expert, lane);
-  else load_experts<u32>(a, expert, lane);
+// The units of no more pairs than a warp has lanes, each of which has the pair of its number. Lanes of the same expert
+// know of each other, so nothing is counted.
+__device__ __forceinline__ void find_few_units(u32 shared, u32 expert, u32 lane) {
+  const u32 alike = __match_any_sync(~0u, expert), before = (1u << lane) - 1, place = __popc(alike & before);
+  const bool valid = expert != NOBODY, begins = valid && place % WIDTH == 0;
+  const u32 firsts = __ballot_sync(~0u, begins);  // of units
+  u32 rest = alike;                               // but those of the expert's units ahead
+  for (u32 i = place / WIDTH * WIDTH; i > 0; i--) rest &= rest - 1;
+  const u32 unit = __popc(firsts & ((rest & -rest) - 1));
+  if (begins) {
+    store_short(shared + UNIT_EXPERT + 2 * unit, expert);
+    store_copies(shared + UNIT_PAIRS + 2 * WIDTH * unit, ~0u);
+  }
+  __syncwarp();
+  if (valid) store_short(shared + UNIT_PAIRS + 2 * (WIDTH * unit + place % WIDTH), lane);
+  if (lane == 0) store_word(shared + UNITS, __popc(firsts));
+}
+
+// Of more. Every CTA finds the same units, since each has its own tiles of them: so one lane takes places for all that
+// have its expert, and these follow their order.
+constexpr u32 OF_LANE = ROUTED ? (Config::pairs + 31) / 32 : 1, EXPERTS = ROUTED ? Config::experts / 32 : 1;
+__device__ __forceinline__ void find_many_units(u32 shared, const u32 (&expert)[OF_LANE], u32 lane) {
+  u32 alike[OF_LANE], place[OF_LANE];
 #pragma unroll
   for (u32 i = 0; i < EXPERTS; i++) store_word(shared + COUNT + 4 * (32 * i + lane), 0);
+#pragma unroll
+  for (u32 i = 0; i < OF_LANE; i++) alike[i] = __match_any_sync(~0u, expert[i]);
   __syncwarp();
 #pragma unroll
-  for (u32 i = 0; i < OF_LANE; i++) place[i] = count_one(shared + COUNT + 4 * expert[i], expert[i] != NOBODY);
-  __syncwarp();
+  for (u32 i = 0; i < OF_LANE; i++) {
+    const bool leads = expert[i] != NOBODY && __ffs(alike[i]) == lane + 1;
+    place[i] = take_places(shared + COUNT + 4 * expert[i], __popc(alike[i]), leads);
+    __syncwarp();
+  }
+#pragma unroll
+  for (u32 i = 0; i < OF_LANE; i++)
+    place[i] = __shfl_sync(~0u, place[i], __ffs(alike[i]) - 1) + __popc(alike[i] & (1u << lane) - 1);
   // The units of a lane's experts, whose counts become the numbers of their first ones.
   u32 own[EXPERTS], all = 0;
 #pragma unroll
@@ -96,6 +120,15 @@ __device__ __forceinline__ void find_units(const Arguments& a, u32 shared, u32 l
     if (expert[i] != NOBODY) store_short(shared + UNIT_PAIRS + 2 * column, 32 * i + lane);
   }
   if (lane == 0) store_word(shared + UNITS, units);
+}
+
+// By one warp; the others wait for it, so all of its loads go at once.
+__device__ __forceinline__ void find_units(const Arguments& a, u32 shared, u32 lane) {
+  u32 expert[OF_LANE];
+  if (a.wide_ids) load_experts<u64>(a, expert, lane);
+  else load_experts<u32>(a, expert, lane);
+  if constexpr (OF_LANE == 1) find_few_units(shared, expert[0], lane);
+  else find_many_units(shared, expert, lane);
   __syncwarp();
   if (a.clears && blockIdx.y == 0) clear_rows(a, expert, lane);
 }
