@@ -22,8 +22,9 @@ struct Arguments {
   u32 pairs, experts, wide_ids, most_tiles;
 };
 
-// [WARPS][experts], the CTA's own [experts], and how far a row of each expert moves where tiles are filled up.
-extern __shared__ u32 counts[];
+// [WARPS][experts], the CTA's own [experts], how far a row of each expert moves where tiles are filled up, and twice
+// [WARPS].
+extern __shared__ __align__(16) unsigned char memory[];
 
 // The sum of `value` over the threads before this one, and over all of them.
 struct Sums {
@@ -64,7 +65,7 @@ __device__ __forceinline__ void sync_all() {
 // The pairs first + lane, first + 32 + lane, … of a warp: the expert of each or NOWHERE, and the lanes with the same
 // one.
 struct Pairs {
-  u32 expert[AT_ONCE], alike[AT_ONCE];
+  u32 expert[AT_ONCE], alike[AT_ONCE], places[AT_ONCE];
   // By all lanes. end: the first pair that is not the warp's.
   __device__ __forceinline__ void load(const Arguments& a, u32 first, u32 end, u32 lane) {
     u64 ids[AT_ONCE];
@@ -81,14 +82,30 @@ struct Pairs {
       alike[i] = __match_any_sync(~0u, expert[i]);
     }
   }
+  // Adds them to what their warp has of each expert, whose numbers are at `own`: one lane for all that are alike, in the
+  // order of pairs.
+  __device__ __forceinline__ void count(const u32* own, u32 lane) {
+    const u32 start = u32(__cvta_generic_to_shared(own));
+#pragma unroll
+    for (u32 i = 0; i < AT_ONCE; i++) {
+      const bool leads = expert[i] != NOWHERE && __ffs(alike[i]) == lane + 1;
+      places[i] = take_places(start + 4 * expert[i], __popc(alike[i]), leads);
+      __syncwarp();
+    }
+  }
+  // After `count`: pair i's place, if it has an expert. By all lanes.
+  __device__ __forceinline__ u32 place(u32 i, u32 lane) const {
+    return __shfl_sync(~0u, places[i], __ffs(alike[i]) - 1) + __popc(alike[i] & (1u << lane) - 1);
+  }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_constant__ Arguments a) {
-  __shared__ u32 rows_of_warps[WARPS], tiles_of_warps[WARPS];
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.y, before = (1u << lane) - 1;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.y;
   const u32 number = rank * WARPS + warp;
   //: begins to sort
-  u32 *own = counts + warp * a.experts, *totals = counts + WARPS * a.experts, *moves = totals + a.experts;
+  u32 *counts = reinterpret_cast<u32*>(memory), *own = counts + warp * a.experts;
+  u32 *totals = counts + WARPS * a.experts, *moves = totals + a.experts;
+  u32 *rows_of_warps = moves + a.experts, *tiles_of_warps = rows_of_warps + WARPS;
   for (u32 e = lane; e < a.experts; e += 32) own[e] = 0;
   __syncwarp();
   if constexpr (Config::overlaps) {
@@ -101,22 +118,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
   Pairs pairs;
   for (u32 begin = number * run; begin < end; begin += 32 * AT_ONCE) {
     pairs.load(a, begin, end, lane);
-#pragma unroll
-    for (u32 i = 0; i < AT_ONCE; i++) {
-      const u32 expert = pairs.expert[i], alike = pairs.alike[i];
-      if (expert != NOWHERE && !(alike & before)) own[expert] += __popc(alike);
-      __syncwarp();
-    }
+    pairs.count(own, lane);
   }
   __syncthreads();
   for (u32 e = threadIdx.x; e < a.experts; e += THREADS) {
-    u32 rows = 0;
+    u32 count[WARPS], rows = 0;  // all are loaded before any is stored, which may be the same to the compiler
 #pragma unroll
-    for (u32 w = 0; w < WARPS; w++) {
-      const u32 count = counts[w * a.experts + e];
-      counts[w * a.experts + e] = rows;
-      rows += count;
-    }
+    for (u32 w = 0; w < WARPS; w++) count[w] = counts[w * a.experts + e];
+#pragma unroll
+    for (u32 w = 0; w < WARPS; w++) counts[w * a.experts + e] = rows, rows += count[w];
     totals[e] = rows;
   }
   //: pairs are counted
@@ -143,8 +153,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
 #pragma unroll
   for (u32 i = 0; i < MOST_OF_A_THREAD; i++) {
     if (i >= share || first + i >= a.experts) break;
+    u32 count[WARPS];
 #pragma unroll
-    for (u32 w = 0; w < WARPS; w++) counts[w * a.experts + first + i] += row + earlier[i];
+    for (u32 w = 0; w < WARPS; w++) count[w] = counts[w * a.experts + first + i];
+#pragma unroll
+    for (u32 w = 0; w < WARPS; w++) counts[w * a.experts + first + i] = count[w] + row + earlier[i];
     moves[first + i] = tile * Config::tile_m - row;
     for (u32 done = 0; done < rows[i]; done += Config::tile_m, tile++)
       if (tile % CTAS == rank)
@@ -160,16 +173,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
   u32 *places = sorted + count_aligned(a.pairs), *in_tiles = places + count_aligned(a.pairs);
   for (u32 begin = number * run; begin < end; begin += 32 * AT_ONCE) {
     if (run > 32 * AT_ONCE) pairs.load(a, begin, end, lane);
+    pairs.count(own, lane);
 #pragma unroll
     for (u32 i = 0; i < AT_ONCE; i++) {
-      const u32 pair = begin + 32 * i + lane, expert = pairs.expert[i], alike = pairs.alike[i];
+      const u32 pair = begin + 32 * i + lane, expert = pairs.expert[i], place = pairs.place(i, lane);
       const bool valid = expert != NOWHERE;
-      const u32 place = valid ? own[expert] + __popc(alike & before) : NOWHERE;
-      __syncwarp();
-      if (valid && !(alike & before)) own[expert] += __popc(alike);
       if (valid) sorted[place] = pair;
-      if (pair < end) places[pair] = place, in_tiles[pair] = valid ? place + moves[expert] : NOWHERE;
-      __syncwarp();
+      if (pair < end) places[pair] = valid ? place : NOWHERE, in_tiles[pair] = valid ? place + moves[expert] : NOWHERE;
     }
   }
   //: pairs are sorted

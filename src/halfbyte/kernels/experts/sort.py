@@ -59,8 +59,12 @@ def ctas_of(pairs: int, properties: DeviceProperties) -> int:
     return CTAS if properties.ptx >= HOPPER and pairs > FEW else 1
 
 
+def shared_bytes(experts: int) -> int:
+    return 4 * ((WARPS + 2) * experts + 2 * WARPS)
+
+
 def _prepare(index: int, pairs: int, tile_m: int, experts: int) -> tuple[Launch, Arguments]:
-    properties, shared = properties_of(index), 4 * (WARPS + 2) * experts
+    properties, shared = properties_of(index), shared_bytes(experts)
     (function,) = kernels(index, variant(pairs, tile_m, properties), (("sort_pairs", shared),), carveout=100)
     ctas = ctas_of(pairs, properties)
     cluster = ctas if ctas > 1 else 0

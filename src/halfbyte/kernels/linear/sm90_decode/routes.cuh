@@ -13,17 +13,6 @@ __device__ __forceinline__ u32 pair_of(u32 shared, u32 unit, u32 column) {
   return load_short(shared + UNIT_PAIRS + 2 * (unit * WIDTH + column));
 }
 
-// So many places among the pairs of an expert, for a lane that wants them. Predicated and not behind a branch, so that
-// many are on their way at once.
-__device__ __forceinline__ u32 take_places(u32 address, u32 number, bool wants) {
-  u32 before;
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p atom.shared.add.u32 %0, [%1], %2;}"
-               : "=r"(before)
-               : "r"(address), "r"(number), "r"(u32(wants))
-               : "memory");
-  return before;
-}
-
 // The experts of the pairs lane, 32 + lane, … or NOBODY. All loads go at once: none is behind a branch, and none is
 // looked at before the last has been asked for.
 template <class Id, u32 N>
