@@ -56,8 +56,8 @@ __device__ __forceinline__ void store_sums(u32 address, float4 value) {
                "f"(value.w)
                : "memory");
 }
-// Adds `number` to a word, for a lane that wants it, and gives what was there. Predicated and not behind a branch, so that
-// many are on their way at once.
+// Adds `number` to a word, for a lane that wants it, and gives what was there. By a predicate, so that many are on their
+// way at once.
 __device__ __forceinline__ u32 take_places(u32 address, u32 number, bool wants) {
   u32 before;
   asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p atom.shared.add.u32 %0, [%1], %2;}"
