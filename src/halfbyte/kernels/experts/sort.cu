@@ -82,8 +82,8 @@ struct Pairs {
       alike[i] = __match_any_sync(~0u, expert[i]);
     }
   }
-  // Adds them to what their warp has of each expert, whose numbers are at `own`, in the order of pairs: one lane for all
-  // that are alike.
+  // Adds them to what their warp has of each expert, whose numbers are at `own`, in the order of pairs. One lane does
+  // it for all that are alike.
   __device__ __forceinline__ void count(const u32* own, u32 lane) {
     const u32 start = u32(__cvta_generic_to_shared(own));
 #pragma unroll

@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_sums(u32 address, float4 value) {
                "f"(value.w)
                : "memory");
 }
-// Adds `number` to a word, for a lane that wants it, and gives what was there. By a predicate, so that many are on their
+// Adds `number` to a word, for a lane that wants it, and gives what was there. By a predicate, so that many are under
 // way at once.
 __device__ __forceinline__ u32 take_places(u32 address, u32 number, bool wants) {
   u32 before;
