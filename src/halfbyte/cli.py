@@ -20,7 +20,7 @@ from halfbyte.serving.cli import serve
 app = typer.Typer(
     cls=Group,
     name="halfbyte",
-    help="4-bit LLM weights (NF4, FP4, INT4), in and out at the speed of memory.",
+    help="4-bit LLM weights (NF4, FP4, INT4, MXFP4), in and out at the speed of memory.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: nothing in brackets is lost, narrow terminals wrap it, and it is there at once
     context_settings={"help_option_names": ["-h", "--help"]},
