@@ -11,6 +11,7 @@
 // is not looked at.
 
 #include "linear/device/grouped.cuh"
+#include "linear/device/places.cuh"
 
 constexpr u32 CTAS = Config::ctas, WARPS = 8, THREADS = 32 * WARPS;
 constexpr u32 AT_ONCE = 8;           // ids that a lane loads ahead
@@ -65,7 +66,7 @@ __device__ __forceinline__ void sync_all() {
 // The pairs first + lane, first + 32 + lane, … of a warp: the expert of each or NOWHERE, and the lanes with the same
 // one.
 struct Pairs {
-  u32 expert[AT_ONCE], alike[AT_ONCE], places[AT_ONCE];
+  u32 expert[AT_ONCE], alike[AT_ONCE], places[AT_ONCE];  // places: as of place_among, after `count`
   // By all lanes. end: the first pair that is not the warp's.
   __device__ __forceinline__ void load(const Arguments& a, u32 first, u32 end, u32 lane) {
     u64 ids[AT_ONCE];
@@ -82,20 +83,9 @@ struct Pairs {
       alike[i] = __match_any_sync(~0u, expert[i]);
     }
   }
-  // Adds them to what their warp has of each expert, whose numbers are at `own`, in the order of pairs. One lane does
-  // it for all that are alike.
+  // Adds them to what their warp has of each expert, whose numbers are at `own`.
   __device__ __forceinline__ void count(const u32* own, u32 lane) {
-    const u32 start = u32(__cvta_generic_to_shared(own));
-#pragma unroll
-    for (u32 i = 0; i < AT_ONCE; i++) {
-      const bool leads = expert[i] != NOWHERE && __ffs(alike[i]) == lane + 1;
-      places[i] = take_places(start + 4 * expert[i], __popc(alike[i]), leads);
-      __syncwarp();
-    }
-  }
-  // After `count`: pair i's place, if it has an expert. By all lanes.
-  __device__ __forceinline__ u32 place(u32 i, u32 lane) const {
-    return __shfl_sync(~0u, places[i], __ffs(alike[i]) - 1) + __popc(alike[i] & (1u << lane) - 1);
+    count_pairs_of(places, u32(__cvta_generic_to_shared(own)), expert, alike, NOWHERE, lane);
   }
 };
 
@@ -176,7 +166,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
     pairs.count(own, lane);
 #pragma unroll
     for (u32 i = 0; i < AT_ONCE; i++) {
-      const u32 pair = begin + 32 * i + lane, expert = pairs.expert[i], place = pairs.place(i, lane);
+      const u32 pair = begin + 32 * i + lane, expert = pairs.expert[i],
+                place = place_among(pairs.places[i], pairs.alike[i], lane);
       const bool valid = expert != NOWHERE;
       if (valid) sorted[place] = pair;
       if (pair < end) places[pair] = valid ? place : NOWHERE, in_tiles[pair] = valid ? place + moves[expert] : NOWHERE;

@@ -5,10 +5,10 @@
 // and head of keys.
 //
 // Operands. A warp takes 16 tokens at a time, and the heads that share keys, times the new tokens, are the columns of
-// its products: scores.T = keys @ queries.T and out.T = values.T @ weights.T, by mma.m16n8k16 (device/mma.cuh). Nothing
-// goes through shared memory. A product's K may be permuted if both of its operands are, and so may its rows: so a lane
-// loads 16 bytes of a key, which are its part of two MMAs, and 16 bytes of a value, which are its row of eight. Only
-// pairs of tokens, which a register of values.T holds, are put together by instructions, and the weights turned by
+// its products: scores.T = keys @ queries.T and out.T = values.T @ weights.T, by mma.m16n8k16 (device/mma.cuh). No lane
+// needs what another has loaded. A product's K may be permuted if both of its operands are, and so may its rows: so a
+// lane loads 16 bytes of a key, which are its part of two MMAs, and 16 bytes of a value, which are its row of eight.
+// Only pairs of tokens, which a register of values.T holds, are put together by instructions, and the weights turned by
 // movmatrix.
 //
 //   of a block of 16 tokens       lane (group, member)
@@ -21,7 +21,7 @@
 // Work. A cluster has one head of keys of one text. Its warps take blocks in turn, each with sums, a highest score and
 // the sum of weights of its own, as in flash decoding (arXiv:2311.01282). Each CTA adds up a share of the result, which
 // all warps write into its shared memory, always in the same order: so the same input gives the same bits. The next
-// block is on its way while one is computed.
+// block is on its way while one is computed, to registers or, with `stages`, to shared memory.
 //
 // A new token takes the place of what its slot of the cache holds, in the registers of the warp whose block has the
 // slot, which also writes it. Nobody reads a slot that is written.

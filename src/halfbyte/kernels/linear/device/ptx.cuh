@@ -56,16 +56,6 @@ __device__ __forceinline__ void store_sums(u32 address, float4 value) {
                "f"(value.w)
                : "memory");
 }
-// Adds `number` to a word, for a lane that wants it, and gives what was there. By a predicate, so that many are under
-// way at once.
-__device__ __forceinline__ u32 take_places(u32 address, u32 number, bool wants) {
-  u32 before;
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p atom.shared.add.u32 %0, [%1], %2;}"
-               : "=r"(before)
-               : "r"(address), "r"(number), "r"(u32(wants))
-               : "memory");
-  return before;
-}
 
 // A meeting of so many threads, of whole warps, and its number among those of a CTA.
 template <u32 Number, u32 Threads> __device__ __forceinline__ void meet() {

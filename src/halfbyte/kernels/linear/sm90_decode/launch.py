@@ -67,9 +67,9 @@ def plan_fused(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
     first = group[0]
     if not 1 <= len(group) <= MOST_PARTS or not all(map(_supports, group)):
         return None
-    alike = {(o.k, o.format, o.nested, scales_of(o)) for o in group}
     if fusion.norm is not None and fusion.norm[1] not in (0.0, 1.0):  # what its weights count from
         return None
+    alike = {(o.k, o.format, o.nested, scales_of(o)) for o in group}
     if len(alike) > 1 or any(o.n % 4 or o.n == 0 for o in group):
         return None
     assert not fusion.activation or (len(group) == 2 and group[0].n == group[1].n), "gate and up are of one size"

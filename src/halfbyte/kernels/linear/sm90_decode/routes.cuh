@@ -5,6 +5,7 @@
 // itself: its producer warp does, in a microsecond, and nothing has to be sorted, written or waited for.
 // Pairs whose id is no expert belong to no unit.
 
+#include "device/places.cuh"
 #include "work.cuh"
 
 __device__ __forceinline__ u32 expert_of(u32 shared, u32 unit) { return load_short(shared + UNIT_EXPERT + 2 * unit); }
@@ -56,8 +57,7 @@ __device__ __forceinline__ void find_few_units(u32 shared, u32 expert, u32 lane)
   if (lane == 0) store_word(shared + UNITS, __popc(firsts));
 }
 
-// Of more. Every CTA finds the same units, since each has its own tiles of them: so one lane takes places for all that
-// have its expert, and these follow their order.
+// Of more. Every CTA must find the same units, since each has its own tiles of them.
 constexpr u32 OF_LANE = ROUTED ? (Config::pairs + 31) / 32 : 1, EXPERTS = ROUTED ? Config::experts / 32 : 1;
 __device__ __forceinline__ void find_many_units(u32 shared, const u32 (&expert)[OF_LANE], u32 lane) {
   u32 alike[OF_LANE], place[OF_LANE];
@@ -66,15 +66,9 @@ __device__ __forceinline__ void find_many_units(u32 shared, const u32 (&expert)[
 #pragma unroll
   for (u32 i = 0; i < OF_LANE; i++) alike[i] = __match_any_sync(~0u, expert[i]);
   __syncwarp();
+  count_pairs_of(place, shared + COUNT, expert, alike, NOBODY, lane);
 #pragma unroll
-  for (u32 i = 0; i < OF_LANE; i++) {
-    const bool leads = expert[i] != NOBODY && __ffs(alike[i]) == lane + 1;
-    place[i] = take_places(shared + COUNT + 4 * expert[i], __popc(alike[i]), leads);
-    __syncwarp();
-  }
-#pragma unroll
-  for (u32 i = 0; i < OF_LANE; i++)
-    place[i] = __shfl_sync(~0u, place[i], __ffs(alike[i]) - 1) + __popc(alike[i] & (1u << lane) - 1);
+  for (u32 i = 0; i < OF_LANE; i++) place[i] = place_among(place[i], alike[i], lane);
   // The units of a lane's experts, whose counts become the numbers of their first ones.
   u32 own[EXPERTS], all = 0;
 #pragma unroll

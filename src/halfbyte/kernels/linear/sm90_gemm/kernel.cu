@@ -57,7 +57,7 @@
 constexpr int STEPS = Config::span / 16, WORDS = Config::span / 32;  // MMAs a span; words of it that a lane takes
 constexpr int OPERANDS = STEP_K / 4;                                 // registers of A a step of x
 
-// What a thread has of a step of a unit, of its upper row and of its lower. stage, scales: addresses of the unit's.
+// What a thread has of a step of a unit, of its upper row and of its lower. stage, scales_at: the unit's addresses.
 struct RowStep {
   uint2 scales[STEP_SPANS];
   u32 words[STEP_SPANS][2][WORDS];

@@ -26,8 +26,8 @@
 // Needs sm_90a, K % span == 0, packed aligned to 16 bytes, and units times CTAs below 2^32.
 //
 // Config:
-//   words_ahead                              whether words of W are loaded a span before they are decoded
 //   tile_m, warpgroups, stages, cluster      rows of x a tile, warpgroups that multiply, stages of the pipeline, CTAs
+//   words_ahead                              whether words of W are loaded a span before they are decoded
 //   resident                                 units whose x stays in shared memory; 0: x comes with W
 //   shares                                   CTAs that have equal parts of each tile, and end with it together; 1: any
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
