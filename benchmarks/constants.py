@@ -2,7 +2,7 @@
 
     python benchmarks/constants.py ROUTED_NEIGHBOURS=12,1 ROUTED_STAGES=4,3 --only down      # on a Hopper GPU
     python benchmarks/constants.py STREAMK_ONE_TILE=32,48 --only "llama 8b"
-    python benchmarks/constants.py attention.sm90.plan.MOST_STAGES=0,2,3 --only "llama 8b, layer"
+    python benchmarks/constants.py attention.sm90.plan.PART=0.0452,0.02 --only "llama 8b, layer"
 
 Constants are those of linear/tune/h200.py, or named with their module. Settings are all combinations of the values that
 are named; the first is what the others are compared with, in time and in bits. The work of a setting is captured in a
@@ -234,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         every = settings(given.constants)
     except ValueError as error:
         parser.error(str(error))
+    torch.manual_seed(0)  # experts are chosen alike in every run
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console, table = Console(), Table("µs", *(", ".join(f"{n}={v}" for n, v in setting.items()) for setting in every))
     for name, make in works(given.only, given.models, device):

@@ -97,11 +97,8 @@ CASES = [
 
 @pytest.mark.slow
 @cuda_on_cpu.needs_compiler
-@pytest.mark.parametrize("stages", [0, 2, 3])
 @pytest.mark.parametrize(("size", "group", "new", "dtype", "shape"), CASES, ids=str)
-def test_caches(
-    size: int, group: int, new: int, dtype: torch.dtype, shape: tuple[int, int], stages: int, tmp_path: Path
-) -> None:
+def test_caches(size: int, group: int, new: int, dtype: torch.dtype, shape: tuple[int, int], tmp_path: Path) -> None:
     """What lies outside of the spans is not read."""
     torch.manual_seed(0)
     shared, tokens, spans = 2, 150, [(3, 131), (40, 40 + new), (0, 150)]
@@ -113,7 +110,7 @@ def test_caches(
         for tensor in (keys, values):
             tensor[text, :, :first] = float("nan")
             tensor[text, :, end:] = float("nan")
-    plan = ClusterPlan(*shape, 1, stages)
+    plan = ClusterPlan(*shape, 1)
     found = on_cpu(tmp_path, query, keys, values, mask, plan, spans=rows_of(spans))
     assert error(found, right) < BOUND[dtype]
 
@@ -130,11 +127,10 @@ NEW_TOKENS = [
 
 @pytest.mark.slow
 @cuda_on_cpu.needs_compiler
-@pytest.mark.parametrize("stages", [0, 3])
 @pytest.mark.parametrize(("size", "group", "new", "dtype", "shape", "rotary", "halves", "normed", "slot"), NEW_TOKENS)
 def test_new_tokens(
     size: int, group: int, new: int, dtype: torch.dtype, shape: tuple[int, int], rotary: int, halves: bool,
-    normed: bool, slot: int, stages: int, tmp_path: Path,
+    normed: bool, slot: int, tmp_path: Path,
 ) -> None:  # fmt: skip
     """They are normed, turned and put into the cache, also of a text whose span is empty; nothing else is written."""
     torch.manual_seed(1)
@@ -159,7 +155,7 @@ def test_new_tokens(
         cache[:, :, slot : slot + new] = float("nan")
     fresh = Fresh(key, value, cos, sin, place, *norms, halves)
     spans = rows_of([(0, seen), (min(3, slot), seen), (0, 0)])
-    found = on_cpu(tmp_path, query, *caches, mask, ClusterPlan(*shape, 1, stages), spans=spans, fresh=fresh)
+    found = on_cpu(tmp_path, query, *caches, mask, ClusterPlan(*shape, 1), spans=spans, fresh=fresh)
     assert error(found, right) < 2 * BOUND[dtype]
     assert not found[2].any()
     assert error(caches[0], exactly[0]) < BOUND[dtype]
@@ -232,9 +228,8 @@ def test_compiles_into_registers(capability: int, dtype: torch.dtype, tmp_path: 
         rows = group * new
         plan = cluster_plan(properties, 8, 300, size, rows)
         assert plan is not None
-        plan = replace(plan, stages=i % 2 * 2)
         mask, sinks = (2, 1) if size == 64 else (1, 0)
-        normed, settled = i // 2 % 2 == 1, i % 3 > 0
+        normed, settled = i % 2 == 1, i % 3 > 0
         rotary = size, size == 64, normed, normed
         made = launch.variant(
             properties, group, new, size, plan, settled, dtype, mask, sinks, True, size == 64, True, rotary
@@ -245,5 +240,5 @@ def test_compiles_into_registers(capability: int, dtype: torch.dtype, tmp_path: 
         assert used["STACK"] == used["LOCAL"] == 0, (plan, used)
         assert used["REG"] <= REGISTERS[size, plan.columns], (plan, used)
         names = operations(path)
-        ahead = sum(name in ("LDG", "LDGSTS") for name in names[: names.index("ACQBULK")])
+        ahead = names[: names.index("ACQBULK")].count("LDG")
         assert ahead > 8 if settled else ahead == 0

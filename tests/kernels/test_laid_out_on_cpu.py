@@ -3,7 +3,6 @@ missing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,7 +33,6 @@ from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.linear.sm90_streamk import shape as narrow
 from halfbyte.kernels.linear.sm90_streamk.plan import handed_over
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
-from halfbyte.kernels.linear.tune import h200
 
 __all__ = ["hopper"]
 pytestmark = [needs_compiler, pytest.mark.slow]
@@ -100,22 +98,6 @@ def test_a_product(hopper: Driver, case: Case) -> None:
         multiply(0, address(x), address(bias), address(out), m)
         assert (out[m] == 777).all()
         check(out[:m], right, theirs)
-
-
-@pytest.fixture
-def words_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for kernel, name in ((streamk, "STREAMK_WORDS_AHEAD"), (gemm, "GEMM_WORDS_AHEAD")):
-        monkeypatch.setattr(h200, name, True)
-        kernel.variant.cache_clear()
-    yield
-    streamk.variant.cache_clear()
-    gemm.variant.cache_clear()
-
-
-@pytest.mark.usefixtures("words_ahead")
-@pytest.mark.parametrize("name", ["equal parts", "equal parts, many", "two tiles of x", "many rows in chunks", "back"])
-def test_words_of_the_next_span(hopper: Driver, name: str) -> None:
-    test_a_product(hopper, CASES[name])
 
 
 def test_sums_that_never_come(hopper: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,46 +3,30 @@
 #include "work.cuh"
 
 struct Keys {
-  static constexpr u32 COUNT = 2 * KEY_PARTS;
   uint4 of[2][KEY_PARTS];
-  // Calls `each` for each piece of 16 bytes: its number, where it is, and whether there is one to read.
-  template <class Each>
-  __device__ static __forceinline__ void for_each(const Text& text, u32 base, u32 group, u32 member, const Each& each) {
+  __device__ __forceinline__ void load(const Text& text, u32 base, u32 group, u32 member) {
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
       const u32 token = base + group + 8 * half;
-      const bool there = text.is_read(token);
+      const bool there = text.is_known(token) && !text.is_own(token);
 #pragma unroll
       for (u32 j = 0; j < KEY_PARTS; j++)
-        each(half * KEY_PARTS + j, text.keys + token * SIZE + 32 * j + 8 * member, there);
+        of[half][j] = there ? load_settled(text.keys + token * SIZE + 32 * j + 8 * member) : make_uint4(0, 0, 0, 0);
     }
-  }
-  __device__ __forceinline__ void load(const Text& text, u32 base, u32 group, u32 member) {
-    for_each(text, base, group, member, [&](u32 number, const u16* from, bool there) {
-      of[number / KEY_PARTS][number % KEY_PARTS] = load_or_none(from, there);
-    });
   }
 };
 struct Values {
-  static constexpr u32 COUNT = 4 * VALUE_PARTS;
   uint4 of[4][VALUE_PARTS];
   __device__ static u32 token(u32 i, u32 member) { return 2 * member + i % 2 + i / 2 * 8; }
-  // As of Keys.
-  template <class Each>
-  __device__ static __forceinline__ void for_each(const Text& text, u32 base, u32 group, u32 member, const Each& each) {
+  __device__ __forceinline__ void load(const Text& text, u32 base, u32 group, u32 member) {
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
       const u32 at = base + token(i, member);
-      const bool there = text.is_read(at);
+      const bool there = text.is_known(at) && !text.is_own(at);
 #pragma unroll
       for (u32 j = 0; j < VALUE_PARTS; j++)
-        each(i * VALUE_PARTS + j, text.values + at * SIZE + 64 * j + 8 * group, there);
+        of[i][j] = there ? load_settled(text.values + at * SIZE + 64 * j + 8 * group) : make_uint4(0, 0, 0, 0);
     }
-  }
-  __device__ __forceinline__ void load(const Text& text, u32 base, u32 group, u32 member) {
-    for_each(text, base, group, member, [&](u32 number, const u16* from, bool there) {
-      of[number / VALUE_PARTS][number % VALUE_PARTS] = load_or_none(from, there);
-    });
   }
   // Number `place` of this lane's, of tokens 2 i and 2 i + 1.
   __device__ __forceinline__ u32 pair(u32 i, u32 place) const {
@@ -60,39 +44,6 @@ __device__ __forceinline__ void fetch_block(const Arguments& a, const Text& text
   if (lane < 2 && turn < text.blocks && base < a.tokens)
     fetch_bytes((lane == 0 ? text.keys : text.values) + base * SIZE, min(BLOCK, a.tokens - base) * SIZE * 2);
 }
-// Blocks on their way to shared memory. A lane copies the pieces that it will read itself, and all lanes' pieces of one
-// number lie side by side: so no lane waits for another, and they meet in no bank.
-class Ring {
- public:
-  __device__ __forceinline__ Ring(u32 warp, u32 lane) : first(RING + warp * (STAGES * BLOCK_BYTES) + lane * 16) {}
-  // Asks for the block whose turn it is, if there is one; all count, whether there is one or not.
-  __device__ __forceinline__ void ask(const Text& text, u32 turn, u32 stage, u32 group, u32 member) const {
-    if (turn < text.blocks) {
-      const u32 to = u32(__cvta_generic_to_shared(memory)) + first + stage * BLOCK_BYTES;
-      const u32 base = text.token_at(turn);
-      Keys::for_each(text, base, group, member,
-                     [&](u32 number, const u16* from, bool there) { copy_async(to + number * 512, from, there); });
-      Values::for_each(text, base, group, member, [&](u32 number, const u16* from, bool there) {
-        copy_async(to + (Keys::COUNT + number) * 512, from, there);
-      });
-    }
-    close_group();
-  }
-  // The block that was asked for first of those that are on their way.
-  __device__ __forceinline__ void take(Keys& keys, Values& values, u32 stage) const {
-    wait_for_groups<STAGES == 0 ? 0 : int(STAGES) - 1>();
-    const unsigned char* from = memory + first + stage * BLOCK_BYTES;
-#pragma unroll
-    for (u32 i = 0; i < Keys::COUNT; i++)
-      keys.of[i / KEY_PARTS][i % KEY_PARTS] = *reinterpret_cast<const uint4*>(from + i * 512);
-#pragma unroll
-    for (u32 i = 0; i < Values::COUNT; i++)
-      values.of[i / VALUE_PARTS][i % VALUE_PARTS] = *reinterpret_cast<const uint4*>(from + (Keys::COUNT + i) * 512);
-  }
-
- private:
-  u32 first;  // of this lane's pieces
-};
 // What is added to scores, in their unit: 0, a mask's number, or NONE for what is not seen.
 struct Shifts {
   static constexpr u32 COUNT = NEW == 1 || Config::mask == 0 ? 1 : 2 * COLUMNS;  // rows of the mask that a lane needs

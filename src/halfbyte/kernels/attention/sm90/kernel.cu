@@ -5,10 +5,10 @@
 // and head of keys.
 //
 // Operands. A warp takes 16 tokens at a time, and the heads that share keys, times the new tokens, are the columns of
-// its products: scores.T = keys @ queries.T and out.T = values.T @ weights.T, by mma.m16n8k16 (device/mma.cuh). No lane
-// needs what another has loaded. A product's K may be permuted if both of its operands are, and so may its rows: so a
-// lane loads 16 bytes of a key, which are its part of two MMAs, and 16 bytes of a value, which are its row of eight.
-// Only pairs of tokens, which a register of values.T holds, are put together by instructions, and the weights turned by
+// its products: scores.T = keys @ queries.T and out.T = values.T @ weights.T, by mma.m16n8k16 (device/mma.cuh). Nothing
+// goes through shared memory. A product's K may be permuted if both of its operands are, and so may its rows: so a lane
+// loads 16 bytes of a key, which are its part of two MMAs, and 16 bytes of a value, which are its row of eight. Only
+// pairs of tokens, which a register of values.T holds, are put together by instructions, and the weights turned by
 // movmatrix.
 //
 //   of a block of 16 tokens       lane (group, member)
@@ -21,7 +21,7 @@
 // Work. A cluster has one head of keys of one text. Its warps take blocks in turn, each with sums, a highest score and
 // the sum of weights of its own, as in flash decoding (arXiv:2311.01282). Each CTA adds up a share of the result, which
 // all warps write into its shared memory, always in the same order: so the same input gives the same bits. The next
-// block is on its way while one is computed, to registers or, with `stages`, to shared memory.
+// block is on its way while one is computed.
 //
 // A new token takes the place of what its slot of the cache holds, in the registers of the warp whose block has the
 // slot, which also writes it. Nobody reads a slot that is written.
@@ -34,7 +34,6 @@
 //   size, group, fresh     numbers of a head; heads that share keys, new tokens of a text
 //   columns                groups of eight rows of queries that a warp has
 //   token_warps, cluster   warps of a CTA that share rows; CTAs of a cluster
-//   stages                 blocks of a warp that are on their way to shared memory; 0: one is, to registers
 //   mask                   0 none, 1 bytes, 2 numbers of 16 bits that are added
 //   spans, sinks, capped   whether there are any; sinks: 0 none, 1 of 16 bits, 2 of 32
 //   puts, rotary, halves   new tokens are as in fresh.py: numbers of a head that turn; whether angles are of a half
@@ -61,16 +60,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   Keys keys;
   Values values;
   Shifts shifts;
-  const Ring ring(warp, lane);
-  if constexpr (STAGES > 0) {
-#pragma unroll
-    for (int stage = 0; stage < int(STAGES); stage++) ring.ask(text, turn + stage * PARTS, stage, group, member);
-  } else {
-    keys.load(text, next, group, member);
-    if constexpr (AHEAD) values.load(text, next, group, member);
-    fetch_block(a, text, turn + PARTS, lane);
-  }
+  keys.load(text, next, group, member);
+  if constexpr (AHEAD) values.load(text, next, group, member);
   shifts.load(a, text, next, group, first_row + 2 * member);
+  fetch_block(a, text, turn + PARTS, lane);
   Angles angles[COLUMNS];
   if constexpr (Config::puts)
 #pragma unroll
@@ -112,22 +105,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
 
   //: what is new is turned
   Sums sums;
-  for (u32 stage = 0; turn < text.blocks; stage = (stage + 1) % max(STAGES, 1u)) {
+  while (turn < text.blocks) {
     const u32 base = next;
     turn += PARTS, next = text.token_at(turn);
-    if constexpr (STAGES > 0) ring.take(keys, values, stage);
-    else if constexpr (!AHEAD) values.load(text, base, group, member);
+    if constexpr (!AHEAD) values.load(text, base, group, member);
     if (has_own && base < text.behind_own && base + BLOCK > text.own)
       replace(text, keys, values, own, base, group, member);
     float score[COLUMNS][4];
     multiply(score, keys, query);
-    if constexpr (STAGES == 0 && AHEAD) keys.load(text, next, group, member);
+    if constexpr (AHEAD) keys.load(text, next, group, member);
     u32 operand[COLUMNS][2];
     sums.weigh(operand, score, shifts, a);
     shifts.load(a, text, next, group, first_row + 2 * member);
     sums.add(values, operand);
-    if constexpr (STAGES > 0) ring.ask(text, turn + (STAGES - 1) * PARTS, stage, group, member);
-    else if constexpr (AHEAD) values.load(text, next, group, member);
+    if constexpr (AHEAD) values.load(text, next, group, member);
     else keys.load(text, next, group, member);
   }
 

@@ -148,8 +148,8 @@ def variant(
     rotary, halves, query_norm, key_norm = turning
     constants: dict[str, Constant] = {
         "x": TYPES[dtype], "size": size, "group": group, "fresh": new, "columns": plan.columns,
-        "token_warps": plan.token_warps, "cluster": plan.cluster, "stages": plan.stages, "mask": mask, "spans": spans,
-        "sinks": sinks, "capped": capped, "puts": puts, "rotary": rotary, "halves": halves,
+        "token_warps": plan.token_warps, "cluster": plan.cluster, "mask": mask, "spans": spans, "sinks": sinks,
+        "capped": capped, "puts": puts, "rotary": rotary, "halves": halves,
         "query_norm": query_norm, "key_norm": key_norm, "early": settled, "overlaps": overlaps, "mma_k": 16,
         "shared_bytes": plan.shared_bytes(group * new, size, new if puts else 0),
     }  # fmt: skip

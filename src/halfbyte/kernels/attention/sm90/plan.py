@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from halfbyte.kernels.attention.plan import MOST_NEW, RESERVED
 from halfbyte.kernels.common.device import HOPPER, MOST_CLUSTER, DeviceProperties
 
 SIZES = (64, 128)  # of a head; of 256, sums and two blocks are more than registers hold
@@ -19,11 +18,8 @@ MOST_THREADS, MOST_ROWS = 512, 64
 # times. Caches with more tokens are Triton's, and those with more of all heads where there are more than 32 rows.
 SHARED_ROWS, MOST_TOKENS = 16, {64: 4096, 128: 8192}
 MANY_ROWS, MOST_OF_ALL_HEADS = 32, {64: 1 << 20, 128: 1 << 16}
-REGISTERS = {(64, 1): 128, (64, 2): 184, (128, 1): 248, (128, 2): 248}  # of a thread, by size and columns, at most
+REGISTERS = {(64, 1): 128, (64, 2): 176, (128, 1): 248, (128, 2): 248}  # of a thread, by size and columns, at most
 OF_A_MULTIPROCESSOR = 65536
-
-# The most blocks of a warp that are on their way to shared memory, or 0: one is, to registers. Not timed yet.
-MOST_STAGES = 0
 
 # µs: a launch; a block, while nothing else is waited for; each part that is added up; a cluster's meetings, and each
 # tile of rows of a wide one. MB a µs: from memory, and of a multiprocessor; and how a block's three times add up: the
@@ -35,13 +31,11 @@ MEMORY, MULTIPROCESSOR, OVERLAP = 6.731, 0.1122, 1.3661
 @dataclass(frozen=True)
 class ClusterPlan:
     """columns: groups of eight rows of queries that a warp has. token_warps: warps of a CTA that share rows. cluster:
-    CTAs that share a head of keys of a text. stages: blocks of a warp on their way to shared memory, or 0: one, to
-    registers."""
+    CTAs that share a head of keys of a text."""
 
     columns: int
     token_warps: int
     cluster: int
-    stages: int = 0
 
     def row_tiles(self, rows: int) -> int:
         return -(-rows // (8 * self.columns))
@@ -54,7 +48,7 @@ class ClusterPlan:
         than its own."""
         slots = -(-size // 8 * self.columns // self.cluster)
         of_tile = 4 * new * size + self.cluster * self.token_warps * (256 * slots + 64 * self.columns)
-        return self.row_tiles(rows) * of_tile + self.threads(rows) // 32 * self.stages * 4 * BLOCK * size
+        return self.row_tiles(rows) * of_tile
 
 
 @lru_cache(1 << 14)
@@ -70,7 +64,7 @@ def cluster_plan(properties: DeviceProperties, heads: int, tokens: int, size: in
     estimates = (
         (_microseconds(plan, properties, heads, tokens, size, rows), plan) for plan in _plans(properties, rows)
     )
-    return _staged(min(estimates, key=lambda one: one[0])[1], properties, tokens, size, rows)
+    return min(estimates, key=lambda one: one[0])[1]
 
 
 def _plans(properties: DeviceProperties, rows: int) -> Iterator[ClusterPlan]:
@@ -82,30 +76,14 @@ def _plans(properties: DeviceProperties, rows: int) -> Iterator[ClusterPlan]:
             yield plan
 
 
-def _staged(plan: ClusterPlan, properties: DeviceProperties, tokens: int, size: int, rows: int) -> ClusterPlan:
-    """The plan with as many stages as the blocks of a warp fill, and as leave room for as many CTAs as before."""
-    most = min(MOST_STAGES, -(-tokens // (BLOCK * plan.cluster * plan.token_warps)))
-    resident = _resident(plan, size, rows)
-    for stages in range(most, 1, -1):
-        staged = replace(plan, stages=stages)
-        shared = staged.shared_bytes(rows, size, min(rows, MOST_NEW)) + RESERVED
-        if resident * shared <= properties.shared_memory + RESERVED:
-            return staged
-    return plan
-
-
-def _resident(plan: ClusterPlan, size: int, rows: int) -> int:
-    """CTAs of a multiprocessor that there are registers for."""
-    return OF_A_MULTIPROCESSOR // (REGISTERS[size, plan.columns] * plan.threads(rows))
-
-
 def _microseconds(
     plan: ClusterPlan, properties: DeviceProperties, heads: int, tokens: int, size: int, rows: int
 ) -> float:
     """Clusters come in rounds, and a warp's blocks one after the other. While one warp waits, others work, as far as
     they do not wait for the same."""
     threads, rates = plan.threads(rows), properties.rates
-    at_once = properties.clusters(plan.cluster, _resident(plan, size, rows), max(CLUSTERS))
+    resident = OF_A_MULTIPROCESSOR // (REGISTERS[size, plan.columns] * threads)
+    at_once = properties.clusters(plan.cluster, resident, max(CLUSTERS))
     if at_once == 0:
         return math.inf
     ctas = min(heads, at_once) * plan.cluster

@@ -2,7 +2,6 @@
 
 #include "linear/device/mma.cuh"
 #include "linear/device/ptx.cuh"
-#include "linear/device/ring.cuh"
 
 constexpr u32 SIZE = Config::size, NEW = Config::fresh, ROWS = Config::group * NEW, COLUMNS = Config::columns;
 constexpr u32 ROW_TILES = (ROWS + 8 * COLUMNS - 1) / (8 * COLUMNS), TOKEN_WARPS = Config::token_warps;
@@ -15,10 +14,7 @@ constexpr u32 ROTARY = Config::rotary;
 // Bytes of shared memory: keys and values of new tokens, pairs of sums, and of each row the highest score and the
 // weights.
 constexpr u32 SUMS = Config::puts ? 4 * ROW_TILES * NEW * SIZE : 0, STATISTICS = SUMS + SLOTS * ROW_TILES * PARTS * 256;
-// Blocks of a warp that are on their way to shared memory, or 0: to registers. At the end of shared memory.
-constexpr u32 STAGES = Config::stages, BLOCK_BYTES = 4 * BLOCK * SIZE,
-              RING = STATISTICS + ROW_TILES * PARTS * COLUMNS * 64;
-static_assert(RING + WARPS * STAGES * BLOCK_BYTES == Config::shared_bytes, "plan.py asks for as much");
+static_assert(STATISTICS + ROW_TILES * PARTS * COLUMNS * 64 == Config::shared_bytes, "launch.py asks for as much");
 constexpr float LOG2E = 1.4426950408889634f;
 #define NONE __uint_as_float(0xff800000)  // -inf
 
@@ -43,9 +39,6 @@ struct Arguments {
 // the wait, either way.
 template <class T> __device__ __forceinline__ T settled(const T* from) { return *from; }
 __device__ __forceinline__ uint4 load_settled(const u16* from) { return settled(reinterpret_cast<const uint4*>(from)); }
-__device__ __forceinline__ uint4 load_or_none(const u16* from, bool there) {
-  return there ? load_settled(from) : make_uint4(0, 0, 0, 0);
-}
 __device__ __forceinline__ uint4 load_new(const u16* from) { return *reinterpret_cast<const uint4*>(from); }
 __device__ __forceinline__ u32 word_of(uint4 four, u32 i) {
   return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
@@ -126,5 +119,4 @@ struct Text {
   }
   __device__ bool is_own(u32 token) const { return Config::puts && own <= token && token < behind_own; }
   __device__ bool is_known(u32 token) const { return first <= token && token < end; }
-  __device__ bool is_read(u32 token) const { return is_known(token) && !is_own(token); }
 };

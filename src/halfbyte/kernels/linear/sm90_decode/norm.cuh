@@ -27,23 +27,16 @@ __device__ __forceinline__ u32 weighted(u32 word, u32 weights, u32 adds) {
   return result;
 }
 
-// All of a warp's x is on its way before any is used, as of `load_together`. zero: is 0.
-__device__ __forceinline__ void together(uint2 (&x)[Config::slice][4], u32 zero) {
-  u32 all = 0;
-#pragma unroll
-  for (int b = 0; b < Config::slice; b++) all ^= x[b][1].y ^ x[b][3].y;  // each the end of a load
-  x[0][0].x ^= all & zero;
-}
-// Of row `group` of a warp's x, to all lanes that have it. What a lane holds of x as the B operand of W's products is
-// that of the same rows as the A operand. So the squares are the diagonal of x @ x.T, by few instructions.
-__device__ __forceinline__ float sum_of_squares(const uint2 (&x)[Config::slice][4], u32 group) {
-  float even[4] = {}, odd[4] = {};  // of every other step: half as long a chain
+// Of row `group` of a warp's x, to the four lanes that have it.
+__device__ __forceinline__ float sum_of_squares(const uint2 (&x)[Config::slice][4]) {
+  float sum = 0, other = 0;  // of every other word: half as long a chain
 #pragma unroll
   for (int b = 0; b < Config::slice; b++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) mma(i % 2 ? odd : even, x[b][i].x, 0, x[b][i].y, 0, x[b][i].x, x[b][i].y);
-  const float sum = group % 2 ? even[1] + odd[1] : even[0] + odd[0];  // of the lane that has column `group`, too
-  return __shfl_sync(~0u, sum, 4 * group + group / 2);
+    for (int i = 0; i < 4; i++) sum = square_sum(x[b][i].x, sum), other = square_sum(x[b][i].y, other);
+  sum += other;
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  return sum + __shfl_xor_sync(~0u, sum, 2);
 }
 
 constexpr u32 SQUARES_ROWS = 8 * Config::m_tiles;
@@ -62,8 +55,7 @@ __device__ __forceinline__ void normalize(const Arguments& a, u32 shared, uint2 
   const u32 number = blockIdx.y * Config::warps + warp;
 #pragma unroll
   for (int c = 0; c < Config::m_tiles; c++) {
-    together(x[c], a.m >> 31);
-    const float sum = sum_of_squares(x[c], group);
+    const float sum = sum_of_squares(x[c]);
     const u32 to = shared + SQUARES + (number * SQUARES_ROWS + 8 * c + group) * 4;
     if constexpr (Config::cluster == 1) {
       if (member == 0) store_float(to, sum);

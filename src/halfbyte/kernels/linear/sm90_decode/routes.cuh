@@ -57,18 +57,29 @@ __device__ __forceinline__ void find_few_units(u32 shared, u32 expert, u32 lane)
   if (lane == 0) store_word(shared + UNITS, __popc(firsts));
 }
 
-// Of more. Every CTA must find the same units, since each has its own tiles of them.
+// Gives the pairs of an expert their places in the order of pairs.
+template <u32 N>
+__device__ __forceinline__ void put_in_order(u32 (&place)[N], const u32 (&expert)[N], u32 of, u32 lane) {
+  u32 first = 0;
+#pragma unroll
+  for (u32 i = 0; i < N; i++) {
+    const u32 alike = __ballot_sync(~0u, expert[i] == of);
+    if (expert[i] == of) place[i] = first + __popc(alike & (1u << lane) - 1);
+    first += __popc(alike);
+  }
+}
+
+// Of more. Additions may come in any order, and every CTA must find the same units, since each has its own tiles of
+// them. That matters to experts with several units alone, so only those are put in order: few have more pairs.
 constexpr u32 OF_LANE = ROUTED ? (Config::pairs + 31) / 32 : 1, EXPERTS = ROUTED ? Config::experts / 32 : 1;
 __device__ __forceinline__ void find_many_units(u32 shared, const u32 (&expert)[OF_LANE], u32 lane) {
-  u32 alike[OF_LANE], place[OF_LANE];
+  u32 place[OF_LANE];
 #pragma unroll
   for (u32 i = 0; i < EXPERTS; i++) store_word(shared + COUNT + 4 * (32 * i + lane), 0);
-#pragma unroll
-  for (u32 i = 0; i < OF_LANE; i++) alike[i] = __match_any_sync(~0u, expert[i]);
   __syncwarp();
-  count_pairs_of(place, shared + COUNT, expert, alike, NOBODY, lane);
 #pragma unroll
-  for (u32 i = 0; i < OF_LANE; i++) place[i] = place_among(place[i], alike[i], lane);
+  for (u32 i = 0; i < OF_LANE; i++) place[i] = take_places(shared + COUNT + 4 * expert[i], 1, expert[i] != NOBODY);
+  __syncwarp();
   // The units of a lane's experts, whose counts become the numbers of their first ones.
   u32 own[EXPERTS], all = 0;
 #pragma unroll
@@ -89,6 +100,10 @@ __device__ __forceinline__ void find_many_units(u32 shared, const u32 (&expert)[
     store_word(shared + COUNT + 4 * (EXPERTS * lane + i), first);
     for (u32 j = 0; j < own[i]; j++) store_short(shared + UNIT_EXPERT + 2 * first++, EXPERTS * lane + i);
   }
+#pragma unroll
+  for (u32 i = 0; i < EXPERTS; i++)
+    for (u32 many = __ballot_sync(~0u, own[i] > 1); many; many &= many - 1)
+      put_in_order(place, expert, EXPERTS * (__ffs(many) - 1) + i, lane);
   for (u32 i = lane; i < units * WIDTH / 2; i += 32) store_word(shared + UNIT_PAIRS + 4 * i, ~0u);
   __syncwarp();
   u32 unit[OF_LANE];

@@ -29,27 +29,19 @@ struct ColumnPlace {
   }
 };
 
-// A step of a unit, as in kernel.cu, but that nothing is loaded ahead.
-struct ColumnStep {
-  u32 stage, scales;
-  int step;
-  __device__ __forceinline__ void load(u32 stage_at, u32 scales_at, const ColumnPlace&, int number) {
-    stage = stage_at, scales = scales_at, step = number;
-  }
-};
-// This thread's operands of a step.
+// This thread's operands of a step of a unit, as in kernel.cu.
 template <int Operands>
-__device__ __forceinline__ void decode(u32 (&operands)[Operands], const float (&)[16], const ColumnStep& of,
-                                       const ColumnPlace& mine, u32 column) {
+__device__ __forceinline__ void decode(u32 (&operands)[Operands], const float (&)[16], u32 stage, u32 scales,
+                                       const ColumnPlace& mine, int step, u32 column) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const u32 first = of.step * STEP_K + half * 32;  // row of W
+    const u32 first = step * STEP_K + half * 32;  // row of W
     u32 rows[4];
-    load_transposed(rows, of.stage + first * ROW_BYTES + mine.bytes);
+    load_transposed(rows, stage + first * ROW_BYTES + mine.bytes);
     float4 four;
 #pragma unroll
     for (int i = 0; i < 4; i++) {  // eight rows each; two make an MMA
-      if (i % 2 == 0) four = load_sums(of.scales + mine.scales + (first + 2 * i) * 4);
+      if (i % 2 == 0) four = load_sums(scales + mine.scales + (first + 2 * i) * 4);
       const float upper = i % 2 ? four.z : four.x, lower = i % 2 ? four.w : four.y;
       const float2 of_upper = numbers_of(rows[i], column, mine.upper),
                    of_lower = numbers_of(rows[i], column, mine.lower);

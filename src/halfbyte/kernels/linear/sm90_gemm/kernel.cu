@@ -28,7 +28,6 @@
 // Config:
 //   tile_m, warpgroups, cluster              rows of x a tile, warpgroups that multiply, CTAs that share a run
 //   w_stages, x_stages                       units of W and steps of x on their way
-//   words_ahead                              whether a step of W is loaded a step before it is decoded
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
 //   permutes                                 odd rows of W are looked up in registers
 //   span, log_block                          weights that share a scale, 64 or 32; log2 of the block size
@@ -57,29 +56,19 @@
 constexpr int STEPS = Config::span / 16, WORDS = Config::span / 32;  // MMAs a span; words of it that a lane takes
 constexpr int OPERANDS = STEP_K / 4;                                 // registers of A a step of x
 
-// What a thread has of a step of a unit, of its upper row and of its lower. stage, scales_at: the unit's addresses.
-struct RowStep {
-  uint2 scales[STEP_SPANS];
-  u32 words[STEP_SPANS][2][WORDS];
-  __device__ __forceinline__ void load(u32 stage, u32 scales_at, const RowPlace& mine, int step) {
-#pragma unroll
-    for (int s = 0; s < STEP_SPANS; s++) {
-      const int span = step * STEP_SPANS + s;
-      scales[s] = load_pair(scales_at + mine.scales + span / JOINED * TILE_N * 4);
-      ::load(words[s][0], stage + (mine.upper ^ span * (Config::span / 2)));
-      ::load(words[s][1], stage + (mine.lower ^ span * (Config::span / 2)));
-    }
-  }
-};
-// This thread's operands of a step. column: of the table.
-__device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&codebook)[16], const RowStep& of,
-                                       const RowPlace&, u32 column) {
+// This thread's operands of a step of a unit. stage, scales: addresses of the unit's. column: of the table.
+__device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&codebook)[16], u32 stage, u32 scales,
+                                       const RowPlace& mine, int step, u32 column) {
 #pragma unroll
   for (int s = 0; s < STEP_SPANS; s++) {
-    const auto& words = of.words[s];
+    const int span = step * STEP_SPANS + s;
+    const uint2 both = load_pair(scales + mine.scales + span / JOINED * TILE_N * 4);
+    u32 words[2][WORDS];
+    load(words[0], stage + (mine.upper ^ span * (Config::span / 2)));
+    load(words[1], stage + (mine.lower ^ span * (Config::span / 2)));
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const float scale = __uint_as_float(half ? of.scales[s].y : of.scales[s].x);
+      const float scale = __uint_as_float(half ? both.y : both.x);
       if (Config::permutes && half) {
         // The codebook times one scale, rounded as dequantize rounds.
         const PermutedTable table([&](int i) { return scaled(codebook[i], scale); });
@@ -102,13 +91,11 @@ __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&
   }
 }
 
-template <bool Back> struct Way {
+template <bool Back> struct PlaceOf {
   typedef RowPlace Place;
-  typedef RowStep Step;
 };
-template <> struct Way<true> {
+template <> struct PlaceOf<true> {
   typedef ColumnPlace Place;
-  typedef ColumnStep Step;
 };
 
 // Of experts, a tile with no more pairs than this, often the last of its expert, leaves the other columns out.
@@ -129,7 +116,7 @@ __device__ __forceinline__ void multiply_step(float (&sums)[Sums], const u32 (&n
 __device__ __forceinline__ void multiply_units(const Arguments& a, const Arguments& up, const float (&codebook)[16],
                                                u32 first, u32 last, u32 warp, u32 lane) {
   const u32 member = lane % 4, column = wide_column_of(shared(), lane);
-  const Way<Config::back>::Place mine(warp, lane);
+  const PlaceOf<Config::back>::Place mine(warp, lane);
   const auto release = [&](u32 barrier) {
     __syncwarp();
     if (lane == 0) arrive(barrier);
@@ -138,14 +125,11 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   WorkUnit at(a, first);
   float total[SUMS];
   u32 even[OPERANDS], odd[OPERANDS];  // A operands of two steps: one is multiplied while the next is decoded
-  Way<Config::back>::Step loaded;     // the next step that is decoded
   u32 used = 0;                       // the barrier of the stage of x that is multiplied; 0: none
   bool fresh = true;                  // the tile's sums are zero
   wait(shared() + W_FULL, 0);
   //: the first stage is there
-  loaded.load(shared() + W_AT, shared() + SCALE, mine, 0);
-  decode(even, codebook, loaded, mine, column);
-  if constexpr (Config::words_ahead) loaded.load(shared() + W_AT, shared() + SCALE, mine, 1);
+  decode(even, codebook, shared() + W_AT, shared() + SCALE, mine, 0, column);
   Destination to;
   for (u32 unit = first; unit < last; unit++) {
     if constexpr (Config::grouped && Arguments::ASKS_AHEAD)
@@ -165,21 +149,14 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       if (used) release(used);
       used = shared() + X_EMPTY + 8 * x.at;
       x.next(Config::x_stages);
-      // W is loaded right before it is decoded, or a step ahead, so that no look-up waits for it.
-      constexpr int OF_UNIT = UNIT_K / STEP_K, AHEAD = Config::words_ahead ? 2 : 1;
-      const auto decode_next = [&] {
-        if (step + 1 < OF_UNIT || unit + 1 < last) decode(next, codebook, loaded, mine, column);
-        if (step + 2 == OF_UNIT) release(empty);
-      };
-      if (AHEAD == 2) decode_next();
-      if (step + AHEAD < OF_UNIT) {
-        loaded.load(stage, scales, mine, step + AHEAD);
+      if (step + 1 < UNIT_K / STEP_K) {
+        decode(next, codebook, stage, scales, mine, step + 1, column);
+        if (step + 2 == UNIT_K / STEP_K) release(empty);
       } else if (unit + 1 < last) {
-        if (step + AHEAD == OF_UNIT) wait(shared() + W_FULL + 8 * w.at, w.parity);
-        loaded.load(shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, mine,
-                    step + AHEAD - OF_UNIT);
+        wait(shared() + W_FULL + 8 * w.at, w.parity);
+        decode(next, codebook, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, mine, 0,
+               column);
       }
-      if (AHEAD == 1) decode_next();
     };
     turn(even, odd, 0), turn(odd, even, 1), turn(even, odd, 2), turn(odd, even, 3);
     fresh = false;

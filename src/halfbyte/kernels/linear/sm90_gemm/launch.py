@@ -142,7 +142,6 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "flushes": FORMATS[problem.format].flushes, "log_block": problem.block_size.bit_length() - 1,
         "span": span_of(problem), "loads": f"Loads::{loads}", "tile_m": plan.tile_m,
         "warpgroups": plan.warpgroups, "w_stages": plan.w_stages, "x_stages": plan.x_stages, "direct": DIRECT,
-        "words_ahead": plan.words_ahead,
         "permutes": plan.permutes, "cluster": plan.cluster, "producer_registers": producer,
         "consumer_registers": consumer, "shared_bytes": plan.shared_bytes(span_of(problem)), "back": plan.back,
         "copies_x": copies_x(problem, plan.back),

@@ -80,11 +80,6 @@ class GemmPlan:
         return not self.back and self.tile_m >= h200.GEMM_PERMUTES_M
 
     @property
-    def words_ahead(self) -> bool:
-        """Whether a step of W is loaded a step before it is decoded."""
-        return h200.GEMM_WORDS_AHEAD and not self.back
-
-    @property
     def threads(self) -> int:
         return 128 * (self.warpgroups + 1)
 

@@ -65,7 +65,7 @@ class StreamKPlan:
     @property
     def words_ahead(self) -> bool:
         """Whether words of W are loaded a span before they are decoded, where registers hold them."""
-        return h200.STREAMK_WORDS_AHEAD and self.warpgroups < 4
+        return self.warpgroups < 4
 
     @property
     def workers(self) -> int:

@@ -113,8 +113,6 @@ STREAMK_TIMES = {
 }  # fmt: skip
 # What a product saves whose x is laid out already.
 STREAMK_LAYING_OUT = 1.5
-# Whether words of W are loaded a span before they are decoded: not timed yet.
-STREAMK_WORDS_AHEAD = False
 # Rows of x up to which one tile has them all, unless there are multiprocessors for more.
 STREAMK_ONE_TILE = 32
 
@@ -252,8 +250,6 @@ GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 2.0, 4.5
 LAYING_THREADS = 1 << 16
 # µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
 GEMM_LAYING_OUT = 1.5
-# Whether a step of W is loaded a step before it is decoded: not timed yet.
-GEMM_WORDS_AHEAD = False
 # Rows of x a tile from which on shared memory is what W waits for.
 GEMM_PERMUTES_M = 160
 # Bytes of x a launch, all of which stays in L2.
