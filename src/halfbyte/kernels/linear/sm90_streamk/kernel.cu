@@ -27,7 +27,6 @@
 //
 // Config:
 //   tile_m, warpgroups, stages, cluster      rows of x a tile, warpgroups that multiply, stages of the pipeline, CTAs
-//   words_ahead                              whether words of W are loaded a span before they are decoded
 //   resident                                 units whose x stays in shared memory; 0: x comes with W
 //   shares                                   CTAs that have equal parts of each tile, and end with it together; 1: any
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
@@ -52,6 +51,10 @@
 // Below Arguments, which they read.
 #include "device/lay_out.cuh"
 #include "device/pairs.cuh"
+
+// Whether words of W are loaded a span before they are decoded. Four warpgroups have no registers for them, and experts,
+// with fewer units between two ends of a tile, are slower for it.
+constexpr bool WORDS_AHEAD = Config::warpgroups < 4 && !Config::grouped;
 
 // This thread's bytes of W of a span: of its upper row, and of its lower. stage: the address of the stage.
 using SpanWords = u32[2][WORDS];
@@ -104,7 +107,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   //: the first stage is there
   load_span(words, shared() + TILES, mine, 0);
   decode(even, words, column);
-  if constexpr (Config::words_ahead) load_span(words, shared() + TILES, mine, 1);
+  if constexpr (WORDS_AHEAD) load_span(words, shared() + TILES, mine, 1);
   Destination to;
   for (u32 unit = first; unit < last; unit++) {
     if constexpr (Config::grouped && Arguments::ASKS_AHEAD)
@@ -127,15 +130,15 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       const bool ends = span % JOINED == JOINED - 1;
       const uint2 scale = ends ? load_pair(mine.scales + scales + span / JOINED * TILE_N * 4) : make_uint2(0, 0);
       // Words are loaded right before they are decoded, or a span ahead, so that no product waits for shared memory.
-      constexpr int AHEAD = Config::words_ahead ? 2 : 1;
-      if (Config::words_ahead && (span + 1 < SPANS || unit + 1 < last)) decode(next, words, column);
+      constexpr int AHEAD = WORDS_AHEAD ? 2 : 1;
+      if (WORDS_AHEAD && (span + 1 < SPANS || unit + 1 < last)) decode(next, words, column);
       if (span + AHEAD < SPANS) {
         load_span(words, stage, mine, span + AHEAD);
       } else if (unit + 1 < last) {
         if (span + AHEAD == SPANS) wait(shared() + FULL + 8 * ring.at, ring.parity);
         load_span(words, shared() + TILES + ring.at * STAGE_BYTES, mine, span + AHEAD - SPANS);
       }
-      if (!Config::words_ahead && (span + 1 < SPANS || unit + 1 < last)) decode(next, words, column);
+      if (!WORDS_AHEAD && (span + 1 < SPANS || unit + 1 < last)) decode(next, words, column);
       wait_for_products<0>();
       if (ends) promote(total, sum, __uint_as_float(scale.x), __uint_as_float(scale.y));
     };

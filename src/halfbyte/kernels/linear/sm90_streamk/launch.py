@@ -118,7 +118,7 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "log_block": problem.block_size.bit_length() - 1, "span": span_of(problem),
         "loads": f"Loads::{scale_loads(problem)}", "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
         "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "shares": plan.shares,
-        "direct": plan.direct, "words_ahead": plan.words_ahead, "paired": plan.paired, "norm": plan.norm,
+        "direct": plan.direct, "paired": plan.paired, "norm": plan.norm,
         "registers": registers, "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,
         "copies_x": False, "activation": f"Activation::{plan.activation or 'none'}",

@@ -63,11 +63,6 @@ class StreamKPlan:
         return (FEWER_REGISTERS if self.beside else REGISTERS)[self.warpgroups]
 
     @property
-    def words_ahead(self) -> bool:
-        """Whether words of W are loaded a span before they are decoded, where registers hold them."""
-        return self.warpgroups < 4
-
-    @property
     def workers(self) -> int:
         """That share the units."""
         return self.ctas
