@@ -52,8 +52,8 @@
 #include "device/lay_out.cuh"
 #include "device/pairs.cuh"
 
-// Whether words of W are loaded a span before they are decoded. Four warpgroups have no registers for them, and experts,
-// with fewer units between two ends of a tile, are slower for it.
+// Whether words of W are loaded a span before they are decoded. Four warpgroups have no registers for them. Experts,
+// whose tiles end after fewer units, are slower for it.
 constexpr bool WORDS_AHEAD = Config::warpgroups < 4 && !Config::grouped;
 
 // This thread's bytes of W of a span: of its upper row, and of its lower. stage: the address of the stage.
