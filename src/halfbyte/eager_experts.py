@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from halfbyte.eager import aligned, backend, dequantize, on, plain
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability
+from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.experts import reference, router_reference
 from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.experts.plan import Group, plan
@@ -109,14 +111,34 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """(ids, weights) [T, k] that a router's weight and bias give x [T, K], as in kernels/experts/router_reference.py.
     Scores may differ by a rounding from those of torch's product."""
-    if x.is_cuda and slow.no_kernels(x.device.type) is None:
-        from halfbyte.kernels.experts import choose as fused
+    found = _in_one_launch(x, None, weight, bias, k, before, normalizes, dtype)
+    return route(linear(x, weight, bias), k, before, normalizes, dtype) if found is None else found[1:]
 
-        tensors = plain(x), plain(weight), None if bias is None else plain(bias)
-        if fused.supports(*tensors, k, dtype):
-            with on(x.device):
-                return fused.choose(*tensors, k, before, normalizes, dtype)
-    return route(linear(x, weight, bias), k, before, normalizes, dtype)
+
+def norm_and_choose(
+    x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, k: int, before: bool, normalizes: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    """x, normed, and what `choose` gives for that, in one launch, or None where no kernel is for it. Kernels that run
+    just ahead in the stream must not write the weights."""
+    return _in_one_launch(x, norm, weight, bias, k, before, normalizes, dtype)
+
+
+def _in_one_launch(
+    x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, *how: Any
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """how: k, before, normalizes and dtype of `choose`."""
+    if not x.is_cuda or slow.no_kernels(x.device.type) is not None:
+        return None
+    from halfbyte.kernels.experts import choose as fused
+
+    x, weight, bias = plain(x), plain(weight), None if bias is None else plain(bias)
+    if not fused.supports(x, weight, bias, how[0], how[-1]):
+        return None
+    if norm is not None and not fused.supports_norm(norm, x, len(weight)):
+        return None
+    with on(x.device):
+        return fused.choose(x, weight, bias, *how, norm=norm)
 
 
 @cache

@@ -12,6 +12,8 @@ from torch.nn.functional import linear as dense_linear
 
 import halfbyte as hb
 from halfbyte import eager_experts
+from halfbyte.eager_fused import rms_norm
+from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.experts import choose, cuda, reference, router_reference
 from halfbyte.kernels.experts.block import Block
 
@@ -186,6 +188,26 @@ def test_a_router(dtype: torch.dtype, experts: int, k: int, top_k: int, kinds: t
             _, right = router_reference.route(scores, top_k, *kinds, F32)
             torch.testing.assert_close(weights, right, rtol=0.02, atol=2e-3)
             apart = scores.topk(top_k).values.float() - scores.gather(1, ids).float()
+            assert (apart <= 2 * torch.finfo(dtype).eps * scores.abs().amax(1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize(("experts", "k"), [(128, 2048), (8, 4096), (256, 4096), (32, 2880)])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_a_router_behind_a_norm(dtype: torch.dtype, experts: int, k: int) -> None:
+    """Rows are those that the norm's own kernel writes, but for a rounding, and experts those of such rows."""
+    for tokens in (1, 5, 32, 128):
+        x, weight = random(tokens, k, dtype=dtype), (random(experts, k) / k**0.5).to(dtype)
+        norm = Norm((1 + random(k) / 8).to(dtype), 1e-6, 1.0 if experts == 8 else 0.0)
+        run = partial(eager_experts.norm_and_choose, x, norm, weight, None, 4, True, True, F32)
+        eager = run()
+        graph, from_graph = captured(run)
+        graph.replay()
+        for normed, ids, weights in (eager, from_graph):
+            torch.testing.assert_close(normed, rms_norm(x, norm), rtol=torch.finfo(dtype).eps, atol=0)
+            scores = dense_linear(normed, weight)
+            _, right = router_reference.route(scores, 4, True, True, F32)
+            torch.testing.assert_close(weights, right, rtol=0.02, atol=2e-3)
+            apart = scores.topk(4).values.float() - scores.gather(1, ids).float()
             assert (apart <= 2 * torch.finfo(dtype).eps * scores.abs().amax(1, keepdim=True)).all()
 
 

@@ -316,10 +316,11 @@ def test_experts(format: str, inner: int, hidden: int) -> None:
 @pytest.mark.parametrize(("experts", "k", "top_k"), [(8, 32, 2), (128, 2080, 8), (40, 96, 4), (300, 544, 32)])
 def test_a_router(experts: int, k: int, top_k: int) -> None:
     """Tokens that fill no cluster, experts that fill no tile, a K that leaves warps without work."""
-    for tokens in (1, 7, 9, 37):
+    norm = Norm((1 + numbers(k) / 8).contiguous(), 1e-5)
+    for tokens, is_normed in product((1, 7, 9, 37), (False, experts <= choose.MOST_NORMED_EXPERTS)):
         x, w, bias = numbers(tokens, k), numbers(experts, k), numbers(experts)
         assert choose.supports(x, w, bias, top_k, torch.float32)
-        ids, weights = choose.choose(x, w, bias, top_k, False, True, torch.float32)
+        x, ids, weights = choose.choose(x, w, bias, top_k, False, True, torch.float32, norm if is_normed else None)
         scores = torch.nn.functional.linear(x.double(), w.double(), bias.double())
         apart = scores.topk(top_k).values - scores.gather(1, ids)
         assert (apart <= 2**-7 * scores.abs().amax(1, keepdim=True)).all()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.eager_experts import choose
+from halfbyte.eager_experts import choose, norm_and_choose
 from halfbyte.eager_fused import finished, gated, mlp, products, rms_norm
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.attention.fresh import Fresh
@@ -75,7 +75,7 @@ class WholeLayer:
             return agree(x, ours, theirs)
         if len(block_sees) != 1:
             return False
-        normed = rms_norm(attended, self.layer.second)
+        normed, _ = _norm_and_route(self.layer.block, attended, self.layer.second)
         added = _first(self.layer.block.module(normed))
         return agree(rms_norm(x, self.layer.second), normed, block_sees[0]) and agree(
             attended, ours, torch.add(attended, added, alpha=self.layer.factor)
@@ -98,7 +98,7 @@ class WholeLayer:
         """x and what the MLP or the experts add to it."""
         layer = self.layer
         if layer.block is not None:
-            return _add_experts(layer.block, rms_norm(x, layer.second), Residual(x, layer.factor))
+            return _add_experts(layer.block, x, layer.second, layer.factor)
         assert layer.down is not None
         if len(layer.gates) == 2:
             if (added := self._mlp(x, layer.down)) is not None:
@@ -155,18 +155,30 @@ class WholeLayer:
         return tuple(q for q, _ in found), tuple(bias for _, bias in found)
 
 
-def _add_experts(block: Block, x: Tensor, residual: Residual) -> Tensor:
-    """The residual and what a block of experts gives for x [texts, new tokens, hidden], normed."""
-    router, (value, factor) = block.router, residual
-    if router is None or router.weight.dtype is not x.dtype:
-        return torch.add(value, _first(block.module(x)), alpha=factor)
-    rows = x.view(-1, x.shape[-1])
-    dtype = x.dtype if router.narrow else torch.float32
-    ids, weights = choose(rows, router.weight, router.bias, router.top_k, router.before, router.normalizes, dtype)
+def _add_experts(block: Block, x: Tensor, norm: Norm, factor: float) -> Tensor:
+    """x [texts, new tokens, hidden] and a factor times what a block of experts gives for it, normed first."""
+    normed, routes = _norm_and_route(block, x, norm)
+    if routes is None:
+        return torch.add(x, _first(block.module(normed)), alpha=factor)
+    rows = normed.view(-1, x.shape[-1])
     if isinstance(block.experts, Experts4bit) and "forward" not in vars(block.experts) and not is_hooked(block.experts):
-        return block.experts.added(rows, ids, weights, Residual(value.view_as(rows), factor)).view_as(x)
-    result: Tensor = block.experts(rows, ids, weights)
-    return torch.add(value, result.view_as(x), alpha=factor)
+        return block.experts.added(rows, *routes, Residual(x.view_as(rows), factor)).view_as(x)
+    result: Tensor = block.experts(rows, *routes)
+    return torch.add(x, result.view_as(x), alpha=factor)
+
+
+def _norm_and_route(block: Block, x: Tensor, norm: Norm) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """x, normed, and the ids and weights of its tokens' experts, or None where only the block knows these."""
+    router = block.router
+    if router is None or router.weight.dtype is not x.dtype:
+        return rms_norm(x, norm), None
+    rows, dtype = x.view(-1, x.shape[-1]), x.dtype if router.narrow else torch.float32
+    of_router = router.weight, router.bias, router.top_k, router.before, router.normalizes, dtype
+    found = norm_and_choose(rows, norm, *of_router)
+    if found is None:
+        rows = rms_norm(rows, norm)
+        found = rows, *choose(rows, *of_router)
+    return found[0].view_as(x), found[1:]
 
 
 def _first(found: Any) -> Tensor:

@@ -1,5 +1,6 @@
-// A router: scores = x @ weight.T (+ bias) of each expert, the k best of each token, and their weights. One launch for
-// up to eight tokens a cluster, where a product and a choice would be two.
+// A router: scores = x @ weight.T (+ bias) of each expert, the k best of each token, and their weights. x may be normed
+// first, and is then written for the experts, too. One launch for up to eight tokens a cluster, where a norm, a product
+// and a choice would be three.
 //
 // Bytes: the router's weight, once for every eight tokens, mostly from L2; it is fetched there while the kernel ahead
 // ends. Flops: 2 T E K.
@@ -10,28 +11,39 @@
 // Work. A cluster has eight tokens, and its CTAs take tiles of 16 experts in turn. The warps of a CTA take chunks of 32
 // of K in turn; what they have is added up in the order of warps, rounded to x's type as `linear` rounds it, and sent
 // to the CTA that has the token. There a warp chooses: ties go to the expert of the lower number, NaN is the highest.
+// A norm needs all of a row: warps hold their part of x until they know the sums of squares of the others. So every CTA
+// norms all eight tokens, and writes its own. With a norm, weights of both are loaded before the kernel ahead ends.
 //
 // Config: x; experts, k (of x), top_k; cluster; tiles, of a CTA; before, normalizes as in router_reference.py; bias,
-// whether there is one; narrow: weights are rounded to x's type, else fp32; overlaps: the kernel may begin before the
-// one ahead has ended; mma_k: 16; shared_bytes.
+// norm: whether there is one; narrow: weights are rounded to x's type, else fp32; overlaps: the kernel may begin before
+// the one ahead has ended; mma_k: 16; shared_bytes.
 
 #include "linear/device/mma.cuh"
 #include "linear/device/ptx.cuh"
+#include "linear/device/rms_norm.cuh"
 
 constexpr u32 TOKENS = 8, WARPS = 16, THREADS = 32 * WARPS, CHUNK = 32, CHUNKS = Config::k / CHUNK;
 constexpr u32 TURNS = (CHUNKS + WARPS - 1) / WARPS, OF_CTA = (TOKENS + Config::cluster - 1) / Config::cluster;
-// Turns whose loads are on their way before any is used: as registers allow.
-constexpr u32 WANTED = 15 / (1 + 2 * Config::tiles), AHEAD = WANTED < 1 ? 1 : WANTED < TURNS ? WANTED : TURNS;
+// Turns whose loads are on their way before any is used, as registers allow; of x, which a norm needs at once, all.
+constexpr u32 OF_TURN = 2 * Config::tiles;
+constexpr u32 WANTED = Config::norm ? (TURNS < 15 ? 15 - TURNS : 1) / OF_TURN : 15 / (1 + OF_TURN);
+constexpr u32 AHEAD = WANTED < 1 ? 1 : WANTED < TURNS ? WANTED : TURNS, X_TURNS = Config::norm ? TURNS : AHEAD;
 constexpr u32 OF_LANE = (Config::experts + 31) / 32, SCORES = 4 * WARPS * Config::tiles * 128;  // bytes ahead of scores
-static_assert(SCORES + 4 * OF_CTA * Config::experts == Config::shared_bytes, "choose.py asks for as much");
+constexpr u32 NORM = (SCORES + 4 * OF_CTA * Config::experts + 15) / 16 * 16;       // bytes ahead of its weights [k],
+constexpr u32 SQUARES = NORM + 2 * Config::k, END = SQUARES + 4 * WARPS * TOKENS;  // and of [WARPS][TOKENS] sums
+static_assert((Config::norm ? END : SCORES + 4 * OF_CTA * Config::experts) == Config::shared_bytes,
+              "choose.py asks for as much");
+static_assert(!Config::norm || Config::k <= 8 * THREADS, "a thread loads eight weights of the norm");
 
 extern __shared__ __align__(16) unsigned char memory[];
 
 struct Arguments {
-  const u16 *x, *weight, *bias;
-  long long* ids;  // [tokens, top_k], as weights
+  const u16 *x, *weight, *bias, *norm;  // norm: its weights [k]
+  long long* ids;                       // [tokens, top_k], as weights
   void* weights;
+  u16* normed;  // [tokens, k]
   u32 tokens;
+  float epsilon, norm_offset;
 };
 
 __device__ __forceinline__ void fetch_line(const u16* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
@@ -49,6 +61,42 @@ __device__ __forceinline__ void give_score(u32 place, u32 rank, float score) {
 __device__ __forceinline__ u32 ordered(float value) {
   const u32 bits = __float_as_uint(value);
   return value != value ? ~0u : bits >> 31 ? ~bits : bits | 1u << 31;
+}
+
+// Norms what a lane has of a row of x. weights: this thread's eight of the norm's. at: of a turn, where it begins. to:
+// where the row is written, or null.
+template <class At>
+__device__ __forceinline__ void norm_row(const Arguments& a, uint4* x, const uint4& weights, const At& at, u16* to) {
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float sum = 0, other = 0;  // of every other word: half as long a chain
+#pragma unroll
+  for (u32 turn = 0; turn < TURNS; turn++) {
+    sum = square_sum(x[turn].x, sum), other = square_sum(x[turn].y, other);
+    sum = square_sum(x[turn].z, sum), other = square_sum(x[turn].w, other);
+  }
+  sum += other;
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  float* squares = reinterpret_cast<float*>(memory + SQUARES);
+  if (lane % 4 == 0) squares[warp * TOKENS + lane / 4] = sum;
+  // Does nothing, but the compiler does not know, unpacks x anew, and spares the registers of numbers kept till then.
+  const u32 zero = a.tokens >> 31;
+#pragma unroll
+  for (u32 turn = 0; turn < TURNS; turn++) x[turn].x ^= zero, x[turn].y ^= zero, x[turn].z ^= zero, x[turn].w ^= zero;
+  if (8 * threadIdx.x < Config::k) *reinterpret_cast<uint4*>(memory + NORM + 16 * threadIdx.x) = weights;
+  __syncthreads();
+  sum = 0;
+#pragma unroll
+  for (u32 w = 0; w < WARPS; w++) sum += squares[w * TOKENS + lane / 4];
+  const float factor = rsqrtf(sum / float(Config::k) + a.epsilon);
+#pragma unroll
+  for (u32 turn = 0; turn < TURNS; turn++) {
+    if (at(turn) >= Config::k) continue;
+    const uint4 w = *reinterpret_cast<const uint4*>(memory + NORM + 2 * at(turn));
+    x[turn] = make_uint4(normed(x[turn].x, w.x, factor, a.norm_offset), normed(x[turn].y, w.y, factor, a.norm_offset),
+                         normed(x[turn].z, w.z, factor, a.norm_offset), normed(x[turn].w, w.w, factor, a.norm_offset));
+    if (to) *reinterpret_cast<uint4*>(to + at(turn)) = x[turn];
+  }
 }
 
 // By one warp, of one token.
@@ -112,40 +160,60 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
         if (const u32 expert = expert_of(i) + 8 * (member / 2);
             member % 2 == 0 && expert < Config::experts && place_of(turn) < Config::k)
           fetch_line(a.weight + u64(expert) * Config::k + place_of(turn));
-    wait_for_prior_kernel();
-    launch_dependents();
   }
   if constexpr (Config::cluster > 1) arrive_cluster();  // all have begun before anything is sent
 
-  float sums[Config::tiles][4] = {};
-#pragma unroll
-  for (u32 begin = 0; begin < TURNS; begin += AHEAD) {
-    constexpr u32 OF_TURN = 1 + 2 * Config::tiles;
-    uint4 pieces[AHEAD * OF_TURN];  // of each turn x, and then a tile's two rows after the other
-#pragma unroll
-    for (u32 turn = 0; turn < AHEAD; turn++) {
-      const u32 at = place_of(begin + turn);
-      const bool inside = at < Config::k;
-      pieces[turn * OF_TURN] =
-          load_or_none(a.x + u64(first + group) * Config::k + at, inside && first + group < a.tokens);
-#pragma unroll
-      for (u32 i = 0; i < Config::tiles; i++) {
-        const u32 expert = expert_of(i);
-        const u16* from = a.weight + u64(expert) * Config::k + at;
-        pieces[turn * OF_TURN + 2 * i + 1] = load_or_none(from, inside && expert < Config::experts);
-        pieces[turn * OF_TURN + 2 * i + 2] = load_or_none(from + 8 * Config::k, inside && expert + 8 < Config::experts);
-      }
-    }
-    load_together(pieces, a.tokens >> 31);
+  // Of x some turns, and then of each turn a tile's two rows after the other.
+  uint4 pieces[X_TURNS + AHEAD * OF_TURN];
+  const auto load_weight = [&](u32 begin) {
 #pragma unroll
     for (u32 turn = 0; turn < AHEAD; turn++)
 #pragma unroll
       for (u32 i = 0; i < Config::tiles; i++) {
-        const uint4 x = pieces[turn * OF_TURN];
-        const uint4 upper = pieces[turn * OF_TURN + 2 * i + 1], lower = pieces[turn * OF_TURN + 2 * i + 2];
+        const u32 at = place_of(begin + turn), expert = expert_of(i);
+        const u16* from = a.weight + u64(expert) * Config::k + at;
+        uint4* to = pieces + X_TURNS + turn * OF_TURN + 2 * i;
+        to[0] = load_or_none(from, at < Config::k && expert < Config::experts);
+        to[1] = load_or_none(from + 8 * Config::k, at < Config::k && expert + 8 < Config::experts);
+      }
+  };
+  const auto load_x = [&](u32 begin) {
+#pragma unroll
+    for (u32 turn = 0; turn < X_TURNS; turn++) {
+      const u32 at = place_of(begin + turn);
+      pieces[turn] =
+          load_or_none(a.x + u64(first + group) * Config::k + at, at < Config::k && first + group < a.tokens);
+    }
+  };
+  uint4 norm;
+  if constexpr (Config::norm) {
+    norm = load_or_none(a.norm + 8 * threadIdx.x, 8 * threadIdx.x < Config::k);
+    load_weight(0);
+  }
+  if constexpr (Config::overlaps) wait_for_prior_kernel(), launch_dependents();
+  float sums[Config::tiles][4] = {};
+#pragma unroll
+  for (u32 begin = 0; begin < TURNS; begin += AHEAD) {
+    if (!Config::norm || begin > 0) load_weight(begin);
+    if (!Config::norm || begin == 0) load_x(begin);
+    load_together(pieces, a.tokens >> 31);
+    if constexpr (Config::norm) {
+      const u32 token = first + group;
+      const bool owns = token < a.tokens && group % Config::cluster == rank;
+      if (begin == 0) norm_row(a, pieces, norm, place_of, owns ? a.normed + u64(token) * Config::k : nullptr);
+    }
+#pragma unroll
+    for (u32 turn = 0; turn < AHEAD; turn++) {
+      if (begin + turn >= TURNS) continue;
+      const uint4 x = pieces[Config::norm ? begin + turn : turn];
+#pragma unroll
+      for (u32 i = 0; i < Config::tiles; i++) {
+        const uint4* rows = pieces + X_TURNS + turn * OF_TURN + 2 * i;
+        const uint4 upper = rows[0], lower = rows[1];
         mma(sums[i], upper.x, lower.x, upper.y, lower.y, x.x, x.y);
         mma(sums[i], upper.z, lower.z, upper.w, lower.w, x.z, x.w);
       }
+    }
   }
   float* parts = reinterpret_cast<float*>(memory);  // [warp][tile][row of 16][token]
 #pragma unroll
