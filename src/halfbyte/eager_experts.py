@@ -138,7 +138,7 @@ def _in_one_launch(
     if norm is not None and not fused.supports_norm(norm, x, len(weight)):
         return None
     with on(x.device):
-        return fused.choose(x, weight, bias, *how, norm=norm)
+        return fused.choose(x, norm, weight, bias, *how)
 
 
 @cache

@@ -320,7 +320,7 @@ def test_a_router(experts: int, k: int, top_k: int) -> None:
     for tokens, is_normed in product((1, 7, 9, 37), (False, experts <= choose.MOST_NORMED_EXPERTS)):
         x, w, bias = numbers(tokens, k), numbers(experts, k), numbers(experts)
         assert choose.supports(x, w, bias, top_k, torch.float32)
-        x, ids, weights = choose.choose(x, w, bias, top_k, False, True, torch.float32, norm if is_normed else None)
+        x, ids, weights = choose.choose(x, norm if is_normed else None, w, bias, top_k, False, True, torch.float32)
         scores = torch.nn.functional.linear(x.double(), w.double(), bias.double())
         apart = scores.topk(top_k).values - scores.gather(1, ids)
         assert (apart <= 2**-7 * scores.abs().amax(1, keepdim=True)).all()

@@ -61,13 +61,13 @@ def supports_norm(norm: Norm, x: Tensor, experts: int) -> bool:
 
 def choose(
     x: Tensor,
+    norm: Norm | None,
     weight: Tensor,
     bias: Tensor | None,
     top_k: int,
     before: bool,
     normalizes: bool,
     dtype: torch.dtype,
-    norm: Norm | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, normed if there is a norm, and the (ids, weights) that `choose` in router_reference.py gives it; of what
     `supports` and `supports_norm` say, on the current device. With a norm, no kernel just ahead in the stream may write
