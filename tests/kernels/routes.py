@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.experts import sort
+
 
 class Expected(NamedTuple):
     """tiles: {expert, first, rows, 0} of each, and zeros for those that there are not. order: the pair of each sorted
@@ -27,12 +29,15 @@ def routes_of(ids: Tensor, experts: int, tile_m: int, room: int) -> Expected:
     order = key.argsort(stable=True)[: sum(counts)]
     places = torch.full((len(ids),), -1)
     places[order] = torch.arange(len(order))
-    in_tiles = places.clone()
     found, first = [], 0
     for expert, rows in enumerate(counts):
-        in_tiles[key == expert] += len(found) * tile_m - first
         found += [[expert, first + at, min(tile_m, rows - at), 0] for at in range(0, rows, tile_m)]
         first += rows
+    if tile_m >= sort.FULL_FIRST:
+        found.sort(key=lambda tile: tile[2] < tile_m)
+    in_tiles = torch.full((len(ids),), -1)
+    for number, (_, first, rows, _) in enumerate(found):
+        in_tiles[order[first : first + rows]] = torch.arange(rows) + number * tile_m
     tiles = torch.tensor(found + [[0] * 4] * (room - len(found)), dtype=torch.int32).view(-1, 4)
     return Expected(len(found), tiles, order.int(), places.int(), in_tiles.int())
 

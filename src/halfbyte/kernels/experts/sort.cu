@@ -7,8 +7,11 @@
 // others; then each warp knows where its pairs go. Pairs of an expert keep their order, so the same ids give the same
 // routes. Ids that are no expert are nobody's, and their place is NOWHERE.
 //
-// Config: tile_m, rows of a tile; ctas; overlaps, whether this launch may begin before the one ahead is done; x, which
-// is not looked at.
+// Tiles are in the order of experts; or, with full_first, those that are full, and then the rest of each expert. Tiles
+// are dealt out to multiprocessors in turn, so that short ones at the end even out what long ones leave uneven.
+//
+// Config: tile_m, rows of a tile; full_first; ctas; overlaps, whether this launch may begin before the one ahead is
+// done; x, which is not looked at.
 
 #include "linear/device/grouped.cuh"
 #include "linear/device/places.cuh"
@@ -23,9 +26,13 @@ struct Arguments {
   u32 pairs, experts, wide_ids, most_tiles;
 };
 
-// [WARPS][experts], the CTA's own [experts], how far a row of each expert moves where tiles are filled up, and twice
-// [WARPS].
+// [WARPS][experts], the CTA's own [experts], the `Moves`, and three times [WARPS].
 extern __shared__ __align__(16) unsigned char memory[];
+
+// How far the rows of an expert move where tiles are filled up, those from row number `rest` on by another number.
+struct Moves {
+  u32 by, rest, rest_by;
+};
 
 // The sum of `value` over the threads before this one, and over all of them.
 struct Sums {
@@ -94,8 +101,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
   const u32 number = rank * WARPS + warp;
   //: begins to sort
   u32 *counts = reinterpret_cast<u32*>(memory), *own = counts + warp * a.experts;
-  u32 *totals = counts + WARPS * a.experts, *moves = totals + a.experts;
-  u32 *rows_of_warps = moves + a.experts, *tiles_of_warps = rows_of_warps + WARPS;
+  u32* totals = counts + WARPS * a.experts;
+  Moves* moves = reinterpret_cast<Moves*>(totals + a.experts);
+  u32* rows_of_warps = reinterpret_cast<u32*>(moves + a.experts);
+  u32 *tiles_of_warps = rows_of_warps + WARPS, *rests_of_warps = tiles_of_warps + WARPS;
   for (u32 e = lane; e < a.experts; e += 32) own[e] = 0;
   __syncwarp();
   if constexpr (Config::overlaps) {
@@ -123,7 +132,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
   sync_all();
   // A thread has neighbouring experts. Of each: its rows in all CTAs, and those of earlier ones.
   const u32 share = (a.experts + THREADS - 1) / THREADS, first = threadIdx.x * share;
-  u32 rows[MOST_OF_A_THREAD], earlier[MOST_OF_A_THREAD], all_rows = 0, all_tiles = 0;
+  u32 rows[MOST_OF_A_THREAD], earlier[MOST_OF_A_THREAD], all_rows = 0, all_tiles = 0, all_rests = 0;
+  const auto rests = [](u32 rows) { return Config::full_first && rows % Config::tile_m > 0; };
+  const auto tiles_of = [&](u32 rows) { return (rows + Config::tile_m - 1) / Config::tile_m - rests(rows); };
 #pragma unroll
   for (u32 i = 0; i < MOST_OF_A_THREAD; i++) {
     rows[i] = earlier[i] = 0;
@@ -134,12 +145,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
         rows[i] += there;
         if (r < rank) earlier[i] += there;
       }
-    all_rows += rows[i], all_tiles += (rows[i] + Config::tile_m - 1) / Config::tile_m;
+    all_rows += rows[i], all_tiles += tiles_of(rows[i]), all_rests += rests(rows[i]);
   }
   const Sums of_rows = add_up(all_rows, rows_of_warps, warp, lane);
   const Sums of_tiles = add_up(all_tiles, tiles_of_warps, warp, lane);
+  const Sums of_rests = Config::full_first ? add_up(all_rests, rests_of_warps, warp, lane) : Sums{0, 0};
+  const u32 count_tiles = of_tiles.all + of_rests.all;
   uint4* table = a.routes + 1;
-  u32 row = of_rows.before, tile = of_tiles.before;
+  u32 row = of_rows.before, tile = of_tiles.before, rest = of_tiles.all + of_rests.before;
+  const auto put_tile = [&](u32 number, u32 expert, u32 first, u32 end) {
+    if (number % CTAS == rank) table[number] = make_uint4(expert, first, min(u32(Config::tile_m), end - first), 0);
+  };
 #pragma unroll
   for (u32 i = 0; i < MOST_OF_A_THREAD; i++) {
     if (i >= share || first + i >= a.experts) break;
@@ -148,15 +164,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
     for (u32 w = 0; w < WARPS; w++) count[w] = counts[w * a.experts + first + i];
 #pragma unroll
     for (u32 w = 0; w < WARPS; w++) counts[w * a.experts + first + i] = count[w] + row + earlier[i];
-    moves[first + i] = tile * Config::tile_m - row;
-    for (u32 done = 0; done < rows[i]; done += Config::tile_m, tile++)
-      if (tile % CTAS == rank)
-        table[tile] = make_uint4(first + i, row + done, min(u32(Config::tile_m), rows[i] - done), 0);
-    row += rows[i];
+    const u32 end = row + rows[i], begin_rest = row + tiles_of(rows[i]) * Config::tile_m;
+    moves[first + i] = {tile * Config::tile_m - row, begin_rest, rest * Config::tile_m - begin_rest};
+    for (; row < min(begin_rest, end); row += Config::tile_m) put_tile(tile++, first + i, row, end);
+    if (rests(rows[i])) put_tile(rest++, first + i, begin_rest, end);
+    row = end;
   }
-  for (u32 i = of_tiles.all + rank * THREADS + threadIdx.x; i < a.most_tiles; i += CTAS * THREADS)
+  for (u32 i = count_tiles + rank * THREADS + threadIdx.x; i < a.most_tiles; i += CTAS * THREADS)
     table[i] = make_uint4(0, 0, 0, 0);
-  if (rank == 0 && threadIdx.x == 0) *a.routes = make_uint4(of_tiles.all, 0, 0, 0);
+  if (rank == 0 && threadIdx.x == 0) *a.routes = make_uint4(count_tiles, 0, 0, 0);
   //: tiles are found
   sync_all();  // places are there, and nobody reads this CTA's totals any more
   u32* sorted = reinterpret_cast<u32*>(table + a.most_tiles);
@@ -170,7 +186,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
                 place = place_among(pairs.places[i], pairs.alike[i], lane);
       const bool valid = expert != NOWHERE;
       if (valid) sorted[place] = pair;
-      if (pair < end) places[pair] = valid ? place : NOWHERE, in_tiles[pair] = valid ? place + moves[expert] : NOWHERE;
+      const Moves move = valid ? moves[expert] : Moves{};
+      const u32 in_tile = place + (place < move.rest ? move.by : move.rest_by);
+      if (pair < end) places[pair] = valid ? place : NOWHERE, in_tiles[pair] = valid ? in_tile : NOWHERE;
     }
   }
   //: pairs are sorted

@@ -17,6 +17,9 @@ from halfbyte.kernels.common.thread_cache import ThreadCache
 
 CTAS, WARPS = 8, 8  # of one cluster, where a GPU has clusters; of a CTA
 FEW = 1024  # pairs that one CTA sorts sooner than a cluster does
+# Rows of a tile from which on tiles that are full come first. Smaller ones are bound by W, which those of an expert
+# read together.
+FULL_FIRST = 128
 MOST_EXPERTS = 4 * 32 * WARPS  # four a thread
 LAYOUT = ("", "2Q4I", "")  # sort.cu's Arguments, all of which change
 
@@ -50,7 +53,8 @@ def sort(ids: Tensor, experts: int, tile_m: int, tiles: int) -> Routes:
 def variant(pairs: int, tile_m: int, properties: DeviceProperties) -> Variant:
     """What is compiled for so many pairs."""
     constants: dict[str, Constant] = {
-        "tile_m": tile_m, "x": "Type::bf16", "ctas": ctas_of(pairs, properties), "overlaps": properties.ptx >= HOPPER,
+        "tile_m": tile_m, "full_first": tile_m >= FULL_FIRST, "x": "Type::bf16", "ctas": ctas_of(pairs, properties),
+        "overlaps": properties.ptx >= HOPPER,
     }  # fmt: skip
     return Variant.of(source(), properties.capability, constants)
 
@@ -60,7 +64,7 @@ def ctas_of(pairs: int, properties: DeviceProperties) -> int:
 
 
 def shared_bytes(experts: int) -> int:
-    return 4 * ((WARPS + 2) * experts + 2 * WARPS)
+    return 4 * ((WARPS + 4) * experts + 3 * WARPS)
 
 
 def _prepare(index: int, pairs: int, tile_m: int, experts: int) -> tuple[Launch, Arguments]:
