@@ -23,6 +23,7 @@ import halfbyte as hb
 from halfbyte import eager
 from halfbyte.formats.parts import group_parts
 from halfbyte.formats.weight import FLOAT_DTYPES
+from halfbyte.kernels.common import paired_products
 from halfbyte.kernels.linear import reference
 from halfbyte.kernels.linear.plan import plan
 from halfbyte.measure.error import relative_error
@@ -114,7 +115,11 @@ def test_identity_gives_the_weights(format: str, size: int, nested: bool, dtype:
     q = quantize(torch.randn(96, 256), format, size, nested)
     for batch_invariant in (False, True):
         result = hb.linear(torch.eye(256, dtype=dtype), q, batch_invariant=batch_invariant)
-        assert torch.equal(result.t(), hb.dequantize(q, dtype))
+        right = hb.dequantize(q, dtype)
+        if format == "nf4" and paired_products.supports(dtype, 256):  # whose codebook is rounded
+            torch.testing.assert_close(result.t(), right, rtol=torch.finfo(dtype).eps, atol=0)
+        else:
+            assert torch.equal(result.t(), right)
 
 
 def test_shapes_and_strides() -> None:
@@ -173,14 +178,14 @@ def test_tiles_are_batch_invariant(dtype: torch.dtype, m: int) -> None:
 
 def test_plans() -> None:
     bf16 = torch.bfloat16
-    for capability, most in (("AMX", 24), ("AVX512", 56), ("AVX2", 32), ("DEFAULT", 8)):
+    for capability, most in (("AMX", 24), ("AVX512-BF16", 80), ("AVX512", 56), ("AVX2", 32), ("DEFAULT", 8)):
         assert plan(1, 4096, 4096, bf16, "cpu", False, capability).kernel == "fused"
         assert plan(most, 4096, 4096, bf16, "cpu", False, capability).kernel == "fused"
         assert plan(most + 1, 4096, 4096, bf16, "cpu", False, capability).kernel == "dense"
         assert plan(10_000, 64, 33, bf16, "cpu", True, capability).kernel == "fused"
         assert plan(1, 64, 33, bf16, "cpu", False, capability).kernel == "dense"
         assert plan(min(most, 16), 384, 384, bf16, "cpu", False, capability).kernel == "fused"
-        assert plan(17, 384, 384, bf16, "cpu", False, capability).kernel == "dense"
+        assert plan(49, 384, 384, bf16, "cpu", False, capability).kernel == "dense"
     for m, kernel in ((1, "fused"), (64, "fused"), (65, "dense")):
         assert plan(m, 4096, 4096, bf16, "hip", False).kernel == kernel
         assert plan(m, 4096, 4096, bf16, "hip", True).kernel == "fused"

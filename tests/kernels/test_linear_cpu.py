@@ -1,4 +1,5 @@
-"""The CPU kernel: exact weights, exact sums to the last places of fp32, the same bits always, on every kind of CPU."""
+"""The CPU kernels: exact weights, or those of a codebook that is rounded to bf16; exact sums to the last places
+of fp32; the same bits always, on every kind of CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,10 @@ from torch import Tensor
 from halfbyte.formats.nested import dynamic_code
 from halfbyte.formats.spec import BLOCK_SIZES, FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale
+from halfbyte.kernels.common import paired_products
 from halfbyte.kernels.dequantize import reference as dequantize
 from halfbyte.kernels.linear import cpu
+from halfbyte.kernels.linear.codebook import factor_of
 from halfbyte.kernels.linear.reference import linear_exact
 
 CPU = torch.device("cpu")
@@ -59,6 +63,17 @@ class Weight:
         dequantize.dequantize(self.packed, self.scale, self.nested, self.spec, self.size, out)
         return out
 
+    def as_multiplied(self, dtype: torch.dtype) -> Tensor:
+        """Dense; where bf16 numbers are multiplied in pairs, of the codebook that is rounded to them."""
+        if not paired_products.supports(dtype, self.shape[1]):
+            return self.dense(dtype)
+        factor = factor_of(self.spec.name, dtype)
+        rounded = (torch.tensor(self.spec.codebook) * factor).to(dtype).tolist()
+        out = torch.full(self.shape, POISON)
+        spec = replace(self.spec, codebook=tuple(rounded))
+        dequantize.dequantize(self.packed, self.scale, self.nested, spec, self.size, out)
+        return (out * torch.tensor(1 / factor)).to(dtype)
+
 
 def check(weight: Weight, m: int, dtype: torch.dtype, with_bias: bool = False) -> Tensor:
     x = torch.randn(m, weight.shape[1]).to(dtype)
@@ -77,7 +92,7 @@ def test_identity_gives_the_weights_to_the_bit(format: str, dtype: torch.dtype) 
     for nested in {False, FORMATS[format].nests}:
         for size in (32, 64, 128):
             weight = Weight(format, 70, 256, size, nested)
-            assert torch.equal(weight.linear(torch.eye(256, dtype=dtype)).t(), weight.dense(dtype))
+            assert torch.equal(weight.linear(torch.eye(256, dtype=dtype)).t(), weight.as_multiplied(dtype))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 7, 8, 9, 64])
@@ -100,6 +115,8 @@ def test_block_sizes(format: str, size: int, nested: bool) -> None:
     """Rows of whole blocks, rows that begin in the middle of a block, and rows that begin in the middle of a byte."""
     for k in (32, 96, 4096, 4160, 33, 63, 100, 4097):
         check(Weight(format, 9, k, size, nested), 5, torch.float32, with_bias=True)
+    for k in (128, 384, 4096, 4224):  # multiplied in pairs, where a CPU does
+        check(Weight(format, 9, k, size, nested), 15, torch.bfloat16, with_bias=True)
 
 
 @dtypes
@@ -131,13 +148,15 @@ def test_any_shape(
     check(Weight(format, n, k, size, nested), m, dtype, with_bias)
 
 
-@pytest.mark.parametrize("k", [256, 96, 99])
+@pytest.mark.parametrize(
+    ("k", "dtype"), [(256, torch.float32), (256, torch.bfloat16), (96, torch.float32), (99, torch.float32)]
+)
 @formats
-def test_a_row_does_not_know_of_others(format: str, k: int) -> None:
+def test_a_row_does_not_know_of_others(format: str, k: int, dtype: torch.dtype) -> None:
     if format in ALONG_K and k % 32:
         pytest.skip("groups divide K")
     weight = Weight(format, 130, k, 32)
-    x = torch.randn(23, k)
+    x = torch.randn(23, k).to(dtype)
     whole = weight.linear(x)
     for begin, end in ((0, 1), (22, 23), (3, 8), (1, 23), (9, 11)):
         assert torch.equal(weight.linear(x[begin:end].clone()), whole[begin:end])
@@ -157,17 +176,18 @@ def test_the_same_bits_with_any_number_of_threads() -> None:
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@pytest.mark.parametrize("k", [256, 99])
-def test_writes_nothing_past_its_end(k: int) -> None:
+@pytest.mark.parametrize(("k", "dtype"), [(256, torch.float16), (256, torch.bfloat16), (99, torch.float16)])
+def test_writes_nothing_past_its_end(k: int, dtype: torch.dtype) -> None:
     weight = Weight("fp4", 7, k, 32)
-    for m in (1, 3, 6):
-        around = torch.full((m * 7 + 128,), POISON, dtype=torch.float16)
+    poison = torch.tensor(POISON).to(dtype)
+    for m in (1, 3, 6, 13):
+        around = torch.full((m * 7 + 128,), POISON, dtype=dtype)
         out = around[64 : 64 + m * 7].view(m, 7)
-        x = torch.randn(m, k).half()
+        x = torch.randn(m, k).to(dtype)
         cpu.linear(x, weight.packed, weight.scale, None, FORMATS["fp4"], 32, None, out)
         assert torch.equal(out, weight.linear(x))
-        assert (around[:64] == POISON).all()
-        assert (around[64 + m * 7 :] == POISON).all()
+        assert (around[:64] == poison).all()
+        assert (around[64 + m * 7 :] == poison).all()
 
 
 @dtypes

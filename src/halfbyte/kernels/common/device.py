@@ -161,8 +161,11 @@ def properties_like(gpu: gpus.Gpu, sms: int | None = None) -> DeviceProperties:
 
 @cache
 def cpu_capability() -> str:
-    """The vector instructions that torch uses on this CPU, in its words: "AVX512", "AVX2", "DEFAULT", ...; or "AMX",
-    where there are those that multiply tiles as well."""
+    """The vector instructions that torch uses on this CPU, in its words: "AVX512", "AVX2", "DEFAULT", ...; or
+    "AVX512-BF16" where there are those that multiply bf16 numbers in pairs, and "AMX" where there are those that
+    multiply tiles as well."""
     vectors = torch.backends.cpu.get_cpu_capability()
-    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return "AMX" if vectors == "AVX512" and has_tiles() else vectors
+    for name, asks in (("AMX", "_is_amx_tile_supported"), ("AVX512-BF16", "_is_avx512_bf16_supported")):
+        if vectors == "AVX512" and getattr(torch.cpu, asks, lambda: False)():
+            return name
+    return vectors

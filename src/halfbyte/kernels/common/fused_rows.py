@@ -1,8 +1,9 @@
 """From how many rows of x on a CPU multiplies with a dense weight: measured once, for `linear` and for experts.
 
-The fused kernel (products.py) decodes every weight again for each four rows of x, and multiplies in fp32. Making the
-dense weight costs as much for one row of x as for a thousand, and then torch may have faster instructions for its
-dtype. Measured on 384×384 to 14336×4096 (docs/kernels/linear.md).
+The fused kernel decodes every weight again for each four rows of x, and multiplies in fp32 (products.py); or for each
+eight, and multiplies bf16 numbers in pairs (paired_products.py). Making the dense weight costs as much for one row of x
+as for a thousand, and then torch may have faster instructions for its dtype. Measured on 384×384 to 14336×4096
+(docs/kernels/linear.md).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import torch
 # on which torch's fp16 and fp32 products are faster, too.
 MOST_FUSED_ROWS = {
     "AMX": {torch.bfloat16: 24, torch.float16: 48, torch.float32: 64},
+    "AVX512-BF16": {torch.bfloat16: 80, torch.float16: 1024, torch.float32: 1024},
     "AVX512": {torch.bfloat16: 56, torch.float16: 1024, torch.float32: 1024},
     "AVX2": {torch.bfloat16: 32, torch.float16: 32, torch.float32: 32},
 }
 OTHERWISE = 8
 # A bf16 weight of so many numbers is still in the cache when torch multiplies, and pays from fewer rows on.
-CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, 16
+CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, {"AVX512-BF16": 48}
+OTHERWISE_CACHED = 16
 
 
 def most_fused_rows(n: int, k: int, dtype: torch.dtype, cpu_capability: str) -> int:
@@ -31,5 +34,5 @@ def most_fused_rows(n: int, k: int, dtype: torch.dtype, cpu_capability: str) -> 
         return 0
     most = MOST_FUSED_ROWS.get(cpu_capability, {}).get(dtype, OTHERWISE)
     if dtype == torch.bfloat16 and n * k <= CACHED:
-        most = min(most, MOST_FUSED_ROWS_CACHED)
+        most = min(most, MOST_FUSED_ROWS_CACHED.get(cpu_capability, OTHERWISE_CACHED))
     return most

@@ -11,8 +11,20 @@ from __future__ import annotations
 import llvmlite.ir as ir
 from numba.core import cgutils
 
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, _BFloat)
+
+    def __hash__(self):
+        return hash(_BFloat)
+
+
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-F32 = ir.FloatType()
+F32, BF16 = ir.FloatType(), _BFloat()
 
 
 def call(builder, name, result, *arguments):

@@ -92,7 +92,7 @@ def multiply(
     # One scale for two steps where that is so everywhere, else one a step.
     unit = 2 * WEIGHTS if k % (2 * WEIGHTS) == 0 and block_size >= 2 * WEIGHTS else WEIGHTS
     # What a tile of W costs is counted in tiles of x, so that threads get as much to do where groups differ in rows.
-    begins = _begins(first, n)
+    begins = begins_of(first, n, ROWS, COLUMNS)
     total = int(begins[-1])
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
     parallel(_multiply, total, grain, matrices, first, begins, *weight, unit, wide, k, source, y)
@@ -134,16 +134,16 @@ def _finish(begin, end, y, target, bias, which, out):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _begins(firsts, n):
-    """Where the tiles of each group begin, counted by their costs."""
+def begins_of(firsts, n, rows, columns):
+    """Where the tiles of each group begin, counted by their costs: tiles of so many rows of W and of x."""
     begins = np.zeros(len(firsts), np.int64)
     for group in range(len(firsts) - 1):
-        begins[group + 1] = begins[group] + _tiles(firsts[group + 1] - firsts[group], COLUMNS) * _tiles(n, ROWS)
+        begins[group + 1] = begins[group] + tiles_of(firsts[group + 1] - firsts[group], columns) * tiles_of(n, rows)
     return begins
 
 
 @njit(inline="always")
-def _tiles(size, tile):
+def tiles_of(size, tile):
     return -(-size // tile)
 
 
@@ -158,9 +158,9 @@ def _multiply(
     scales = np.empty(ROWS * units, np.float32)
     for group in range(len(matrices)):
         first, last = firsts[group], firsts[group + 1]
-        cost = _tiles(last - first, COLUMNS)
-        low = max(0, _tiles(begin - begins[group], cost))
-        high = max(0, _tiles(end - begins[group], cost))
+        cost = tiles_of(last - first, COLUMNS)
+        low = max(0, tiles_of(begin - begins[group], cost))
+        high = max(0, tiles_of(end - begins[group], cost))
         origin = matrices[group] * n
         beyond = origin + n
         for row in range(origin + low * ROWS, min(origin + high * ROWS, beyond), ROWS):

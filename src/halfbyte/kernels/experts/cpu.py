@@ -2,7 +2,7 @@
 
 x [T, K] and a stack [E, N, K], two weights a byte -> [S, N]: row i is x[source[i]] times the expert that its group has,
 summed in fp32, rounded once. Rows are sorted by expert, so each expert's bytes come from memory once, however many rows
-it has; threads share tiles of (expert, four of its rows), by what each costs. The products are common/products.py's.
+it has; threads share tiles of (expert, a few of its rows), by what each costs. The products are linear/cpu.py's.
 
 Bytes moved: the packed weights and scales of the experts that have rows, once, while an expert's rows of x fit into the
 cache. Flops: 2 S N K.
@@ -20,6 +20,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common import products
 from halfbyte.kernels.experts.plan import Group
+from halfbyte.kernels.linear.cpu import multiply
 
 
 def grouped_linear(
@@ -40,7 +41,7 @@ def grouped_linear(
     x: [T, K], contiguous, K a multiple of 32. source, target: int64. bias: [E, N] or None. out: [.., N], contiguous, of
     x's dtype or fp32.
     """
-    k, n = x.shape[1], out.shape[1]
+    n = out.shape[1]
     if n == 0 or not groups:
         return
     experts, firsts, lasts = np.array(groups, np.int64).T
@@ -48,8 +49,7 @@ def grouped_linear(
     rows = np.concatenate([np.arange(first, last) for _, first, last in groups])
     first = np.concatenate([[0], np.cumsum(counts)])
     weight = products.weight_arguments(packed, scale, nested, format, block_size)
-    wide = products.widen(x, products.order_of(format))
     sources, targets = source.numpy()[rows], target.numpy()[rows]
-    y = products.multiply(wide, k, sources, weight, block_size, n, np.ascontiguousarray(experts), first)
+    y = multiply(x, sources, weight, format, block_size, n, np.ascontiguousarray(experts), first)
     which = np.repeat(experts, counts)
     products.finish(y, targets, x.new_empty((1, 0)) if bias is None else bias, which, out)

@@ -1,7 +1,8 @@
 """x @ W.T on the CPU, straight from the 4-bit bytes, through numba.
 
 x [M, K], W packed two weights a byte, one scale for every `block_size` weights -> [M, N], summed in fp32, rounded once.
-Rows of whole steps are multiplied by common/products.py; others are decoded a weight at a time, here.
+Rows of whole steps are multiplied by common/products.py, or by common/paired_products.py where the CPU multiplies bf16
+numbers in pairs; others are decoded a weight at a time, here.
 
 Bytes moved: the packed weights and their scales, once, while the rows of x fit into the cache. Flops: 2 M N K.
 """
@@ -11,15 +12,18 @@ Bytes moved: the packed weights and their scales, once, while the rows of x fit 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 from torch import Tensor
 
 from halfbyte.formats.spec import Format
 from halfbyte.formats.weight import NestedScale
-from halfbyte.kernels.common import products
+from halfbyte.kernels.common import paired_products, products
 from halfbyte.kernels.common.products import AS_IT_IS, GRAIN, LANES, ROWS, WEIGHTS, scale_of
 from halfbyte.kernels.common.threads import parallel
+from halfbyte.kernels.linear.codebook import factor_of
 
 
 def linear(
@@ -43,12 +47,24 @@ def linear(
     weight = products.weight_arguments(packed, scale, nested, format, block_size)
     rows, matrix = np.arange(m), np.zeros(m, np.int64)
     if k % WEIGHTS == 0:
-        wide = products.widen(x, products.order_of(format))
-        y = products.multiply(wide, k, rows, weight, block_size, n, matrix[:1], np.array([0, m]))
+        y = multiply(x, rows, weight, format, block_size, n, matrix[:1], np.array([0, m]))
     else:
         wide, y = products.widen(x, AS_IT_IS), np.empty((m, n), np.float32)
         parallel(_linear_rows, n, max(ROWS, GRAIN // (m * max(k, 1))), *weight, wide, k, y)
     products.finish(y, rows, x.new_empty((1, 0)) if bias is None else bias.view(1, n), matrix, out)
+
+
+def multiply(
+    x: Tensor, source: Any, weight: tuple[Any, ...], format: Format, block_size: int, n: int, matrices: Any, first: Any
+) -> Any:
+    """y [first[-1], N] fp32: y[i] = x[source[i]] @ W.T, of the W that i's group has; x [T, K] contiguous, K a multiple
+    of a step. weight, matrices, first: as products.py has them."""
+    k = x.shape[1]
+    if not paired_products.supports(x.dtype, k):
+        wide = products.widen(x, products.order_of(format))
+        return products.multiply(wide, k, source, weight, block_size, n, matrices, first)
+    factor = factor_of(format.name, x.dtype)
+    return paired_products.multiply(x, source, weight, format, factor, block_size, n, matrices, first)
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")

@@ -1,0 +1,216 @@
+"""x @ W.T on a CPU that multiplies bf16 numbers in pairs, as `products.py` has it for all others.
+
+x [T, K] bf16, W packed two weights a byte, one scale for every `block_size` weights -> sums in fp32.
+
+Sixteen bits of W, four weights, are one lane of a register, and a permutation of the codebook by them looks 32 weights
+up (`vpermw`, which looks at five bits of an index: the codebook is there twice, so the fifth does not matter). Shifts
+bring the other three weights of each lane to where it looks. So 128 weights take four permutations and three shifts,
+and four instructions of 32 multiply-adds (`vdpbf16ps`) for each row of x; x is put into the order in which they come
+out. Sums of 128 weights are scaled in fp32, those of each block by its own scale: two neighbouring lanes of W are one
+of the sums, so a sum has eight neighbouring weights, which share a scale.
+
+The codebook is multiplied by a factor that makes its rounding to bf16 harmless (linear/codebook.py), and results by one
+over that factor. Each output is summed in sixteen lanes, along K; at last the lanes are added in pairs. That order
+depends neither on how many rows a group has, nor on a row's place, nor on the threads: the same bits, always.
+
+Bytes moved: as products.py. Flops: 2 N K for each row.
+"""
+
+# numba finds out the types of kernels by itself, and llvmlite has none for what it builds.
+# mypy: allow-untyped-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import llvmlite.binding
+import llvmlite.ir as ir
+import numpy as np
+import torch
+from numba import njit
+from numba.core import cgutils, types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+from torch import Tensor
+
+from halfbyte.formats.spec import Format
+from halfbyte.kernels.common.llvm import BF16, F32, I16, I64, add_up, call, has_feature, load, prefetch, shift_right
+from halfbyte.kernels.common.products import AHEAD, GRAIN, begins_of, scale_of, tiles_of
+from halfbyte.kernels.common.threads import parallel
+
+# A step takes so many packed bytes of a row of W, which are so many weights.
+BYTES, WEIGHTS, LANES, WORDS = 64, 128, 16, 32
+
+# Rows of W and the most of x in a tile.
+ROWS, COLUMNS = 2, 8
+
+SINCE = 16  # LLVM's version that has the instruction with this signature
+
+
+@cache
+def is_for_this_cpu() -> bool:
+    context = cpu_target.target_context
+    return bool(llvmlite.binding.llvm_version_info[0] >= SINCE and has_feature(context, "avx512bf16"))
+
+
+def supports(dtype: torch.dtype, k: int) -> bool:
+    return dtype is torch.bfloat16 and k > 0 and k % WEIGHTS == 0 and is_for_this_cpu()
+
+
+@cache
+def table_of(codebook: tuple[float, ...], factor: float) -> Any:
+    """What is looked up in: bits of the codebook times the factor in bf16, twice."""
+    values = (torch.tensor(codebook, dtype=torch.float64, device="cpu") * factor).to(torch.bfloat16)
+    return values.repeat(2).view(torch.int16).numpy()
+
+
+@cache
+def order_of(low_first: bool) -> Any:
+    """Which weights of a step come out in which order: of every lane the first of its four, then of every lane the
+    second, ..."""
+    nibbles = (0, 1, 2, 3) if low_first else (1, 0, 3, 2)
+    return np.array([4 * word + nibble for nibble in nibbles for word in range(WORDS)])
+
+
+def multiply(
+    x: Tensor, source: Any, weight: tuple[Any, ...], format: Format, factor: float, block_size: int, n: int,
+    matrices: Any, first: Any,
+) -> Any:  # fmt: skip
+    """As `multiply` of products.py, of x [T, K] bf16, contiguous. factor: of the codebook."""
+    m, k = x.shape
+    ordered, y = np.empty((m, k), np.int16), np.empty((len(source), n), np.float32)
+    bits = x.view(torch.int16).numpy()
+    parallel(_reorder, m, max(1, GRAIN // k), bits, order_of(format.low_first), ordered)
+    unit = 64 if block_size >= 64 else 32
+    begins = begins_of(first, n, ROWS, COLUMNS)
+    total = int(begins[-1])
+    grain = max(1, total * GRAIN // max(1, n * k * len(source)))
+    *scales, _ = weight  # without the codebook
+    table, inverse = table_of(format.codebook, factor), np.float32(1 / factor)
+    parallel(_multiply, total, grain, matrices, first, begins, *scales, table, inverse, unit, ordered, source, y)
+    return y
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def _reorder(begin, end, x, order, out):
+    """Rows of x, each step in `order`."""
+    for row in range(begin, end):
+        for first in range(0, x.shape[1], WEIGHTS):
+            for place in range(WEIGHTS):
+                out[row, first + place] = x[row, first + order[place]]
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def _multiply(
+    begin, end, matrices, firsts, begins, packed, flat, codes, code, absmax, offset, nested_log2, log2, table, inverse,
+    unit, x, source, out,
+):  # fmt: skip
+    """The tiles of W that begin from `begin` to before `end`. Scales are `flat` or, if that is empty, the five after
+    it."""
+    n, k = out.shape[1], x.shape[1]
+    units = k // unit
+    scales = np.empty(ROWS * units, np.float32)
+    for group in range(len(matrices)):
+        first, last = firsts[group], firsts[group + 1]
+        cost = tiles_of(last - first, COLUMNS)
+        low = max(0, tiles_of(begin - begins[group], cost))
+        high = max(0, tiles_of(end - begins[group], cost))
+        origin = matrices[group] * n
+        beyond = origin + n
+        for row in range(origin + low * ROWS, min(origin + high * ROWS, beyond), ROWS):
+            for r in range(ROWS):  # a tile's rows beyond the last are the last one again
+                weight = min(row + r, beyond - 1) * k
+                for u in range(units):
+                    block = (weight + u * unit) >> log2
+                    scales[r * units + u] = scale_of(block, flat, codes, code, absmax, offset, nested_log2)
+            column = first
+            while column < last:
+                if unit == 64:
+                    column += _tile_of_any(
+                        2, last - column, packed, row, origin, scales, units, table, inverse, x, source, column, out
+                    )
+                else:
+                    column += _tile_of_any(
+                        4, last - column, packed, row, origin, scales, units, table, inverse, x, source, column, out
+                    )
+
+
+@njit(inline="always")
+def _tile_of_any(blocks, rest, packed, row, origin, scales, units, table, inverse, x, source, column, out):
+    """A tile of so many rows of x as there are literals for; returns how many."""
+    if rest >= 8:
+        _tile(8, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out)
+        return 8
+    if rest >= 4:
+        _tile(4, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out)
+        return 4
+    if rest >= 2:
+        _tile(2, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out)
+        return 2
+    _tile(1, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out)
+    return 1
+
+
+@intrinsic(prefer_literal=True)
+def _tile(typing_context, columns, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out):
+    """out[column:][:columns, row - origin:][:, :ROWS], of `units` scales a row, `blocks` of them a step; `columns` and
+    `blocks` are literals. origin: the row of the stack that column 0 of `out` belongs to."""
+    at = types.intp
+    signature = types.void(columns, blocks, packed, at, at, scales, at, table, types.float32, x, source, at, out)
+    columns, blocks = columns.literal_value, blocks.literal_value
+    vector, words = ir.VectorType(F32, LANES), ir.VectorType(I16, WORDS)
+    pairs = ir.VectorType(BF16, WORDS)
+
+    def lower(context, builder, signature, arguments):
+        _, _, packed, row, origin, scales, units, table, inverse, x, source, column, out = (
+            context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else value
+            for kind, value in zip(signature.args, arguments, strict=True)
+        )
+        k, n = builder.extract_value(x.shape, 1), builder.extract_value(out.shape, 1)
+        last = builder.sub(builder.add(origin, n), I64(1))
+        rows = [builder.add(row, I64(r)) for r in range(ROWS)]
+        rows = [builder.select(builder.icmp_signed("<", r, last), r, last) for r in rows]
+        places = [builder.add(column, I64(c)) for c in range(columns)]
+        weights_of = [builder.gep(packed.data, [builder.lshr(builder.mul(r, k), I64(1))]) for r in rows]
+        scales_of = [builder.gep(scales.data, [builder.mul(units, I64(r))]) for r in range(ROWS)]
+        x_rows = [builder.load(builder.gep(source.data, [place])) for place in places]
+        x_of = [builder.gep(x.data, [builder.mul(x_row, k)]) for x_row in x_rows]
+
+        values = load(builder, table.data, I16, WORDS)
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [lane * blocks // LANES for lane in range(LANES)])
+        zero = ir.Constant(vector, [0.0] * LANES)
+        totals = [[cgutils.alloca_once_value(builder, zero) for _ in places] for _ in rows]
+        with cgutils.for_range(builder, builder.udiv(k, I64(WEIGHTS))) as loop:
+            step = loop.index
+            byte, weight = builder.mul(step, I64(BYTES)), builder.mul(step, I64(WEIGHTS))
+            ahead = builder.add(byte, builder.mul(k, I64(ROWS * AHEAD // 2)))
+            found, here = [], []
+            for r in range(ROWS):
+                prefetch(builder, builder.gep(weights_of[r], [ahead]))
+                lane = load(builder, builder.gep(weights_of[r], [byte]), I16, WORDS)
+                indices = [lane, *(shift_right(builder, lane, bits) for bits in (4, 8, 12))]
+                permuted = [call(builder, "llvm.x86.avx512.permvar.hi.512", words, values, i) for i in indices]
+                found.append([builder.bitcast(one, pairs) for one in permuted])
+                scale = load(builder, builder.gep(scales_of[r], [builder.mul(step, I64(blocks))]), F32, blocks)
+                here.append(builder.shuffle_vector(scale, scale, lanes))
+            for c in range(columns):
+                xs = [
+                    load(builder, builder.gep(x_of[c], [builder.add(weight, I64(WORDS * i))]), I16, WORDS)
+                    for i in range(4)
+                ]
+                xs = [builder.bitcast(one, pairs) for one in xs]
+                for r in range(ROWS):
+                    total = zero
+                    for weights, numbers in zip(found[r], xs, strict=True):
+                        total = call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", vector, total, weights, numbers)
+                    total = call(builder, "llvm.fmuladd.v16f32", vector, total, here[r], builder.load(totals[r][c]))
+                    builder.store(total, totals[r][c])
+        for r in range(ROWS):
+            for c in range(columns):
+                total = builder.fmul(add_up(builder, builder.load(totals[r][c])), inverse)
+                place = builder.add(builder.mul(places[c], n), builder.sub(rows[r], origin))
+                builder.store(total, builder.gep(out.data, [place]))
+        return context.get_dummy_value()
+
+    return signature, lower
