@@ -180,7 +180,7 @@ def store(builder, vector, pointer, element):
     builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()), align=element.width // 8)
 
 
-def prefetch(builder, pointer):
-    """Ask for the cache line at `pointer`, which may lie anywhere."""
-    read, keep, data = I32(0), I32(3), I32(1)
+def prefetch(builder, pointer, keep=3):
+    """Ask for the cache line at `pointer`, which may lie anywhere. keep: 3 for the first cache, 2 for the second."""
+    read, keep, data = I32(0), I32(keep), I32(1)
     call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, keep, data)

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from numba import njit
 from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 from torch import Tensor
 
 from halfbyte.formats.spec import Format, codebook_tensor
@@ -92,7 +92,7 @@ def multiply(
     # One scale for two steps where that is so everywhere, else one a step.
     unit = 2 * WEIGHTS if k % (2 * WEIGHTS) == 0 and block_size >= 2 * WEIGHTS else WEIGHTS
     # What a tile of W costs is counted in tiles of x, so that threads get as much to do where groups differ in rows.
-    begins = begins_of(first, n, ROWS, COLUMNS)
+    begins = begins_of(tiles_of(np.diff(first), COLUMNS), tiles_of(n, ROWS))
     total = int(begins[-1])
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
     parallel(_multiply, total, grain, matrices, first, begins, *weight, unit, wide, k, source, y)
@@ -133,16 +133,12 @@ def _finish(begin, end, y, target, bias, which, out):
                 out[to, column] = to_bits(y[row, column], out)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def begins_of(firsts, n, rows, columns):
-    """Where the tiles of each group begin, counted by their costs: tiles of so many rows of W and of x."""
-    begins = np.zeros(len(firsts), np.int64)
-    for group in range(len(firsts) - 1):
-        begins[group + 1] = begins[group] + tiles_of(firsts[group + 1] - firsts[group], columns) * tiles_of(n, rows)
-    return begins
+def begins_of(costs, tiles):
+    """Where the tiles of each group begin, counted by their costs: each group has as many tiles of W."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(costs * tiles)])
 
 
-@njit(inline="always")
+@register_jitable
 def tiles_of(size, tile):
     return -(-size // tile)
 
