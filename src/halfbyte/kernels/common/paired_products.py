@@ -44,7 +44,7 @@ BYTES, WEIGHTS, LANES, WORDS = 64, 128, 16, 32
 
 # Rows of W and the most of x in a tile, and how many tiles ahead the bytes of W are asked for. They come to the second
 # cache: the first has too few requests on their way for a thread to read at the speed of memory.
-ROWS, COLUMNS, AHEAD, SECOND = 4, 8, 3, 2
+ROWS, COLUMNS, AHEAD, SECOND = 2, 8, 6, 2
 
 SINCE = 16  # LLVM's version that has the instruction with this signature
 
@@ -84,7 +84,7 @@ def multiply(
     bits = x.view(torch.int16).numpy()
     parallel(_reorder, m, max(1, GRAIN // k), bits, order_of(format.low_first), ordered)
     unit = 64 if block_size >= 64 else 32
-    begins = begins_of(_cost(np.diff(first)), tiles_of(n, ROWS))
+    begins = begins_of(first, lambda rows: _cost(rows) * tiles_of(n, ROWS))
     total = int(begins[-1])
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
     *scales, _ = weight  # without the codebook
@@ -145,66 +145,55 @@ def _cost(rows):
 
 @njit(inline="always")
 def _tile_of_any(blocks, rest, packed, row, origin, scales, units, table, inverse, x, source, column, out):
-    """A tile of as many rows of x as there is code for; returns how many. Few rows of x take one row of W after the
-    other, as it lies in memory; more take two, for each of their numbers that is loaded."""
-    if rest >= COLUMNS:
-        for first in range(0, ROWS, 2):
-            _tile(2, 8, blocks, first, packed, row, origin, scales, units, table, inverse, x, source, column, out)
-        return COLUMNS
+    """A tile of as many rows of x as there is code for; returns how many."""
+    if rest >= 8:
+        _tile(8, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out)
+        return 8
     if rest >= 4:
-        for first in range(0, ROWS, 2):
-            _tile(2, 4, blocks, first, packed, row, origin, scales, units, table, inverse, x, source, column, out)
+        _tile(4, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out)
         return 4
     if rest >= 2:
-        for first in range(ROWS):
-            _tile(1, 2, blocks, first, packed, row, origin, scales, units, table, inverse, x, source, column, out)
+        _tile(2, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out)
         return 2
-    for first in range(ROWS):
-        _tile(1, 1, blocks, first, packed, row, origin, scales, units, table, inverse, x, source, column, out)
+    _tile(1, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out)
     return 1
 
 
 @intrinsic(prefer_literal=True)
-def _tile(
-    typing_context, rows, columns, blocks, first, packed, row, origin, scales, units, table, inverse, x, source, column,
-    out,
-):  # fmt: skip
-    """out[column:][:columns, row + first - origin:][:, :rows], of `units` scales a row, `blocks` of them a step. rows,
-    columns and blocks are literals. scales: of row `row` and those behind it. origin: the row of the stack that
-    column 0 of `out` belongs to."""
+def _tile(typing_context, columns, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out):
+    """out[column:][:columns, row - origin:][:, :ROWS], of `units` scales a row, `blocks` of them a step; columns and
+    blocks are literals. origin: the row of the stack that column 0 of `out` belongs to."""
     at = types.intp
-    of_tile = rows, columns, blocks, at
-    signature = types.void(*of_tile, packed, at, at, scales, at, table, types.float32, x, source, at, out)
-    rows, columns, blocks = (literal.literal_value for literal in (rows, columns, blocks))
+    signature = types.void(columns, blocks, packed, at, at, scales, at, table, types.float32, x, source, at, out)
+    columns, blocks = columns.literal_value, blocks.literal_value
     vector, words = ir.VectorType(F32, LANES), ir.VectorType(I16, WORDS)
     pairs = ir.VectorType(BF16, WORDS)
 
     def lower(context, builder, signature, arguments):
-        _, _, _, first, packed, row, origin, scales, units, table, inverse, x, source, column, out = (
+        _, _, packed, row, origin, scales, units, table, inverse, x, source, column, out = (
             context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else value
             for kind, value in zip(signature.args, arguments, strict=True)
         )
         k, n = builder.extract_value(x.shape, 1), builder.extract_value(out.shape, 1)
         last = builder.sub(builder.add(origin, n), I64(1))
-        numbers = [builder.add(first, I64(r)) for r in range(rows)]
-        w_rows = [builder.add(row, number) for number in numbers]
-        w_rows = [builder.select(builder.icmp_signed("<", r, last), r, last) for r in w_rows]
+        rows = [builder.add(row, I64(r)) for r in range(ROWS)]
+        rows = [builder.select(builder.icmp_signed("<", r, last), r, last) for r in rows]
         places = [builder.add(column, I64(c)) for c in range(columns)]
-        weights_of = [builder.gep(packed.data, [builder.lshr(builder.mul(r, k), I64(1))]) for r in w_rows]
-        scales_of = [builder.gep(scales.data, [builder.mul(units, number)]) for number in numbers]
+        weights_of = [builder.gep(packed.data, [builder.lshr(builder.mul(r, k), I64(1))]) for r in rows]
+        scales_of = [builder.gep(scales.data, [builder.mul(units, I64(r))]) for r in range(ROWS)]
         x_rows = [builder.load(builder.gep(source.data, [place])) for place in places]
         x_of = [builder.gep(x.data, [builder.mul(x_row, k)]) for x_row in x_rows]
 
         values = load(builder, table.data, I16, WORDS)
         lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [lane * blocks // LANES for lane in range(LANES)])
         zero = ir.Constant(vector, [0.0] * LANES)
-        totals = [[cgutils.alloca_once_value(builder, zero) for _ in places] for _ in w_rows]
+        totals = [[cgutils.alloca_once_value(builder, zero) for _ in places] for _ in rows]
         with cgutils.for_range(builder, builder.udiv(k, I64(WEIGHTS))) as loop:
             step = loop.index
             byte, weight = builder.mul(step, I64(BYTES)), builder.mul(step, I64(WEIGHTS))
             ahead = builder.add(byte, builder.mul(k, I64(ROWS * AHEAD // 2)))
             found, here = [], []
-            for r in range(rows):
+            for r in range(ROWS):
                 prefetch(builder, builder.gep(weights_of[r], [ahead]), SECOND)
                 lane = load(builder, builder.gep(weights_of[r], [byte]), I16, WORDS)
                 indices = [lane, *(shift_right(builder, lane, bits) for bits in (4, 8, 12))]
@@ -218,16 +207,16 @@ def _tile(
                     for i in range(4)
                 ]
                 xs = [builder.bitcast(one, pairs) for one in xs]
-                for r in range(rows):
+                for r in range(ROWS):
                     total = zero
                     for weights, eight in zip(found[r], xs, strict=True):
                         total = call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", vector, total, weights, eight)
                     total = call(builder, "llvm.fmuladd.v16f32", vector, total, here[r], builder.load(totals[r][c]))
                     builder.store(total, totals[r][c])
-        for r in range(rows):
+        for r in range(ROWS):
             for c in range(columns):
                 total = builder.fmul(add_up(builder, builder.load(totals[r][c])), inverse)
-                place = builder.add(builder.mul(places[c], n), builder.sub(w_rows[r], origin))
+                place = builder.add(builder.mul(places[c], n), builder.sub(rows[r], origin))
                 builder.store(total, builder.gep(out.data, [place]))
         return context.get_dummy_value()
 

@@ -22,6 +22,7 @@ the cache. Flops: 2 N K for each row.
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 import llvmlite.ir as ir
@@ -92,7 +93,7 @@ def multiply(
     # One scale for two steps where that is so everywhere, else one a step.
     unit = 2 * WEIGHTS if k % (2 * WEIGHTS) == 0 and block_size >= 2 * WEIGHTS else WEIGHTS
     # What a tile of W costs is counted in tiles of x, so that threads get as much to do where groups differ in rows.
-    begins = begins_of(tiles_of(np.diff(first), COLUMNS), tiles_of(n, ROWS))
+    begins = begins_of(first, lambda rows: tiles_of(rows, COLUMNS) * tiles_of(n, ROWS))
     total = int(begins[-1])
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
     parallel(_multiply, total, grain, matrices, first, begins, *weight, unit, wide, k, source, y)
@@ -133,9 +134,9 @@ def _finish(begin, end, y, target, bias, which, out):
                 out[to, column] = to_bits(y[row, column], out)
 
 
-def begins_of(costs, tiles):
-    """Where the tiles of each group begin, counted by their costs: each group has as many tiles of W."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(costs * tiles)])
+def begins_of(first, cost):
+    """Where the tiles of each group begin, counted by what they cost; cost: of so many rows of x."""
+    return np.array(list(accumulate((cost(end - begin) for begin, end in pairwise(first.tolist())), initial=0)))
 
 
 @register_jitable
