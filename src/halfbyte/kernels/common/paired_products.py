@@ -36,7 +36,7 @@ from torch import Tensor
 
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.common.llvm import BF16, F32, I16, I64, add_up, call, has_feature, load, prefetch, shift_right
-from halfbyte.kernels.common.products import GRAIN, begins_of, scale_of, tiles_of
+from halfbyte.kernels.common.products import GRAIN, begins_of, decode_scales, rows_before, tiles_of
 from halfbyte.kernels.common.threads import parallel
 
 # A step takes so many packed bytes of a row of W, which are so many weights.
@@ -113,18 +113,12 @@ def _multiply(
     units = k // unit
     scales = np.empty(ROWS * units, np.float32)
     for group in range(len(matrices)):
-        first, last = firsts[group], firsts[group + 1]
+        first, last, origin = firsts[group], firsts[group + 1], matrices[group] * n
         cost = _cost(last - first)
-        low = max(0, tiles_of(begin - begins[group], cost))
-        high = max(0, tiles_of(end - begins[group], cost))
-        origin = matrices[group] * n
-        beyond = origin + n
-        for row in range(origin + low * ROWS, min(origin + high * ROWS, beyond), ROWS):
-            for r in range(ROWS):  # a tile's rows beyond the last are the last one again
-                weight = min(row + r, beyond - 1) * k
-                for u in range(units):
-                    block = (weight + u * unit) >> log2
-                    scales[r * units + u] = scale_of(block, flat, codes, code, absmax, offset, nested_log2)
+        low = origin + rows_before(begin - begins[group], cost, ROWS)
+        high = origin + min(rows_before(end - begins[group], cost, ROWS), n)
+        for row in range(low, high, ROWS):
+            decode_scales(scales, row, ROWS, origin + n, k, unit, log2, flat, codes, code, absmax, offset, nested_log2)
             column = first
             while column < last:
                 if unit == 64:

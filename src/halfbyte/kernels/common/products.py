@@ -154,18 +154,12 @@ def _multiply(
     n, units = out.shape[1], k // unit
     scales = np.empty(ROWS * units, np.float32)
     for group in range(len(matrices)):
-        first, last = firsts[group], firsts[group + 1]
+        first, last, origin = firsts[group], firsts[group + 1], matrices[group] * n
         cost = tiles_of(last - first, COLUMNS)
-        low = max(0, tiles_of(begin - begins[group], cost))
-        high = max(0, tiles_of(end - begins[group], cost))
-        origin = matrices[group] * n
-        beyond = origin + n
-        for row in range(origin + low * ROWS, min(origin + high * ROWS, beyond), ROWS):
-            for r in range(ROWS):  # a tile's rows beyond the last are the last one again
-                weight = min(row + r, beyond - 1) * k
-                for u in range(units):
-                    block = (weight + u * unit) >> log2
-                    scales[r * units + u] = scale_of(block, flat, codes, code, absmax, offset, nested_log2)
+        low = origin + rows_before(begin - begins[group], cost, ROWS)
+        high = origin + min(rows_before(end - begins[group], cost, ROWS), n)
+        for row in range(low, high, ROWS):
+            decode_scales(scales, row, ROWS, origin + n, k, unit, log2, flat, codes, code, absmax, offset, nested_log2)
             column = first
             while column < last:
                 rest = last - column
@@ -174,6 +168,25 @@ def _multiply(
                 else:
                     _tile_of_any(2, rest, packed, row, origin, scales, units, codebook, x, source, column, out)
                 column += COLUMNS
+
+
+@njit(inline="always")
+def rows_before(place, cost, rows):
+    """Rows of W in the tiles of a group that begin before a place in it, each of so many rows; costs as `begins_of`."""
+    return max(0, tiles_of(place, cost)) * rows
+
+
+@njit(inline="always")
+def decode_scales(
+    scales, row, rows, beyond, k, unit, log2, flat, codes, code, absmax, offset, nested_log2
+):  # fmt: skip
+    """Those of the rows of a tile, one for each `unit` weights. Rows beyond the last are the last one again."""
+    units = k // unit
+    for r in range(rows):
+        weight = min(row + r, beyond - 1) * k
+        for u in range(units):
+            block = (weight + u * unit) >> log2
+            scales[r * units + u] = scale_of(block, flat, codes, code, absmax, offset, nested_log2)
 
 
 @njit(inline="always")
