@@ -94,7 +94,7 @@ def name_of(variant: Variant) -> str:
     """What tells launches of a layer from each other: their kernels, and the shape."""
     known, kernels = dict(variant.constants), " and ".join(KERNEL.findall(variant.source))
     kinds = (
-        "tile_m", "warpgroups", "warps", "token_warps", "slice", "stages", "cluster", "shares", "resident",
+        "tile_m", "warpgroups", "warps", "token_warps", "ctas", "slice", "stages", "cluster", "shares", "resident",
         "resident_ctas",
     )  # fmt: skip
     more = [name for name in ("norm", "paired", "residual", "grouped", "experts") if known.get(name)]

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.attention.fresh import Fresh
+from halfbyte.kernels.attention.sm90.plan import ClusterPlan
+from halfbyte.kernels.attention.spans import spans_of
 from halfbyte.kernels.attention.turn import turn
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.norm import Norm
@@ -19,6 +21,9 @@ from .conftest import BF16, DEVICE, F16, captured, error, needs_two_gpus, on_ano
 
 front = pytest.importorskip("halfbyte.kernels.attention.attend")
 kernels = pytest.importorskip("halfbyte.kernels.attention.triton")
+needs_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+)
 both = pytest.mark.parametrize("attend", [front.attend, kernels.attend], ids=["chosen", "triton"])
 BOUND = {F16: 8e-4, BF16: 6e-3}
 Attend = Callable[..., Tensor]
@@ -64,6 +69,33 @@ def test_long_caches(size: int, texts: int, group: int, new: int, way: str, dtyp
             plan = kernels.plan_for(properties_of(0), texts * shared, tokens, size, group * new)
             found = kernels.attend(query, keys, values, mask, 0.09, plan=replace(plan, one_launch=way == "one launch"))
     assert error(found, right) < BOUND[dtype]
+
+
+@needs_hopper
+@sixteen_bits
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(
+    "plan", [(1, 8, 4), (1, 2, 16), (2, 4, 2), (1, 8, 16, True), (1, 4, 32, True), (2, 2, 8, True), (1, 2, 3, True)]
+)
+def test_every_way_to_meet(plan: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
+    """In a CTA, a cluster, and memory, one launch after the other, whose counters are left as they were."""
+    clusters = pytest.importorskip("halfbyte.kernels.attention.sm90.launch")
+    texts, shared, group, tokens = 3, 4, 4 * plan[0], 3000
+    mask = causal([(3, 2100), (1000, 1001), (0, tokens)], 1, tokens)
+    query, caches = (
+        random(texts, shared * group, 1, size, dtype=dtype),
+        random(2, texts, shared, tokens, size, dtype=dtype),
+    )
+    spans, sinks = spans_of(mask, texts), random(shared * group, dtype=dtype)
+    right = exact(query, *caches, mask, None, sinks)
+    found = [
+        clusters.attend(query, *caches, mask, 0.09, None, sinks, spans, None, False, ClusterPlan(*plan))
+        for _ in range(3)
+    ]
+    assert error(found[0], right) < BOUND[dtype]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert not spans[:, 2:].any()
 
 
 @both

@@ -28,7 +28,7 @@ FUNCTIONS = {
     "pack": "u32 pack(float first, float second) { return narrow(first) | u32(narrow(second)) << 16; }",
     "mma": "void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {"
     " multiply_add(sum, {a0, a1, a2, a3}, b0, b1, FP16); }",
-    "load_partial": "float4 load_partial(const float4* from) { return let_others(), *from; }",
+    "load_partial(const float4": "float4 load_partial(const float4* from) { return let_others(), *from; }",
     "load_route": "uint4 load_route(const uint4* from) { return *from; }",
     "store_partial": "void store_partial(float4* to, float4 value) { *to = value; }",
     "weighted": "u32 weighted(u32 word, u32 weights, u32 adds) {"
@@ -91,6 +91,10 @@ FUNCTIONS = {
     "wait_for_cluster": "",
     "sync_cluster": "void sync_cluster() { arrive_cluster(), wait_for_cluster(); }",
     "meet": "",
+    "send(u32 place": "void send(u32 at, u32 rank, float2 pair) {"
+    " stored(address_in(u32(__cvta_generic_to_shared(memory)) + at, rank), pair); }",
+    "load_partial(const float2": "float2 load_partial(const float2* from) { return *from; }",
+    "count(int": "u32 count(int* counter) { return (*counter)++; }",
     "store_sums_at": "void store_sums_at(u32 at, float4 value) { stored(at, value); }",
     "multiply_add": "template <int Sums> void multiply_add(float (&sum)[Sums], u32 a0, u32 a1, u32 a2, u32 a3,"
     " u64 x_at, int adds) { multiply_group(sum, Sums, {a0, a1, a2, a3}, x_at, adds, FP16); }",

@@ -1,5 +1,5 @@
 """The attention kernel with clusters, without a GPU: its plans, that it compiles for every target that it is for, and
-that it computes the right thing on a CPU, where a cluster has one CTA."""
+that it computes the right thing on a CPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def on_cpu(
     texts, heads, new, size = query.shape
     shared = keys.shape[1]
     out = torch.full((texts + 1, new, heads, size), 777.0, dtype=query.dtype)
-    told = launch.arguments(query, keys, values, mask, 0.09, softcap, sinks, spans, fresh, out)
+    sums = torch.full((plan.sums(texts * shared, heads // shared * new, size),), float("nan"))
+    told = launch.arguments(query, keys, values, mask, 0.09, softcap, sinks, spans, fresh, sums, out)
     group, kinds = heads // shared, (launch.mask_kind(mask), launch.sinks_kind(sinks))
     variant = launch.variant(
         H200, group, new, size, plan, True, query.dtype, *kinds, spans is not None, bool(softcap), fresh is not None,
@@ -58,10 +59,11 @@ def on_cpu(
         norms = [norm.weight for norm in (fresh.query_norm, fresh.key_norm) if norm is not None]
         readable += [fresh.cos, fresh.sin, fresh.slot, *norms]
     shared_bytes = plan.shared_bytes(group * new, size, 0 if fresh is None else new)
-    sizes = texts * shared, plan.threads(group * new), shared_bytes
+    shape = Shape(texts * shared, plan.threads(group * new), shared_bytes, y=plan.ctas, cluster=plan.cluster)
     bits = struct.pack("".join(launch.LAYOUT), *told)
-    assert cuda_on_cpu.run(folder, variant, "attend", bits, Shape(*sizes), readable) == 0
+    assert cuda_on_cpu.run(folder, variant, "attend", bits, shape, readable) == 0
     assert (out[texts:] == 777).all()
+    assert spans is None or not spans[:, 2:].any()  # counters are as they were found
     return out[:texts]
 
 
@@ -86,19 +88,23 @@ def rows_of(spans: list[tuple[int, int]]) -> Tensor:
     return rows
 
 
-# Of the heads: size, those that share keys, new tokens. Of the plan: columns, warps that share rows.
+# Of the heads: size, those that share keys, new tokens. Of the plan: columns, warps that share rows, CTAs, and whether
+# these meet in memory.
 CASES = [
-    (128, 4, 1, BF16, (1, 4)),
-    (64, 8, 2, F16, (1, 2)),
-    (64, 5, 5, BF16, (2, 3)),
-    (128, 3, 4, BF16, (2, 2)),
+    (128, 4, 1, BF16, (1, 4, 2)),
+    (64, 8, 2, F16, (1, 2, 1)),
+    (64, 5, 5, BF16, (2, 3, 3)),  # CTAs have unequal shares
+    (128, 3, 4, BF16, (2, 2, 1)),
+    (64, 3, 1, F16, (1, 2, 16)),  # more CTAs than a lane's pairs
+    (128, 4, 1, BF16, (1, 2, 8, True)),
+    (64, 5, 5, F16, (2, 2, 3, True)),
 ]
 
 
 @pytest.mark.slow
 @cuda_on_cpu.needs_compiler
 @pytest.mark.parametrize(("size", "group", "new", "dtype", "shape"), CASES, ids=str)
-def test_caches(size: int, group: int, new: int, dtype: torch.dtype, shape: tuple[int, int], tmp_path: Path) -> None:
+def test_caches(size: int, group: int, new: int, dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
     """What lies outside of the spans is not read."""
     torch.manual_seed(0)
     shared, tokens, spans = 2, 150, [(3, 131), (40, 40 + new), (0, 150)]
@@ -110,18 +116,18 @@ def test_caches(size: int, group: int, new: int, dtype: torch.dtype, shape: tupl
         for tensor in (keys, values):
             tensor[text, :, :first] = float("nan")
             tensor[text, :, end:] = float("nan")
-    plan = ClusterPlan(*shape, 1)
+    plan = ClusterPlan(*shape)
     found = on_cpu(tmp_path, query, keys, values, mask, plan, spans=rows_of(spans))
     assert error(found, right) < BOUND[dtype]
 
 
 # As above; numbers of a head that turn, whether angles are of a half, whether heads are normed, and the first slot.
 NEW_TOKENS = [
-    (128, 4, 1, BF16, (1, 2), 128, False, True, 77),
-    (64, 8, 1, BF16, (1, 3), 64, True, False, 99),
-    (128, 4, 8, BF16, (2, 2), 128, False, True, 42),  # in two blocks
-    (64, 8, 3, F16, (2, 1), 32, False, True, 98),  # the last of them behind the end
-    (128, 2, 1, BF16, (1, 2), 96, False, False, 64),
+    (128, 4, 1, BF16, (1, 2, 2), 128, False, True, 77),
+    (64, 8, 1, BF16, (1, 3, 1), 64, True, False, 99),
+    (128, 4, 8, BF16, (2, 2, 2), 128, False, True, 42),  # in two blocks
+    (64, 8, 3, F16, (2, 1, 1), 32, False, True, 98),  # the last of them behind the end
+    (128, 2, 1, BF16, (1, 2, 4, True), 96, False, False, 64),
 ]
 
 
@@ -129,7 +135,7 @@ NEW_TOKENS = [
 @cuda_on_cpu.needs_compiler
 @pytest.mark.parametrize(("size", "group", "new", "dtype", "shape", "rotary", "halves", "normed", "slot"), NEW_TOKENS)
 def test_new_tokens(
-    size: int, group: int, new: int, dtype: torch.dtype, shape: tuple[int, int], rotary: int, halves: bool,
+    size: int, group: int, new: int, dtype: torch.dtype, shape: tuple[int, ...], rotary: int, halves: bool,
     normed: bool, slot: int, tmp_path: Path,
 ) -> None:  # fmt: skip
     """They are normed, turned and put into the cache, also of a text whose span is empty; nothing else is written."""
@@ -155,7 +161,7 @@ def test_new_tokens(
         cache[:, :, slot : slot + new] = float("nan")
     fresh = Fresh(key, value, cos, sin, place, *norms, halves)
     spans = rows_of([(0, seen), (min(3, slot), seen), (0, 0)])
-    found = on_cpu(tmp_path, query, *caches, mask, ClusterPlan(*shape, 1), spans=spans, fresh=fresh)
+    found = on_cpu(tmp_path, query, *caches, mask, ClusterPlan(*shape), spans=spans, fresh=fresh)
     assert error(found, right) < 2 * BOUND[dtype]
     assert not found[2].any()
     assert error(caches[0], exactly[0]) < BOUND[dtype]
@@ -175,7 +181,7 @@ def test_what_changes_scores(kind: str, tmp_path: Path) -> None:
     cap = 5.0 if "cap" in kind else None
     sinks = torch.randn(8).to(torch.float32 if "wide" in kind else BF16) if "sinks" in kind else None
     spans = None if mask is None else rows_of([(5, 60), (0, 70)])
-    plan = ClusterPlan(1, 2, 1)
+    plan = ClusterPlan(1, 2, 2, "cap" in kind)
     found = on_cpu(tmp_path, query, keys, values, mask, plan, softcap=cap, sinks=sinks, spans=spans)
     assert error(found, exact(query, keys, values, mask, cap, sinks)) < BOUND[BF16]
 
@@ -191,15 +197,19 @@ def test_what_changes_scores(kind: str, tmp_path: Path) -> None:
     rows=st.integers(1, MOST_ROWS),
     capability=st.sampled_from([90, 100, 120]),
     sms=st.integers(8, 200),
+    counts=st.booleans(),
 )
-def test_every_plan_fits(heads: int, tokens: int, size: int, rows: int, capability: int, sms: int) -> None:
+def test_every_plan_fits(
+    heads: int, tokens: int, size: int, rows: int, capability: int, sms: int, counts: bool
+) -> None:
     properties = replace(properties_for(f"sm_{capability}"), sms=sms)
-    plan = cluster_plan(properties, heads, tokens, size, rows)
+    plan = cluster_plan(properties, heads, tokens, size, rows, counts)
     if plan is None:
         assert rows > 16
         assert tokens > 4096 or (rows > 32 and heads * tokens > 65536)
         return
     assert plan.threads(rows) <= 512
+    assert counts or not plan.in_memory
     assert plan.cluster <= (16 if capability == 90 else 8)
     assert plan.shared_bytes(rows, size, min(rows, 8)) <= properties.shared_memory
     assert plan.columns * 8 * plan.row_tiles(rows) >= rows
@@ -213,8 +223,8 @@ def test_what_other_kernels_compute() -> None:
     assert cluster_plan(MI300X, 8, 300, 128, 4) is None
     query, cache = torch.zeros(1, 4, 1, 128, dtype=BF16), torch.zeros(1, 2, 9, 128, dtype=BF16)
     odd = torch.zeros(1, 4, 1, 132, dtype=BF16)[..., :128]  # heads that do not lie at multiples of 16 bytes
-    assert launch.plan_for(odd, cache, cache, None) is None
-    assert launch.plan_for(query, cache, cache[..., :64], None) is None
+    assert launch.plan_for(odd, cache, cache, None, None) is None
+    assert launch.plan_for(query, cache, cache[..., :64], None, None) is None
 
 
 @pytest.mark.slow

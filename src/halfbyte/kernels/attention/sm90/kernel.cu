@@ -18,10 +18,12 @@
 //   scores, weights               tokens group, group + 8; rows 2 member, + 1
 //   sums                          numbers 64 j + 8 group + (0 .. 7); rows 2 member, + 1
 //
-// Work. A cluster has one head of keys of one text. Its warps take blocks in turn, each with sums, a highest score and
-// the sum of weights of its own, as in flash decoding (arXiv:2311.01282). Each CTA adds up a share of the result, which
-// all warps write into its shared memory, always in the same order: so the same input gives the same bits. The next
-// block is on its way while one is computed.
+// Work. Some CTAs have one head of keys of one text. Their warps take blocks in turn, each with sums, a highest score
+// and the sum of weights of its own, as in flash decoding (arXiv:2311.01282). The warps of a CTA meet in its shared
+// memory. CTAs of a cluster then send what their warps have together to each other, and each adds up a share of the
+// result. Clusters of many warps do not fit on all multiprocessors, so for long caches of few heads CTAs leave it in
+// memory, and the last one to do so adds up. The order is always the same: so the same input gives the same bits. The
+// next block is on its way while one is computed (meet.cuh).
 //
 // A new token takes the place of what its slot of the cache holds, in the registers of the warp whose block has the
 // slot, which also writes it. Nobody reads a slot that is written.
@@ -33,7 +35,8 @@
 //   x                      the type of all numbers of 16 bits
 //   size, group, fresh     numbers of a head; heads that share keys, new tokens of a text
 //   columns                groups of eight rows of queries that a warp has
-//   token_warps, cluster   warps of a CTA that share rows; CTAs of a cluster
+//   token_warps, ctas      warps of a CTA that share rows; CTAs that share a head of keys of a text
+//   in_memory              whether those meet in memory, and are no cluster
 //   mask                   0 none, 1 bytes, 2 numbers of 16 bits that are added
 //   spans, sinks, capped   whether there are any; sinks: 0 none, 1 of 16 bits, 2 of 32
 //   puts, rotary, halves   new tokens are as in fresh.py: numbers of a head that turn; whether angles are of a half
@@ -43,12 +46,12 @@
 //   mma_k                  16
 
 #include "fresh.cuh"
-#include "sums.cuh"
+#include "meet.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_constant__ Arguments a) {
   const u32 lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
-  const u32 row_tile = warp % ROW_TILES, rank = Config::cluster == 1 ? 0 : blockIdx.y;
+  const u32 row_tile = warp % ROW_TILES, rank = CTAS == 1 ? 0 : blockIdx.y;
   const u32 part = rank * TOKEN_WARPS + warp / ROW_TILES;
   const u32 which = blockIdx.x / a.heads, head = blockIdx.x % a.heads;
   //: begins
@@ -73,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   if constexpr (Config::key_norm) fetch(a.key_norm, lane);
   if constexpr (Config::overlaps && Config::early) wait_for_prior_kernel(), launch_dependents();
   //: the kernel ahead is done
-  if constexpr (Config::cluster > 1) arrive_cluster();
+  if constexpr (CLUSTER > 1) arrive_cluster();
 
   // All that is new is on its way before any of it is used.
   Head heads[COLUMNS];
@@ -123,11 +126,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   }
 
   //: the last block is multiplied
-  if constexpr (Config::cluster > 1) wait_for_cluster();  // every CTA has begun, and so has shared memory
-  sums.leave(row_tile, part, lane);
-  if constexpr (Config::cluster > 1) sync_cluster();
-  else __syncthreads();
-  for (u32 number = warp; number < SLOTS * ROW_TILES; number += WARPS)
-    add_up(a, number / ROW_TILES, number % ROW_TILES, rank, which, head, lane);
+  const u32 of_tile = warp / ROW_TILES;
+  leave(sums, row_tile, of_tile, lane);
+  __syncthreads();
+  const InMemory there(a, which, head);
+  if constexpr (CTAS == 1) {
+    add_up(a, OfWarps(), row_tile, of_tile, 0, which, head, lane);
+  } else if constexpr (IN_MEMORY) {
+    pass_on(there, row_tile, of_tile, rank, lane);
+    if (is_last(a, which, head)) add_up(a, there, row_tile, of_tile, 0, which, head, lane);
+  } else {
+    wait_for_cluster();  // every CTA has begun, and so has shared memory
+    pass_on(there, row_tile, of_tile, rank, lane);
+    sync_cluster();
+    add_up(a, OfCluster(), row_tile, of_tile, rank, which, head, lane);
+  }
   //: ends
 }

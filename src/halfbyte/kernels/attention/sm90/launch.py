@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.sm90.plan import ClusterPlan, cluster_plan
-from halfbyte.kernels.attention.spans import WIDTH, lowest
+from halfbyte.kernels.attention.spans import COUNTERS, WIDTH, lowest
 from halfbyte.kernels.common import compiler
 from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties, properties_of
@@ -21,11 +21,13 @@ from halfbyte.kernels.common.nvrtc import Constant, Variant, compile_ahead, read
 from halfbyte.kernels.common.thread_cache import ThreadCache
 
 ALIGNED = 16  # bytes, of a load
-LAYOUT = ("", "14Q17q3I6f", "4x")  # Arguments in work.cuh
+LAYOUT = ("", "16Q17q3I6f", "4x")  # Arguments in work.cuh
 launches: ThreadCache[Hashable, tuple[Launch, Arguments]] = ThreadCache()
 
 
-def plan_for(query: Tensor, keys: Tensor, values: Tensor, fresh: Fresh | None) -> ClusterPlan | None:
+def plan_for(
+    query: Tensor, keys: Tensor, values: Tensor, fresh: Fresh | None, spans: Tensor | None
+) -> ClusterPlan | None:
     """The plan, or None where this kernel is not for them. They are such as `attend` supports."""
     texts, heads, new, size = query.shape
     shared, tokens = keys.shape[1], keys.shape[2]
@@ -37,7 +39,8 @@ def plan_for(query: Tensor, keys: Tensor, values: Tensor, fresh: Fresh | None) -
         tensors += [norm.weight for norm in (fresh.query_norm, fresh.key_norm) if norm is not None]
     if values.shape[3] != size or not all(map(_is_aligned, tensors)) or driver() is None or compiler.find() is None:
         return None
-    return cluster_plan(properties_of(query.get_device()), texts * shared, tokens, size, heads // shared * new)
+    counts = spans is not None and shared <= COUNTERS
+    return cluster_plan(properties_of(query.get_device()), texts * shared, tokens, size, heads // shared * new, counts)
 
 
 def _is_aligned(tensor: Tensor) -> bool:
@@ -77,7 +80,8 @@ def attend(
         return _launch(index, variants[0], texts * shared, heads // shared * new, plan), Arguments(LAYOUT, (), ())
 
     launch, told = launches.get(key, make)
-    told.set(*arguments(query, keys, values, mask, scale, softcap, sinks, spans, fresh, out))
+    sums = query.new_empty(plan.sums(texts * shared, heads // shared * new, size), dtype=torch.float32)
+    told.set(*arguments(query, keys, values, mask, scale, softcap, sinks, spans, fresh, sums, out))
     launch(torch._C._cuda_getCurrentRawStream(index), told.parameters)
     return out
 
@@ -92,6 +96,7 @@ def arguments(
     sinks: Tensor | None,
     spans: Tensor | None,
     fresh: Fresh | None,
+    sums: Tensor,
     out: Tensor,
 ) -> tuple[Any, ...]:
     """What work.cuh's Arguments hold. The query stands for tensors that there are not, and is not read as such."""
@@ -104,9 +109,10 @@ def arguments(
         strides = *added.stride()[:3], *values_added.stride()[:3], fresh.cos_text, cos.stride(1)
         numbers = of["QUERY_EPSILON"], of["KEY_EPSILON"], of["OFFSET"]
     others = (query if tensor is None else tensor for tensor in (mask, spans, sinks))
+    counters = 0 if spans is None else spans.data_ptr() + 2 * spans.itemsize
     steps = (0, 0) if mask is None else (0 if len(mask) == 1 else mask.stride(0), mask.stride(2))
     return (
-        *(tensor.data_ptr() for tensor in (query, *new, keys, values, *others, out)),
+        *(tensor.data_ptr() for tensor in (query, *new, keys, values, *others, sums)), counters, out.data_ptr(),
         *query.stride()[:3], *keys.stride()[:2], *values.stride()[:2], *steps, *strides,
         keys.shape[2], keys.shape[1], WIDTH, scale, softcap or 0.0, 0.0 if mask is None else lowest(mask), *numbers,
     )  # fmt: skip
@@ -148,8 +154,8 @@ def variant(
     rotary, halves, query_norm, key_norm = turning
     constants: dict[str, Constant] = {
         "x": TYPES[dtype], "size": size, "group": group, "fresh": new, "columns": plan.columns,
-        "token_warps": plan.token_warps, "cluster": plan.cluster, "mask": mask, "spans": spans, "sinks": sinks,
-        "capped": capped, "puts": puts, "rotary": rotary, "halves": halves,
+        "token_warps": plan.token_warps, "ctas": plan.ctas, "in_memory": plan.in_memory, "mask": mask, "spans": spans,
+        "sinks": sinks, "capped": capped, "puts": puts, "rotary": rotary, "halves": halves,
         "query_norm": query_norm, "key_norm": key_norm, "early": settled, "overlaps": overlaps, "mma_k": 16,
         "shared_bytes": plan.shared_bytes(group * new, size, new if puts else 0),
     }  # fmt: skip
@@ -160,7 +166,7 @@ def _launch(index: int, compiled: Variant, heads: int, rows: int, plan: ClusterP
     shared = int(dict(compiled.constants)["shared_bytes"])
     (function,) = kernels(index, compiled, (("attend", shared),), wide=plan.cluster > MOST_CLUSTER)
     cluster = plan.cluster if plan.cluster > 1 else 0
-    return Launch(function, (heads, plan.cluster), plan.threads(rows), shared, cluster, overlaps=True)
+    return Launch(function, (heads, plan.ctas), plan.threads(rows), shared, cluster, overlaps=True)
 
 
 @cache

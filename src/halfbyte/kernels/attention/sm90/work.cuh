@@ -5,16 +5,15 @@
 
 constexpr u32 SIZE = Config::size, NEW = Config::fresh, ROWS = Config::group * NEW, COLUMNS = Config::columns;
 constexpr u32 ROW_TILES = (ROWS + 8 * COLUMNS - 1) / (8 * COLUMNS), TOKEN_WARPS = Config::token_warps;
-constexpr u32 WARPS = ROW_TILES * TOKEN_WARPS, THREADS = 32 * WARPS, PARTS = TOKEN_WARPS * Config::cluster;
+constexpr u32 WARPS = ROW_TILES * TOKEN_WARPS, THREADS = 32 * WARPS, PARTS = TOKEN_WARPS * Config::ctas;
 constexpr u32 KEY_PARTS = SIZE / 32, VALUE_PARTS = SIZE / 64, SUM_TILES = SIZE / 16, BLOCK = 16;
 constexpr bool AHEAD = SIZE * COLUMNS <= 128;  // registers hold keys and values of a block at once
+// CTAs that share a head of keys of a text: a cluster, or those that meet in memory.
+constexpr bool IN_MEMORY = Config::in_memory;
+constexpr u32 CTAS = Config::ctas, CLUSTER = IN_MEMORY ? 1 : CTAS;
 // Pairs of sums of a lane, and how many of them a CTA of the cluster adds up.
-constexpr u32 SHARES = 2 * SUM_TILES * COLUMNS, SLOTS = (SHARES + Config::cluster - 1) / Config::cluster;
+constexpr u32 PAIRS = 2 * SUM_TILES * COLUMNS, SLOTS = (PAIRS + CLUSTER - 1) / CLUSTER;
 constexpr u32 ROTARY = Config::rotary;
-// Bytes of shared memory: keys and values of new tokens, pairs of sums, and of each row the highest score and the
-// weights.
-constexpr u32 SUMS = Config::puts ? 4 * ROW_TILES * NEW * SIZE : 0, STATISTICS = SUMS + SLOTS * ROW_TILES * PARTS * 256;
-static_assert(STATISTICS + ROW_TILES * PARTS * COLUMNS * 64 == Config::shared_bytes, "launch.py asks for as much");
 constexpr float LOG2E = 1.4426950408889634f;
 #define NONE __uint_as_float(0xff800000)  // -inf
 
@@ -27,6 +26,8 @@ struct Arguments {
   const u8* mask;
   const int* spans;
   const void* sinks;
+  float2* sums;
+  int* counters;  // of texts and heads, zeros
   u16* out;
   // From one to the next, in numbers.
   long long query_text, query_head, query_new, key_text, key_head, value_text, value_head, mask_text, mask_new;
@@ -53,21 +54,24 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
   return turned;
 }
-// Places in shared memory.
-__device__ __forceinline__ u32 sums_at(u32 slot, u32 tile, u32 part, u32 lane) {
-  return SUMS + (((slot * ROW_TILES + tile) * PARTS + part) * 32 + lane) * 8;
+// Sums to a CTA of the cluster, and those that another has left in memory; and counts up, which comes behind all that
+// the CTA has written, and before all that it reads.
+__device__ __forceinline__ void send(u32 place, u32 rank, float2 pair) {
+  const u32 address = address_in(u32(__cvta_generic_to_shared(memory)) + place, rank);
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair.x), "f"(pair.y) : "memory");
 }
-__device__ __forceinline__ u32 statistics_at(u32 tile, u32 part, u32 row) {
-  return STATISTICS + ((tile * PARTS + part) * 8 * COLUMNS + row) * 8;
+__device__ __forceinline__ float2 load_partial(const float2* from) {
+  float2 pair;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "l"(from));
+  return pair;
 }
-__device__ __forceinline__ float2 given(u32 place) { return *reinterpret_cast<const float2*>(memory + place); }
-__device__ __forceinline__ void give_to(u32 address, u32 rank, float2 pair) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address_in(address, rank)), "f"(pair.x), "f"(pair.y)
+__device__ __forceinline__ u32 count(int* counter) {
+  u32 before;
+  asm volatile("fence.acq_rel.gpu;\natom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
                : "memory");
-}
-__device__ __forceinline__ void give(u32 place, u32 rank, float2 pair) {  // to a CTA of the cluster
-  if constexpr (Config::cluster == 1) *reinterpret_cast<float2*>(memory + place) = pair;
-  else give_to(u32(__cvta_generic_to_shared(memory)) + place, rank, pair);
+  return before;
 }
 __device__ __forceinline__ float weight_of(float score, float highest) {
   return exp2f(score - (highest == NONE ? 0.f : highest));  // NONE: nothing seen yet

@@ -1,0 +1,168 @@
+// Where sums meet: those of a CTA's warps in its shared memory, then those of CTAs that share a head of keys.
+//
+// A lane has PAIRS pairs of neighbouring sums. Number (column * SUM_TILES + n) * 2 + i has row 2 member + i of a column
+// of eight rows. The order in which parts are added up is always the same.
+
+#include "sums.cuh"
+
+// So many parts have pairs of sums, lane by lane, and of each row the highest score and the sum of weights. In shared
+// memory, from byte `At` on.
+template <u32 At, u32 Slots, u32 Parts> struct Meeting {
+  static constexpr u32 PARTS = Parts, STATISTICS = At + Slots * ROW_TILES * Parts * 256;
+  static constexpr u32 END = STATISTICS + ROW_TILES * Parts * COLUMNS * 64;
+  __device__ static u32 pair_at(u32 slot, u32 tile, u32 part, u32 lane) {
+    return At + (((slot * ROW_TILES + tile) * Parts + part) * 32 + lane) * 8;
+  }
+  __device__ static u32 statistics_at(u32 tile, u32 part, u32 row) {
+    return STATISTICS + ((tile * Parts + part) * 8 * COLUMNS + row) * 8;
+  }
+  __device__ static float2& own(u32 place) { return *reinterpret_cast<float2*>(memory + place); }
+  __device__ static void give(u32 place, u32 rank, float2 pair) { send(place, rank, pair); }  // to a CTA of the cluster
+  __device__ float2 pair(u32 slot, u32 tile, u32 part, u32 lane) const { return own(pair_at(slot, tile, part, lane)); }
+  __device__ float2 statistics(u32 tile, u32 part, u32 row) const { return own(statistics_at(tile, part, row)); }
+};
+// The same in memory, where CTAs meet that are no cluster.
+struct InMemory {
+  static constexpr u32 PARTS = CTAS, PAIRS_OF_PART = ROW_TILES * PAIRS * 32;
+  static constexpr u32 OF_PART = PAIRS_OF_PART + ROW_TILES * COLUMNS * 8;
+  float2* from;
+  __device__ InMemory(const Arguments& a, u32 which, u32 head)
+      : from(a.sums + (u64(which) * a.heads + head) * (CTAS * OF_PART)) {}
+  __device__ float2* pair_at(u32 number, u32 tile, u32 part, u32 lane) const {
+    return from + part * OF_PART + (number * ROW_TILES + tile) * 32 + lane;
+  }
+  __device__ float2* statistics_at(u32 tile, u32 part, u32 row) const {
+    return from + part * OF_PART + PAIRS_OF_PART + tile * COLUMNS * 8 + row;
+  }
+  __device__ float2 pair(u32 number, u32 tile, u32 part, u32 lane) const {
+    return load_partial(pair_at(number, tile, part, lane));
+  }
+  __device__ float2 statistics(u32 tile, u32 part, u32 row) const {
+    return load_partial(statistics_at(tile, part, row));
+  }
+};
+// Behind the keys and values of new tokens: that of a CTA's warps, and that of the cluster's CTAs.
+using OfWarps = Meeting<Config::puts ? 4 * ROW_TILES * NEW * SIZE : 0, PAIRS, TOKEN_WARPS>;
+using OfCluster = Meeting<OfWarps::END, SLOTS, CLUSTER>;
+static_assert((CLUSTER > 1 ? OfCluster::END : OfWarps::END) == Config::shared_bytes, "launch.py asks for as much");
+
+// What each part of a row counts for in what they have together.
+template <class At> struct Shares {
+  float highest, weights, of[At::PARTS];
+  __device__ __forceinline__ Shares(const At& at, u32 tile, u32 row, float sink = NONE) : highest(sink) {
+    float2 told[At::PARTS];
+#pragma unroll
+    for (u32 part = 0; part < At::PARTS; part++) {
+      told[part] = at.statistics(tile, part, row);
+      highest = fmaxf(highest, told[part].x);
+    }
+    weights = weight_of(sink, highest);
+#pragma unroll
+    for (u32 part = 0; part < At::PARTS; part++) {
+      of[part] = weight_of(told[part].x, highest);
+      weights += of[part] * told[part].y;
+    }
+  }
+  __device__ __forceinline__ float2 total(const At& at, u32 slot, u32 tile, u32 lane) const {
+    float2 sum = {0, 0};
+#pragma unroll
+    for (u32 part = 0; part < At::PARTS; part++) {
+      const float2 found = at.pair(slot, tile, part, lane);
+      sum.x += of[part] * found.x, sum.y += of[part] * found.y;
+    }
+    return sum;
+  }
+};
+
+// A warp's own, to where the CTA's meet.
+__device__ __forceinline__ void leave(const Sums& sums, u32 tile, u32 part, u32 lane) {
+#pragma unroll
+  for (u32 column = 0; column < COLUMNS; column++) {
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+      float all = sums.weights[column][i];
+      all += __shfl_xor_sync(~0u, all, 4);
+      all += __shfl_xor_sync(~0u, all, 8);
+      all += __shfl_xor_sync(~0u, all, 16);
+      const u32 row = 8 * column + 2 * (lane % 4) + i;
+      if (lane < 4) OfWarps::own(OfWarps::statistics_at(tile, part, row)) = make_float2(sums.highest[column][i], all);
+    }
+#pragma unroll
+    for (u32 n = 0; n < SUM_TILES; n++)
+#pragma unroll
+      for (u32 i = 0; i < 2; i++) {
+        const auto& pair = sums.of[column];
+        OfWarps::own(OfWarps::pair_at((column * SUM_TILES + n) * 2 + i, tile, part, lane)) =
+            make_float2(pair[n / 2 * 2][n % 2 * 2 + i], pair[n / 2 * 2 + 1][n % 2 * 2 + i]);
+      }
+  }
+}
+// Every row of a tile, with the pairs of it that one of the tile's warps takes: `of_row` says what to do with each.
+template <class OfRow> __device__ __forceinline__ void for_each_row(u32 tile, u32 warp, u32 lane, const OfRow& of_row) {
+#pragma unroll
+  for (u32 column = 0; column < COLUMNS; column++)
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+      const u32 of_tile = 8 * column + 2 * (lane % 4) + i;
+      if (tile * 8 * COLUMNS + of_tile >= ROWS) continue;
+      const auto of_pair = of_row(of_tile, (column * 2 + i) % TOKEN_WARPS == warp);
+#pragma unroll
+      for (u32 first = 0; first < SUM_TILES; first += TOKEN_WARPS)
+        if (first + warp < SUM_TILES) of_pair((column * SUM_TILES + first + warp) * 2 + i);
+    }
+}
+// What a CTA's warps have together, to where CTAs meet: pairs to those that add them up, and what weighs them to all.
+__device__ __forceinline__ void pass_on(const InMemory& there, u32 tile, u32 warp, u32 rank, u32 lane) {
+  const OfWarps here;
+  for_each_row(tile, warp, lane, [&](u32 row, bool tells) {
+    const Shares<OfWarps> shares(here, tile, row);
+    if (tells) {
+      const float2 told = make_float2(shares.highest, shares.weights);
+      if constexpr (IN_MEMORY) {
+        if (lane < 4) *there.statistics_at(tile, rank, row) = told;
+      } else {
+#pragma unroll
+        for (u32 other = lane / 4; other < CLUSTER; other += 8)
+          OfCluster::give(OfCluster::statistics_at(tile, rank, row), other, told);
+      }
+    }
+    return [=, &here](u32 number) {
+      const float2 sum = shares.total(here, number, tile, lane);
+      if constexpr (IN_MEMORY) *there.pair_at(number, tile, rank, lane) = sum;
+      else OfCluster::give(OfCluster::pair_at(number / CLUSTER, tile, rank, lane), number % CLUSTER, sum);
+    };
+  });
+}
+// Whether a CTA is the last one of a head to pass on, which adds up.
+__device__ __forceinline__ bool is_last(const Arguments& a, u32 which, u32 head) {
+  u32& before = *reinterpret_cast<u32*>(memory);
+  int* passed = a.counters + which * a.span_width + head;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    before = count(passed);
+    if (before + 1 == CTAS) *passed = 0;  // as it was found
+  }
+  __syncthreads();
+  return before + 1 == CTAS;
+}
+// The result: pairs whose number is `rank` by CLUSTER, each of which a meeting's parts have in a slot.
+template <class At>
+__device__ __forceinline__ void add_up(const Arguments& a, const At& at, u32 tile, u32 warp, u32 rank, u32 which,
+                                       u32 head, u32 lane) {
+  for_each_row(tile, warp, lane, [&](u32 of_tile, bool) {
+    const u32 row = tile * 8 * COLUMNS + of_tile, of_group = head * Config::group + row / NEW;
+    float sink = NONE;  // a score that has no value
+    if constexpr (Config::sinks != 0)
+      sink = LOG2E * (Config::sinks == 1 ? unpack(__ldg(static_cast<const u16*>(a.sinks) + of_group))
+                                         : __ldg(static_cast<const float*>(a.sinks) + of_group));
+    const Shares<At> shares(at, tile, of_tile, sink);
+    const float all = fmaxf(shares.weights, 1.f);  // the highest score's weight alone is 1
+    u16* out = a.out + ((u64(which) * NEW + row % NEW) * a.heads * Config::group + of_group) * SIZE + 8 * (lane / 4);
+    return [=, &at](u32 number) {
+      if (number % CLUSTER != rank) return;
+      const float2 sum = shares.total(at, number / CLUSTER, tile, lane);
+      const u32 n = number / 2 % SUM_TILES, of = n / 2 * 2 + n % 2 * SUM_TILES;
+      *reinterpret_cast<u32*>(out + 64 * (of / 8) + of % 8) = pack(sum.x / all, sum.y / all);
+    };
+  });
+}
