@@ -117,6 +117,30 @@ def test_a_product(hopper: Driver, case: Case) -> None:
         check(y[:m], right, theirs)
 
 
+@pytest.mark.parametrize(("k", "changes"), [(1024, {}), (5120, {}), (2048, {"cluster": 2, "warps": 2})], ids=str)
+def test_a_row_is_normed_alike_among_others(hopper: Driver, k: int, changes: dict[str, int]) -> None:
+    """The reducer finds the squares of one row or two, the multiplying warps those of more."""
+    torch.manual_seed(0)
+    q, x, norm = (
+        weight(48, k=k, dtype=BF16, format="nf4"),
+        torch.randn(8, k).to(BF16),
+        (1 + torch.randn(k) / 8).to(BF16),
+    )
+    problem = problem_of(x, q, None)
+    plan = decode.plan_fused(8, [problem], STEP, SMALL)
+    assert plan is not None
+    plan = replace(plan, **changes)
+    assert is_valid(plan, 48, k, decode.scales_of(problem), SMALL)
+    assert plan.registers == 0
+    hopper.readable = parts_of(q)
+    found = {m: torch.empty(m, 48, dtype=BF16) for m in (1, 2, 3, 8)}
+    for m, y in found.items():
+        multiply = decode.bind_fused(DEVICE, m, [problem], [addresses(q)], STEP, plan)
+        multiply(0, address(x), address(norm), 0, m, [0, address(y)])
+    for m, y in found.items():
+        assert torch.equal(y, found[8][:m]), m
+
+
 # -- Experts -----------------------------------------------------------------------------------------------------------
 
 #    K, dtype, format, activation: one CTA along K and several, rows by a tensor map and in one piece

@@ -32,6 +32,11 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
   float factor[OWN];  // of a column's sums
 #pragma unroll
   for (int c = 0; c < OWN; c++) factor[c] = a.unit;
+  const bool squares = reducer_squares(a) && rank == 0;
+  for (u32 row = 0; squares && row < a.m; row++) {
+    const float found = read_factor(a, row, lane);
+    if (column == row) factor[0] *= found;
+  }
   bool is_first = true;
   Ring sums(0), slot(0);
   Walk walk(a, shared);
@@ -49,7 +54,7 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
         if (const u32 m = first_row() + 8 * c + column; stores && m < a.m)
           added[c] = *reinterpret_cast<const ushort4*>(a.residual + u64(m) * n + row);
     wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
-    if (FOLDS_NORM && is_first && rank == 0) {  // the warps' sums of squares came with their first sums
+    if (FOLDS_NORM && is_first && rank == 0 && !squares) {  // the warps' sums of squares came with their first sums
       if constexpr (Config::cluster > 1) wait(shared + SQUARES_FULL, 0);
 #pragma unroll
       for (int c = 0; c < OWN; c++) factor[c] *= factor_of(a, shared, 8 * c + column);
