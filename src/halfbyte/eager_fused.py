@@ -20,6 +20,13 @@ from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.pointwise import reference as plain_torch
 
+MOST_ROWS = 64  # of x, with a norm or a sum in a product's launch; beyond, launches are little of the time
+
+
+def has_many(x: Tensor) -> bool:
+    """Whether x [..., K] has the many rows of a prompt."""
+    return x.numel() > MOST_ROWS * x.shape[-1]
+
 
 def products(
     x: Tensor,
@@ -72,6 +79,23 @@ def mlp(
     if not _fit(x, biases, norm, residual):
         return None
     found: Tensor | None = eager.cuda_products().mlp(x, weights, biases, norm, activation, residual)
+    return found
+
+
+def whole_mlp(
+    x: Tensor,
+    weights: Sequence[QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    norm: Norm | None,
+    activation: str,
+    residual: Residual,
+) -> Tensor:
+    """As `mlp`, in the launches that there are."""
+    many = has_many(x)
+    found = None if many else mlp(x, weights, biases, norm, activation, residual)
+    if found is None:
+        (inner,) = products(x, weights[:2], biases[:2], norm, activation, many=many)
+        (found,) = products(inner, weights[2:], biases[2:], residual=residual, many=many)
     return found
 
 

@@ -9,11 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from halfbyte import autograd, autograd_experts, eager, eager_experts, eager_search
+from halfbyte import autograd, autograd_experts, eager, eager_experts, eager_fused, eager_search
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE
 from halfbyte.formats.parts import GroupParts, group_of, matrix_of
 from halfbyte.formats.weight import Parts, QuantizedWeight
+from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.experts.block import Block
+from halfbyte.kernels.linear.fusion import Residual
 
 WEIGHT = (
     "Tensor packed, Tensor scale, Tensor[] nested, str format, SymInt[] shape, int block_size, int nested_block_size"
@@ -84,6 +86,34 @@ def _linear_group_fake(x: Tensor, *arguments: Any) -> list[Tensor]:
     return [x.new_empty((*x.shape[:-1], n)) for n in arguments[4]]
 
 
+def _fused_products_op(x: Tensor, *arguments: Any) -> list[Tensor]:
+    *parts, biases, norm, epsilon, activation, residual = arguments
+    weights = group_of(cast(GroupParts, tuple(parts)), x.dtype)
+    beside = None if residual is None else Residual(residual)
+    return eager_fused.products(
+        x, weights, biases, _norm_of(norm, epsilon), activation, beside, eager_fused.has_many(x)
+    )
+
+
+def _norm_of(weight: Tensor | None, epsilon: float) -> Norm | None:
+    return None if weight is None else Norm(weight, epsilon)
+
+
+def _fused_products_fake(x: Tensor, *arguments: Any) -> list[Tensor]:
+    n, activation = arguments[4], arguments[-2]
+    return [x.new_empty((*x.shape[:-1], rows)) for rows in (n[:1] if activation else n)]
+
+
+def _fused_mlp_op(x: Tensor, *arguments: Any) -> Tensor:
+    *parts, biases, norm, epsilon, activation = arguments
+    gates, down = group_of(cast(GroupParts, tuple(parts[:8])), x.dtype), _weight_of(parts[8:], x.dtype)
+    return eager_fused.whole_mlp(x, (*gates, down), biases, _norm_of(norm, epsilon), activation, Residual(x))
+
+
+def _fused_mlp_fake(x: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _grouped_linear_op(x: Tensor, *arguments: Any) -> Tensor:
     *parts, expert, bias = arguments
     return eager_experts.grouped_linear(x, _weight_of(parts, x.dtype), expert, bias)
@@ -146,6 +176,7 @@ WEIGHTS = (
     "Tensor[] packed, Tensor[] scale, Tensor[] nested, str format, SymInt[] n, SymInt k, int block_size, "
     "int nested_block_size"
 )
+DOWN = re.sub(r"(\w+)(,|$)", r"down_\1\2", WEIGHT)
 
 OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("quantize(Tensor weight, str format, int block_size, bool nested) -> Tensor[]", _quantize_op, _quantize_fake),
@@ -153,6 +184,18 @@ OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (f"linear(Tensor x, {WEIGHT}, Tensor? bias, bool batch_invariant) -> Tensor", _linear_op, _linear_fake),
     (f"linear_backward(Tensor grad, {WEIGHT}) -> Tensor", _linear_backward_op, _linear_backward_fake),
     (f"linear_group(Tensor x, {WEIGHTS}, Tensor?[] biases) -> Tensor[]", _linear_group_op, _linear_group_fake),
+    (
+        f"fused_products(Tensor x, {WEIGHTS}, Tensor?[] biases, Tensor? norm, float epsilon, str activation, "
+        "Tensor? residual) -> Tensor[]",
+        _fused_products_op,
+        _fused_products_fake,
+    ),
+    (
+        f"fused_mlp(Tensor x, {WEIGHTS}, {DOWN}, Tensor?[] biases, Tensor? norm, float epsilon, str activation) "
+        "-> Tensor",
+        _fused_mlp_op,
+        _fused_mlp_fake,
+    ),
     (
         f"grouped_linear(Tensor x, {WEIGHT}, Tensor expert, Tensor? bias) -> Tensor",
         _grouped_linear_op,

@@ -27,13 +27,15 @@ BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_
 def dense(path: Path, kind: str = "llama") -> Path:
     """A model with random bf16 weights and a tokenizer of words "t0" to "t511".
 
-    kind: "llama", "qwen3_moe" or "gpt_oss".
+    kind: "llama", "qwen3", "qwen3_moe" or "gpt_oss".
     """
     import transformers
 
     torch.manual_seed(0)
     if kind == "llama":
         model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    elif kind == "qwen3":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
     elif kind == "gpt_oss":
         # Three blocks of 32 weights: two processes get two and one. vLLM's gpt-oss does not keep a head twice.
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "sliding_window": 16}
@@ -159,3 +161,44 @@ def tokens_of(model: Any) -> list[list[int]]:
         )  # fmt: skip
         found.append(made[0, len(prompt) :].tolist())
     return found
+
+
+def through_transformers(path: Path, format: str | None = None, **settings: Any) -> list[list[int]]:
+    """Greedy tokens of a checkpoint in transformers, by halfbyte's kernels; format, settings: of dense weights."""
+    from transformers import AutoModelForCausalLM
+
+    from halfbyte import HalfbyteConfig, accelerate, restore
+    from halfbyte.models.quantizer import config_from_bitsandbytes
+
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if format is not None:
+        options["quantization_config"] = HalfbyteConfig(format, **settings)
+    elif "compressed-tensors" not in (path / "config.json").read_text(encoding="utf-8"):
+        options["config"] = config_from_bitsandbytes(path)
+    model = AutoModelForCausalLM.from_pretrained(path, **options)
+    report = accelerate(model)
+    assert not report.skipped
+    try:
+        return tokens_of(model)
+    finally:
+        restore(model)
+
+
+def lora_adapter(folder: Path, path: Path) -> tuple[Path, Path]:
+    """An adapter of all projections as PEFT saves it, and the dense model with it merged in."""
+    merged, adapter, rank = dequantized(folder / "merged", path), folder / "adapter", 8
+    torch.manual_seed(1)
+    weights, pairs = load_file(merged / "model.safetensors"), {}
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight"):
+            down, up = 0.2 * torch.randn(rank, weight.shape[1]), 0.2 * torch.randn(weight.shape[0], rank)
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            pairs |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
+            weight += up @ down
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    adapter.mkdir()
+    save_file(pairs, adapter / "adapter_model.safetensors")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return adapter, merged

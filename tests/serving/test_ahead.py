@@ -7,7 +7,8 @@ from gpus import H200
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.experts import cuda as experts
-from halfbyte.kernels.linear.dispatch import variant_of
+from halfbyte.kernels.linear.dispatch import choose_fused, choose_mlp, variant_of
+from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.serving import ahead
@@ -50,6 +51,27 @@ def test_products_of_a_layer(compiled: list[set[nvrtc.Variant]], batch_invariant
             wanted = variant_of(m, group, H200, batch_invariant)
             if wanted is not None:
                 assert wanted in found or m not in these.rows
+
+
+def test_a_whole_layer(compiled: list[set[nvrtc.Variant]]) -> None:
+    """What stands beside products is compiled with them, for each number of rows; a layer like one before is not looked
+    at again."""
+    these = Ahead(100)
+    sides = ([512, 128, 128], 512), ([512], 512), ([1024, 1024], 512), ([512], 1024)
+    groups = [[hb.quantize(torch.randn(n, k)) for n in rows] for rows, k in sides]
+    for _ in range(2):
+        these.layer(X.dtype, groups, [True, False, False, False])
+    (found,) = compiled
+    qkv, out, gates, (down,) = (
+        tuple(problem_of(X, q, X if number == 0 else None) for q in group) for number, group in enumerate(groups)
+    )
+    norm, added = (1e-6, 0.0), Fusion(residual=1.0, static=True)
+    for m in (1, 8, 16, 64):
+        for group, fusion in ((qkv, Fusion(norm, static=True)), (out, added), ((down,), added)):
+            if (fused := choose_fused(m, group, fusion, H200)) is not None:
+                assert fused.kernel.group_variant(group, fused.plan, H200) in found
+        if (mlp := choose_mlp(m, (*gates, down), Fusion(norm, "silu", static=True), added, H200)) is not None:
+            assert mlp.kernel.group_variant(gates, mlp.gates, H200) in found
 
 
 def test_experts(compiled: list[set[nvrtc.Variant]]) -> None:

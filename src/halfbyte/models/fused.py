@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from halfbyte.eager_fused import rms_norm
+from halfbyte.eager_fused import has_many, rms_norm
 from halfbyte.kernels.attention.plan import MOST_NEW
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.common.slow import has_triton
@@ -32,7 +32,7 @@ from halfbyte.models.patch import is_method_of
 from halfbyte.models.preparation import MOVING
 from halfbyte.models.regions import put_back, uncompiled
 from halfbyte.models.rotation import slot_of
-from halfbyte.models.whole import MOST_ROWS, WholeLayer, is_pair, whole_of
+from halfbyte.models.whole import WholeLayer, is_pair, whole_of
 
 # Attribute of a layer that was computed both ways: whether the results agree, by the number of new tokens of a text.
 AGREES = "_halfbyte_agrees"
@@ -193,7 +193,7 @@ class _Layer(WholeLayer):
 
 def _may_fuse(x: Tensor, norm: Norm) -> bool:
     return (
-        x.numel() <= MOST_ROWS * x.shape[-1]
+        not has_many(x)
         and x.dtype is norm.weight.dtype
         and x.device == norm.weight.device
         and not (torch.is_grad_enabled() and (x.requires_grad or norm.weight.requires_grad))

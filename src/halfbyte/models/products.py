@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from halfbyte.eager_fused import MOST_ROWS
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear.dispatch import choose_fused, choose_mlp, variant_of
@@ -16,7 +17,6 @@ from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.models.layers import activation_of, family_of_type, fusions
 from halfbyte.models.projections import groups_of
-from halfbyte.models.whole import MOST_ROWS
 
 # The products of one launch: one, or those of fused projections.
 Group = tuple[Problem, ...]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.eager_experts import choose, norm_and_choose
-from halfbyte.eager_fused import finished, gated, mlp, products, rms_norm
+from halfbyte.eager_fused import finished, gated, has_many, mlp, products, rms_norm
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.common.norm import Norm
@@ -24,7 +24,6 @@ from halfbyte.models.linears import layers_of
 from halfbyte.models.patch import is_hooked
 from halfbyte.nn.experts import Experts4bit
 
-MOST_ROWS = 64  # of x, with a norm or a sum in a product's launch; beyond, launches are little of the time
 SHARE, ROUNDINGS = 0.1, 2  # how far results may be apart: of what the layer adds, and in units of the last place
 
 Operands = tuple[tuple[QuantizedWeight, ...], tuple[Tensor | None, ...]]
@@ -113,7 +112,7 @@ class WholeLayer:
     def _mlp(self, x: Tensor, down: nn.Module) -> Tensor | None:
         """x and what the MLP adds to it, where its products can be one after the other without a launch between."""
         layer = self.layer
-        if layer.added or x.numel() > MOST_ROWS * x.shape[-1]:
+        if layer.added or has_many(x):
             return None
         operands = self._operands((*layer.gates, down), x)
         if operands is None:
@@ -137,8 +136,7 @@ class WholeLayer:
         """As `products`; of modules that are not all in 4 bits, with launches of their own."""
         operands = self._operands(modules, x)
         if operands is not None:
-            many = x.numel() > MOST_ROWS * x.shape[-1]
-            return products(x, *operands, norm, activation, residual, many)
+            return products(x, *operands, norm, activation, residual, has_many(x))
         if norm is not None:
             x = rms_norm(x.contiguous(), norm)
         return finished([module(x) for module in modules], activation, residual)

@@ -19,9 +19,11 @@ from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.experts import cuda as experts
 from halfbyte.kernels.linear import reach
 from halfbyte.kernels.linear.dispatch import variant_of
+from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.models.ahead import rows_up_to
+from halfbyte.models.products import Fused, variant_of_product
 from halfbyte.serving.arrivals import Weight
 from halfbyte.serving.products import as_one
 
@@ -52,6 +54,30 @@ class Ahead:
         groups = {(one,) for one in problems} | ({problems} if together else set())
         properties = properties_of(device.index)
         _compile(variant_of(m, group, properties, self.batch_invariant) for m in self.rows for group in groups)
+
+    def layer(self, dtype: torch.dtype, weights: Sequence[Sequence[QuantizedWeight]], biased: Sequence[bool]) -> None:
+        """The products of a decoder layer with what stands beside them: of q, k and v, o, gate and up, and down."""
+        device = weights[0][0].device
+        if not reach.can_compile(device):
+            return
+        x = torch.empty(0, dtype=dtype, device=device)
+        qkv, out, gates, downs = (
+            tuple(problem_of(x, q, x if has_bias else None) for q in group)
+            for group, has_bias in zip(weights, biased, strict=True)
+        )
+        if (qkv, out, gates, downs) in self.seen:
+            return
+        self.seen.add((qkv, out, gates, downs))
+        norm, added = (0.0, 0.0), Fusion(residual=1.0, static=True)
+        products = [
+            Fused(qkv, Fusion(norm, static=True)),
+            Fused(out, added),
+            Fused(gates, Fusion(norm, "silu", static=True), (downs[0], added)),
+            Fused(gates, Fusion(norm, "silu", static=True)),
+            Fused(downs, added),
+        ]
+        properties = properties_of(device.index)
+        _compile(variant_of_product(m, product, properties, False) for m in self.rows for product in products)
 
     def experts(
         self, dtype: torch.dtype, gate_up: QuantizedWeight, down: QuantizedWeight, activation: str, k: int, biases: bool

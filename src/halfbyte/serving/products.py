@@ -1,4 +1,5 @@
-"""Products with layers that are made of several weights, such as q, k and v: in one launch where that can be."""
+"""Products with layers that are made of several weights, such as q, k and v, in one launch where that can be; and with
+what stands beside them."""
 
 from __future__ import annotations
 
@@ -8,8 +9,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from halfbyte import eager_fused, transforms
+from halfbyte.formats.parts import group_parts
 from halfbyte.formats.shards import concatenated
-from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.formats.weight import QuantizedWeight, part_of
+from halfbyte.kernels.common.norm import Norm
+from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.ops import linear, linear_group
 from halfbyte.serving.arrivals import Weight
 
@@ -64,3 +69,73 @@ def _one(x: Tensor, weight: Weight, bias: Tensor | None, batch_invariant: bool) 
     if isinstance(weight, QuantizedWeight):
         return linear(x, weight, bias, batch_invariant)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+# -- With what stands beside them in a decoder layer -------------------------------------------------------------------
+
+
+def apart(weights: Sequence[QuantizedWeight], sizes: Sequence[int]) -> list[QuantizedWeight]:
+    """The weights of so many rows that `merged` has made one of, sharing its memory."""
+    if len(weights) == len(sizes):
+        return list(weights)
+    (whole,), found, first = weights, [], 0
+    for size in sizes:
+        found.append(part_of(whole, first, first + size))
+        first += size
+    return found
+
+
+def normed_product(x: Tensor, weights: Sequence[QuantizedWeight], bias: Tensor | None, norm: Norm) -> Tensor:
+    """As `product`, of x normed first."""
+    found = _fused(x, weights, _biases(weights, bias), norm)
+    return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+def added_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """The residual plus x @ weight.T + bias."""
+    return _fused(x, [weight], [bias], residual=residual)[0]
+
+
+def gated_product(x: Tensor, gate_up: Sequence[QuantizedWeight], bias: Tensor | None, norm: Norm) -> Tensor:
+    """silu(n @ gate.T) * (n @ up.T), n being x normed."""
+    return _fused(x, gate_up, _biases(gate_up, bias), norm, "silu")[0]
+
+
+def added_mlp(
+    x: Tensor,
+    gate_up: Sequence[QuantizedWeight],
+    down: QuantizedWeight,
+    biases: tuple[Tensor | None, Tensor | None],
+    norm: Norm,
+) -> Tensor:
+    """x plus the gated product of it through `down`. biases: of gate and up, and of down."""
+    each = [*_biases(gate_up, biases[0]), biases[1]]
+    if transforms.is_tracing():
+        parts = (*group_parts(gate_up), *down.parts)
+        traced: Tensor = torch.ops.halfbyte.fused_mlp(x, *parts, each, norm.weight, norm.epsilon, "silu")
+        return traced
+    return eager_fused.whole_mlp(x, (*gate_up, down), each, norm, "silu", Residual(x))
+
+
+def _biases(weights: Sequence[QuantizedWeight], bias: Tensor | None) -> list[Tensor | None]:
+    if bias is None:
+        return [None] * len(weights)
+    return list(bias.split([weight.shape[0] for weight in weights]))
+
+
+def _fused(
+    x: Tensor,
+    weights: Sequence[QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    norm: Norm | None = None,
+    activation: str = "",
+    residual: Tensor | None = None,
+) -> list[Tensor]:
+    if transforms.is_tracing():
+        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.epsilon)
+        traced: list[Tensor] = torch.ops.halfbyte.fused_products(
+            x, *group_parts(weights), biases, weight, epsilon, activation, residual
+        )
+        return traced
+    beside = None if residual is None else Residual(residual)
+    return eager_fused.products(x, weights, biases, norm, activation, beside, eager_fused.has_many(x))

@@ -52,14 +52,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_engine(tmp_path: Path, cache: Path) -> Callable[..., list[Any]]:
     """run_engine(checkpoint, steps, **arguments of LLM) in a process of its own; what each step gave (engine.py)."""
 
-    def run(checkpoint: Path, *steps: str, adapter: Path | None = None, variables: Any = None, **arguments: Any) -> Any:
+    def run(
+        checkpoint: Path, *steps: str, adapter: Path | None = None, variables: Any = None, fuses: bool = False,
+        **arguments: Any,
+    ) -> Any:  # fmt: skip
         engine = {
             "model": str(checkpoint), "dtype": "float32", "enforce_eager": True, "max_model_len": 128,
             "max_num_seqs": 4, "disable_log_stats": True, "seed": 0,
         } | arguments  # fmt: skip
         job = {
             "engine": engine, "prompts": served_models.PROMPTS, "new_tokens": served_models.NEW_TOKENS,
-            "steps": steps or ("tokens",), "adapter": str(adapter),
+            "steps": steps or ("tokens",), "adapter": str(adapter), "fuses": fuses,
         }  # fmt: skip
         (tmp_path / "job.json").write_text(json.dumps(job), encoding="utf-8")
         processes = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)

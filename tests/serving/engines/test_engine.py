@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from served_models import dequantized, tokens_in, tokens_of
+from served_models import lora_adapter, through_transformers, tokens_in, tokens_of
 
 PREQUANTIZED = [
     pytest.param("nf4", {"nested": True}, id="nf4-nested"),
@@ -24,27 +23,6 @@ Engine = Callable[..., list[Any]]
 
 def logprobs(step: Any) -> list[list[float]]:
     return [each["logprobs"] for each in step]
-
-
-def through_transformers(path: Path, format: str | None = None, **settings: Any) -> list[list[int]]:
-    """Greedy tokens of a checkpoint in transformers, by halfbyte's kernels; format, settings: of dense weights."""
-    from transformers import AutoModelForCausalLM
-
-    from halfbyte import HalfbyteConfig, accelerate, restore
-    from halfbyte.models.quantizer import config_from_bitsandbytes
-
-    options: dict[str, Any] = {"dtype": torch.float32}
-    if format is not None:
-        options["quantization_config"] = HalfbyteConfig(format, **settings)
-    elif "compressed-tensors" not in (path / "config.json").read_text(encoding="utf-8"):
-        options["config"] = config_from_bitsandbytes(path)
-    model = AutoModelForCausalLM.from_pretrained(path, **options)
-    report = accelerate(model)
-    assert not report.skipped
-    try:
-        return tokens_of(model)
-    finally:
-        restore(model)
 
 
 @pytest.mark.parametrize(("format", "settings"), PREQUANTIZED)
@@ -111,26 +89,6 @@ def test_lora(models: Models, run_engine: Engine, tmp_path: Path) -> None:
     assert tokens_in(plain) == through_transformers(path)
     assert tokens_in(found) == dense_tokens(merged)
     assert tokens_in(found) != tokens_in(plain)
-
-
-def lora_adapter(folder: Path, path: Path) -> tuple[Path, Path]:
-    """An adapter of all projections as PEFT saves it, and the dense model with it merged in."""
-    merged, adapter, rank = dequantized(folder / "merged", path), folder / "adapter", 8
-    torch.manual_seed(1)
-    weights, pairs = load_file(merged / "model.safetensors"), {}
-    for name, weight in weights.items():
-        if name.endswith("_proj.weight"):
-            down, up = 0.2 * torch.randn(rank, weight.shape[1]), 0.2 * torch.randn(weight.shape[0], rank)
-            stem = f"base_model.model.{name.removesuffix('.weight')}"
-            pairs |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
-            weight += up @ down
-    save_file(weights, merged / "model.safetensors", {"format": "pt"})
-    adapter.mkdir()
-    save_file(pairs, adapter / "adapter_model.safetensors")
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
-    (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return adapter, merged
 
 
 def dense_tokens(path: Path) -> list[list[int]]:

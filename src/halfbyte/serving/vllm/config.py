@@ -38,6 +38,7 @@ from halfbyte.serving.claims import (
 )
 from halfbyte.serving.vllm.experts import HalfbyteExpertsMethod, is_experts
 from halfbyte.serving.vllm.gpt_oss import GptOssExpertsMethod, is_gpt_oss
+from halfbyte.serving.vllm.layers import watch
 from halfbyte.serving.vllm.linear import HalfbyteLinearMethod
 from halfbyte.serving.vllm.scheme import Scheme
 
@@ -111,6 +112,9 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
         self.scheme.traced = vllm.additional_config
         if self.scheme.ahead is None:
             self.scheme.ahead = Ahead(vllm.scheduler_config.max_num_batched_tokens, self.scheme.batch_invariant)
+            if not self.scheme.batch_invariant and vllm.lora_config is None and vllm.speculative_config is None:
+                _, self.scheme.layers = vllm.model_config.get_layers_start_end_indices(vllm.parallel_config)
+                watch()
         if isinstance(layer, LinearBase):
             if self.scheme.layouts == (GPT_OSS,):
                 return UnquantizedLinearMethod()  # all that is no expert is dense

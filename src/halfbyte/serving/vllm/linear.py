@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase
 
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common.norm import Norm
 from halfbyte.ops import dequantize
+from halfbyte.serving.ahead import Ahead
 from halfbyte.serving.arrivals import Arrivals, Span, Weight, cut, keys_of, parameter_of
-from halfbyte.serving.products import merged, product
+from halfbyte.serving.products import merged, normed_product, product
 from halfbyte.serving.vllm.dummy import dummy_weight, wants_dummies
 from halfbyte.serving.vllm.parameters import Held, count, expect, forget
 from halfbyte.serving.vllm.scheme import Scheme
 
 QKV = {"q": 0, "k": 1, "v": 2}
+
+
+class Whole(Protocol):
+    """A decoder layer that computes what stands beside its products (layers.py)."""
+
+    def has_loaded(self, prefix: str, ahead: Ahead | None) -> None:
+        """The layer of this name has its weights."""
+
+    def norm(self, number: int) -> Norm:
+        """The first one or the second."""
 
 
 class HalfbyteLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -26,6 +38,8 @@ class HalfbyteLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def __init__(self, scheme: Scheme, prefix: str) -> None:
         super().__init__()
         self.scheme, self.prefix = scheme, prefix
+        self.whole: Whole | None = None
+        self.norms = self.passes = False  # whether `apply` norms x first, or leaves it to that one
 
     def create_weights(
         self,
@@ -103,11 +117,20 @@ class HalfbyteLinearMethod(LinearMethodBase):  # type: ignore[misc]
             self.scheme.will_be_traced(self.prefix, self.held)
         if self.scheme.ahead is not None:
             self.scheme.ahead.linear(self.dtype, whole, getattr(layer, "bias", None) is not None)
+        if self.whole is not None:
+            self.whole.has_loaded(self.prefix, self.scheme.ahead)
+
+    def weights(self, layer: nn.Module) -> list[Any]:
+        """As they are now, one or several neighbours (products.py)."""
+        return [held.get(layer) for held in self.held]
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return product(x, [held.get(layer) for held in self.held], bias, self.scheme.batch_invariant)
+        if self.passes:
+            return x
+        if self.norms and self.whole is not None:
+            return normed_product(x, self.weights(layer), bias, self.whole.norm(0))
+        return product(x, self.weights(layer), bias, self.scheme.batch_invariant)
 
     def dequantize_weight(self, layer: nn.Module) -> Tensor:
         """The dense weight [N, K], for those in vLLM who ask for it."""
-        weights = [held.get(layer) for held in self.held]
-        return torch.cat([dequantize(w) if isinstance(w, QuantizedWeight) else w for w in weights])
+        return torch.cat([dequantize(w) if isinstance(w, QuantizedWeight) else w for w in self.weights(layer)])

@@ -18,7 +18,8 @@ class Scheme:
     """layouts: in which a checkpoint keeps 4-bit weights; none of a dense one. settings: how weights of a dense
     checkpoint are rounded, as `quantize` takes it; None of a quantized one. dense_names: of layers that stay dense.
     batch_invariant: whether a row's bits must not depend on other rows. nested: whether scales in the checkpoint are.
-    traced: vLLM's `additional_config`, and ahead: what compiles kernels ahead, once they are known.
+    traced: vLLM's `additional_config`, ahead: what compiles kernels ahead, and layers: of the model up to the last one
+    in this process, where decoder layers may compute several modules at once; once they are known.
     """
 
     layouts: tuple[str, ...]
@@ -28,6 +29,7 @@ class Scheme:
     nested: bool = False
     traced: Any = None
     ahead: Ahead | None = None
+    layers: int | None = None
 
     def expected(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """The keys that a checkpoint may have for a weight of a layer of `dtype`, each with its usual dtype."""
