@@ -1,5 +1,5 @@
-"""transformers' other loops on captured steps: beam search, and speculation with `prompt_lookup_num_tokens` or an
-`assistant_model`.
+"""transformers' other loops on captured steps: beam search, and speculation with an `assistant_model`, or with
+`prompt_lookup_num_tokens` where a call asks for more than the loop of guessing.py does.
 
 The loops stay transformers'. The model that they ask is a `StandIn`, which runs a captured step on a kept cache. Our
 products take as long for eight rows as for one, so it looks at a handful of guessed tokens in the time of one. Those

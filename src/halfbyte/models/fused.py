@@ -1,10 +1,10 @@
 """Decoder layers in a captured step, with five launches each where transformers has thirty.
 
-Query, key and value are one product, which norms x as it reads it. Attention norms and rotates the heads and puts the
-new token into the cache; where texts have several, which guesses are, that is a launch more. The product of its result
-adds the residual, gate and up are one product that norms and gates, and the product behind them adds the residual
-again. Gemma norms what it adds: that is a launch more, twice. In the place of an MLP there may be experts: the router,
-which norms what it reads, two launches of experts, and a sum.
+Query, key and value are one product, which norms x as it reads it. Attention norms and rotates the heads and puts a
+text's new tokens, of which guesses make several, into the cache. The product of its result adds the residual, gate and
+up are one product that norms and gates, and the product behind them adds the residual again. Gemma norms what it adds:
+that is a launch more, twice. In the place of an MLP there may be experts: the router, which norms what it reads, two
+launches of experts, and a sum.
 
 The first step of a bucket computes each layer both ways. A layer that disagrees with transformers, of a version that
 computes something else, stays as it was.

@@ -45,7 +45,7 @@ class Problem:
 
     @property
     def has_known_scales(self) -> bool:
-        """True if scales are what all kernels decode, floats or nested bytes; exponents are for one of them."""
+        """True if scales are what all kernels decode: floats, or nested bytes. Exponents, some of them do."""
         return (self.scale is torch.uint8) == (self.nested > 0)
 
     @property
