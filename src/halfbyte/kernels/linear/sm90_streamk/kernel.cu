@@ -52,9 +52,10 @@
 #include "device/lay_out.cuh"
 #include "device/pairs.cuh"
 
-// Whether words of W are loaded a span before they are decoded. Four warpgroups have no registers for them. Experts,
-// whose tiles end after fewer units, are slower for it.
-constexpr bool WORDS_AHEAD = Config::warpgroups < 4 && !Config::grouped;
+// Whether words of W are loaded a span before they are decoded. Four warpgroups have no registers for them, nor do
+// the widest tiles. Experts, whose tiles end after fewer units, are slower for it.
+constexpr bool WORDS_AHEAD =
+    !Config::grouped && Config::warpgroups < 4 && Config::tile_m <= (Config::warpgroups == 3 ? 80 : 96);
 
 // This thread's bytes of W of a span: of its upper row, and of its lower. stage: the address of the stage.
 using SpanWords = u32[2][WORDS];
