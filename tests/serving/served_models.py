@@ -27,13 +27,15 @@ BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_
 def dense(path: Path, kind: str = "llama") -> Path:
     """A model with random bf16 weights and a tokenizer of words "t0" to "t511".
 
-    kind: "llama", "qwen3", "qwen3_moe" or "gpt_oss".
+    kind: "llama", "mistral", "qwen3", "qwen3_moe" or "gpt_oss".
     """
     import transformers
 
     torch.manual_seed(0)
     if kind == "llama":
         model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    elif kind == "mistral":
+        model = transformers.MistralForCausalLM(transformers.MistralConfig(**SHAPE, sliding_window=None))
     elif kind == "qwen3":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
     elif kind == "gpt_oss":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,33 @@ from typing import Any
 import pytest
 from served_models import SHAPE, through_transformers, tokens_in
 
+layers = pytest.importorskip("halfbyte.serving.vllm.layers")
 Models = Callable[..., Path]
 Engine = Callable[..., list[Any]]
 LAYERS = SHAPE["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(
+    ("module", "name", "without"),
+    [
+        ("llama", "LlamaDecoderLayer", set()),
+        ("mistral", "MistralDecoderLayer", {"ada_rms_norm_t_cond"}),
+        ("qwen2", "Qwen2DecoderLayer", set()),
+        ("qwen3", "Qwen3DecoderLayer", set()),
+        ("gemma3", "Gemma3DecoderLayer", None),  # norms what it adds
+        ("granite", "GraniteDecoderLayer", None),  # adds a part of it
+        ("qwen3_moe", "Qwen3MoeDecoderLayer", None),
+    ],
+)
+def test_classes(module: str, name: str, without: set[str] | None) -> None:
+    assert layers.behaves(getattr(importlib.import_module(layers.MODELS + module), name)) == without
+
+
+@pytest.mark.parametrize(
     ("kind", "format", "settings", "arguments"),
     [
         ("llama", "nf4", {"nested": True}, {}),
+        ("mistral", "fp4", {"nested": False}, {}),
         ("qwen3", "int4", {"group_size": 64}, {"enforce_eager": False, "quantization": "halfbyte"}),  # in one weight
     ],
 )

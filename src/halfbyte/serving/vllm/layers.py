@@ -33,7 +33,12 @@ from halfbyte.serving.products import added_mlp, added_product, apart, as_one, g
 from halfbyte.serving.vllm.linear import HalfbyteLinearMethod
 
 MODELS = "vllm.model_executor.models."
-KNOWN = (("llama", "LlamaDecoderLayer"), ("qwen2", "Qwen2DecoderLayer"), ("qwen3", "Qwen3DecoderLayer"))
+KNOWN = (
+    ("llama", "LlamaDecoderLayer"),
+    ("mistral", "MistralDecoderLayer"),
+    ("qwen2", "Qwen2DecoderLayer"),
+    ("qwen3", "Qwen3DecoderLayer"),
+)
 OWN = "halfbyte"  # attribute of a layer: its Whole, or None
 
 
@@ -41,8 +46,8 @@ def watch() -> None:
     """From now on, have layers of the known classes take part. A model's own class is there while it is built."""
     for module, name in KNOWN:
         found = getattr(sys.modules.get(MODELS + module), name, None)
-        if found is not None and OWN not in vars(found) and behaves(found):
-            _extend(found)
+        if found is not None and OWN not in vars(found) and (without := behaves(found)) is not None:
+            _extend(found, without)
 
 
 def suits(device: torch.device) -> bool:
@@ -108,21 +113,22 @@ def _only(linear: Any) -> QuantizedWeight:
     return weight  # type: ignore[no-any-return]
 
 
-def _extend(cls: Any) -> None:
+def _extend(cls: Any, without: set[str]) -> None:
     init, forward = cls.__init__, cls.forward
 
     @functools.wraps(init)
     def own_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if type(self) is cls:
-            setattr(self, OWN, _whole_of(self))
+            setattr(self, OWN, _whole_of(self, without))
 
     def own_forward(
-        self: Any, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+        self: Any, positions: Tensor, hidden_states: Tensor, residual: Tensor | None, **more: Any
     ) -> tuple[Tensor, Tensor | None]:
         if self.halfbyte is None or not self.halfbyte.on:
-            found: tuple[Tensor, Tensor] = forward(self, positions, hidden_states, residual)
+            found: tuple[Tensor, Tensor] = forward(self, positions, hidden_states, residual, **more)
             return found
+        assert all(value is None for value in more.values()), "what a layer without such parts is told"
         x = hidden_states if residual is None else hidden_states + residual
         whole: Whole = self.halfbyte
         return whole.forward(self.self_attn, positions, x)
@@ -131,7 +137,8 @@ def _extend(cls: Any) -> None:
     setattr(cls, OWN, None)
 
 
-def _whole_of(layer: Any) -> Whole | None:
+def _whole_of(layer: Any, without: set[str]) -> Whole | None:
+    """without: names of parts that the layer must not have."""
     linears = layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
     methods: list[Any] = [getattr(linear, "quant_method", None) for linear in linears]
     norms = layer.input_layernorm, layer.post_attention_layernorm
@@ -140,6 +147,7 @@ def _whole_of(layer: Any) -> Whole | None:
     scheme = methods[0].scheme
     fits = (
         scheme.layers is not None
+        and all(getattr(layer, name, None) is None for name in without)
         and all(linear.tp_size == 1 for linear in linears)
         and all(type(norm) is RMSNorm and norm.variance_size_override is None for norm in norms)
         and type(layer.mlp.act_fn) is SiluAndMul
@@ -155,13 +163,14 @@ def _whole_of(layer: Any) -> Whole | None:
 # -- What a class is known to do ---------------------------------------------------------------------------------------
 
 
-def behaves(cls: Any) -> bool:
-    """Whether layers of the class do, and their attention and MLP, what `Whole` does in their place."""
+def behaves(cls: Any) -> set[str] | None:
+    """Names of other parts, without which layers of the class do, and their attention and MLP, what `Whole` does in
+    their place; None where they do something else."""
     try:
-        attention, mlp = (sys.modules[cls.__module__].__dict__[name] for name in _parts_of(cls))
-        return _adds_and_norms(cls) and _projects(attention) and _gates(mlp)
+        attention, mlp = (vars(sys.modules[cls.__module__])[name] for name in _parts_of(cls))
+        return _adds_and_norms(cls) if _projects(attention) and _gates(mlp) else None
     except Exception:  # of another version, that asks for what is not there
-        return False
+        return None
 
 
 def _parts_of(cls: Any) -> tuple[str, str]:
@@ -170,11 +179,19 @@ def _parts_of(cls: Any) -> tuple[str, str]:
     return f"{stem}Attention", f"{stem}MLP"
 
 
-def _adds_and_norms(cls: Any) -> bool:
+class _Layer(SimpleNamespace):
+    """In the place of a layer. asked: names of parts that it has been asked for, and does not have."""
+
+    def __getattr__(self, name: str) -> None:
+        self.asked.add(name)
+
+
+def _adds_and_norms(cls: Any) -> set[str] | None:
     def norm(name: str) -> Callable[..., Any]:
         return lambda x, beside=None: (name, x) if beside is None else ((name, (x, beside)), (x, beside))
 
-    layer = SimpleNamespace(
+    layer = _Layer(
+        asked=set(),
         input_layernorm=norm("first"),
         post_attention_layernorm=norm("second"),
         self_attn=lambda positions, hidden_states: ("attended", positions, hidden_states),
@@ -185,10 +202,10 @@ def _adds_and_norms(cls: Any) -> bool:
         added = ("attended", "positions", ("first", x)), x
         return ("mlp", ("second", added)), added
 
-    return bool(
-        cls.forward(layer, "positions", "x", None) == right("x")
-        and cls.forward(layer, "positions", "x", "beside") == right(("x", "beside"))
+    agrees = cls.forward(layer, "positions", "x", None) == right("x") and (
+        cls.forward(layer, "positions", "x", "beside") == right(("x", "beside"))
     )
+    return layer.asked if agrees else None
 
 
 def _projects(cls: Any) -> bool:
