@@ -49,7 +49,7 @@ def product(x: Tensor, weights: Sequence[Weight], bias: Tensor | None, batch_inv
     """
     if len(weights) == 1:
         return _one(x, weights[0], bias, batch_invariant)
-    biases = [None] * len(weights) if bias is None else bias.split([weight.shape[0] for weight in weights])
+    biases = _biases(weights, bias)
     quantized = as_one(weights)
     if quantized and not batch_invariant:
         found = linear_group(x, quantized, biases)
@@ -117,7 +117,7 @@ def added_mlp(
     return eager_fused.whole_mlp(x, (*gate_up, down), each, norm, "silu", Residual(x))
 
 
-def _biases(weights: Sequence[QuantizedWeight], bias: Tensor | None) -> list[Tensor | None]:
+def _biases(weights: Sequence[Weight], bias: Tensor | None) -> list[Tensor | None]:
     if bias is None:
         return [None] * len(weights)
     return list(bias.split([weight.shape[0] for weight in weights]))
