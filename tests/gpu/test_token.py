@@ -96,3 +96,12 @@ def test_angles_have_the_bits_of_torch(dtype: torch.dtype, width: int) -> None:
         found = kernels.angles(positions, frequencies, 1.25, width, dtype)
         for ours, right in zip(found, (angles.cos() * 1.25, angles.sin() * 1.25), strict=True):
             assert torch.equal(ours, right.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_embedding_is_that_of_torch(dtype: torch.dtype) -> None:
+    kernels = pytest.importorskip("halfbyte.kernels.token.triton")
+    weight = torch.randn(1000, 2880, device=GPU).to(dtype)
+    for shape in ((1, 1), (3, 8), (40, 1)):
+        ids = torch.randint(0, 1000, shape, device=GPU)
+        assert torch.equal(kernels.embedding(ids, weight), torch.nn.functional.embedding(ids, weight))

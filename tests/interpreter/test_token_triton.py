@@ -133,3 +133,17 @@ def test_angles(texts: int, new: int, half: int, twice: bool, dtype: torch.dtype
     found = kernels.angles(positions, frequencies, 1.25, angles.shape[-1], dtype)
     for ours, right in zip(found, (angles.cos() * 1.25, angles.sin() * 1.25), strict=True):
         torch.testing.assert_close(ours, right.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+def test_embedding(dtype: torch.dtype) -> None:
+    for rows, width, shape in ((7, 20, (1, 1)), (3, 2500, (2, 3))):
+        weight = torch.randn(rows, width).to(dtype)
+        ids = torch.randint(0, rows, shape)
+        assert torch.equal(kernels.embedding(ids, weight), weight[ids])
+        assert torch.equal(kernels.embedding(ids.int(), weight), weight[ids])
+
+
+def test_embedding_of_no_token() -> None:
+    found = kernels.embedding(torch.tensor([[-1, 1, 2]]), torch.zeros(2, 5))
+    assert found.isnan().all(dim=2).tolist() == [[True, False, True]]

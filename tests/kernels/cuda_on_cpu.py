@@ -58,6 +58,7 @@ FUNCTIONS = {
             ("load_short", "u32", "u16"),
             ("load_pair", "uint2", "uint2"),
             ("load_sums", "float4", "float4"),
+            ("load_words", "uint4", "uint4"),
         )
     },
     "load_word": "u32 load_word(u32 at) { return loaded<u32>(at + BASE); }",
@@ -108,6 +109,8 @@ FUNCTIONS = {
     "send_sum": "void send_sum(u32 to, float sum, u32 barrier) { send(to, &sum, 4, barrier); }",
     "send_sums": "void send_sums(u32 to, float4 sums, u32 barrier) { send(to, &sums, 16, barrier); }",
     "copy": "void copy(u32 to, const void* from, u32 bytes, u32 barrier) { copy_bulk(to, from, bytes, barrier); }",
+    "copy_as": "void copy_as(u64, u32 to, const void* from, u32 bytes, u32 barrier) {"
+    " copy_bulk(to, from, bytes, barrier); }",
     "copy_box": "",
     "copy_box_as": "void copy_box_as(u64, u32 to, u64 map, u32 x, u32 y, u32 barrier) {"
     " copy_box(to, map, x, y, barrier); }",

@@ -37,8 +37,9 @@ def test_compiles(
         empty(28, 2)[:, 0], [masks[0], masks[1] if rows > 1 else None], empty(), empty(), layers, layers, masks[0]
     )
     token.angles(empty(rows, 8), empty(64, dtype=torch.float32), 1.5, 128, dtype)
+    token.embedding(empty(rows, 1), empty(128256, 4096, dtype=dtype))
     blocks = -(-tokens // token.BLOCK)
-    for launch, wanted in zip(kept, (rows * 32, 1, rows * blocks, rows * 8), strict=True):
+    for launch, wanted in zip(kept, (rows * 32, 1, rows * blocks, rows * 8, rows * 4), strict=True):
         grid, compiled = compile_launch(launch, target)
         assert grid == wanted
         if isinstance(target, int):

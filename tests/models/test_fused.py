@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.kernels.linear.fusion import Fusion
-from halfbyte.models import fused, whole
+from halfbyte.models import fused, outside, whole
 from halfbyte.models.attention import StepAttention
 from halfbyte.models.fused import AGREES, fused_layers
 from halfbyte.models.layers import FAMILIES as KNOWN
@@ -214,10 +214,11 @@ def test_what_is_left_alone() -> None:
     handle.remove()
     with fused_layers(model, StepAttention()):
         assert isinstance(vars(first)["forward"], fused._Layer)
-        assert isinstance(vars(model.model.norm)["forward"], fused._NormOutside)
+        assert isinstance(vars(model.model.norm)["forward"], outside.NormOutside)
+        assert isinstance(vars(model.lm_head)["forward"], outside.Head)
         assert "forward" not in vars(second)
     assert "forward" not in vars(first)
-    assert not isinstance(vars(model.model.norm).get("forward"), fused._NormOutside)
+    assert not isinstance(vars(model.model.norm).get("forward"), outside.NormOutside)
     hb.restore(model)
     with fused_layers(model, StepAttention()):  # no projection is computed by halfbyte
         assert "forward" not in vars(first)

@@ -21,28 +21,24 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from halfbyte.eager_fused import has_many, rms_norm
 from halfbyte.kernels.attention.plan import MOST_NEW
-from halfbyte.kernels.common.norm import Norm
-from halfbyte.kernels.common.slow import has_triton
-from halfbyte.models import prompt_layers
+from halfbyte.models import outside, prompt_layers
 from halfbyte.models.attention import StepAttention
-from halfbyte.models.layers import DecoderLayer, norm_of
+from halfbyte.models.layers import DecoderLayer
 from halfbyte.models.patch import is_method_of
-from halfbyte.models.preparation import MOVING
 from halfbyte.models.regions import put_back, uncompiled
 from halfbyte.models.rotation import slot_of
 from halfbyte.models.whole import WholeLayer, is_pair, whole_of
 
 # Attribute of a layer that was computed both ways: whether the results agree, by the number of new tokens of a text.
 AGREES = "_halfbyte_agrees"
-ANGLES = "_halfbyte_angles"  # attribute of a rotary embedding: how many numbers it gives a token, or False
 
 
 @contextmanager
 def fused_layers(model: nn.Module, attention: StepAttention) -> Iterator[None]:
-    """Within, decoder layers of `model` of which halfbyte computes some projections or the experts, and norms outside
-    of them, compute a few new tokens of each text in few launches, where the cache puts them at slots (rotation.py)."""
+    """Within, decoder layers of `model` of which halfbyte computes some projections or the experts, and what stands
+    outside of them (outside.py), compute a few new tokens of each text in few launches, where the cache puts them at
+    slots (rotation.py)."""
     with ExitStack() as stack:
         inside: set[nn.Module] = set()
         found = {module: layer for module in model.modules() if (layer := _fusible(module)) is not None}
@@ -50,13 +46,8 @@ def fused_layers(model: nn.Module, attention: StepAttention) -> Iterator[None]:
             inside.update(module.modules())
             _replace(stack, module, _Layer(module, layer, attention, is_first=number == 0))
         if found:
-            for module in model.modules():
-                if module in inside:
-                    continue
-                if (norm := norm_of(module)) is not None:
-                    _replace(stack, module, _NormOutside(module, norm))
-                elif _has_angles(module):
-                    _replace(stack, module, _Angles(module))
+            for module, forward in outside.forwards(model, inside):
+                _replace(stack, module, forward)
         yield
 
 
@@ -70,65 +61,6 @@ def _replace(stack: ExitStack, module: nn.Module, forward: Any) -> None:
     before = vars(module).get("forward")
     module.forward = forward
     stack.callback(put_back, module, before)
-
-
-class _NormOutside:
-    """In the place of the forward of a norm that belongs to no layer."""
-
-    def __init__(self, module: nn.Module, norm: Norm) -> None:
-        self.theirs, self.norm = module.forward, norm
-
-    def __call__(self, x: Tensor) -> Any:
-        if not _may_fuse(x, self.norm):
-            return self.theirs(x)
-        return rms_norm(x.contiguous(), self.norm)
-
-
-def _has_angles(module: nn.Module) -> bool:
-    """Whether a module may be a rotary embedding with frequencies that stay."""
-    frequencies = getattr(module, "inv_freq", None)
-    return (
-        isinstance(frequencies, Tensor)
-        and frequencies.is_cuda
-        and frequencies.dim() == 1
-        and frequencies.dtype is torch.float32
-        and has_triton()
-        and isinstance(getattr(module, "attention_scaling", None), float | int)
-        and getattr(module, "rope_type", "default") not in MOVING
-    )
-
-
-class _Angles:
-    """In the place of the forward of a rotary embedding, which takes nine launches: in one, once it has been seen to
-    have the same bits."""
-
-    def __init__(self, module: Any) -> None:
-        self.module, self.theirs = module, module.forward
-
-    def __call__(self, x: Tensor, position_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
-        known = vars(self.module).get(ANGLES)
-        new = isinstance(position_ids, Tensor) and position_ids.dim() == 2 and position_ids.shape[1] <= MOST_NEW
-        if args or kwargs or not new or known is False:
-            return self.theirs(x, position_ids, *args, **kwargs)
-        frequencies = self.module.inv_freq
-        if known is not None:
-            return self._compute(x, position_ids, known)
-        right = self.theirs(x, position_ids)
-        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            width = right[0].shape[-1]
-            agrees = (
-                width in (len(frequencies), 2 * len(frequencies))
-                and right[0].shape == right[1].shape == (*position_ids.shape, width)
-                and all(map(torch.equal, self._compute(x, position_ids, width), right))
-            )
-            setattr(self.module, ANGLES, width if agrees else False)
-        return right
-
-    def _compute(self, x: Tensor, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        from halfbyte.kernels.token.triton import angles
-
-        factor = float(self.module.attention_scaling)
-        return angles(positions.contiguous(), self.module.inv_freq, factor, width, x.dtype)
 
 
 class _Layer(WholeLayer):
@@ -178,7 +110,7 @@ class _Layer(WholeLayer):
             return None
         kept = past_key_values.layers[attention.layer_idx]
         slot, mask = slot_of(kept), attention_mask
-        if slot is None or not all(_may_fuse(x, norm) for norm in layer.norms):
+        if slot is None or not all(outside.may_fuse(x, norm) for norm in layer.norms):
             return None
         query, fresh = self._fresh(x, position_embeddings, slot)
         # Behind another layer's attention, which waited for all that came before it, only the projections are new.
@@ -189,13 +121,3 @@ class _Layer(WholeLayer):
         if seen is None:
             return None
         return self._add((layer.out,), seen.reshape(*x.shape[:2], -1), x, layer.added[0] if layer.added else None)
-
-
-def _may_fuse(x: Tensor, norm: Norm) -> bool:
-    return (
-        not has_many(x)
-        and x.dtype is norm.weight.dtype
-        and x.device == norm.weight.device
-        and not (torch.is_grad_enabled() and (x.requires_grad or norm.weight.requires_grad))
-        and not torch.is_autocast_enabled(x.device.type)
-    )

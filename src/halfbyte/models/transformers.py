@@ -24,8 +24,9 @@ from halfbyte.models import sampling
 from halfbyte.models.buckets import cache_bytes, free_bytes, layers_by_device, least_bytes
 from halfbyte.models.caches import STORE, begin_short
 from halfbyte.models.captured import can_replay
-from halfbyte.models.fused import AGREES, ANGLES
+from halfbyte.models.fused import AGREES
 from halfbyte.models.graphs import DecodeGraphs, can_capture
+from halfbyte.models.outside import ANGLES
 from halfbyte.models.patch import is_method_of
 from halfbyte.models.prompts import begins_at_once, without_cudnn
 from halfbyte.models.stages import devices_of, is_offloaded, why_not

@@ -35,10 +35,10 @@ def group_of(name: str) -> str:
 ATTENTION, NORMS, ELEMENTWISE, DEQUANTIZE, SAMPLING, COPIES, OTHER, GAPS = map(Label, GROUPS[1:])
 UNNAMED = Label("products", "unnamed")  # a product outside of every projection
 
-# What the kernels of kernels/linear and those of experts are called.
+# What the kernels of kernels/linear, those of experts, and that of heads are called.
 OURS = (
     "decode", "exact", "multiply", "lay_out", "product", "combine", "sort_pairs", "combine_kernel", "linear_sum_kernel",
-    "linear_product_kernel", "linear_finish_kernel", "choose",
+    "linear_product_kernel", "linear_finish_kernel", "choose", "head",
 )  # fmt: skip
 
 # What torch's compiler fuses; such a kernel's name lists what it computes, what it takes up, and no product of its own.

@@ -1,8 +1,8 @@
 """What stands between one token of `generate` and the next: which one is chosen, what follows from it, which tokens the
-next step may look at, and the angles of its position.
+next step may look at, the angles of its position, and its embedding.
 
 Bytes: the logits once, and a mask. Launches are what this costs, and a step of a small model is short: torch takes some
-thirty, these are four.
+thirty, these are five, each of which begins while the one ahead ends.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from halfbyte.kernels.common.launch import launch
 from halfbyte.kernels.common.overlap import SINCE, let_the_next_begin, wait_for_the_one_ahead
 
 BLOCK = 4096  # logits of a program, or places of a mask
+ROW_BLOCK = 1024  # numbers of a row of an embedding
 AT_ONCE = 1024  # of what the programs have found, in one step of the one that puts tokens
 LARGEST = 0x7FFFFFFF
 
@@ -138,6 +139,22 @@ def angles_kernel(
     tl.store(sines + at, tl.sin(angle) * FACTOR, inside)
 
 
+@triton.jit
+def embedding_kernel(
+    found, ids, weight, rows, width, blocks, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program i: block i % blocks of the row of token i // blocks; NaN where there is no such row."""
+    token = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    if OVERLAPS:
+        wait_for_the_one_ahead()
+        let_the_next_begin()
+    row = tl.load(ids + token).to(tl.int64)
+    exists = (row >= 0) & (row < rows)
+    value = tl.load(weight + row * width + column, exists & (column < width), float("nan"))
+    tl.store(found + token.to(tl.int64) * width + column, value, column < width)
+
+
 def supports(scores: Tensor) -> bool:
     """Whether `put_argmax` takes the scores of tokens, [rows, tokens], on the current device."""
     return (
@@ -250,3 +267,19 @@ def angles(
     arguments = (*found, positions, frequencies, len(frequencies))
     launch(angles_kernel, positions.get_device(), arguments, key, configure)
     return found[0], found[1]
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """The rows of weight [rows, width], of floating-point numbers, that ids of integers [...] name: [..., width]. Both
+    contiguous, on the current device."""
+    rows, width = weight.shape
+    found = weight.new_empty((*ids.shape, width))
+    block = min(ROW_BLOCK, triton.next_power_of_2(width))
+    blocks = -(-width // block)
+
+    def configure(properties: DeviceProperties) -> tuple[int, dict[str, Any]]:
+        return ids.numel() * blocks, {"BLOCK": block, "OVERLAPS": properties.ptx >= SINCE, "num_warps": 4}
+
+    key = (ids.dtype, weight.dtype, ids.numel(), rows, width)
+    launch(embedding_kernel, weight.get_device(), (found, ids, weight, rows, width, blocks), key, configure)
+    return found

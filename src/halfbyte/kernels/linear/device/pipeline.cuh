@@ -48,6 +48,14 @@ __device__ __forceinline__ u64 staying() {
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
+// The same copy as `copy`, which stays in L2 as `policy` says.
+__device__ __forceinline__ void copy_as(u64 policy, u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
 // The box at {x, y} of an array of two dimensions, by its tensor map.
 __device__ __forceinline__ void copy_box(u32 to, u64 map, u32 x, u32 y, u32 barrier) {
   asm volatile(

@@ -51,6 +51,13 @@ __device__ __forceinline__ float4 load_sums(u32 address) {
                : "r"(address));
   return value;
 }
+__device__ __forceinline__ uint4 load_words(u32 address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address));
+  return value;
+}
 __device__ __forceinline__ void store_sums(u32 address, float4 value) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x), "f"(value.y), "f"(value.z),
                "f"(value.w)
