@@ -6,9 +6,9 @@
 // Operands. out.T = W @ x.T by mma.m16n8k16 (linear/device/mma.cuh): 16 rows of W by eight of x. A product's K may be
 // permuted if both of its operands are, so a lane loads 16 bytes of a row, which are its part of two MMAs.
 //
-// Work. Each CTA has as many rows of W as the others, which lie one after the other. A producer warp copies 16 of them
-// at a time to shared memory, in `pieces` along K, each a stage. Every multiplying warp has its part of K in each
-// piece, and keeps its x in registers throughout. A last warp adds up what they have, always in the same order.
+// Work. CTAs take tiles of 16 rows of W in turn. A producer warp copies a tile to shared memory in `pieces` along K, each
+// of them a stage; copies shorter than 2 KB come slower than memory has them. Every multiplying warp has its part of K
+// in each piece, and keeps its x in registers throughout. A last warp adds up what they have, always in the same order.
 //
 // Launch. W was written long ago, so stages are filled while the kernel ahead still runs, and only x is waited for.
 //
@@ -42,12 +42,25 @@ struct Arguments {
   u32 m, n;
 };
 
-struct Rows {  // of W
-  u32 first, end;
+// Which rows of W a CTA takes, one tile after the other: every gridDim.x-th, so that all read near each other, and of
+// those that are left over as many as the others.
+class Walk {
+ public:
+  u32 row, rows;  // of the tile: where it begins, and how many there are
+
+  __device__ __forceinline__ explicit Walk(const Arguments& a) : a(a), whole(a.n / (TILE * gridDim.x)) { find(); }
+  __device__ __forceinline__ bool is_there() const { return turn <= whole && rows > 0; }
+  __device__ __forceinline__ void next() { turn++, find(); }
+
+ private:
+  const Arguments& a;
+  u32 whole, turn = 0;  // turns of all CTAs in which tiles are whole, and behind which there is one more
+
+  __device__ __forceinline__ void find() {
+    const u32 first = turn * TILE * gridDim.x, left = min(a.n - first, TILE * gridDim.x);
+    row = first + left * blockIdx.x / gridDim.x, rows = first + left * (blockIdx.x + 1) / gridDim.x - row;
+  }
 };
-__device__ __forceinline__ Rows own_rows(const Arguments& a) {
-  return {u32(u64(a.n) * blockIdx.x / gridDim.x), u32(u64(a.n) * (blockIdx.x + 1) / gridDim.x)};
-}
 __device__ __forceinline__ void wait_for_x() {
   if constexpr (Config::overlaps) wait_for_prior_kernel();
 }
@@ -62,20 +75,18 @@ __device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 lane
     publish_barriers();
   }
   __syncwarp();
-  const Rows own = own_rows(a);
   const u64 policy = leaving_first();
   bool alone = true;
   Ring ring(1);
-  for (u32 row = own.first; row < own.end; row += TILE) {
-    const u32 rows = min(TILE, own.end - row);
+  for (Walk walk(a); walk.is_there(); walk.next()) {
     for (u32 piece = 0; piece < Config::pieces; piece++, ring.next(Config::stages)) {
       if (alone && ring.parity == 0) alone = false, __syncthreads();
       const u32 full = shared + FULL + 8 * ring.at, to = shared + STAGES + ring.at * STAGE + lane * PITCH;
       wait(shared + EMPTY + 8 * ring.at, ring.parity);
-      if (lane == 0) expect(full, rows * PIECE);
+      if (lane == 0) expect(full, walk.rows * PIECE);
       __syncwarp();
-      const u16* from = a.weight + u64(row + lane) * Config::k + piece * (PIECE / 2);
-      if (lane < rows) copy_as(policy, to, from, PIECE, full);
+      const u16* from = a.weight + u64(walk.row + lane) * Config::k + piece * (PIECE / 2);
+      if (lane < walk.rows) copy_as(policy, to, from, PIECE, full);
     }
   }
   if (alone) __syncthreads();
@@ -98,9 +109,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 war
   if constexpr (Config::overlaps) launch_dependents();
   __syncthreads();
   Ring ring(0), sums(1);
-  const Rows own = own_rows(a);
   const u32 mine = shared + STAGES + group * PITCH + warp * (SLICE * 2 * UNIT) + member * 16;
-  for (u32 row = own.first; row < own.end; row += TILE, sums.next(SUM_BUFFERS)) {
+  for (Walk walk(a); walk.is_there(); walk.next(), sums.next(SUM_BUFFERS)) {
     float sum[Config::m_tiles][4] = {};
 #pragma unroll
     for (u32 piece = 0; piece < Config::pieces; piece++, ring.next(Config::stages)) {
@@ -127,9 +137,10 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 war
   }
 }
 
-// Sums of W's row `row` and x's row `m`, rounded, where both are there.
-__device__ __forceinline__ void store_sum(const Arguments& a, const Rows& own, u32 m, u32 row, float sum) {
-  if (m >= a.m || row >= own.end) return;
+// The sum of row number `number` of a tile and x's row `m`, rounded, where both are there.
+__device__ __forceinline__ void store_sum(const Arguments& a, const Walk& walk, u32 m, u32 number, float sum) {
+  if (m >= a.m || number >= walk.rows) return;
+  const u32 row = walk.row + number;
   if constexpr (Config::bias) sum += unpack(a.bias[row]);
   a.y[u64(m) * a.n + row] = narrow(sum);
 }
@@ -137,10 +148,9 @@ __device__ __forceinline__ void store_sum(const Arguments& a, const Rows& own, u
 __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane) {
   wait_for_x();  // after which nobody reads what was where y is
   __syncthreads();
-  const Rows own = own_rows(a);
   const u32 group = lane / 4, member = lane % 4;
   Ring sums(0);
-  for (u32 row = own.first; row < own.end; row += TILE, sums.next(SUM_BUFFERS)) {
+  for (Walk walk(a); walk.is_there(); walk.next(), sums.next(SUM_BUFFERS)) {
     wait(shared + SUM_FULL + 8 * sums.at, sums.parity);
 #pragma unroll
     for (u32 c = 0; c < Config::m_tiles; c++) {
@@ -151,8 +161,8 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 lane)
         total.x += sum.x, total.y += sum.y, total.z += sum.z, total.w += sum.w;
       }
       const u32 m = 8 * c + 2 * member;
-      store_sum(a, own, m, row + group, total.x), store_sum(a, own, m + 1, row + group, total.y);
-      store_sum(a, own, m, row + group + 8, total.z), store_sum(a, own, m + 1, row + group + 8, total.w);
+      store_sum(a, walk, m, group, total.x), store_sum(a, walk, m + 1, group, total.y);
+      store_sum(a, walk, m, group + 8, total.z), store_sum(a, walk, m + 1, group + 8, total.w);
     }
     arrive(shared + SUM_EMPTY + 8 * sums.at);
   }
