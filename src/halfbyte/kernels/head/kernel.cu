@@ -6,9 +6,10 @@
 // Operands. out.T = W @ x.T by mma.m16n8k16 (linear/device/mma.cuh): 16 rows of W by eight of x. A product's K may be
 // permuted if both of its operands are, so a lane loads 16 bytes of a row, which are its part of two MMAs.
 //
-// Work. CTAs take tiles of 16 rows of W in turn. A producer warp copies a tile to shared memory in `pieces` along K, each
-// of them a stage; copies shorter than 2 KB come slower than memory has them. Every multiplying warp has its part of K
-// in each piece, and keeps its x in registers throughout. A last warp adds up what they have, always in the same order.
+// Work. CTAs take tiles of 16 rows of W in turn. A producer warp copies a tile to shared memory in `pieces` along K,
+// each of them a stage; copies shorter than 2 KB come slower than memory has them. Every multiplying warp has its part
+// of K in each piece, and keeps its x in registers throughout. A last warp adds up what they have, always in the same
+// order.
 //
 // Launch. W was written long ago, so stages are filled while the kernel ahead still runs, and only x is waited for.
 //

@@ -53,7 +53,7 @@ __device__ __forceinline__ void sync_all() { meet<1, PREPARING + 32>(); }
 // first.
 __device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 first_block, u32 lane) {
   const u32 row_blocks = a.k / 64;
-  const u64 policy = ROUTED || Config::batches > 1 ? staying() : leaving_first();  // who else reads the same tile?
+  const u64 policy = Config::batches > 1 ? staying() : leaving_first();  // who else reads the same tile?
   Ring ring(1), scales(0);
   bool alone = true;
   for (Walk walk(a, shared); walk.is_there(); walk.next(), scales.next(SCALE_STAGES)) {
@@ -93,7 +93,8 @@ __device__ __forceinline__ void produce(const Arguments& a, u32 shared, u32 firs
       }
       if (lane == 0) {
         const u32 stage = shared + TILES + ring.at * STAGE;
-        if constexpr (Config::bulk_weights) copy(stage, w.packed + u64(tile.row) * row_bytes(a), step_bytes(a), full);
+        const unsigned char* rows = w.packed + u64(tile.row) * row_bytes(a);
+        if constexpr (Config::bulk_weights) copy_as(policy, stage, rows, step_bytes(a), full);
         else copy_weights(stage, w, tile.row, chunk_of(first_block, step), full, policy);
       }
       if constexpr (NESTED) {
