@@ -75,3 +75,11 @@ def test_what_has_none() -> None:
     assert launch.shape_for(4100, 1, SHARED) is None
     assert launch.shape_for(32 * 1009, 1, SHARED) is None
     assert not launch.supports(torch.ones(1, 4096), torch.ones(4096, 4096), None)
+
+
+def test_variants() -> None:
+    """One for up to eight rows, one for up to sixteen; none where a multiprocessor would have nothing to do."""
+    assert len(launch.variants([1, 5, 8, 9, 40], (128256, 4096), BF16, False, H200)) == 2
+    assert not launch.variants([1], (1000, 4096), BF16, False, H200)
+    assert not launch.variants([1], (128256, 4096), torch.float32, False, H200)
+    assert not launch.variants([1], (128256, 4096), BF16, False, properties_for("sm_89"))

@@ -12,9 +12,10 @@ from gpus import H200
 
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.head import launch as head
 from halfbyte.kernels.linear.dispatch import variant_of
 from halfbyte.measure import models
-from halfbyte.models import ahead, serving_ahead
+from halfbyte.models import ahead, outside, serving_ahead
 from halfbyte.models.ahead import Ahead, weights_of
 
 pytest.importorskip("transformers")
@@ -56,6 +57,15 @@ def test_a_prompt_and_its_steps(tiny: Any, compiled: list[list[nvrtc.Variant]]) 
     there.forget()
     there.begin(tiny, 1, 300, False)
     assert set(compiled[3]) == set(first)
+
+
+def test_the_head_of_a_step(tiny: Any, compiled: list[list[nvrtc.Variant]], monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = torch.nn.Linear(512, 16 * H200.sms, dtype=torch.float16)
+    monkeypatch.setattr(ahead, "dense_head", lambda model: dense)
+    Ahead().begin(tiny, 3, 100, False)
+    (wanted,) = head.variants([4], (16 * H200.sms, 512), torch.float16, True, H200)
+    assert wanted in compiled[0]
+    assert outside.dense_head(tiny) is tiny.lm_head
 
 
 def test_every_step_of_a_server(

@@ -7,6 +7,7 @@ from gpus import H200
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.experts import cuda as experts
+from halfbyte.kernels.head import launch as heads
 from halfbyte.kernels.linear.dispatch import choose_fused, choose_mlp, variant_of
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.problem import problem_of
@@ -51,6 +52,12 @@ def test_products_of_a_layer(compiled: list[set[nvrtc.Variant]], batch_invariant
             wanted = variant_of(m, group, H200, batch_invariant)
             if wanted is not None:
                 assert wanted in found or m not in these.rows
+
+
+def test_a_head(compiled: list[set[nvrtc.Variant]]) -> None:
+    these = Ahead(100)
+    these.head(torch.zeros(16 * H200.sms, 512, dtype=X.dtype), False)
+    assert compiled.pop() == heads.variants(range(1, 17), (16 * H200.sms, 512), X.dtype, False, H200) != set()
 
 
 def test_a_whole_layer(compiled: list[set[nvrtc.Variant]]) -> None:

@@ -16,11 +16,13 @@ from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.experts import cuda as experts
+from halfbyte.kernels.head import launch as head
 from halfbyte.kernels.linear import reach
 from halfbyte.kernels.linear.problem import Problem, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.models.buckets import experts_per_token, most_prompt_rows, prompt_bucket, texts_bucket
 from halfbyte.models.linears import layers_of
+from halfbyte.models.outside import dense_head
 from halfbyte.models.products import Fused, Group, products_of, variant_of_product
 from halfbyte.nn.experts import Experts4bit
 
@@ -94,6 +96,11 @@ def variants(
         for product in sorted(products, key=repr):
             if (variant := variant_of_product(m, product, properties, False)) is not None:
                 yield variant
+    last = dense_head(model)
+    if last is not None and last.weight.device.type == model.device.type:
+        yield from head.variants(
+            rows, (last.out_features, last.in_features), last.weight.dtype, last.bias is not None, properties
+        )
     config = model.config.get_text_config(decoder=True)
     k = experts_per_token(config)
     blocks = [module for module in model.modules() if isinstance(module, Experts4bit)] if k else []

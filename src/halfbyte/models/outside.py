@@ -13,7 +13,7 @@ from halfbyte.eager_fused import has_many, rms_norm
 from halfbyte.kernels.attention.plan import MOST_NEW
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.common.slow import has_triton
-from halfbyte.kernels.head import launch as head
+from halfbyte.kernels.head import launch as kernel
 from halfbyte.models.layers import norm_of
 from halfbyte.models.preparation import MOVING
 
@@ -22,7 +22,7 @@ ANGLES = "_halfbyte_angles"  # attribute of a rotary embedding: how many numbers
 
 def forwards(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
     """Modules of `model` with what stands in the place of their forwards, but for those that are `inside` of layers."""
-    last = getattr(model, "get_output_embeddings", lambda: None)()
+    head = dense_head(model)
     for module in model.modules():
         if module in inside:
             continue
@@ -32,8 +32,14 @@ def forwards(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[tuple[
             yield module, Angles(module)
         elif type(module) is nn.Embedding and has_triton() and "forward" not in vars(module):
             yield module, Embedding(module)
-        elif module is last and type(module) is nn.Linear and "forward" not in vars(module):
+        elif module is head:
             yield module, Head(module)
+
+
+def dense_head(model: nn.Module) -> nn.Linear | None:
+    """The head of a language model, where it is dense and nobody else computes it."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return head if type(head) is nn.Linear and not {"forward", "_old_forward"} & vars(head).keys() else None
 
 
 def may_fuse(x: Tensor, norm: Norm) -> bool:
@@ -134,10 +140,10 @@ class Head:
         if (
             _needs_gradients(x, weight)
             or torch.is_autocast_enabled(x.device.type)
-            or not head.supports(x, weight, bias)
+            or not kernel.supports(x, weight, bias)
         ):
             return self.theirs(x)
-        return head.head(x, weight, bias)
+        return kernel.head(x, weight, bias)
 
 
 def _needs_gradients(x: Tensor, weight: Tensor) -> bool:

@@ -11,12 +11,14 @@ from functools import cached_property
 from threading import Thread
 
 import torch
+from torch import Tensor
 
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.experts import cuda as experts
+from halfbyte.kernels.head import launch as heads
 from halfbyte.kernels.linear import reach
 from halfbyte.kernels.linear.dispatch import variant_of
 from halfbyte.kernels.linear.fusion import Fusion
@@ -93,6 +95,12 @@ class Ahead:
         self.seen.add((both, k))
         properties, count = properties_of(gate_up.device.index), gate_up.shape[0]
         _compile(variant for m in self.rows for variant in experts.variants(m, k, count, *both, activation, properties))
+
+    def head(self, weight: Tensor, has_bias: bool) -> None:
+        """The product with a dense head [N, K]."""
+        if reach.can_compile(weight.device):
+            n, k = weight.shape
+            _compile(heads.variants(self.rows, (n, k), weight.dtype, has_bias, properties_of(weight.device.index)))
 
 
 def _compile(variants: Iterable[Variant | None]) -> None:

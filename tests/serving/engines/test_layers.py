@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import save_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 import halfbyte as hb
 from halfbyte.formats.layouts import layout_of
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.serving import products
 from halfbyte.serving.arrivals import parameter_of
-from halfbyte.serving.vllm import register
+from halfbyte.serving.vllm import head, register
+from halfbyte.serving.vllm.head import HalfbyteHeadMethod
 from halfbyte.serving.vllm.linear import HalfbyteLinearMethod
 
 K = 512
@@ -181,3 +183,23 @@ def test_experts_of_a_checkpoint_on_the_hub(files: list[str], tmp_path: Path, mo
     assert quantization.experts
     index = ("org/model", "main", "*.safetensors.index.json")
     assert asked == [index, ("org/model", "main", "*.safetensors")][: 1 + ("json" not in files[0])]
+
+
+def test_a_dense_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own weight and product, but for rows that halfbyte has a kernel for."""
+    quantization = method_of("nf4")
+    method = quantization.get_quant_method(ParallelLMHead.__new__(ParallelLMHead), "lm_head")
+    assert isinstance(method, HalfbyteHeadMethod)
+    layer = torch.nn.Module()
+    method.create_weights(layer, 64, [100], 64, 100, torch.bfloat16)
+    layer.weight.data = torch.randn(100, 64, dtype=torch.bfloat16)
+    method.process_weights_after_loading(layer)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    right = torch.nn.functional.linear(x, layer.weight)
+    torch.testing.assert_close(method.apply(layer, x), right)
+    monkeypatch.setattr(head.launch, "supports", lambda x, weight, bias: len(x) == 3)
+    monkeypatch.setattr(head.launch, "head", lambda x, weight, bias: 2 * right)
+    assert torch.equal(method.apply(layer, x), 2 * right)
+    torch.testing.assert_close(method.apply(layer, x[:2]), right[:2])
+    quantization.scheme.batch_invariant = True
+    assert quantization.get_quant_method(ParallelLMHead.__new__(ParallelLMHead), "lm_head") is None

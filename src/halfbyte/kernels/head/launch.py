@@ -3,7 +3,7 @@ shape that it has, and how it is launched."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -97,14 +97,25 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.data_ptr() % ALIGNED == weight.data_ptr() % ALIGNED == 0
     ):
         return False
-    properties = properties_of(x.get_device())
-    return (
-        properties.ptx >= HOPPER
-        and TILE * properties.sms <= len(weight) < 1 << 31
-        and shape_for(x.shape[-1], x.numel() // x.shape[-1], properties.shared_memory) is not None
-        and driver() is not None
-        and compiler.find() is not None
-    )
+    k = x.shape[-1]
+    serves = _serves(len(weight), k, x.numel() // k, properties_of(x.get_device()))
+    return serves and driver() is not None and compiler.find() is not None
+
+
+def _serves(n: int, k: int, rows: int, properties: DeviceProperties) -> bool:
+    """Whether the kernel is for so many rows of x and a weight [N, K]: all multiprocessors have a tile at least."""
+    is_large = TILE * properties.sms <= n < 1 << 31
+    return properties.ptx >= HOPPER and is_large and shape_for(k, rows, properties.shared_memory) is not None
+
+
+def variants(
+    rows: Iterable[int], weight: tuple[int, int], dtype: torch.dtype, bias: bool, properties: DeviceProperties
+) -> set[Variant]:
+    """What `head` compiles for these numbers of rows of x in `dtype` and a weight [N, K]."""
+    n, k = weight
+    served = dtype in (torch.float16, torch.bfloat16) and [m for m in rows if _serves(n, k, m, properties)]
+    shapes = {shape_for(k, m, properties.shared_memory) for m in served or ()}
+    return {variant(properties, dtype, shape, bias) for shape in shapes if shape is not None}
 
 
 def head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
@@ -38,6 +39,7 @@ from halfbyte.serving.claims import (
 )
 from halfbyte.serving.vllm.experts import HalfbyteExpertsMethod, is_experts
 from halfbyte.serving.vllm.gpt_oss import GptOssExpertsMethod, is_gpt_oss
+from halfbyte.serving.vllm.head import HalfbyteHeadMethod
 from halfbyte.serving.vllm.layers import watch
 from halfbyte.serving.vllm.linear import HalfbyteLinearMethod
 from halfbyte.serving.vllm.scheme import Scheme
@@ -122,7 +124,9 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
         if is_experts(layer) and self.experts and not stays_dense(prefix, self.scheme.dense_names):
             stacks = GPT_OSS in self.scheme.layouts and is_gpt_oss(layer)
             return (GptOssExpertsMethod if stacks else HalfbyteExpertsMethod)(self.scheme, layer, prefix)
-        return None  # embeddings, lm_head, attention, dense experts: vLLM's own
+        if isinstance(layer, ParallelLMHead) and not self.scheme.batch_invariant:
+            return HalfbyteHeadMethod(self.scheme)
+        return None  # embeddings, attention, dense experts: vLLM's own
 
     def _stays_dense(self, prefix: str) -> bool:
         """Whether a layer of a dense checkpoint is named to stay so, or `halfbyte quantize` would leave it alone."""
