@@ -19,6 +19,7 @@ import halfbyte as hb
 from halfbyte.formats.layouts import layout_of
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.serving import products
+from halfbyte.serving.ahead import Ahead
 from halfbyte.serving.arrivals import parameter_of
 from halfbyte.serving.vllm import head, register
 from halfbyte.serving.vllm.head import HalfbyteHeadMethod
@@ -188,6 +189,7 @@ def test_experts_of_a_checkpoint_on_the_hub(files: list[str], tmp_path: Path, mo
 def test_a_dense_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own weight and product, but for rows that halfbyte has a kernel for."""
     quantization = method_of("nf4")
+    quantization.scheme.ahead = Ahead(8)
     method = quantization.get_quant_method(ParallelLMHead.__new__(ParallelLMHead), "lm_head")
     assert isinstance(method, HalfbyteHeadMethod)
     layer = torch.nn.Module()
