@@ -47,7 +47,7 @@ def test_multiplies(rows: int, n: int, k: int, ctas: int, dtype: torch.dtype, ha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capability", "k", "rows"), [(90, 4096, 8), (90, 4096, 16), (90, 8192, 1), (100, 2880, 8)])
+@pytest.mark.parametrize(("capability", "k", "rows"), [(90, 4096, 8), (90, 4096, 16), (90, 8192, 1), (90, 2048, 32), (100, 2880, 8)])
 def test_compiles_into_registers(capability: int, k: int, rows: int, tmp_path: Path) -> None:
     gpu = properties_for(f"sm_{capability}")
     shape = launch.shape_for(k, rows, gpu.shared_memory)
@@ -72,6 +72,7 @@ def test_every_model_has_a_shape(k: int) -> None:
 def test_what_has_none() -> None:
     assert launch.shape_for(4096, 0, SHARED) is None
     assert launch.shape_for(4096, 17, SHARED) is None
+    assert launch.shape_for(1024, 33, SHARED) is None
     assert launch.shape_for(4100, 1, SHARED) is None
     assert launch.shape_for(32 * 1009, 1, SHARED) is None
     assert not launch.supports(torch.ones(1, 4096), torch.ones(4096, 4096), None)

@@ -57,7 +57,7 @@ def test_products_of_a_layer(compiled: list[set[nvrtc.Variant]], batch_invariant
 def test_a_head(compiled: list[set[nvrtc.Variant]]) -> None:
     these = Ahead(100)
     these.head(torch.zeros(16 * H200.sms, 512, dtype=X.dtype), False)
-    assert compiled.pop() == heads.variants(range(1, 17), (16 * H200.sms, 512), X.dtype, False, H200) != set()
+    assert compiled.pop() == heads.variants(range(1, 33), (16 * H200.sms, 512), X.dtype, False, H200) != set()
 
 
 def test_a_whole_layer(compiled: list[set[nvrtc.Variant]]) -> None:

@@ -19,7 +19,7 @@ from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
 
 TILE, UNIT, COLUMNS = 16, 32, 8  # rows of W, numbers of K, rows of x: of what a warp multiplies at once
-MOST_ROWS = 2 * COLUMNS
+MOST_ROWS = 4 * COLUMNS  # which few K leave registers for
 WARPS, WANTED = range(4, 17), 8  # that multiply
 MOST_STAGE, LEAST_STAGES, MOST_STAGES = 33 << 10, 4, 16  # bytes, and how many
 MOST_PIECES = 16
