@@ -9,13 +9,16 @@ import torch
 from halfbyte.kernels.head import launch
 
 GPU = torch.device("cuda", 0)
+SIZES = [(32000, 4096), (151936, 896), (9000, 2048), (5003, 2880), (8192, 8192), (4097, 3584)]
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU"
 )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("n", "k"), [(32000, 4096), (151936, 896), (9000, 2048), (5003, 2880), (8192, 8192), (4097, 3584)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(32000, 4096), (151936, 896), (9000, 2048), (5003, 2880), (8192, 8192), (4097, 3584)]
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_error(n: int, k: int, dtype: torch.dtype, has_bias: bool) -> None:
     torch.manual_seed(n)

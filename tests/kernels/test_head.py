@@ -47,7 +47,9 @@ def test_multiplies(rows: int, n: int, k: int, ctas: int, dtype: torch.dtype, ha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capability", "k", "rows"), [(90, 4096, 8), (90, 4096, 16), (90, 8192, 1), (90, 2048, 32), (100, 2880, 8)])
+@pytest.mark.parametrize(
+    ("capability", "k", "rows"), [(90, 4096, 8), (90, 4096, 16), (90, 8192, 1), (90, 2048, 32), (100, 2880, 8)]
+)
 def test_compiles_into_registers(capability: int, k: int, rows: int, tmp_path: Path) -> None:
     gpu = properties_for(f"sm_{capability}")
     shape = launch.shape_for(k, rows, gpu.shared_memory)
