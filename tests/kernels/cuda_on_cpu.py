@@ -58,7 +58,7 @@ FUNCTIONS = {
             ("load_short", "u32", "u16"),
             ("load_pair", "uint2", "uint2"),
             ("load_sums", "float4", "float4"),
-            ("load_words", "uint4", "uint4"),
+            ("load_four_words", "uint4", "uint4"),
         )
     },
     "load_word": "u32 load_word(u32 at) { return loaded<u32>(at + BASE); }",

@@ -119,7 +119,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, u32 shared, u32 war
 #pragma unroll
       for (u32 i = 0; i < SLICE; i++) {
         const u32 at = mine + ring.at * STAGE + i * (2 * UNIT);
-        const uint4 upper = load_words(at), lower = load_words(at + 8 * PITCH);
+        const uint4 upper = load_four_words(at), lower = load_four_words(at + 8 * PITCH);
 #pragma unroll
         for (u32 c = 0; c < Config::m_tiles; c++) {
           const uint4 of_x = x[c][piece][i];

@@ -51,7 +51,7 @@ __device__ __forceinline__ float4 load_sums(u32 address) {
                : "r"(address));
   return value;
 }
-__device__ __forceinline__ uint4 load_words(u32 address) {
+__device__ __forceinline__ uint4 load_four_words(u32 address) {
   uint4 value;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
