@@ -38,7 +38,7 @@ from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.spans import spans_of
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.common.thread_cache import ThreadCache
-from halfbyte.kernels.linear.fusion import Residual
+from halfbyte.kernels.linear.fusion import Beside, Residual
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.error import relative_error
 from halfbyte.measure.timing import time_all
@@ -113,14 +113,13 @@ class _Products:
 
     def work(self, m: int) -> Work:
         x, gate = self._random(m, self.k), "silu" if len(self.sides) == 2 else ""
-        norm = residual = None
         if len(self.sides) == 1:
-            residual = Residual(self._random(m, self.sides[0]))
+            beside = Beside(residual=Residual(self._random(m, self.sides[0])))
         else:
-            norm = Norm(1 + self._random(self.k) / 8, 1e-5)
+            beside = Beside(Norm(1 + self._random(self.k) / 8, 1e-5), gate)
 
         def call(weights: Sequence[hb.QuantizedWeight]) -> Tensor:
-            return eager_fused.products(x, weights, [None] * len(weights), norm, gate, residual)[0]
+            return eager_fused.products(x, weights, [None] * len(weights), beside)[0]
 
         return [partial(call, weights) for weights in self.sets]
 
@@ -144,16 +143,13 @@ class _Layers:
 
         def layer(qkv: Weights, output: Weights, gate_up: Weights, down: Weights, x: Tensor, cache: Tensor) -> Tensor:
             query, key, value = (
-                y.view(m, -1, 1, size) for y in eager_fused.products(x, qkv, [None] * 3, norms[0], "", None)
+                y.view(m, -1, 1, size) for y in eager_fused.products(x, qkv, [None] * 3, Beside(norms[0]))
             )
             fresh = Fresh(key, value, angles, angles, slot)
             seen = attend(query, *cache, mask, size**-0.5, spans=spans, fresh=fresh, settled=True)
-            (x,) = eager_fused.products(seen.view(m, -1), output, [None], None, "", Residual(x))
-            added = eager_fused.mlp(x, (*gate_up, *down), [None] * 3, norms[1], "silu", Residual(x))
-            if added is not None:
-                return added
-            (inner,) = eager_fused.products(x, gate_up, [None] * 2, norms[1], "silu", None)
-            return eager_fused.products(inner, down, [None], None, "", Residual(x))[0]
+            (x,) = eager_fused.products(seen.view(m, -1), output, [None], Beside(residual=Residual(x)))
+            beside = Beside(norms[1], "silu", Residual(x))
+            return eager_fused.whole_mlp(x, (*gate_up, *down), [None] * 3, beside)
 
         sets = zip(*(part.sets for part in self.products), strict=False)
         x, room = torch.randn((m, hidden), **like), (2, m, self.SHARED, self.ROOM, size)

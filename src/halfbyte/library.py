@@ -15,7 +15,7 @@ from halfbyte.formats.parts import GroupParts, group_of, matrix_of
 from halfbyte.formats.weight import Parts, QuantizedWeight
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.experts.block import Block
-from halfbyte.kernels.linear.fusion import Residual
+from halfbyte.kernels.linear.fusion import Beside, Residual
 
 WEIGHT = (
     "Tensor packed, Tensor scale, Tensor[] nested, str format, SymInt[] shape, int block_size, int nested_block_size"
@@ -89,10 +89,8 @@ def _linear_group_fake(x: Tensor, *arguments: Any) -> list[Tensor]:
 def _fused_products_op(x: Tensor, *arguments: Any) -> list[Tensor]:
     *parts, biases, norm, epsilon, activation, residual = arguments
     weights = group_of(cast(GroupParts, tuple(parts)), x.dtype)
-    beside = None if residual is None else Residual(residual)
-    return eager_fused.products(
-        x, weights, biases, _norm_of(norm, epsilon), activation, beside, eager_fused.has_many(x)
-    )
+    beside = Beside(_norm_of(norm, epsilon), activation, None if residual is None else Residual(residual))
+    return eager_fused.products(x, weights, biases, beside, eager_fused.has_many(x))
 
 
 def _norm_of(weight: Tensor | None, epsilon: float) -> Norm | None:
@@ -107,7 +105,7 @@ def _fused_products_fake(x: Tensor, *arguments: Any) -> list[Tensor]:
 def _fused_mlp_op(x: Tensor, *arguments: Any) -> Tensor:
     *parts, biases, norm, epsilon, activation = arguments
     gates, down = group_of(cast(GroupParts, tuple(parts[:8])), x.dtype), _weight_of(parts[8:], x.dtype)
-    return eager_fused.whole_mlp(x, (*gates, down), biases, _norm_of(norm, epsilon), activation, Residual(x))
+    return eager_fused.whole_mlp(x, (*gates, down), biases, Beside(_norm_of(norm, epsilon), activation, Residual(x)))
 
 
 def _fused_mlp_fake(x: Tensor, *arguments: Any) -> Tensor:

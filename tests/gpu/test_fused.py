@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from halfbyte import eager_fused
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear import cache, dispatch
-from halfbyte.kernels.linear.fusion import Fusion, Residual
+from halfbyte.kernels.linear.fusion import Beside, Fusion, Residual
 from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
@@ -51,16 +52,13 @@ def multiply(
     x: Tensor,
     weights: Sequence[hb.QuantizedWeight],
     biases: Sequence[Tensor | None],
-    norm: Norm | None,
-    activation: str,
-    residual: Residual | None,
+    beside: Beside,
     static: bool,
     kernel: Any = decode,
 ) -> list[Tensor] | None:
     """By the kernel, with poison under and around each result."""
     m = len(x)
-    of_norm = None if norm is None else (norm.epsilon, norm.offset)
-    fusion = Fusion(of_norm, activation, None if residual is None else residual.factor, static)
+    fusion = replace(beside.fusion, static=static)
     group = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
     plan = kernel.plan_fused(m, group, fusion, properties_of(0))
     if plan is None:
@@ -71,24 +69,20 @@ def multiply(
         pointers = []
         for bias, result in zip(biases, results, strict=True):
             pointers += [0 if bias is None else bias.data_ptr(), result.data_ptr()]
-        if activation:
+        if beside.activation:
             pointers[3] = 0
-        product(
-            torch.cuda.current_stream().cuda_stream, x.data_ptr(), norm.weight.data_ptr() if norm else 0,
-            residual.value.data_ptr() if residual else 0, m, pointers,
-        )  # fmt: skip
-    return results[:1] if activation else results
+        product(torch.cuda.current_stream().cuda_stream, x.data_ptr(), *beside.addresses, m, pointers)
+    return results[:1] if beside.activation else results
 
 
 def compose(
     x: Tensor,
     dense: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    norm: Norm | None,
-    activation: str,
-    residual: Residual | None,
+    beside: Beside,
 ) -> list[Tensor]:
     """What transformers computes, rounded where it rounds; exact where x is fp64."""
+    norm, activation, residual = beside
     if norm is not None:
         wide = x.double() if x.dtype is torch.float64 else x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.epsilon)
@@ -123,7 +117,7 @@ def test_error(dtype: torch.dtype, format: str, options: dict[str, Any], kind: s
         residual = Residual(random(m, sizes[0], dtype=dtype), 0.5 if m % 3 else 1.0) if kind == "residual" else None
         activation = kind if kind in ("silu", "gelu_tanh") else ""
         x = 3 * random(m, k, dtype=dtype)
-        given = (biases, norm, activation, residual)
+        given = biases, Beside(norm, activation, residual)
         ours = multiply(x, weights, *given, static=True)
         if ours is None:
             continue
@@ -151,7 +145,7 @@ def test_error_where_x_is_laid_out(dtype: torch.dtype, format: str, options: dic
         residual = Residual(random(m, n, dtype=dtype), 0.5) if kind == "residual" else None
         activation = "" if kind == "residual" else kind
         x = random(m, k, dtype=dtype)
-        check_twice(streamk, x, weights, biases, None, activation, residual)
+        check_twice(streamk, x, weights, biases, Beside(None, activation, residual))
 
 
 def check_twice(kernel: Any, x: Tensor, weights: Sequence[hb.QuantizedWeight], *given: Any) -> None:
@@ -181,7 +175,7 @@ def test_error_of_pairs_and_norms(dtype: torch.dtype, format: str, options: dict
         norms = [Norm(random(k, dtype=dtype), 1e-5, float(m % 2)), *([None] if activation else [])]
         x = 3 * random(m, k, dtype=dtype)
         for norm in norms:
-            check_twice(streamk, x, weights, biases, norm, activation, None)
+            check_twice(streamk, x, weights, biases, Beside(norm, activation))
 
 
 @pytest.mark.parametrize(("format", "options"), [*KINDS, ("nf4", {"block_size": 32})], ids=str)
@@ -193,17 +187,17 @@ def test_error_of_pairs_of_many_rows(dtype: torch.dtype, format: str, options: d
             continue
         weights = [weight(n, k, format, dtype, **options) for _ in range(2)]
         biases, x = [random(n, dtype=dtype), None], random(m, k, dtype=dtype)
-        check_twice(gemm, x, weights, biases, None, "silu", None)
+        check_twice(gemm, x, weights, biases, Beside(None, "silu"))
 
 
 @pytest.mark.parametrize("m", [1, 7, 16])
 def test_a_row_has_the_same_bits_among_others(m: int) -> None:
     weights, norm = [weight(512, 4096), weight(512, 4096)], Norm(random(4096), 1e-5)
     x = random(m, 4096)
-    whole = multiply(x, weights, [None, None], norm, "silu", None, True)
+    whole = multiply(x, weights, [None, None], Beside(norm, "silu"), True)
     other = x.clone()
     other[1:] = random(m - 1, 4096) * 100
-    again = multiply(other, weights, [None, None], norm, "silu", None, True)
+    again = multiply(other, weights, [None, None], Beside(norm, "silu"), True)
     assert whole is not None
     assert again is not None
     assert torch.equal(whole[0][0], again[0][0])
@@ -224,12 +218,12 @@ def test_a_chain_of_mlps(m: int) -> None:
         x = start.clone()
         for weights, norm in zip(every, norms, strict=True):
             if together:
-                added = eager_fused.mlp(x, weights, [None] * 3, norm, "silu", Residual(x))
+                added = eager_fused.mlp(x, weights, [None] * 3, Beside(norm, "silu", Residual(x)))
                 assert added is not None
                 x = added
             else:
-                (inside,) = eager_fused.products(x, weights[:2], [None] * 2, norm, "silu")
-                (x,) = eager_fused.products(inside, weights[2:], [None], residual=Residual(x))
+                (inside,) = eager_fused.products(x, weights[:2], [None] * 2, Beside(norm, "silu"))
+                (x,) = eager_fused.products(inside, weights[2:], [None], Beside(residual=Residual(x)))
                 torch.cuda.synchronize()
         return x
 
@@ -256,10 +250,10 @@ def test_a_chain_that_overlaps(m: int) -> None:
     def run(wait: bool) -> Tensor:
         x = start.clone()
         for pair, down, norm in zip(gates, downs, norms, strict=True):
-            (inside,) = eager_fused.products(x, pair, [None, None], norm, activation="silu")
+            (inside,) = eager_fused.products(x, pair, [None, None], Beside(norm, "silu"))
             if wait:
                 torch.cuda.synchronize()
-            (x,) = eager_fused.products(inside, [down], [None], residual=Residual(x))
+            (x,) = eager_fused.products(inside, [down], [None], Beside(residual=Residual(x)))
             if wait:
                 torch.cuda.synchronize()
         return x
@@ -396,6 +390,7 @@ def typical_error(logits: Tensor, right: Tensor) -> float:
 def test_dtypes() -> None:
     """What is fused is 16 bits; a norm of another dtype goes its own way."""
     q, x = weight(512, 1024), random(1, 1024)
-    assert multiply(x.float(), [q], [None], None, "", Residual(random(1, 512).float()), True) is None
-    found = eager_fused.products(x.half(), [weight(512, 1024, dtype=F16)], [None], Norm(random(1024, dtype=F16), 1e-5))
+    assert multiply(x.float(), [q], [None], Beside(residual=Residual(random(1, 512).float())), True) is None
+    beside = Beside(Norm(random(1024, dtype=F16), 1e-5))
+    found = eager_fused.products(x.half(), [weight(512, 1024, dtype=F16)], [None], beside)
     assert found[0].dtype is F16

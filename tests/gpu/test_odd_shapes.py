@@ -30,7 +30,7 @@ from halfbyte.kernels.experts import choose
 from halfbyte.kernels.experts import cuda as experts_cuda
 from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear import cuda
-from halfbyte.kernels.linear.fusion import Residual
+from halfbyte.kernels.linear.fusion import Beside, Residual
 from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm75 import launch as sm75
@@ -290,10 +290,10 @@ def test_linear_with_what_stands_beside(m: int, n: int, k: int) -> None:
     x, residual, gamma = numbers(m, k), numbers(m, n), numbers(k)
     dense = [hb.dequantize(q).float() for q in on_cpu]
     normed = pointwise.rms_norm(x.float().cpu(), gamma.cpu(), 1e-5, 1.0)
-    (found,) = eager_fused.products(x, pair, [None, None], Norm(gamma, 1e-5, 1.0), activation="silu")
+    (found,) = eager_fused.products(x, pair, [None, None], Beside(Norm(gamma, 1e-5, 1.0), "silu"))
     right = pointwise.gated(*(normed @ one.T for one in dense), "silu")
     assert relative_error(found.cpu(), right) < 1e-2
-    (found,) = eager_fused.products(x, pair[:1], [None], residual=Residual(residual, 0.5))
+    (found,) = eager_fused.products(x, pair[:1], [None], Beside(residual=Residual(residual, 0.5)))
     assert relative_error(found.cpu(), residual.cpu() + 0.5 * x.float().cpu() @ dense[0].T) < 1e-2
 
 

@@ -21,7 +21,7 @@ from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.experts import reference as stacks
 from halfbyte.kernels.linear import cuda, grouped
 from halfbyte.kernels.linear.dispatch import MlpChoice, choose_mlp
-from halfbyte.kernels.linear.fusion import Fusion
+from halfbyte.kernels.linear.fusion import Beside, Fusion
 from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.laid_out import GroupPlan, span_of
 from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
@@ -186,7 +186,7 @@ def test_from_the_call_to_the_result(hopper: Driver, kind: str) -> None:
     x, norm = torch.randn(m, k).bfloat16(), Norm((1 + torch.randn(k) / 8).bfloat16(), 1e-5)
     weights = [weight(n, k=k, dtype=BF16, format="nf4") for n in sides]
     hopper.readable = [part for q in weights for part in parts_of(q)]
-    found = cuda.fused(x, weights, [None] * len(sides), norm, kind if kind == "silu" else "", None)
+    found = cuda.fused(x, weights, [None] * len(sides), Beside(norm, kind if kind == "silu" else ""))
     assert found is not None
     (constants,) = (dict(variant.constants) for variant in hopper.variants)
     assert (constants["norm"], constants["paired"]) == (True, kind == "silu")

@@ -18,7 +18,7 @@ from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear import cuda
 from halfbyte.kernels.linear.dispatch import choose_fused
-from halfbyte.kernels.linear.fusion import ACTIVATIONS, ALONE, Fusion, Residual
+from halfbyte.kernels.linear.fusion import ACTIVATIONS, ALONE, Beside, Fusion, Residual
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
@@ -116,7 +116,7 @@ def test_what_is_handed_over(gpu: Driver, dtype: torch.dtype, norm: float | None
         x = torch.randn(m, 1, k).to(dtype)
         given = None if norm is None else Norm(torch.randn(k).to(dtype), 1e-3, norm)
         residual = Residual(torch.randn(m, 1, n).to(dtype), 0.5) if kind == "residual" else None
-        found = cuda.fused(x, gpu.group, biases, given, gpu.activation, residual)
+        found = cuda.fused(x, gpu.group, biases, Beside(given, gpu.activation, residual))
         if kind == "group" and norm is None:  # that is what `linear_group` does
             assert found is None
             return
@@ -151,8 +151,9 @@ def test_what_is_handed_over_where_x_is_laid_out(gpu: Driver, kind: str, monkeyp
     for m in (1, 20, 64):
         x = 0.05 * torch.randn(m, k).bfloat16()
         residual = Residual(torch.randn(m, n).bfloat16(), 0.5) if kind == "residual" else None
-        assert cuda.fused(x, gpu.group, biases, Norm(torch.randn(k).bfloat16(), 1e-5), gpu.activation, residual) is None
-        found = cuda.fused(x, gpu.group, biases, None, gpu.activation, residual)
+        beside = Beside(None, gpu.activation, residual)
+        assert cuda.fused(x, gpu.group, biases, beside._replace(norm=Norm(torch.randn(k).bfloat16(), 1e-5))) is None
+        found = cuda.fused(x, gpu.group, biases, beside)
         assert found is not None
         right = [hb.linear(x, q, bias).float() for q, bias in zip(gpu.group, biases, strict=True)]
         exact = pointwise.gated(*right, "silu") if residual is None else residual.value + 0.5 * right[0]
@@ -172,10 +173,10 @@ def test_launches_of_their_own(kind: str) -> None:
     norm, biases = Norm(torch.randn(128), 1e-5), [torch.randn(64), None][: len(weights)]
     right = [hb.linear(normed(x, norm), q, bias) for q, bias in zip(weights, biases, strict=True)]
     if kind == "residual":
-        found = eager_fused.products(x, weights, biases, norm, residual=Residual(residual, 2.0))
+        found = eager_fused.products(x, weights, biases, Beside(norm, residual=Residual(residual, 2.0)))
         right = [residual + 2 * right[0]]
     else:
-        found = eager_fused.products(x, weights, biases, norm, activation="" if kind == "group" else kind)
+        found = eager_fused.products(x, weights, biases, Beside(norm, "" if kind == "group" else kind))
         right = right if kind == "group" else [pointwise.gated(*right, kind)]
     for y, exact in zip(found, right, strict=True):
         torch.testing.assert_close(y, exact, rtol=1e-5, atol=1e-5)
@@ -193,8 +194,8 @@ def test_what_prompts_fuse(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights = torch.randn(70, 128), [make(64, 128)] * (2 if kind == "silu" else 1)
     norm, residual = Norm(torch.randn(128), 1e-5), Residual(torch.randn(70, 64)) if kind == "residual" else None
     activation = kind if kind == "silu" else ""
-    eager_fused.products(x, weights, [None] * len(weights), norm, activation, residual, many=True)
-    assert asked == ([(None, "silu", None)] if activation else [])
+    eager_fused.products(x, weights, [None] * len(weights), Beside(norm, activation, residual), many=True)
+    assert asked == ([(Beside(None, "silu"),)] if activation else [])
     fusion = Fusion((1e-5, 0.0), activation, residual and 1.0, static=True)
     group = (problem(4096, 4096),) * len(weights)
     variant = variant_of_product(300, Fused(group, fusion), H200, False)

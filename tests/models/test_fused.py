@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
-from halfbyte.kernels.linear.fusion import Fusion
+from halfbyte import eager_fused
+from halfbyte.kernels.linear.fusion import Beside, Fusion
 from halfbyte.models import fused, outside, whole
 from halfbyte.models.attention import StepAttention
 from halfbyte.models.fused import AGREES, fused_layers
@@ -97,13 +99,13 @@ def test_an_mlp_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = prompt(2, 9)
     right, asked = generate(model, inputs, max_new_tokens=NEW), 0
 
-    def mlp(x: Tensor, weights: Any, biases: Any, norm: Any, activation: str, residual: Any) -> Tensor:
+    def mlp(x: Tensor, weights: Any, biases: Any, beside: Beside) -> Tensor:
         nonlocal asked
         asked += 1
-        (inner,) = whole.products(x, weights[:2], biases[:2], norm, activation, None, False)
-        return whole.products(inner, weights[2:], biases[2:], None, "", residual, False)[0]
+        (inner,) = eager_fused.products(x, weights[:2], biases[:2], beside._replace(residual=None))
+        return eager_fused.products(inner, weights[2:], biases[2:], Beside(residual=beside.residual))[0]
 
-    monkeypatch.setattr(whole, "mlp", mlp)
+    monkeypatch.setattr(eager_fused, "mlp", mlp)
     hb.restore(model)
     accelerated(model)
     assert torch.equal(generate(model, inputs, max_new_tokens=NEW), right)
@@ -116,13 +118,14 @@ def test_what_is_warmed_is_what_is_fused(family: str, monkeypatch: pytest.Monkey
     asked: dict[tuple[str, ...], Any] = {}
     names = {id(m.weight): name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, Linear4bit)}
 
-    def products(x: Tensor, weights: Any, biases: Any, norm: Any, activation: str, residual: Any, many: bool) -> Any:
+    def products(x: Tensor, weights: Any, biases: Any, beside: Beside, many: bool) -> Any:
         key = tuple(names[id(q)] for q in weights)
-        asked[key] = Fusion(norm and (0.0, 0.0), activation, residual and 1.0, static=True)
-        return theirs(x, weights, biases, norm, activation, residual, many)
+        asked[key] = replace(beside.fusion, norm=beside.norm and (0.0, 0.0), residual=beside.residual and 1.0)
+        return theirs(x, weights, biases, beside, many)
 
     theirs = whole.products
-    monkeypatch.setattr(whole, "products", products)
+    for home in (whole, eager_fused):
+        monkeypatch.setattr(home, "products", products)
     generate(model, prompt(1, 9), max_new_tokens=3)
     kind = family_of_type(model.config.model_type)
     assert kind is not None

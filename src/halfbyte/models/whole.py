@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.eager_experts import choose, norm_and_choose
-from halfbyte.eager_fused import finished, gated, has_many, mlp, products, rms_norm
+from halfbyte.eager_fused import finished, gated, has_many, products, rms_norm, whole_mlp
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.common.norm import Norm
-from halfbyte.kernels.linear.fusion import Residual
+from halfbyte.kernels.linear.fusion import NOTHING, Beside, Residual
 from halfbyte.models.layers import Block, DecoderLayer, layer_of
 from halfbyte.models.linears import layers_of
 from halfbyte.models.patch import is_hooked
@@ -84,7 +84,7 @@ class WholeLayer:
         """The query [texts, heads, tokens, size] of x [texts, tokens, hidden], normed first, and what comes with it."""
         layer: Any = self.layer
         size = layer.attention.head_dim
-        new = self._project(layer.queries, x, layer.first)
+        new = self._project(layer.queries, x, Beside(layer.first))
         if len(new) == 1:
             of_keys = layer.attention.config.num_key_value_heads * size
             new = list(new[0].split([new[0].shape[-1] - 2 * of_keys, of_keys, of_keys], dim=-1))
@@ -100,46 +100,30 @@ class WholeLayer:
             return _add_experts(layer.block, x, layer.second, layer.factor)
         assert layer.down is not None
         if len(layer.gates) == 2:
-            if (added := self._mlp(x, layer.down)) is not None:
-                return added
-            (inner,) = self._project(layer.gates, x, layer.second, layer.activation)
+            operands = None if layer.added else self._operands((*layer.gates, layer.down), x)
+            if operands is not None:
+                return whole_mlp(x, *operands, Beside(layer.second, layer.activation, Residual(x, layer.factor)))
+            (inner,) = self._project(layer.gates, x, Beside(layer.second, layer.activation))
         else:
-            (both,) = self._project(layer.gates, x, layer.second)
+            (both,) = self._project(layer.gates, x, Beside(layer.second))
             gate, up = both.chunk(2, dim=-1)
             inner = gated(gate, up, layer.activation)
         return self._add((layer.down,), inner, x, layer.added[1] if layer.added else None)
 
-    def _mlp(self, x: Tensor, down: nn.Module) -> Tensor | None:
-        """x and what the MLP adds to it, where its products can be one after the other without a launch between."""
-        layer = self.layer
-        if layer.added or has_many(x):
-            return None
-        operands = self._operands((*layer.gates, down), x)
-        if operands is None:
-            return None
-        return mlp(x, *operands, layer.second, layer.activation, Residual(x, layer.factor))
-
     def _add(self, module: tuple[nn.Module], x: Tensor, residual: Tensor, norm: Norm | None) -> Tensor:
         """The residual plus a product of x, which is normed first if there is a norm."""
         if norm is None:
-            return self._project(module, x, residual=Residual(residual, self.layer.factor))[0]
+            return self._project(module, x, Beside(residual=Residual(residual, self.layer.factor)))[0]
         return rms_norm(self._project(module, x)[0].contiguous(), norm, residual)
 
-    def _project(
-        self,
-        modules: tuple[nn.Module, ...],
-        x: Tensor,
-        norm: Norm | None = None,
-        activation: str = "",
-        residual: Residual | None = None,
-    ) -> list[Tensor]:
+    def _project(self, modules: tuple[nn.Module, ...], x: Tensor, beside: Beside = NOTHING) -> list[Tensor]:
         """As `products`; of modules that are not all in 4 bits, with launches of their own."""
         operands = self._operands(modules, x)
         if operands is not None:
-            return products(x, *operands, norm, activation, residual, has_many(x))
-        if norm is not None:
-            x = rms_norm(x.contiguous(), norm)
-        return finished([module(x) for module in modules], activation, residual)
+            return products(x, *operands, beside, has_many(x))
+        if beside.norm is not None:
+            x = rms_norm(x.contiguous(), beside.norm)
+        return finished([module(x) for module in modules], beside)
 
     def _operands(self, modules: Sequence[nn.Module], x: Tensor) -> Operands | None:
         """Weights and biases of projections that multiply in the dtype of x, or None."""

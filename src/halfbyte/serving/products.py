@@ -14,7 +14,7 @@ from halfbyte.formats.parts import group_parts
 from halfbyte.formats.shards import concatenated
 from halfbyte.formats.weight import QuantizedWeight, part_of
 from halfbyte.kernels.common.norm import Norm
-from halfbyte.kernels.linear.fusion import Residual
+from halfbyte.kernels.linear.fusion import Beside, Residual
 from halfbyte.ops import linear, linear_group
 from halfbyte.serving.arrivals import Weight
 
@@ -114,7 +114,7 @@ def added_mlp(
         parts = (*group_parts(gate_up), *down.parts)
         traced: Tensor = torch.ops.halfbyte.fused_mlp(x, *parts, each, norm.weight, norm.epsilon, "silu")
         return traced
-    return eager_fused.whole_mlp(x, (*gate_up, down), each, norm, "silu", Residual(x))
+    return eager_fused.whole_mlp(x, (*gate_up, down), each, Beside(norm, "silu", Residual(x)))
 
 
 def _biases(weights: Sequence[Weight], bias: Tensor | None) -> list[Tensor | None]:
@@ -137,5 +137,5 @@ def _fused(
             x, *group_parts(weights), biases, weight, epsilon, activation, residual
         )
         return traced
-    beside = None if residual is None else Residual(residual)
-    return eager_fused.products(x, weights, biases, norm, activation, beside, eager_fused.has_many(x))
+    beside = Beside(norm, activation, None if residual is None else Residual(residual))
+    return eager_fused.products(x, weights, biases, beside, eager_fused.has_many(x))

@@ -10,10 +10,9 @@ from torch import Tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import properties_of
-from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear import cache, dispatch, reach
 from halfbyte.kernels.linear.dispatch import choose, choose_back, choose_fused, choose_group, choose_mlp
-from halfbyte.kernels.linear.fusion import Fusion, Residual
+from halfbyte.kernels.linear.fusion import Beside, Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, MlpProduct, Product
 from halfbyte.kernels.linear.problem import (
     ALIGNMENT,
@@ -173,31 +172,26 @@ def fused(
     x: Tensor,
     weights: Sequence[QuantizedWeight],
     biases: Sequence[Tensor | None],
-    norm: Norm | None,
-    activation: str,
-    residual: Residual | None,
+    beside: Beside,
 ) -> list[Tensor] | None:
     """The products of x with weights of the same K, and what stands beside them, in one launch; None where that gains
     nothing. What is fused: see fusion.py. No kernel just ahead in the stream may write the weights.
 
-    x [..., K], biases, norm and residual: contiguous, aligned to 16 bytes, of one dtype, on the current device. Returns
-    [..., N] for each weight, or one result of a gated pair.
+    x [..., K], biases, and what stands beside: contiguous, aligned to 16 bytes, of one dtype, on the current device.
+    Returns [..., N] for each weight, or one result of a gated pair.
     """
-    of_norm = None if norm is None else (norm.epsilon, norm.offset)
-    fusion = Fusion(of_norm, activation, None if residual is None else residual.factor, static=True)
+    fusion = beside.fusion
     index, sides = x.get_device(), x.shape
     m = x.numel() // max(sides[-1], 1)
     key = (fusion, cache.group_key(m, x, weights, biases))
     (product,) = cache.fused.get(key, lambda: (bind_fused(m, x, weights, biases, fusion),))
     if product is None:
         return None
-    out = [x.new_empty((*sides[:-1], q.shape[0])) for q in (weights[:1] if activation else weights)]
+    out = [x.new_empty((*sides[:-1], q.shape[0])) for q in (weights[:1] if fusion.activation else weights)]
     results = []
     for place, bias in enumerate(biases):
         results += [0 if bias is None else bias.data_ptr(), out[place].data_ptr() if place < len(out) else 0]
-    norm_at = 0 if norm is None else norm.weight.data_ptr()
-    residual_at = 0 if residual is None else residual.value.data_ptr()
-    product(torch._C._cuda_getCurrentRawStream(index), x.data_ptr(), norm_at, residual_at, m, results)
+    product(torch._C._cuda_getCurrentRawStream(index), x.data_ptr(), *beside.addresses, m, results)
     return out
 
 
@@ -205,16 +199,12 @@ def mlp(
     x: Tensor,
     weights: Sequence[QuantizedWeight],
     biases: Sequence[Tensor | None],
-    norm: Norm | None,
-    activation: str,
-    residual: Residual,
+    beside: Beside,
 ) -> Tensor | None:
     """The residual plus its factor times down's product of activation(gate) * up, of x that is normed first; None where
     that takes the launches of the two products by themselves. weights, biases: of gate, up and down. Else as `fused`.
     """
-    of_norm = None if norm is None else (norm.epsilon, norm.offset)
-    fusion = Fusion(of_norm, activation, static=True)
-    after = Fusion(residual=residual.factor, static=True)
+    fusion, after = beside._replace(residual=None).fusion, Beside(residual=beside.residual).fusion
     index, sides = x.get_device(), x.shape
     m = x.numel() // max(sides[-1], 1)
     key = (fusion, after, cache.group_key(m, x, weights, biases))
@@ -223,9 +213,8 @@ def mlp(
         return None
     out = x.new_empty((*sides[:-1], weights[2].shape[0]))
     of_biases = [0 if bias is None else bias.data_ptr() for bias in biases]
-    norm_at = 0 if norm is None else norm.weight.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream(index)
-    product(stream, x.data_ptr(), norm_at, residual.value.data_ptr(), m, of_biases, out.data_ptr())
+    product(stream, x.data_ptr(), *beside.addresses, m, of_biases, out.data_ptr())
     return out
 
 

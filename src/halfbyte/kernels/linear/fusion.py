@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from halfbyte.kernels.common.norm import Norm
+
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
@@ -32,3 +34,27 @@ class Residual(NamedTuple):
 
     value: Tensor
     factor: float = 1.0
+
+
+class Beside(NamedTuple):
+    """What stands beside a product, with its tensors. norm: of x, before. activation, residual: after, as Fusion says;
+    of an MLP the first is behind gate and up, the second behind down."""
+
+    norm: Norm | None = None
+    activation: str = ""
+    residual: Residual | None = None
+
+    @property
+    def fusion(self) -> Fusion:
+        """The same without tensors, of a W that no kernel just ahead in the stream writes."""
+        norm = None if self.norm is None else (self.norm.epsilon, self.norm.offset)
+        return Fusion(norm, self.activation, None if self.residual is None else self.residual.factor, static=True)
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the norm's weight and of what is added to; 0 for none."""
+        norm = 0 if self.norm is None else self.norm.weight.data_ptr()
+        return norm, 0 if self.residual is None else self.residual.value.data_ptr()
+
+
+NOTHING = Beside()
