@@ -43,8 +43,11 @@ def combine_kernel(
         number = tl.load(ids + pair).to(tl.int64)
         known = (number >= 0) & (number < experts)
         weight = tl.load(weights + pair).to(tl.float32)
-        row = number if SORTED else pair
-        total += tl.load(rows + row * columns + column, inside & known, 0).to(tl.float32) * tl.where(known, weight, 0)
+        if SORTED:
+            value = tl.load(rows + number * columns + column, inside & known, 0)
+        else:  # a pair's row is there, whatever is in it: so the load need not wait for the id
+            value = tl.where(known, tl.load(rows + pair * columns + column, inside, 0), 0)
+        total += value.to(tl.float32) * tl.where(known, weight, 0)
     at = token * columns + column
     if RESIDUAL:
         total = tl.load(residual + at, inside, 0).to(tl.float32) + FACTOR * total
