@@ -12,9 +12,7 @@ import pytest
 import torch
 from cuda_on_cpu import Shape
 from gpus import A100, H200
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from rings import BF16, F16, SENTINEL, int4, nf4, usage
+from rings import BF16, F16, REGISTERS, SENTINEL, any_problem, int4, nf4, usage
 
 import halfbyte as hb
 from halfbyte.kernels.common import nvrtc
@@ -26,19 +24,8 @@ from halfbyte.kernels.linear.sm80_back import launch as back
 from halfbyte.kernels.linear.sm80_back.plan import BackPlan, back_plan, is_valid
 from halfbyte.kernels.linear.tune import h200
 
-REGISTERS = 65536  # of a multiprocessor
 
-
-@settings(deadline=None)
-@given(
-    m=st.integers(1, 9000),
-    n=st.integers(1, 60000),
-    k=st.integers(1, 500).map(lambda k: 32 * k),
-    block_size=st.sampled_from([32, 64, 128, 4096]),
-    dtype=st.sampled_from([F16, BF16]),
-    capability=st.sampled_from([80, 86, 89, 90, 100, 120]),
-    sms=st.integers(1, 200),
-)
+@any_problem
 def test_every_plan_is_valid(
     m: int, n: int, k: int, block_size: int, dtype: torch.dtype, capability: int, sms: int
 ) -> None:
