@@ -1,5 +1,5 @@
 // The head of a language model: y[m, n] = sum over k of x[m, k] * W[n, k] (+ bias[n]) for up to 8 * m_tiles rows of x.
-// W is not quantized. It is the largest weight of a step, and the only one that this library does not pack.
+// W is not quantized: of the weights of a step, checkpoints leave the largest in 16 bits.
 //
 // Bytes: 2 N K, once; x and y are small beside them. Flops: 2 M N K.
 //

@@ -120,7 +120,8 @@ def variants(
 
 def head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T (+ bias) with fp32 sums, [..., N] in the dtype of x; of what `supports` says, on the current device.
-    No kernel just ahead in the stream may write the weight. A row's bits do not depend on other rows."""
+    No kernel just ahead in the stream may write the weight. A row's bits depend on how many rows there are, and not on
+    what the others hold."""
     (n, k), index = weight.shape, x.get_device()
     rows = x.numel() // k
     shape = shape_for(k, rows, properties_of(index).shared_memory)
