@@ -15,7 +15,7 @@ from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.experts.serves import serves as serves_experts
 from halfbyte.kernels.linear.serves import serves
 from halfbyte.models import experts as experts_of
-from halfbyte.models import projections, transformers
+from halfbyte.models import heads, projections, transformers
 from halfbyte.models.hosts import LIBRARIES, apply_around, undo_everything
 from halfbyte.models.linears import LAYERS, Layers, layers_of
 from halfbyte.models.repacked import FASTER
@@ -31,9 +31,10 @@ def accelerate(model: nn.Module, experts: str | None = None) -> Report:
     model: any torch module that holds bitsandbytes' Linear4bit layers or INT4 ones of compressed-tensors, as
     transformers, PEFT and Unsloth load them. Its layers stay what they are and compute through halfbyte, those that
     are given the same x in one launch where that is faster; a transformers model on a GPU decodes on CUDA graphs in a
-    plain `model.generate(...)`. Modules that halfbyte cannot take are left as they were, and so are those that
-    bitsandbytes computes faster on this very CPU; the report says which, why, and what else the model is made of.
-    A second call takes what is new. Warns where it takes nothing or has to leave a 4-bit module alone.
+    plain `model.generate(...)`, and one on a CPU multiplies with its dense head through halfbyte where that is faster.
+    Modules that halfbyte cannot take are left as they were, and so are those that bitsandbytes computes faster on this
+    very CPU; the report says which, why, and what else the model is made of. A second call takes what is new. Warns
+    where it takes nothing or has to leave a 4-bit module alone.
 
     experts: None, or the format ("nf4" and so on) in which the dense experts of a mixture-of-experts model are put in
     the place of the bf16 ones, without nested scales. That rounds weights, which nothing brings back but loading the
@@ -64,6 +65,8 @@ def accelerate(model: nn.Module, experts: str | None = None) -> Report:
     if kernels:
         _accelerated.add(model)
         generation = apply_around(model)
+    if kernels or set(skipped.values()) == {FASTER}:
+        heads.apply(model)
     _warn(model, tuple(kernels), skipped)
     packed, dense = weigh(model, _stored)
     return Report(

@@ -12,6 +12,7 @@ from torch import nn
 
 from halfbyte.models import (
     compressed_tensors,
+    heads,
     norms,
     paged,
     peft,
@@ -68,4 +69,5 @@ def undo_everything(model: nn.Module) -> None:
             layers.undo(module)
         for library in OTHERS:
             library.undo(module)
+    heads.undo(model)
     compressed_tensors.let_unpack(model)

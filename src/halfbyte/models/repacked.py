@@ -76,13 +76,13 @@ def _measured(facts: Facts, threads: int) -> tuple[float, float]:
             products[0]()
         except (AttributeError, RuntimeError, TypeError):  # another version, without this product
             return float("inf"), 0.0
-        theirs, ours = _least(
+        theirs, ours = least(
             lambda: [product() for product in products], lambda: [linear(x, weight) for weight in weights]
         )
     return theirs / copies, ours / copies
 
 
-def _least(*functions: Callable[[], Any]) -> list[float]:
+def least(*functions: Callable[[], Any]) -> list[float]:
     """The least seconds of a call of each, in turns so that the machine's load is the same for all."""
     least = [float("inf")] * len(functions)
     for function in functions:
