@@ -176,6 +176,24 @@ def test_a_whole_model_left_alone(calls: list[Facts]) -> None:
     assert report.packed_bytes > 0
 
 
+@pytest.mark.parametrize("wins", ["theirs", "ours"])
+def test_a_model_is_left_to_one_of_them(wins: str, calls: list[Facts], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One weight is faster by bitsandbytes and one by halfbyte; a third only halfbyte can multiply with."""
+    monkeypatch.setattr(host, "is_faster", lambda facts: facts.may_be_faster and facts.n == 64)
+    times = {64: (1.0, 2.0), 96: (4.0, 1.0) if wins == "ours" else (1.2, 1.0)}
+    monkeypatch.setattr(repacked, "_measured", lambda facts, threads: times[facts.n])
+    model = nn.Sequential(layer(64), layer(96), layer(48))
+    report = accelerated(model)
+    if wins == "ours":
+        assert set(report.modules) == {"0", "1", "2"}
+        assert not report.skipped
+    else:
+        assert report.modules == ("2",)
+        assert report.skipped == {"0": FASTER, "1": FASTER}
+        assert not host.is_applied(model[1])
+    hb.restore(model)
+
+
 def test_one_accelerated_in_training_stays_so_until_accelerate_is_called_again(
     calls: list[Facts], monkeypatch: pytest.MonkeyPatch
 ) -> None:

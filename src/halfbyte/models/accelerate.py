@@ -14,11 +14,11 @@ from halfbyte.formats.settings import check_settings
 from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.experts.serves import serves as serves_experts
 from halfbyte.kernels.linear.serves import serves
+from halfbyte.models import bitsandbytes, heads, projections, transformers
 from halfbyte.models import experts as experts_of
-from halfbyte.models import heads, projections, transformers
 from halfbyte.models.hosts import LIBRARIES, apply_around, undo_everything
 from halfbyte.models.linears import LAYERS, Layers, layers_of
-from halfbyte.models.repacked import FASTER
+from halfbyte.models.repacked import FASTER, is_faster_in_all
 from halfbyte.models.report import Report, told, weigh
 from halfbyte.nn.experts import Experts4bit
 
@@ -60,6 +60,7 @@ def accelerate(model: nn.Module, experts: str | None = None) -> Report:
             skipped[path] = reason
         else:
             kernels[path] = _kernel(host, module)
+    _settle(model, kernels, skipped)
     projections.link(model, LAYERS)
     generation = "as before: no module was taken"
     if kernels:
@@ -79,6 +80,26 @@ def accelerate(model: nn.Module, experts: str | None = None) -> Report:
         MappingProxyType(rounded),
         experts if rounded else None,
     )
+
+
+def _settle(model: nn.Module, kernels: dict[str, str], skipped: dict[str, str]) -> None:
+    """Where bitsandbytes is faster for some weights and halfbyte for others, leave all to whoever is in all: the
+    threads of the two wait for each other."""
+    modules = {path: module for path, module in model.named_modules() if bitsandbytes.supports(module)}
+    facts = {path: found for path in modules if (found := bitsandbytes.facts_of(modules[path])) and found.may_be_faster}
+    left, taken = ([path for path in facts if path in paths] for paths in (skipped, kernels))
+    if not taken or not any(skipped[path] == FASTER for path in left):
+        return
+    if is_faster_in_all(facts.values()):
+        for path in taken:
+            bitsandbytes.undo(modules[path])
+            del kernels[path]
+            skipped[path] = FASTER
+        return
+    for path in left:
+        if skipped[path] == FASTER and bitsandbytes.take(modules[path]) is None:
+            del skipped[path]
+            kernels[path] = _kernel(bitsandbytes, modules[path])
 
 
 def _round_experts(model: nn.Module, format: str) -> tuple[dict[str, int], dict[str, str]]:

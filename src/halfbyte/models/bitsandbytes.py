@@ -60,11 +60,14 @@ def apply(module: nn.Module) -> str | None:
     applied = is_applied(module)
     if not applied and not has_forward_of_class(module):
         return "its forward is not that of its class: other code has replaced it"
-    if (facts := _facts(module)) is not None and is_faster(facts):
+    if (facts := facts_of(module)) is not None and is_faster(facts):
         undo(module)  # of an earlier call, in training; what is kept of the weight would outlive its repacking
         return FASTER
-    if applied:
-        return None
+    return None if applied else take(module)
+
+
+def take(module: nn.Module) -> str | None:
+    """Let halfbyte compute a module that has the forward of its class, whoever is faster; None, or why it cannot."""
     found = _look(module)  # now, for a traced call could not
     if isinstance(found, str):
         return found
@@ -165,7 +168,7 @@ def _look(module: Any) -> QuantizedWeight | str:
     return q
 
 
-def _facts(module: Any) -> Facts | None:
+def facts_of(module: Any) -> Facts | None:
     """What tells whether bitsandbytes is the faster one for a module; None where it has no 4-bit weight yet."""
     state = _state_of(module)
     if state is None or state.quant_type not in FORMATS:

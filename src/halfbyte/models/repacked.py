@@ -4,12 +4,13 @@ In eval mode, on a CPU with AVX512-BF16, Linear4bit packs its weight anew at the
 32 rows side by side, scales rounded to bf16. From then on it multiplies in bf16, whatever the dtype of x. Ours keeps
 the scales, and multiplies x in fp16 and fp32 as it is. Facts say where bitsandbytes does no such thing; elsewhere both
 products are measured on one row of x, once a process for each kind of weight, which comes from memory as in a model.
+The threads of either wait for the other's, so all weights of a model that both can multiply are left to one of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -62,6 +63,12 @@ def is_faster(facts: Facts) -> bool:
         return False
     theirs, ours = _measured(facts, torch.get_num_threads())
     return theirs < ours
+
+
+def is_faster_in_all(every: Iterable[Facts]) -> bool:
+    """The same of one row of x for each of several weights together."""
+    times = [_measured(facts, torch.get_num_threads()) for facts in every]
+    return sum(theirs for theirs, _ in times) < sum(ours for _, ours in times)
 
 
 @cache
