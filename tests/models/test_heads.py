@@ -63,6 +63,16 @@ def test_a_step(tiny: Any, asked: list[int]) -> None:
     assert asked == [vocabulary] * 4
 
 
+def test_traced(tiny: Any, asked: list[int]) -> None:
+    """A compiled model keeps torch's product."""
+    hb.accelerate(tiny)
+    x = torch.randn(1, 1, tiny.lm_head.in_features).bfloat16()
+    with torch.no_grad():
+        found = torch.compile(tiny.lm_head, backend="eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, nn.functional.linear(x, tiny.lm_head.weight))
+    assert asked == []
+
+
 def test_taken_once_and_given_back(tiny: Any) -> None:
     keys = list(tiny.state_dict())
     for _ in range(2):

@@ -33,13 +33,13 @@ def undo(model: nn.Module) -> None:
 
 
 def forward(module: Any, x: Tensor) -> Tensor:
-    from halfbyte.kernels.head import cpu
-
     weight, bias = module.weight, module.bias
     trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    others = trains or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
-    if not others and cpu.supports(x, weight, bias):
-        return cpu.head(x, weight, bias)
+    if not (trains or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()):
+        from halfbyte.kernels.head import cpu
+
+        if cpu.supports(x, weight, bias):
+            return cpu.head(x, weight, bias)
     return nn.Linear.forward(module, x)
 
 
