@@ -85,10 +85,12 @@ def accelerate(model: nn.Module, experts: str | None = None) -> Report:
 def _settle(model: nn.Module, kernels: dict[str, str], skipped: dict[str, str]) -> None:
     """Where bitsandbytes is faster for some weights and halfbyte for others, leave all to whoever is in all: the
     threads of the two wait for each other."""
+    if FASTER not in skipped.values():
+        return
     modules = {path: module for path, module in model.named_modules() if bitsandbytes.supports(module)}
     facts = {path: found for path in modules if (found := bitsandbytes.facts_of(modules[path])) and found.may_be_faster}
     left, taken = ([path for path in facts if path in paths] for paths in (skipped, kernels))
-    if not taken or not any(skipped[path] == FASTER for path in left):
+    if not taken:
         return
     if is_faster_in_all(facts.values()):
         for path in taken:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.kernels.common.slow import has_numba
-from halfbyte.models.outside import dense_head
+from halfbyte.models.outside import dense_head, needs_gradients
 from halfbyte.models.patch import patch, unpatch
 from halfbyte.models.repacked import CACHE, least
 
@@ -35,8 +35,7 @@ def undo(model: nn.Module) -> None:
 
 def forward(module: Any, x: Tensor) -> Tensor:
     weight, bias = module.weight, module.bias
-    trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if not (trains or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()):
+    if not (needs_gradients(x, weight) or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()):
         from halfbyte.kernels.head import cpu
 
         if cpu.supports(x, weight, bias):

@@ -48,7 +48,7 @@ def may_fuse(x: Tensor, norm: Norm) -> bool:
         not has_many(x)
         and x.dtype is norm.weight.dtype
         and x.device == norm.weight.device
-        and not _needs_gradients(x, norm.weight)
+        and not needs_gradients(x, norm.weight)
         and not torch.is_autocast_enabled(x.device.type)
     )
 
@@ -63,7 +63,7 @@ class Embedding:
         weight = self.module.weight
         new = ids.dim() == 2 and ids.shape[1] <= MOST_NEW and ids.is_cuda and ids.dtype in (torch.int64, torch.int32)
         alike = weight.device == ids.device and weight.is_contiguous() and ids.is_contiguous()
-        if not (new and alike) or self.module.max_norm is not None or _needs_gradients(weight, weight):
+        if not (new and alike) or self.module.max_norm is not None or needs_gradients(weight, weight):
             return self.theirs(ids)
         from halfbyte.kernels.token.triton import embedding
 
@@ -138,7 +138,7 @@ class Head:
     def __call__(self, x: Tensor) -> Any:
         weight, bias = self.module.weight, self.module.bias
         if (
-            _needs_gradients(x, weight)
+            needs_gradients(x, weight)
             or torch.is_autocast_enabled(x.device.type)
             or not kernel.supports(x, weight, bias)
         ):
@@ -146,5 +146,6 @@ class Head:
         return kernel.head(x, weight, bias)
 
 
-def _needs_gradients(x: Tensor, weight: Tensor) -> bool:
+def needs_gradients(x: Tensor, weight: Tensor) -> bool:
+    """Whether somebody will ask for those of a product."""
     return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)

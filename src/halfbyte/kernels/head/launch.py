@@ -26,6 +26,7 @@ MOST_PIECES = 16
 REGISTERS, MOST_OF_THREAD, OTHERS = 1 << 16, 255, 40  # of a CTA, of a thread, and those of them that hold no x
 SUM_BUFFERS = 2
 ALIGNED = 16  # bytes, of a copy
+DTYPES = (torch.float16, torch.bfloat16)
 LAYOUT = ("", "4Q2I", "")  # kernel.cu's Arguments, all of which change
 
 launches: ThreadCache[Hashable, tuple[Launch, Arguments]] = ThreadCache()
@@ -90,7 +91,7 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     tensors = [x, weight] if bias is None else [x, weight, bias]
     if not (
         x.is_cuda
-        and x.dtype in (torch.float16, torch.bfloat16)
+        and x.dtype in DTYPES
         and all(t.dtype is x.dtype and t.device == x.device and t.is_contiguous() for t in tensors)
         and weight.dim() == 2
         and 0 < x.shape[-1] == weight.shape[1]
@@ -113,8 +114,9 @@ def variants(
 ) -> set[Variant]:
     """What `head` compiles for these numbers of rows of x in `dtype` and a weight [N, K]."""
     n, k = weight
-    served = dtype in (torch.float16, torch.bfloat16) and [m for m in rows if _serves(n, k, m, properties)]
-    shapes = {shape_for(k, m, properties.shared_memory) for m in served or ()}
+    if dtype not in DTYPES:
+        return set()
+    shapes = {shape_for(k, m, properties.shared_memory) for m in rows if _serves(n, k, m, properties)}
     return {variant(properties, dtype, shape, bias) for shape in shapes if shape is not None}
 
 
