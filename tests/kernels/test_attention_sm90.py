@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.attention.fresh import Fresh
-from halfbyte.kernels.attention.sm90 import launch
+from halfbyte.kernels.attention.sm90 import launch, paged
 from halfbyte.kernels.attention.sm90.plan import MOST_ROWS, REGISTERS, SIZES, ClusterPlan, cluster_plan
 from halfbyte.kernels.attention.spans import WIDTH
 from halfbyte.kernels.common.device import properties_for
@@ -184,6 +184,76 @@ def test_what_changes_scores(kind: str, tmp_path: Path) -> None:
     plan = ClusterPlan(1, 2, 2, "cap" in kind)
     found = on_cpu(tmp_path, query, keys, values, mask, plan, softcap=cap, sinks=sinks, spans=spans)
     assert error(found, exact(query, keys, values, mask, cap, sinks)) < BOUND[BF16]
+
+
+# Of the heads: size, those that share keys, and the window. Of the plan: columns, warps, CTAs, not in memory, clusters,
+# turns that are enough for the first.
+PAGES = [
+    (128, 4, 0, BF16, (1, 2, 1, False, 3, 1)),
+    (128, 4, 50, F16, (1, 2, 2, False, 2, 1)),
+    (64, 8, 0, F16, (1, 2, 2, False, 2, 2)),
+    (64, 8, 0, F16, (1, 4, 1)),
+    (64, 12, 33, BF16, (2, 2, 4)),
+]
+
+
+@pytest.mark.slow
+@cuda_on_cpu.needs_compiler
+@pytest.mark.parametrize(("size", "group", "window", "dtype", "shape"), PAGES, ids=str)
+def test_pages(size: int, group: int, window: int, dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """A page's tokens lie one behind the other, a token's heads too, each with its key and its value side by side. Of
+    the cache only what texts see is read, and only their new tokens are written."""
+    torch.manual_seed(3)
+    lengths, shared, page, width = [1, 70, 0, 129, 16], 2, 32, 5
+    texts, plan = len(lengths), ClusterPlan(*shape)
+    pages = torch.full((texts * width + 1, page, shared, 2 * size), torch.nan, dtype=dtype)
+    keys, values = pages.split(size, -1)
+    numbers = torch.randperm(texts * width).to(torch.int32).view(texts, width)
+    table = torch.full((texts, width), 1 << 30, dtype=torch.int32)
+    joined = torch.randn(texts, group * shared + 2 * shared, size).to(dtype)
+    query, key, value = joined.split([group * shared, shared, shared], 1)
+    right = torch.zeros(texts, group * shared, size, dtype=torch.float64)
+    for text, length in enumerate(lengths):
+        used = -(-length // page)
+        table[text, :used] = numbers[text, :used]
+        if length == 0:
+            continue
+        own = [torch.randn(length, shared, size).to(dtype) for _ in "kv"]
+        first = max(0, length - window) if window else 0
+        for cache, tokens, new in zip((keys, values), own, (key, value), strict=True):
+            tokens[-1] = new[text]
+            for token in range(first, length - 1):
+                cache[numbers[text, token // page], token % page] = tokens[token]
+        seen = [tokens[first:].transpose(0, 1)[None] for tokens in own]
+        right[text] = exact(query[text][None, :, None], *seen, None)[0, 0]
+    before = pages.clone()
+    kind = paged.Kind(dtype, group * shared, shared, size, page)
+    out = torch.full((texts + 1, group * shared, size), 777.0, dtype=dtype)
+    sums = torch.full((plan.sums(texts * shared, group, size),), float("nan"))
+    counters = torch.zeros(texts * shared, dtype=torch.int32)
+    slots = torch.tensor(
+        [
+            int(numbers[text, (length - 1) // page]) * page + (length - 1) % page if length else -1
+            for text, length in enumerate(lengths)
+        ]
+    )
+    slots[-1] = -1  # is seen, and not kept
+    held = paged.PagedCache(keys, values, table, torch.tensor(lengths, dtype=torch.int32), slots)
+    told = paged.arguments(query, key, value, held, None, sums, counters, out, 0.09, 0.0, window)
+    variant = kind.variant(H200, plan, overlaps=False)
+    size_of = {"y": plan.ctas * plan.clusters, "cluster": plan.cluster}
+    shape_of = Shape(texts * shared, plan.threads(group), plan.shared_bytes(group, size, 1), **size_of)
+    bits = struct.pack("".join(launch.LAYOUT), *told)
+    assert cuda_on_cpu.run(tmp_path, variant, "attend", bits, shape_of, [pages, table, held.lengths, slots]) == 0
+    assert (out[texts:] == 777).all()
+    assert not counters.any()
+    assert error(out[:texts], right) < BOUND[dtype]
+    assert not out[2].any()
+    for text, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            token = before.view(-1, shared, 2 * size)[slot]
+            token[:, :size], token[:, size:] = key[text], value[text]
+    assert torch.equal(pages.view(torch.int16), before.view(torch.int16))
 
 
 # -- Plans and machine code --------------------------------------------------------------------------------------------

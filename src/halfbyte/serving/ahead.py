@@ -7,13 +7,14 @@ is not in the cache. Here all CPUs compile what products with so many rows of x 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from threading import Thread
 
 import torch
 from torch import Tensor
 
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.attention.sm90.paged import Kind, can_compile
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.nvrtc import Variant
@@ -101,6 +102,15 @@ class Ahead:
         if reach.can_compile(weight.device):
             n, k = weight.shape
             _compile(heads.variants(self.rows, (n, k), weight.dtype, has_bias, properties_of(weight.device.index)))
+
+
+@cache
+def attention(kind: Kind, requests: int, tokens: int) -> None:
+    """Of batches of up to so many requests, each with one new token and up to so many tokens, on the current device."""
+    properties = properties_of(torch.cuda.current_device())
+    if can_compile(kind, properties):
+        plans = {kind.plan(properties, number, tokens): None for number in range(1, requests + 1)}
+        _compile(kind.variant(properties, plan) for plan in plans if plan is not None)
 
 
 def _compile(variants: Iterable[Variant | None]) -> None:

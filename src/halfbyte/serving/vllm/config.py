@@ -26,6 +26,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
 from halfbyte.checkpoints.select import is_linear
+from halfbyte.kernels.common.device import HOPPER
 from halfbyte.serving.ahead import Ahead
 from halfbyte.serving.arrivals import LAYOUTS, WEIGHT, keys_of, parameter_of
 from halfbyte.serving.claims import (
@@ -114,6 +115,8 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
         self.scheme.traced = vllm.additional_config
         if self.scheme.ahead is None:
             self.scheme.ahead = Ahead(vllm.scheduler_config.max_num_batched_tokens, self.scheme.batch_invariant)
+            if not self.scheme.batch_invariant:
+                _use_own_attention(vllm)
             if not self.scheme.batch_invariant and vllm.lora_config is None and vllm.speculative_config is None:
                 _, self.scheme.layers = vllm.model_config.get_layers_start_end_indices(vllm.parallel_config)
                 watch()
@@ -145,6 +148,14 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
                 "all of them or none"
             )
         return False
+
+
+def _use_own_attention(vllm: Any) -> None:
+    """Where it is for the device. Elsewhere what it builds upon need not be there."""
+    if current_platform.is_cuda() and current_platform.has_device_capability(HOPPER):
+        from halfbyte.serving.vllm import attention
+
+        attention.use(vllm)
 
 
 def vllm_runs_mxfp4() -> bool:

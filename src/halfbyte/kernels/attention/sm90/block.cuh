@@ -4,28 +4,30 @@
 
 struct Keys {
   uint4 of[2][KEY_PARTS];
-  __device__ __forceinline__ void load(const Text& text, u32 base, u32 group, u32 member) {
+  __device__ __forceinline__ void load(const Text& text, u32 base, u32 page, u32 group, u32 member) {
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
       const u32 token = base + group + 8 * half;
-      const bool there = text.is_known(token) && !text.is_own(token);
+      const bool there = text.is_known(token) & !text.is_own(token);
+      const auto at = text.place(token, page);
 #pragma unroll
       for (u32 j = 0; j < KEY_PARTS; j++)
-        of[half][j] = there ? load_settled(text.keys + token * SIZE + 32 * j + 8 * member) : make_uint4(0, 0, 0, 0);
+        of[half][j] = there ? load_settled(text.keys + at + 32 * j + 8 * member) : make_uint4(0, 0, 0, 0);
     }
   }
 };
 struct Values {
   uint4 of[4][VALUE_PARTS];
   __device__ static u32 token(u32 i, u32 member) { return 2 * member + i % 2 + i / 2 * 8; }
-  __device__ __forceinline__ void load(const Text& text, u32 base, u32 group, u32 member) {
+  __device__ __forceinline__ void load(const Text& text, u32 base, u32 page, u32 group, u32 member) {
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
-      const u32 at = base + token(i, member);
-      const bool there = text.is_known(at) && !text.is_own(at);
+      const u32 number = base + token(i, member);
+      const bool there = text.is_known(number) & !text.is_own(number);
+      const auto at = text.place(number, page);
 #pragma unroll
       for (u32 j = 0; j < VALUE_PARTS; j++)
-        of[i][j] = there ? load_settled(text.values + at * SIZE + 64 * j + 8 * group) : make_uint4(0, 0, 0, 0);
+        of[i][j] = there ? load_settled(text.values + at + 64 * j + 8 * group) : make_uint4(0, 0, 0, 0);
     }
   }
   // Number `place` of this lane's, of tokens 2 i and 2 i + 1.
@@ -41,7 +43,7 @@ __device__ __forceinline__ void fetch_bytes(const void* from, u32 bytes) {
 }
 __device__ __forceinline__ void fetch_block(const Arguments& a, const Text& text, u32 turn, u32 lane) {
   const u32 base = text.token_at(turn);
-  if (lane < 2 && turn < text.blocks && base < a.tokens)
+  if (PAGE == 0 && lane < 2 && turn < text.blocks && base < a.tokens)
     fetch_bytes((lane == 0 ? text.keys : text.values) + base * SIZE, min(BLOCK, a.tokens - base) * SIZE * 2);
 }
 // What is added to scores, in their unit: 0, a mask's number, or NONE for what is not seen.
@@ -53,7 +55,7 @@ struct Shifts {
     for (u32 half = 0; half < 2; half++) {
       const u32 token = base + group + 8 * half;
       // A new token is seen where the mask says so, whatever the span.
-      const bool there = text.is_own(token) || text.is_known(token);
+      const bool there = text.is_own(token) | text.is_known(token);
 #pragma unroll
       for (u32 i = 0; i < COUNT; i++) {
         of[half][i] = there ? 0.f : NONE;

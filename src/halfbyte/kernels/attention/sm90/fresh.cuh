@@ -88,7 +88,7 @@ struct Fresh {
                                        u32 member) {
     number = group < NEW ? group : 0;
     const u32 token = text.own + number;
-    ours = group < NEW && token < text.behind_own && text.turn_of(token) % PARTS == part;
+    ours = group < NEW && token < text.behind_own && text.turn_of(token) % text.parts == part;
     key.load(a.new_keys + which * a.new_key_text + head * a.new_key_head + number * a.new_key_new, ours, member);
     const u16* from = a.new_values + which * a.new_value_text + head * a.new_value_head + number * a.new_value_new;
 #pragma unroll
@@ -99,15 +99,14 @@ struct Fresh {
     uint4 turned[KEY_PARTS];
     key.turn<Config::key_norm>(turned, angles, a.key_norm, a.key_epsilon, a.offset, member);
     if (ours) {
-      const u32 token = text.own + number;
 #pragma unroll
       for (u32 j = 0; j < KEY_PARTS; j++) {
         const u32 place = 32 * j + 8 * member;
         *reinterpret_cast<uint4*>(own + number * SIZE + place) = turned[j];
         *reinterpret_cast<uint4*>(own + (NEW + number) * SIZE + place) = value[j];
-        if (!writes) continue;
-        *reinterpret_cast<uint4*>(text.keys + token * SIZE + place) = turned[j];
-        *reinterpret_cast<uint4*>(text.values + token * SIZE + place) = value[j];
+        if (!writes || !text.has_slot()) continue;
+        *reinterpret_cast<uint4*>(text.keys + text.place_of_new(number) + place) = turned[j];
+        *reinterpret_cast<uint4*>(text.values + text.place_of_new(number) + place) = value[j];
       }
     }
     __syncwarp();

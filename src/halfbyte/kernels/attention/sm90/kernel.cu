@@ -25,6 +25,10 @@
 // memory, and the last one to do so adds up. The order is always the same: so the same input gives the same bits. The
 // next block is on its way while one is computed (meet.cuh).
 //
+// The tokens of a text may lie in pages, as servers keep them; the last one is new. How many there are only the device
+// knows: with a head come several clusters, of which the first does what its warps can in so many turns, alone. With
+// more tokens others take part, and then all meet in memory.
+//
 // A new token takes the place of what its slot of the cache holds, in the registers of the warp whose block has the
 // slot, which also writes it. Nobody reads a slot that is written.
 //
@@ -37,6 +41,8 @@
 //   columns                groups of eight rows of queries that a warp has
 //   token_warps, ctas      warps of a CTA that share rows; CTAs that share a head of keys of a text
 //   in_memory              whether those meet in memory, and are no cluster
+//   page                   tokens of a page, a multiple of 16; 0: a text's tokens lie one behind the other
+//   clusters, turns        clusters of a head, of pages, and how many blocks of a warp are more than the first should do
 //   mask                   0 none, 1 bytes, 2 numbers of 16 bits that are added
 //   spans, sinks, capped   whether there are any; sinks: 0 none, 1 of 16 bits, 2 of 32
 //   puts, rotary, halves   new tokens are as in fresh.py: numbers of a head that turn; whether angles are of a half
@@ -58,15 +64,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   if constexpr (Config::overlaps && !Config::early) wait_for_prior_kernel(), launch_dependents();
 
   const Text text(a, which, head);
+  if (PAGE > 0 && rank >= text.ctas) return;
   const u32 first_row = row_tile * 8 * COLUMNS;
-  u32 turn = part, next = text.token_at(turn);
+  u32 turn = part, next = text.token_at(turn), page = text.page_at(turn);
   Keys keys;
   Values values;
   Shifts shifts;
-  keys.load(text, next, group, member);
-  if constexpr (AHEAD) values.load(text, next, group, member);
+  keys.load(text, next, page, group, member);
+  if constexpr (AHEAD) values.load(text, next, page, group, member);
+  u32 page_ahead = text.page_at(turn + text.parts);  // so that it is there when the block's turn is near
   shifts.load(a, text, next, group, first_row + 2 * member);
-  fetch_block(a, text, turn + PARTS, lane);
+  fetch_block(a, text, turn + text.parts, lane);
   Angles angles[COLUMNS];
   if constexpr (Config::puts)
 #pragma unroll
@@ -76,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   if constexpr (Config::key_norm) fetch(a.key_norm, lane);
   if constexpr (Config::overlaps && Config::early) wait_for_prior_kernel(), launch_dependents();
   //: the kernel ahead is done
-  if constexpr (CLUSTER > 1) arrive_cluster();
+  if (CLUSTER > 1 && !text.meets_in_memory()) arrive_cluster();
 
   // All that is new is on its way before any of it is used.
   Head heads[COLUMNS];
@@ -109,35 +117,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   //: what is new is turned
   Sums sums;
   while (turn < text.blocks) {
-    const u32 base = next;
-    turn += PARTS, next = text.token_at(turn);
-    if constexpr (!AHEAD) values.load(text, base, group, member);
+    const u32 base = next, of_base = page;
+    turn += text.parts, next = text.token_at(turn), page = page_ahead;
+    page_ahead = text.page_at(turn + text.parts);
+    if constexpr (!AHEAD) values.load(text, base, of_base, group, member);
     if (has_own && base < text.behind_own && base + BLOCK > text.own)
       replace(text, keys, values, own, base, group, member);
     float score[COLUMNS][4];
     multiply(score, keys, query);
-    if constexpr (AHEAD) keys.load(text, next, group, member);
+    if constexpr (AHEAD) keys.load(text, next, page, group, member);
     u32 operand[COLUMNS][2];
     sums.weigh(operand, score, shifts, a);
     shifts.load(a, text, next, group, first_row + 2 * member);
     sums.add(values, operand);
-    if constexpr (AHEAD) values.load(text, next, group, member);
-    else keys.load(text, next, group, member);
+    if constexpr (AHEAD) values.load(text, next, page, group, member);
+    else keys.load(text, next, page, group, member);
   }
 
   //: the last block is multiplied
   const u32 of_tile = warp / ROW_TILES;
   leave(sums, row_tile, of_tile, lane);
   __syncthreads();
-  const InMemory there(a, which, head);
-  if constexpr (CTAS == 1) {
+  const InMemory there(a, which, head, text.ctas);
+  if (IN_MEMORY && text.meets_in_memory()) {
+    pass_on<true>(there, row_tile, of_tile, rank, lane);
+    if (is_last(a, which, head, text.ctas)) add_up(a, there, row_tile, of_tile, 0, which, head, lane);
+  } else if constexpr (CLUSTER == 1) {
     add_up(a, OfWarps(), row_tile, of_tile, 0, which, head, lane);
-  } else if constexpr (IN_MEMORY) {
-    pass_on(there, row_tile, of_tile, rank, lane);
-    if (is_last(a, which, head)) add_up(a, there, row_tile, of_tile, 0, which, head, lane);
   } else {
     wait_for_cluster();  // every CTA has begun, and so has shared memory
-    pass_on(there, row_tile, of_tile, rank, lane);
+    pass_on<false>(there, row_tile, of_tile, rank, lane);
     sync_cluster();
     add_up(a, OfCluster(), row_tile, of_tile, rank, which, head, lane);
   }

@@ -21,7 +21,7 @@ from halfbyte.kernels.common.nvrtc import Constant, Variant, compile_ahead, read
 from halfbyte.kernels.common.thread_cache import ThreadCache
 
 ALIGNED = 16  # bytes, of a load
-LAYOUT = ("", "16Q17q3I6f", "4x")  # Arguments in work.cuh
+LAYOUT = ("", "17Q20q4I6f", "")  # Arguments in work.cuh
 launches: ThreadCache[Hashable, tuple[Launch, Arguments]] = ThreadCache()
 
 
@@ -37,13 +37,13 @@ def plan_for(
             return None
         tensors += [fresh.keys, fresh.values, fresh.cos, fresh.sin]
         tensors += [norm.weight for norm in (fresh.query_norm, fresh.key_norm) if norm is not None]
-    if values.shape[3] != size or not all(map(_is_aligned, tensors)) or driver() is None or compiler.find() is None:
+    if values.shape[3] != size or not all(map(is_aligned, tensors)) or driver() is None or compiler.find() is None:
         return None
     counts = spans is not None and shared <= COUNTERS
     return cluster_plan(properties_of(query.get_device()), texts * shared, tokens, size, heads // shared * new, counts)
 
 
-def _is_aligned(tensor: Tensor) -> bool:
+def is_aligned(tensor: Tensor) -> bool:
     step = ALIGNED // tensor.itemsize
     return tensor.data_ptr() % ALIGNED == 0 and all(stride % step == 0 for stride in tensor.stride()[:-1])
 
@@ -77,7 +77,7 @@ def attend(
             variant(properties_of(index), heads // shared, new, size, plan, one, *kinds) for one in (settled, *others)
         ]
         compile_ahead(variants)
-        return _launch(index, variants[0], texts * shared, heads // shared * new, plan), Arguments(LAYOUT, (), ())
+        return launch_of(index, variants[0], texts * shared, heads // shared * new, plan), Arguments(LAYOUT, (), ())
 
     launch, told = launches.get(key, make)
     sums = query.new_empty(plan.sums(texts * shared, heads // shared * new, size), dtype=torch.float32)
@@ -108,13 +108,14 @@ def arguments(
         new, of = (added, values_added, cos, sin, *norms, slot), fresh.constants
         strides = *added.stride()[:3], *values_added.stride()[:3], fresh.cos_text, cos.stride(1)
         numbers = of["QUERY_EPSILON"], of["KEY_EPSILON"], of["OFFSET"]
-    others = (query if tensor is None else tensor for tensor in (mask, spans, sinks))
+    others = (query if tensor is None else tensor for tensor in (mask, spans, None, sinks))
     counters = 0 if spans is None else spans.data_ptr() + 2 * spans.itemsize
     steps = (0, 0) if mask is None else (0 if len(mask) == 1 else mask.stride(0), mask.stride(2))
     return (
         *(tensor.data_ptr() for tensor in (query, *new, keys, values, *others, sums)), counters, out.data_ptr(),
         *query.stride()[:3], *keys.stride()[:2], *values.stride()[:2], *steps, *strides,
-        keys.shape[2], keys.shape[1], WIDTH, scale, softcap or 0.0, 0.0 if mask is None else lowest(mask), *numbers,
+        *(0, 0, 0), keys.shape[2], keys.shape[1], WIDTH, 0, scale, softcap or 0.0,
+        0.0 if mask is None else lowest(mask), *numbers,
     )  # fmt: skip
 
 
@@ -148,25 +149,28 @@ def variant(
     puts: bool,
     turning: tuple[int, bool, bool, bool],
     *,
+    page: int = 0,
     overlaps: bool = True,
 ) -> Variant:
-    """What is compiled. turning: as `turning_of` says it."""
+    """What is compiled. turning: as `turning_of` says it. page: tokens of a page, of a cache in pages."""
     rotary, halves, query_norm, key_norm = turning
     constants: dict[str, Constant] = {
         "x": TYPES[dtype], "size": size, "group": group, "fresh": new, "columns": plan.columns,
-        "token_warps": plan.token_warps, "ctas": plan.ctas, "in_memory": plan.in_memory, "mask": mask, "spans": spans,
+        "token_warps": plan.token_warps, "ctas": plan.ctas, "in_memory": plan.in_memory, "clusters": plan.clusters,
+        "turns": plan.turns, "mask": mask, "spans": spans,
         "sinks": sinks, "capped": capped, "puts": puts, "rotary": rotary, "halves": halves,
         "query_norm": query_norm, "key_norm": key_norm, "early": settled, "overlaps": overlaps, "mma_k": 16,
+        "page": page,
         "shared_bytes": plan.shared_bytes(group * new, size, new if puts else 0),
     }  # fmt: skip
     return Variant.of(source(), properties.capability, constants)
 
 
-def _launch(index: int, compiled: Variant, heads: int, rows: int, plan: ClusterPlan) -> Launch:
+def launch_of(index: int, compiled: Variant, heads: int, rows: int, plan: ClusterPlan) -> Launch:
     shared = int(dict(compiled.constants)["shared_bytes"])
     (function,) = kernels(index, compiled, (("attend", shared),), wide=plan.cluster > MOST_CLUSTER)
     cluster = plan.cluster if plan.cluster > 1 else 0
-    return Launch(function, (heads, plan.ctas), plan.threads(rows), shared, cluster, overlaps=True)
+    return Launch(function, (heads, plan.ctas * plan.clusters), plan.threads(rows), shared, cluster, overlaps=True)
 
 
 @cache

@@ -5,10 +5,10 @@
 
 #include "sums.cuh"
 
-// So many parts have pairs of sums, lane by lane, and of each row the highest score and the sum of weights. In shared
-// memory, from byte `At` on.
-template <u32 At, u32 Slots, u32 Parts> struct Meeting {
-  static constexpr u32 PARTS = Parts, STATISTICS = At + Slots * ROW_TILES * Parts * 256;
+// So many parts have pairs of sums, lane by lane, and of each row the highest score and the sum of weights, which so many
+// CTAs add up. In shared memory, from byte `At` on.
+template <u32 At, u32 Slots, u32 Parts, u32 AddedBy> struct Meeting {
+  static constexpr u32 PARTS = Parts, ADDED_BY = AddedBy, STATISTICS = At + Slots * ROW_TILES * Parts * 256;
   static constexpr u32 END = STATISTICS + ROW_TILES * Parts * COLUMNS * 64;
   __device__ static u32 pair_at(u32 slot, u32 tile, u32 part, u32 lane) {
     return At + (((slot * ROW_TILES + tile) * Parts + part) * 32 + lane) * 8;
@@ -23,11 +23,12 @@ template <u32 At, u32 Slots, u32 Parts> struct Meeting {
 };
 // The same in memory, where CTAs meet that are no cluster.
 struct InMemory {
-  static constexpr u32 PARTS = CTAS, PAIRS_OF_PART = ROW_TILES * PAIRS * 32;
+  static constexpr u32 PARTS = CTAS, ADDED_BY = 1, PAIRS_OF_PART = ROW_TILES * PAIRS * 32;
   static constexpr u32 OF_PART = PAIRS_OF_PART + ROW_TILES * COLUMNS * 8;
   float2* from;
-  __device__ InMemory(const Arguments& a, u32 which, u32 head)
-      : from(a.sums + (u64(which) * a.heads + head) * (CTAS * OF_PART)) {}
+  u32 ctas;  // that take part
+  __device__ InMemory(const Arguments& a, u32 which, u32 head, u32 ctas)
+      : from(a.sums + (u64(which) * a.heads + head) * (CTAS * OF_PART)), ctas(ctas) {}
   __device__ float2* pair_at(u32 number, u32 tile, u32 part, u32 lane) const {
     return from + part * OF_PART + (number * ROW_TILES + tile) * 32 + lane;
   }
@@ -35,15 +36,15 @@ struct InMemory {
     return from + part * OF_PART + PAIRS_OF_PART + tile * COLUMNS * 8 + row;
   }
   __device__ float2 pair(u32 number, u32 tile, u32 part, u32 lane) const {
-    return load_partial(pair_at(number, tile, part, lane));
+    return PAGE == 0 || part < ctas ? load_partial(pair_at(number, tile, part, lane)) : make_float2(0, 0);
   }
   __device__ float2 statistics(u32 tile, u32 part, u32 row) const {
-    return load_partial(statistics_at(tile, part, row));
+    return PAGE == 0 || part < ctas ? load_partial(statistics_at(tile, part, row)) : make_float2(NONE, 0);
   }
 };
 // Behind the keys and values of new tokens: that of a CTA's warps, and that of the cluster's CTAs.
-using OfWarps = Meeting<Config::puts ? 4 * ROW_TILES * NEW * SIZE : 0, PAIRS, TOKEN_WARPS>;
-using OfCluster = Meeting<OfWarps::END, SLOTS, CLUSTER>;
+using OfWarps = Meeting<Config::puts ? 4 * ROW_TILES * NEW * SIZE : 0, PAIRS, TOKEN_WARPS, 1>;
+using OfCluster = Meeting<OfWarps::END, SLOTS, CLUSTER, CLUSTER>;
 static_assert((CLUSTER > 1 ? OfCluster::END : OfWarps::END) == Config::shared_bytes, "launch.py asks for as much");
 
 // What each part of a row counts for in what they have together.
@@ -112,13 +113,13 @@ template <class OfRow> __device__ __forceinline__ void for_each_row(u32 tile, u3
     }
 }
 // What a CTA's warps have together, to where CTAs meet: pairs to those that add them up, and what weighs them to all.
-__device__ __forceinline__ void pass_on(const InMemory& there, u32 tile, u32 warp, u32 rank, u32 lane) {
+template <bool Remains> __device__ __forceinline__ void pass_on(const InMemory& there, u32 tile, u32 warp, u32 rank, u32 lane) {
   const OfWarps here;
   for_each_row(tile, warp, lane, [&](u32 row, bool tells) {
     const Shares<OfWarps> shares(here, tile, row);
     if (tells) {
       const float2 told = make_float2(shares.highest, shares.weights);
-      if constexpr (IN_MEMORY) {
+      if constexpr (Remains) {
         if (lane < 4) *there.statistics_at(tile, rank, row) = told;
       } else {
 #pragma unroll
@@ -128,24 +129,24 @@ __device__ __forceinline__ void pass_on(const InMemory& there, u32 tile, u32 war
     }
     return [=, &here](u32 number) {
       const float2 sum = shares.total(here, number, tile, lane);
-      if constexpr (IN_MEMORY) *there.pair_at(number, tile, rank, lane) = sum;
+      if constexpr (Remains) *there.pair_at(number, tile, rank, lane) = sum;
       else OfCluster::give(OfCluster::pair_at(number / CLUSTER, tile, rank, lane), number % CLUSTER, sum);
     };
   });
 }
 // Whether a CTA is the last one of a head to pass on, which adds up.
-__device__ __forceinline__ bool is_last(const Arguments& a, u32 which, u32 head) {
+__device__ __forceinline__ bool is_last(const Arguments& a, u32 which, u32 head, u32 ctas) {
   u32& before = *reinterpret_cast<u32*>(memory);
-  int* passed = a.counters + which * a.span_width + head;
+  int* passed = a.counters + which * a.counters_text + head;
   __syncthreads();
   if (threadIdx.x == 0) {
     before = count(passed);
-    if (before + 1 == CTAS) *passed = 0;  // as it was found
+    if (before + 1 == ctas) *passed = 0;  // as it was found
   }
   __syncthreads();
-  return before + 1 == CTAS;
+  return before + 1 == ctas;
 }
-// The result: pairs whose number is `rank` by CLUSTER, each of which a meeting's parts have in a slot.
+// The result: of pairs that several CTAs add up, those whose number is `rank`, each of which parts have in a slot.
 template <class At>
 __device__ __forceinline__ void add_up(const Arguments& a, const At& at, u32 tile, u32 warp, u32 rank, u32 which,
                                        u32 head, u32 lane) {
@@ -159,8 +160,8 @@ __device__ __forceinline__ void add_up(const Arguments& a, const At& at, u32 til
     const float all = fmaxf(shares.weights, 1.f);  // the highest score's weight alone is 1
     u16* out = a.out + ((u64(which) * NEW + row % NEW) * a.heads * Config::group + of_group) * SIZE + 8 * (lane / 4);
     return [=, &at](u32 number) {
-      if (number % CLUSTER != rank) return;
-      const float2 sum = shares.total(at, number / CLUSTER, tile, lane);
+      if (number % At::ADDED_BY != rank) return;
+      const float2 sum = shares.total(at, number / At::ADDED_BY, tile, lane);
       const u32 n = number / 2 % SUM_TILES, of = n / 2 * 2 + n % 2 * SUM_TILES;
       *reinterpret_cast<u32*>(out + 64 * (of / 8) + of % 8) = pack(sum.x / all, sum.y / all);
     };

@@ -1,10 +1,11 @@
-"""How attention of new tokens is cut into clusters of kernel.cu: the estimated time decides."""
+"""How attention of new tokens is cut into CTAs of kernel.cu: in a static cache the estimated time decides, in pages
+what a text's length is worth."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -19,6 +20,9 @@ MOST_THREADS, MOST_ROWS, MOST_NEW = 512, 64, 8
 # times. Caches with more tokens are Triton's, and those with more of all heads where there are more than 32 rows.
 SHARED_ROWS, MOST_TOKENS = 16, {64: 4096, 128: 8192}
 MANY_ROWS, MOST_OF_ALL_HEADS = 32, {64: 1 << 20, 128: 1 << 16}
+# Of a cache in pages: tokens of a text for which the first cluster is chosen, blocks of its warps that are enough for
+# it, the most CTAs of a head, and how many of all there are for a place of one.
+USUAL_TOKENS, ENOUGH_TURNS, MOST_TOGETHER, ROUNDS = 2048, 32, 32, 2
 REGISTERS = {(64, 1): 128, (64, 2): 176, (128, 1): 256, (128, 2): 256}  # of a thread, by size and columns, at most
 OF_A_MULTIPROCESSOR = 65536
 
@@ -32,12 +36,17 @@ MEMORY, OVERLAP = 6.801, 1.42
 @dataclass(frozen=True)
 class ClusterPlan:
     """columns: groups of eight rows of queries that a warp has. token_warps: warps of a CTA that share rows. ctas: that
-    share a head of keys of a text. in_memory: these meet there, and are no cluster."""
+    share a head of keys of a text. in_memory: these meet there, and are no cluster.
+
+    Of texts in pages, clusters: so many that come with a head; the first has it alone where its warps are through in so
+    many turns, a block of tokens in each. Others then meet with it in memory."""
 
     columns: int
     token_warps: int
     ctas: int
     in_memory: bool = False
+    clusters: int = 1
+    turns: int = 1
 
     @property
     def cluster(self) -> int:
@@ -62,7 +71,8 @@ class ClusterPlan:
     def sums(self, heads: int, rows: int, size: int) -> int:
         """Numbers that CTAs leave in memory, in pairs. heads: of keys, of all texts."""
         of_tile = 2 * self.columns * (32 * size // 8 + 8)
-        return heads * self.ctas * self.row_tiles(rows) * of_tile if self.in_memory else 0
+        meet = self.ctas * self.clusters
+        return heads * meet * self.row_tiles(rows) * of_tile if meet > self.cluster else 0
 
 
 @lru_cache(1 << 14)
@@ -83,6 +93,21 @@ def cluster_plan(
     return min(estimates, key=lambda one: one[0])[1]
 
 
+@lru_cache(1 << 14)
+def pages_plan(properties: DeviceProperties, heads: int, tokens: int, size: int, rows: int) -> ClusterPlan | None:
+    """Likewise, of a cache in pages, in which every text may have any number of tokens, up to `tokens`."""
+    if properties.ptx < HOPPER or size not in SIZES or not 0 < rows <= MOST_ROWS:
+        return None
+    usual = min(tokens, USUAL_TOKENS)
+    plans = _plans(properties, size, rows, False)
+    first = min(plans, key=lambda plan: _microseconds(plan, properties, heads, usual, size, rows))
+    others = ROUNDS * _resident(first, size, rows) * properties.sms // (heads * first.ctas)
+    needed = -(-tokens // (BLOCK * first.token_warps * ENOUGH_TURNS * first.ctas))
+    most = max(1, min(others, needed, MOST_TOGETHER // first.ctas))
+    # A power of two, so that few kernels serve all batches.
+    return replace(first, clusters=1 << most.bit_length() - 1, turns=ENOUGH_TURNS)
+
+
 def _plans(properties: DeviceProperties, size: int, rows: int, counts: bool) -> Iterator[ClusterPlan]:
     # More than eight CTAs are a cluster only where that is known to be allowed.
     widest = max(CLUSTERS) if properties.capability == HOPPER else MOST_CLUSTER
@@ -94,12 +119,17 @@ def _plans(properties: DeviceProperties, size: int, rows: int, counts: bool) -> 
             yield plan
 
 
+def _resident(plan: ClusterPlan, size: int, rows: int) -> int:
+    """CTAs that a multiprocessor has room for."""
+    return OF_A_MULTIPROCESSOR // (REGISTERS[size, plan.columns] * plan.threads(rows))
+
+
 def _microseconds(
     plan: ClusterPlan, properties: DeviceProperties, heads: int, tokens: int, size: int, rows: int
 ) -> float:
     """CTAs of as many heads as fit come in rounds, and a warp's blocks one after the other. While one warp waits,
     others read, as far as memory allows."""
-    resident = OF_A_MULTIPROCESSOR // (REGISTERS[size, plan.columns] * plan.threads(rows))
+    resident = _resident(plan, size, rows)
     at_once = properties.clusters(plan.cluster, resident, max(CLUSTERS)) * plan.cluster // plan.ctas
     if at_once == 0:
         return math.inf
