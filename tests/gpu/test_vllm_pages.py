@@ -20,6 +20,15 @@ pytestmark = pytest.mark.skipif(
 
 BOUND = {F16: 1e-3, BF16: 6e-3}
 PAGE = 16
+# Of a batch of texts, and the most pages of one: where long ones have helpers, and where all are long.
+LENGTHS = [
+    ([9000], 8192),
+    ([1, 16, 17, 0, 5000, 300, 129], 400),
+    ([512] * 32, 40),
+    ([300] * 5 + [40000, 300, 17000], 4096),
+    ([20, 200] * 60 + [9000] + [50] * 79, 1024),
+    ([3000] * 40, 4096),
+]
 
 
 class Batch:
@@ -72,9 +81,7 @@ class Batch:
 @pytest.mark.parametrize(
     ("heads", "shared", "size"), [(32, 8, 128), (64, 8, 64), (7, 7, 64), (40, 2, 128), (24, 1, 64)]
 )
-@pytest.mark.parametrize(
-    ("lengths", "width"), [([9000], 1000), ([1, 16, 17, 0, 5000, 300, 129], 400), ([512] * 32, 40)]
-)
+@pytest.mark.parametrize(("lengths", "width"), LENGTHS)
 def test_texts(heads: int, shared: int, size: int, dtype: torch.dtype, lengths: list[int], width: int) -> None:
     batch = Batch(lengths, heads, shared, size, dtype, width)
     right = batch.right()

@@ -186,12 +186,12 @@ def test_what_changes_scores(kind: str, tmp_path: Path) -> None:
     assert error(found, exact(query, keys, values, mask, cap, sinks)) < BOUND[BF16]
 
 
-# Of the heads: size, those that share keys, and the window. Of the plan: columns, warps, CTAs, not in memory, clusters,
-# turns that are enough for the first.
+# Of the heads: size, those that share keys, and the window. Of the plan: columns, warps, CTAs, not in memory, helpers,
+# turns that are not too many, CTAs at once.
 PAGES = [
-    (128, 4, 0, BF16, (1, 2, 1, False, 3, 1)),
-    (128, 4, 50, F16, (1, 2, 2, False, 2, 1)),
-    (64, 8, 0, F16, (1, 2, 2, False, 2, 2)),
+    (128, 4, 0, BF16, (1, 2, 1, False, 20, 1, 25)),
+    (128, 4, 50, F16, (1, 1, 2, False, 32, 1, 40)),
+    (64, 8, 0, F16, (1, 1, 2, False, 40, 1, 50)),
     (64, 8, 0, F16, (1, 4, 1)),
     (64, 12, 33, BF16, (2, 2, 4)),
 ]
@@ -204,8 +204,10 @@ def test_pages(size: int, group: int, window: int, dtype: torch.dtype, shape: tu
     """A page's tokens lie one behind the other, a token's heads too, each with its key and its value side by side. Of
     the cache only what texts see is read, and only their new tokens are written."""
     torch.manual_seed(3)
-    lengths, shared, page, width = [1, 70, 0, 129, 16], 2, 32, 5
-    texts, plan = len(lengths), ClusterPlan(*shape)
+    lengths, shared, page, width, plan = [1, 70, 0, 129, 16], 2, 32, 5, ClusterPlan(*shape)
+    if plan.helpers == 40:  # more texts than a warp has lanes
+        lengths += [1] * 30 + [160]
+    texts = len(lengths)
     pages = torch.full((texts * width + 1, page, shared, 2 * size), torch.nan, dtype=dtype)
     keys, values = pages.split(size, -1)
     numbers = torch.randperm(texts * width).to(torch.int32).view(texts, width)
@@ -241,12 +243,13 @@ def test_pages(size: int, group: int, window: int, dtype: torch.dtype, shape: tu
     held = paged.PagedCache(keys, values, table, torch.tensor(lengths, dtype=torch.int32), slots)
     told = paged.arguments(query, key, value, held, None, sums, counters, out, 0.09, 0.0, window)
     variant = kind.variant(H200, plan, overlaps=False)
-    size_of = {"y": plan.ctas * plan.clusters, "cluster": plan.cluster}
-    shape_of = Shape(texts * shared, plan.threads(group), plan.shared_bytes(group, size, 1), **size_of)
+    columns, threads = texts * shared + plan.helpers // plan.ctas, plan.threads(group)
+    shape_of = Shape(columns, threads, plan.shared_bytes(group, size, 1), y=plan.ctas, cluster=plan.cluster)
     bits = struct.pack("".join(launch.LAYOUT), *told)
     assert cuda_on_cpu.run(tmp_path, variant, "attend", bits, shape_of, [pages, table, held.lengths, slots]) == 0
     assert (out[texts:] == 777).all()
     assert not counters.any()
+    assert sums.isnan().all() == (plan.helpers == 0)  # nobody meets in memory, or some do
     assert error(out[:texts], right) < BOUND[dtype]
     assert not out[2].any()
     for text, slot in enumerate(slots.tolist()):

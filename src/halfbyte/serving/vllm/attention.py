@@ -28,7 +28,7 @@ from halfbyte.kernels.common.device import properties_of
 from halfbyte.serving import ahead
 
 USUAL_PAGE = 16  # tokens, where vLLM has not decided
-MOST_REQUESTS = 32  # of more, FlashAttention deals long texts out to more multiprocessors
+MOST_REQUESTS = 512  # of more, FlashAttention is asked
 # Of a batch's metadata; whatever else a version of vLLM has there must say nothing.
 KNOWN = {
     "num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens", "block_table", "slot_mapping",

@@ -26,8 +26,7 @@
 // next block is on its way while one is computed (meet.cuh).
 //
 // The tokens of a text may lie in pages, as servers keep them; the last one is new. How many there are only the device
-// knows: with a head come several clusters, of which the first does what its warps can in so many turns, alone. With
-// more tokens others take part, and then all meet in memory.
+// knows. So texts that are longer than others have helpers (share.cuh), whom their clusters meet in memory.
 //
 // A new token takes the place of what its slot of the cache holds, in the registers of the warp whose block has the
 // slot, which also writes it. Nobody reads a slot that is written.
@@ -42,7 +41,8 @@
 //   token_warps, ctas      warps of a CTA that share rows; CTAs that share a head of keys of a text
 //   in_memory              whether those meet in memory, and are no cluster
 //   page                   tokens of a page, a multiple of 16; 0: a text's tokens lie one behind the other
-//   clusters, turns        clusters of a head, of pages, and how many blocks of a warp are more than the first should do
+//   helpers                CTAs of the launch that help long texts in pages, a multiple of ctas
+//   turns, at_once         blocks of a warp that are not too many for one; CTAs that the GPU has room for
 //   mask                   0 none, 1 bytes, 2 numbers of 16 bits that are added
 //   spans, sinks, capped   whether there are any; sinks: 0 none, 1 of 16 bits, 2 of 32
 //   puts, rotary, halves   new tokens are as in fresh.py: numbers of a head that turn; whether angles are of a half
@@ -57,14 +57,15 @@
 extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_constant__ Arguments a) {
   const u32 lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
-  const u32 row_tile = warp % ROW_TILES, rank = CTAS == 1 ? 0 : blockIdx.y;
-  const u32 part = rank * TOKEN_WARPS + warp / ROW_TILES;
-  const u32 which = blockIdx.x / a.heads, head = blockIdx.x % a.heads;
+  const u32 row_tile = warp % ROW_TILES;
   //: begins
   if constexpr (Config::overlaps && !Config::early) wait_for_prior_kernel(), launch_dependents();
 
-  const Text text(a, which, head);
-  if (PAGE > 0 && rank >= text.ctas) return;
+  const Part own_part(a, lane);
+  if (HELPERS > 0 && !own_part.exists) return;
+  const u32 which = own_part.which, head = own_part.head, rank = own_part.rank;
+  const u32 part = rank * TOKEN_WARPS + warp / ROW_TILES;
+  const Text text(a, which, head, own_part.ctas);
   const u32 first_row = row_tile * 8 * COLUMNS;
   u32 turn = part, next = text.token_at(turn), page = text.page_at(turn);
   Keys keys;
@@ -138,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   const u32 of_tile = warp / ROW_TILES;
   leave(sums, row_tile, of_tile, lane);
   __syncthreads();
-  const InMemory there(a, which, head, text.ctas);
+  const InMemory there(a, own_part);
   if (IN_MEMORY && text.meets_in_memory()) {
     pass_on<true>(there, row_tile, of_tile, rank, lane);
     if (is_last(a, which, head, text.ctas)) add_up(a, there, row_tile, of_tile, 0, which, head, lane);

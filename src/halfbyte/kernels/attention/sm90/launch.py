@@ -156,8 +156,8 @@ def variant(
     rotary, halves, query_norm, key_norm = turning
     constants: dict[str, Constant] = {
         "x": TYPES[dtype], "size": size, "group": group, "fresh": new, "columns": plan.columns,
-        "token_warps": plan.token_warps, "ctas": plan.ctas, "in_memory": plan.in_memory, "clusters": plan.clusters,
-        "turns": plan.turns, "mask": mask, "spans": spans,
+        "token_warps": plan.token_warps, "ctas": plan.ctas, "in_memory": plan.in_memory, "helpers": plan.helpers,
+        "turns": plan.turns, "at_once": plan.at_once, "mask": mask, "spans": spans,
         "sinks": sinks, "capped": capped, "puts": puts, "rotary": rotary, "halves": halves,
         "query_norm": query_norm, "key_norm": key_norm, "early": settled, "overlaps": overlaps, "mma_k": 16,
         "page": page,
@@ -170,7 +170,9 @@ def launch_of(index: int, compiled: Variant, heads: int, rows: int, plan: Cluste
     shared = int(dict(compiled.constants)["shared_bytes"])
     (function,) = kernels(index, compiled, (("attend", shared),), wide=plan.cluster > MOST_CLUSTER)
     cluster = plan.cluster if plan.cluster > 1 else 0
-    return Launch(function, (heads, plan.ctas * plan.clusters), plan.threads(rows), shared, cluster, overlaps=True)
+    return Launch(
+        function, (heads + plan.helpers // plan.ctas, plan.ctas), plan.threads(rows), shared, cluster, overlaps=True
+    )
 
 
 @cache

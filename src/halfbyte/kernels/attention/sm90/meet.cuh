@@ -3,6 +3,7 @@
 // A lane has PAIRS pairs of neighbouring sums. Number (column * SUM_TILES + n) * 2 + i has row 2 member + i of a column
 // of eight rows. The order in which parts are added up is always the same.
 
+#include "share.cuh"
 #include "sums.cuh"
 
 // So many parts have pairs of sums, lane by lane, and of each row the highest score and the sum of weights, which so many
@@ -25,21 +26,30 @@ template <u32 At, u32 Slots, u32 Parts, u32 AddedBy> struct Meeting {
 struct InMemory {
   static constexpr u32 PARTS = CTAS, ADDED_BY = 1, PAIRS_OF_PART = ROW_TILES * PAIRS * 32;
   static constexpr u32 OF_PART = PAIRS_OF_PART + ROW_TILES * COLUMNS * 8;
+  static constexpr u32 OF_HEAD = HELPERS > 0 ? CLUSTER : CTAS;  // helpers come behind all heads
   float2* from;
-  u32 ctas;  // that take part
-  __device__ InMemory(const Arguments& a, u32 which, u32 head, u32 ctas)
-      : from(a.sums + (u64(which) * a.heads + head) * (CTAS * OF_PART)), ctas(ctas) {}
+  u32 ctas, heads;   // that take part; of keys
+  u64 first_helper;  // from this head's first part on
+  __device__ InMemory(const Arguments& a, const Part& part) : ctas(part.ctas), heads(a.heads) {
+    const u64 head = u64(part.which) * heads + part.head;
+    from = a.sums + head * (OF_HEAD * OF_PART);
+    first_helper = u64(gridDim.x - HELPERS / CLUSTER) * CLUSTER + part.first_helper + part.head - head * CLUSTER;
+  }
+  __device__ float2* of(u32 part) const {
+    if (HELPERS > 0 && part >= CLUSTER) return from + (first_helper + (part - CLUSTER) * heads) * OF_PART;
+    return from + part * OF_PART;
+  }
   __device__ float2* pair_at(u32 number, u32 tile, u32 part, u32 lane) const {
-    return from + part * OF_PART + (number * ROW_TILES + tile) * 32 + lane;
+    return of(part) + (number * ROW_TILES + tile) * 32 + lane;
   }
   __device__ float2* statistics_at(u32 tile, u32 part, u32 row) const {
-    return from + part * OF_PART + PAIRS_OF_PART + tile * COLUMNS * 8 + row;
+    return of(part) + PAIRS_OF_PART + tile * COLUMNS * 8 + row;
   }
   __device__ float2 pair(u32 number, u32 tile, u32 part, u32 lane) const {
-    return PAGE == 0 || part < ctas ? load_partial(pair_at(number, tile, part, lane)) : make_float2(0, 0);
+    return HELPERS == 0 || part < ctas ? load_partial(pair_at(number, tile, part, lane)) : make_float2(0, 0);
   }
   __device__ float2 statistics(u32 tile, u32 part, u32 row) const {
-    return PAGE == 0 || part < ctas ? load_partial(statistics_at(tile, part, row)) : make_float2(NONE, 0);
+    return HELPERS == 0 || part < ctas ? load_partial(statistics_at(tile, part, row)) : make_float2(NONE, 0);
   }
 };
 // Behind the keys and values of new tokens: that of a CTA's warps, and that of the cluster's CTAs.

@@ -20,9 +20,8 @@ MOST_THREADS, MOST_ROWS, MOST_NEW = 512, 64, 8
 # times. Caches with more tokens are Triton's, and those with more of all heads where there are more than 32 rows.
 SHARED_ROWS, MOST_TOKENS = 16, {64: 4096, 128: 8192}
 MANY_ROWS, MOST_OF_ALL_HEADS = 32, {64: 1 << 20, 128: 1 << 16}
-# Of a cache in pages: tokens of a text for which the first cluster is chosen, blocks of its warps that are enough for
-# it, the most CTAs of a head, and how many of all there are for a place of one.
-USUAL_TOKENS, ENOUGH_TURNS, MOST_TOGETHER, ROUNDS = 2048, 32, 32, 2
+USUAL_TOKENS = 2048  # of a text in pages, for which the cluster of a head is chosen
+ENOUGH_TURNS, HELPERS = 16, 4 / 5  # see ClusterPlan, and how many there are for a place of a CTA, as share.cuh wants it
 REGISTERS = {(64, 1): 128, (64, 2): 176, (128, 1): 256, (128, 2): 256}  # of a thread, by size and columns, at most
 OF_A_MULTIPROCESSOR = 65536
 
@@ -38,15 +37,16 @@ class ClusterPlan:
     """columns: groups of eight rows of queries that a warp has. token_warps: warps of a CTA that share rows. ctas: that
     share a head of keys of a text. in_memory: these meet there, and are no cluster.
 
-    Of texts in pages, clusters: so many that come with a head; the first has it alone where its warps are through in so
-    many turns, a block of tokens in each. Others then meet with it in memory."""
+    Of texts in pages, helpers: CTAs of the launch that help long texts, a multiple of `ctas`; turns: of each warp, with
+    a block of tokens in each, that are not too many; at_once: CTAs that the GPU has room for."""
 
     columns: int
     token_warps: int
     ctas: int
     in_memory: bool = False
-    clusters: int = 1
+    helpers: int = 0
     turns: int = 1
+    at_once: int = 1
 
     @property
     def cluster(self) -> int:
@@ -71,8 +71,8 @@ class ClusterPlan:
     def sums(self, heads: int, rows: int, size: int) -> int:
         """Numbers that CTAs leave in memory, in pairs. heads: of keys, of all texts."""
         of_tile = 2 * self.columns * (32 * size // 8 + 8)
-        meet = self.ctas * self.clusters
-        return heads * meet * self.row_tiles(rows) * of_tile if meet > self.cluster else 0
+        parts = heads * self.ctas + self.helpers if self.helpers or self.in_memory else 0
+        return parts * self.row_tiles(rows) * of_tile
 
 
 @lru_cache(1 << 14)
@@ -101,11 +101,11 @@ def pages_plan(properties: DeviceProperties, heads: int, tokens: int, size: int,
     usual = min(tokens, USUAL_TOKENS)
     plans = _plans(properties, size, rows, False)
     first = min(plans, key=lambda plan: _microseconds(plan, properties, heads, usual, size, rows))
-    others = ROUNDS * _resident(first, size, rows) * properties.sms // (heads * first.ctas)
-    needed = -(-tokens // (BLOCK * first.token_warps * ENOUGH_TURNS * first.ctas))
-    most = max(1, min(others, needed, MOST_TOGETHER // first.ctas))
-    # A power of two, so that few kernels serve all batches.
-    return replace(first, clusters=1 << most.bit_length() - 1, turns=ENOUGH_TURNS)
+    if tokens <= BLOCK * first.token_warps * first.ctas * ENOUGH_TURNS:
+        return first  # no text is too long for it
+    at_once = _resident(first, size, rows) * properties.sms
+    helpers = math.ceil(HELPERS * at_once / first.ctas) * first.ctas
+    return replace(first, helpers=helpers, turns=ENOUGH_TURNS, at_once=at_once)
 
 
 def _plans(properties: DeviceProperties, size: int, rows: int, counts: bool) -> Iterator[ClusterPlan]:

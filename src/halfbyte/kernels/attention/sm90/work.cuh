@@ -8,14 +8,14 @@ constexpr u32 ROW_TILES = (ROWS + 8 * COLUMNS - 1) / (8 * COLUMNS), TOKEN_WARPS 
 constexpr u32 WARPS = ROW_TILES * TOKEN_WARPS, THREADS = 32 * WARPS;
 constexpr u32 KEY_PARTS = SIZE / 32, VALUE_PARTS = SIZE / 64, SUM_TILES = SIZE / 16, BLOCK = 16;
 constexpr bool AHEAD = SIZE * COLUMNS <= 128;  // registers hold keys and values of a block at once
-// CTAs that share a head of keys of a text: a cluster, or those that meet in memory, as several clusters do.
-constexpr u32 CTAS = Config::ctas * Config::clusters, CLUSTER = Config::in_memory ? 1 : Config::ctas;
+// CTAs that share a head of keys of a text, at most: a cluster, or those that meet in memory, as helpers do (share.cuh).
+constexpr u32 CLUSTER = Config::in_memory ? 1 : Config::ctas, HELPERS = Config::helpers;
+constexpr u32 CTAS = HELPERS > 0 ? 32 : Config::ctas;
 constexpr bool IN_MEMORY = CTAS > CLUSTER;
 // Pairs of sums of a lane, and how many of them a CTA of the cluster adds up.
 constexpr u32 PAIRS = 2 * SUM_TILES * COLUMNS, SLOTS = (PAIRS + CLUSTER - 1) / CLUSTER;
 constexpr u32 ROTARY = Config::rotary;
 constexpr u32 PAGE = Config::page, DIVISOR = PAGE > 0 ? PAGE : 1;
-constexpr u32 FULL_CTA = TOKEN_WARPS * Config::turns;  // blocks of a text in pages, of which a CTA has no more
 static_assert(PAGE % BLOCK == 0, "a block lies within a page");
 static_assert(PAGE == 0 || NEW == 1, "of a text in pages, the last token is new");
 constexpr float LOG2E = 1.4426950408889634f;
@@ -82,6 +82,15 @@ __device__ __forceinline__ float weight_of(float score, float highest) {
   return exp2f(score - (highest == NONE ? 0.f : highest));  // NONE: nothing seen yet
 }
 
+// The tokens of a text in pages that its new one sees, and the blocks where they are.
+struct Seen {
+  u32 first = 0, end;
+  __device__ Seen(const Arguments& a, u32 text) : end(min(u32(max(settled(a.spans + text), 0)), a.tokens)) {
+    if (a.window > 0 && a.window < end) first = end - a.window;
+  }
+  __device__ u32 blocks() const { return (end + BLOCK - 1) / BLOCK - first / BLOCK; }
+};
+
 // What a lane knows of its text. Conditions of a token take no branches.
 struct Text {
   u16 *keys, *values;
@@ -94,7 +103,7 @@ struct Text {
   u32 turn_of_last;     // when the last block comes
   u32 ctas, parts;      // that share the blocks: CTAs, and their warps
 
-  __device__ Text(const Arguments& a, u32 text, u32 head) {
+  __device__ Text(const Arguments& a, u32 text, u32 head, u32 ctas) : ctas(ctas), parts(ctas * TOKEN_WARPS) {
     keys = a.keys + text * a.key_text + head * a.key_head;
     values = a.values + text * a.value_text + head * a.value_head;
     mask = a.mask + text * a.mask_text * (Config::mask == 2 ? 2 : 1);
@@ -102,8 +111,8 @@ struct Text {
     slot = PAGE > 0 && Config::puts ? settled(a.slot + text) : 0;
     first = 0, end = a.tokens;
     if constexpr (PAGE > 0) {
-      end = min(u32(max(settled(a.spans + text), 0)), a.tokens);
-      if (a.window > 0 && a.window < end) first = end - a.window;
+      const Seen seen(a, text);
+      first = seen.first, end = seen.end;
     } else if constexpr (Config::spans) {  // a caller's own may say more than there is
       first = max(settled(a.spans + text * a.counters_text), 0);
       end = min(u32(max(settled(a.spans + text * a.counters_text + 1), 0)), a.tokens);
@@ -121,12 +130,6 @@ struct Text {
     // Warps take blocks in turn, one after the other. But who has new tokens has them to turn first. So where the last
     // block has all of them, it comes when each warp has its first one, the last of these, who has the fewest blocks.
     const bool moves = (own < behind_own) & (own / BLOCK - begin + 1 == blocks);
-    ctas = CTAS;
-    if constexpr (PAGE > 0 && CTAS > CLUSTER) {  // whole clusters, at least the first
-      const u32 full = (blocks + FULL_CTA - 1) / FULL_CTA;
-      ctas = max(CLUSTER, min(CTAS, (full + CLUSTER - 1) / CLUSTER * CLUSTER));
-    }
-    parts = ctas * TOKEN_WARPS;
     turn_of_last = (moves ? min(parts, blocks) : blocks) - 1;
   }
   // The first token of the block whose turn it is, and when a block's turn is.
@@ -142,7 +145,7 @@ struct Text {
   __device__ bool has_own(u32 part) const {
     return own < behind_own && (turn_of(own) % parts == part || turn_of(behind_own - 1) % parts == part);
   }
-  __device__ bool meets_in_memory() const { return PAGE > 0 ? ctas > CLUSTER : IN_MEMORY; }
+  __device__ bool meets_in_memory() const { return HELPERS > 0 ? ctas > CLUSTER : IN_MEMORY; }
   __device__ bool is_own(u32 token) const { return Config::puts & (own <= token) & (token < behind_own); }
   __device__ bool is_known(u32 token) const { return (first <= token) & (token < end); }
   // The page of the block whose turn it is, and where a token of a page lies, from `keys` and `values` on.
