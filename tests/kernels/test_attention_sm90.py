@@ -3,6 +3,7 @@ that it computes the right thing on a CPU."""
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,20 @@ from torch import Tensor
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.sm90 import launch, paged
-from halfbyte.kernels.attention.sm90.plan import MOST_ROWS, REGISTERS, SIZES, ClusterPlan, cluster_plan
+from halfbyte.kernels.attention.sm90.plan import (
+    ENOUGH_TURNS,
+    HELPERS,
+    MOST_ROWS,
+    REGISTERS,
+    SIZES,
+    ClusterPlan,
+    cluster_plan,
+    pages_plan,
+)
 from halfbyte.kernels.attention.spans import WIDTH
 from halfbyte.kernels.common.device import properties_for
 from halfbyte.kernels.common.norm import Norm
-from halfbyte.kernels.common.nvrtc import compile_cubin
+from halfbyte.kernels.common.nvrtc import Variant, compile_cubin
 
 BF16, F16 = torch.bfloat16, torch.float16
 BOUND = {BF16: 2.0**-6, F16: 2.0**-9}  # weights and results are rounded to it
@@ -288,6 +298,46 @@ def test_every_plan_fits(
     assert plan.columns * 8 * plan.row_tiles(rows) >= rows
 
 
+@settings(deadline=None)
+@given(
+    texts=st.integers(1, 3000),
+    shared=st.integers(1, 16),
+    tokens=st.integers(1, 1 << 20),
+    size=st.sampled_from(SIZES),
+    rows=st.integers(1, MOST_ROWS),
+    capability=st.sampled_from([90, 100, 120]),
+    sms=st.integers(8, 200),
+)
+def test_every_plan_of_pages_fits(
+    texts: int, shared: int, tokens: int, size: int, rows: int, capability: int, sms: int
+) -> None:
+    properties = replace(properties_for(f"sm_{capability}"), sms=sms)
+    plan = pages_plan(properties, texts * shared, tokens, size, rows)
+    assert plan is not None
+    assert not plan.in_memory
+    assert plan.threads(rows) <= 512
+    assert plan.shared_bytes(rows, size, 1) <= properties.shared_memory
+    assert plan.helpers % plan.ctas == 0
+    assert (plan.helpers > 0) == (tokens > 16 * plan.token_warps * plan.ctas * plan.turns) or plan.turns == 1
+    assert plan.helpers >= 0.8 * plan.at_once or not plan.helpers  # as many as share.cuh may want
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40) | st.integers(0, 5000), min_size=1, max_size=90),
+    heads=st.integers(1, 8),
+    cluster=st.sampled_from([1, 2, 4]),
+    warps=st.sampled_from([2, 8]),
+    at_once=st.integers(4, 300),
+)
+def test_helpers_suffice(lengths: list[int], heads: int, cluster: int, warps: int, at_once: int) -> None:
+    """As share.cuh deals them out: never more than there are, whatever the lengths."""
+    blocks = [-(-length // 16) for length in lengths]
+    share = max(warps * ENOUGH_TURNS, sum(blocks) * heads * 5 // (4 * at_once) + 1)
+    wanted = sum(max(cluster, min(32, -(-one // share))) - cluster for one in blocks) * heads
+    assert wanted <= math.ceil(HELPERS * at_once)
+
+
 def test_what_other_kernels_compute() -> None:
     assert cluster_plan(H200, 8, 300, 256, 4) is None
     assert cluster_plan(H200, 8, 300, 80, 4) is None
@@ -298,6 +348,14 @@ def test_what_other_kernels_compute() -> None:
     odd = torch.zeros(1, 4, 1, 132, dtype=BF16)[..., :128]  # heads that do not lie at multiples of 16 bytes
     assert launch.plan_for(odd, cache, cache, None, None) is None
     assert launch.plan_for(query, cache, cache[..., :64], None, None) is None
+    for kind in (
+        paged.Kind(torch.float32, 8, 2, 64, 16),
+        paged.Kind(BF16, 8, 2, 96, 16),
+        paged.Kind(BF16, 8, 3, 64, 16),
+    ):
+        assert kind.plan(H200, 3, 500) is None
+    assert paged.Kind(BF16, 8, 2, 64, 24).plan(H200, 3, 500) is None  # a block is in two pages
+    assert paged.Kind(BF16, 8, 2, 64, 16).plan(properties_for("sm_89"), 3, 500) is None
 
 
 @pytest.mark.slow
@@ -306,6 +364,20 @@ def test_compiles_into_registers(capability: int, dtype: torch.dtype, tmp_path: 
     """Nothing is spilled, no thread takes more registers than the planner reckons with, and a kernel that is to wait
     for the one ahead loads nothing before, while one that begins early has loads on their way."""
     properties = properties_for(f"sm_{capability}")
+
+    def used_by(made: Variant) -> tuple[dict[str, int], list[str]]:
+        path = tmp_path / "attend.cubin"
+        path.write_bytes(compile_cubin(made.source, made.capability, dict(made.constants)))
+        return usage(path, "attend"), operations(path)
+
+    for heads, size, texts in [(32, 128, 1), (32, 128, 32), (32, 64, 8), (64, 64, 40), (128, 128, 8)]:
+        kind = paged.Kind(dtype, heads, 8, size, 16, heads == 64, torch.float32 if heads == 64 else None)
+        plan = kind.plan(properties, texts, 1 << 17)
+        assert plan is not None
+        assert plan.helpers
+        used, _ = used_by(kind.variant(properties, plan))
+        assert used["STACK"] == used["LOCAL"] == 0, (plan, used)
+        assert used["REG"] <= REGISTERS[size, plan.columns], (plan, used)
     shapes = [(64, 8, 1), (64, 7, 3), (128, 4, 1), (128, 8, 1), (128, 4, 8), (128, 8, 8)]
     for i, (size, group, new) in enumerate(shapes, capability // 10):
         rows = group * new
@@ -317,11 +389,8 @@ def test_compiles_into_registers(capability: int, dtype: torch.dtype, tmp_path: 
         made = launch.variant(
             properties, group, new, size, plan, settled, dtype, mask, sinks, True, size == 64, True, rotary
         )
-        path = tmp_path / "attend.cubin"
-        path.write_bytes(compile_cubin(made.source, made.capability, dict(made.constants)))
-        used = usage(path, "attend")
+        used, names = used_by(made)
         assert used["STACK"] == used["LOCAL"] == 0, (plan, used)
         assert used["REG"] <= REGISTERS[size, plan.columns], (plan, used)
-        names = operations(path)
         ahead = names[: names.index("ACQBULK")].count("LDG")
         assert ahead > 8 if settled else ahead == 0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -37,11 +38,8 @@ KNOWN = {
 OTHERS = [field.name for field in fields(FlashAttentionMetadata) if field.name not in KNOWN]
 
 
-def use(vllm: Any) -> None:
-    """From now on, where vLLM would choose FlashAttention in this process, have it choose this. vllm: its config."""
-    parallel = vllm.parallel_config
-    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1:
-        return  # two batches at once would count with the same counters
+def use() -> None:
+    """From now on, where vLLM would choose FlashAttention in this process, have it choose this."""
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{HalfbyteAttentionBackend.__name__}")
 
 
@@ -70,7 +68,7 @@ class HalfbyteMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[mi
     @cached_property
     def _is_ours(self) -> bool:
         kind = paged.Kind(self.kv_cache_dtype, self.num_heads_q, self.num_heads_kv, self.headdim, self.block_size)
-        return self.device.type == "cuda" and paged.can_compile(kind, properties_of(self.device.index))
+        return can_run(kind, self.device)
 
 
 class HalfbyteAttention(FlashAttentionImpl):  # type: ignore[misc]
@@ -78,7 +76,10 @@ class HalfbyteAttention(FlashAttentionImpl):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._compile_ahead(get_current_vllm_config())
+        vllm = get_current_vllm_config()
+        self._compile_ahead(vllm)
+        # Two batches at once, as vLLM may split one, would count with the same counters.
+        self._comes_alone = not any(getattr(vllm.parallel_config, name, 0) for name in ("enable_dbo", "ubatch_size"))
         self._counters: Tensor | None = None
         self._kind: paged.Kind | None = None  # of the last batch, and whether the kernel is for it
         self._suits = False
@@ -154,7 +155,7 @@ class HalfbyteAttention(FlashAttentionImpl):  # type: ignore[misc]
         if kind != self._kind:
             self._kind = kind
             self._suits = (
-                kv_cache.is_cuda
+                self._comes_alone
                 and kv_cache.dim() == 4
                 and kv_cache.shape[1] == self.num_kv_heads
                 and kv_cache.shape[3] == 2 * self.head_size
@@ -164,12 +165,14 @@ class HalfbyteAttention(FlashAttentionImpl):  # type: ignore[misc]
                 and not self.batch_invariant_enabled
                 and self.dcp_world_size == 1
                 and sinks in (None, kind.dtype, torch.float32)
-                and paged.can_compile(kind, properties_of(kv_cache.get_device()))
+                and can_run(kind, kv_cache.device)
             )
         return self._suits
 
     def _compile_ahead(self, vllm: Any) -> None:
-        """For the caches that vLLM is told to have. It may have others after all."""
+        """For the cache that vLLM is told to have. It may have another one after all."""
+        if not current_platform.is_cuda() or vllm.model_config is None:
+            return
         sinks = None if self.sinks is None else self.sinks.dtype
         dtype, page = vllm.model_config.dtype, vllm.cache_config.block_size or USUAL_PAGE
         heads = self.num_heads, self.num_kv_heads, self.head_size
@@ -181,6 +184,11 @@ class HalfbyteAttention(FlashAttentionImpl):  # type: ignore[misc]
         if self._counters is None:
             self._counters = torch.zeros(MOST_REQUESTS * self.num_kv_heads, dtype=torch.int32, device=device)
         return self._counters
+
+
+def can_run(kind: paged.Kind, device: torch.device) -> bool:
+    """Whether the kernel is for such attention there."""
+    return device.type == "cuda" and paged.can_compile(kind, properties_of(device.index))
 
 
 def _says(value: Any) -> bool:

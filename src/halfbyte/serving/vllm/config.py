@@ -116,7 +116,7 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
         if self.scheme.ahead is None:
             self.scheme.ahead = Ahead(vllm.scheduler_config.max_num_batched_tokens, self.scheme.batch_invariant)
             if not self.scheme.batch_invariant:
-                _use_own_attention(vllm)
+                _use_own_attention()
             if not self.scheme.batch_invariant and vllm.lora_config is None and vllm.speculative_config is None:
                 _, self.scheme.layers = vllm.model_config.get_layers_start_end_indices(vllm.parallel_config)
                 watch()
@@ -150,12 +150,12 @@ class HalfbyteQuantization(QuantizationConfig):  # type: ignore[misc]
         return False
 
 
-def _use_own_attention(vllm: Any) -> None:
+def _use_own_attention() -> None:
     """Where it is for the device. Elsewhere what it builds upon need not be there."""
     if current_platform.is_cuda() and current_platform.has_device_capability(HOPPER):
         from halfbyte.serving.vllm import attention
 
-        attention.use(vllm)
+        attention.use()
 
 
 def vllm_runs_mxfp4() -> bool:

@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   if constexpr (Config::key_norm) fetch(a.key_norm, lane);
   if constexpr (Config::overlaps && Config::early) wait_for_prior_kernel(), launch_dependents();
   //: the kernel ahead is done
-  if (CLUSTER > 1 && !text.meets_in_memory()) arrive_cluster();
+  if (CLUSTER > 1 && !own_part.meets_in_memory()) arrive_cluster();
 
   // All that is new is on its way before any of it is used.
   Head heads[COLUMNS];
@@ -136,20 +136,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   }
 
   //: the last block is multiplied
+  const Part here = HELPERS > 0 ? Part(a, lane) : own_part;  // found anew, as registers were for the loop
   const u32 of_tile = warp / ROW_TILES;
   leave(sums, row_tile, of_tile, lane);
   __syncthreads();
-  const InMemory there(a, own_part);
-  if (IN_MEMORY && text.meets_in_memory()) {
-    pass_on<true>(there, row_tile, of_tile, rank, lane);
-    if (is_last(a, which, head, text.ctas)) add_up(a, there, row_tile, of_tile, 0, which, head, lane);
+  if (IN_MEMORY && here.meets_in_memory()) {
+    const InMemory there(a, here);
+    pass_on(there, row_tile, of_tile, here.rank, lane);
+    if (is_last(a, here)) add_up(a, there, row_tile, of_tile, 0, here, lane);
   } else if constexpr (CLUSTER == 1) {
-    add_up(a, OfWarps(), row_tile, of_tile, 0, which, head, lane);
+    add_up(a, OfWarps(), row_tile, of_tile, 0, here, lane);
   } else {
     wait_for_cluster();  // every CTA has begun, and so has shared memory
-    pass_on<false>(there, row_tile, of_tile, rank, lane);
+    pass_on(OfCluster(), row_tile, of_tile, here.rank, lane);
     sync_cluster();
-    add_up(a, OfCluster(), row_tile, of_tile, rank, which, head, lane);
+    add_up(a, OfCluster(), row_tile, of_tile, here.rank, here, lane);
   }
   //: ends
 }

@@ -6,9 +6,10 @@
 #include "share.cuh"
 #include "sums.cuh"
 
-// So many parts have pairs of sums, lane by lane, and of each row the highest score and the sum of weights, which so many
-// CTAs add up. In shared memory, from byte `At` on.
+// So many parts have pairs of sums, lane by lane, and of each row the highest score and the sum of weights, which so
+// many CTAs add up. In shared memory, from byte `At` on.
 template <u32 At, u32 Slots, u32 Parts, u32 AddedBy> struct Meeting {
+  static constexpr bool HAS_ALL = true, IN_MEMORY = false;
   static constexpr u32 PARTS = Parts, ADDED_BY = AddedBy, STATISTICS = At + Slots * ROW_TILES * Parts * 256;
   static constexpr u32 END = STATISTICS + ROW_TILES * Parts * COLUMNS * 64;
   __device__ static u32 pair_at(u32 slot, u32 tile, u32 part, u32 lane) {
@@ -24,6 +25,7 @@ template <u32 At, u32 Slots, u32 Parts, u32 AddedBy> struct Meeting {
 };
 // The same in memory, where CTAs meet that are no cluster.
 struct InMemory {
+  static constexpr bool HAS_ALL = HELPERS == 0, IN_MEMORY = true;  // all parts, or those of so many CTAs
   static constexpr u32 PARTS = CTAS, ADDED_BY = 1, PAIRS_OF_PART = ROW_TILES * PAIRS * 32;
   static constexpr u32 OF_PART = PAIRS_OF_PART + ROW_TILES * COLUMNS * 8;
   static constexpr u32 OF_HEAD = HELPERS > 0 ? CLUSTER : CTAS;  // helpers come behind all heads
@@ -46,10 +48,10 @@ struct InMemory {
     return of(part) + PAIRS_OF_PART + tile * COLUMNS * 8 + row;
   }
   __device__ float2 pair(u32 number, u32 tile, u32 part, u32 lane) const {
-    return HELPERS == 0 || part < ctas ? load_partial(pair_at(number, tile, part, lane)) : make_float2(0, 0);
+    return load_partial(pair_at(number, tile, part, lane));
   }
   __device__ float2 statistics(u32 tile, u32 part, u32 row) const {
-    return HELPERS == 0 || part < ctas ? load_partial(statistics_at(tile, part, row)) : make_float2(NONE, 0);
+    return load_partial(statistics_at(tile, part, row));
   }
 };
 // Behind the keys and values of new tokens: that of a CTA's warps, and that of the cluster's CTAs.
@@ -58,7 +60,7 @@ using OfCluster = Meeting<OfWarps::END, SLOTS, CLUSTER, CLUSTER>;
 static_assert((CLUSTER > 1 ? OfCluster::END : OfWarps::END) == Config::shared_bytes, "launch.py asks for as much");
 
 // What each part of a row counts for in what they have together.
-template <class At> struct Shares {
+template <class At, bool IsKnown = At::HAS_ALL> struct Shares {
   float highest, weights, of[At::PARTS];
   __device__ __forceinline__ Shares(const At& at, u32 tile, u32 row, float sink = NONE) : highest(sink) {
     float2 told[At::PARTS];
@@ -74,7 +76,7 @@ template <class At> struct Shares {
       weights += of[part] * told[part].y;
     }
   }
-  __device__ __forceinline__ float2 total(const At& at, u32 slot, u32 tile, u32 lane) const {
+  __device__ __forceinline__ float2 total(const At& at, u32 slot, u32 tile, u32, u32 lane) const {
     float2 sum = {0, 0};
 #pragma unroll
     for (u32 part = 0; part < At::PARTS; part++) {
@@ -84,7 +86,30 @@ template <class At> struct Shares {
     return sum;
   }
 };
-
+// The same of parts of which only the device knows how many there are: no registers hold what they count for.
+template <class At> struct Shares<At, false> {
+  float highest, weights;
+  __device__ __forceinline__ Shares(const At& at, u32 tile, u32 row, float sink = NONE) : highest(sink) {
+#pragma unroll 8
+    for (u32 part = 0; part < at.ctas; part++) highest = fmaxf(highest, at.statistics(tile, part, row).x);
+    weights = weight_of(sink, highest);
+#pragma unroll 8
+    for (u32 part = 0; part < at.ctas; part++) {
+      const float2 told = at.statistics(tile, part, row);
+      weights += weight_of(told.x, highest) * told.y;
+    }
+  }
+  __device__ __forceinline__ float2 total(const At& at, u32 number, u32 tile, u32 row, u32 lane) const {
+    float2 sum = {0, 0};
+#pragma unroll 4
+    for (u32 part = 0; part < at.ctas; part++) {
+      const float2 found = at.pair(number, tile, part, lane);
+      const float of = weight_of(at.statistics(tile, part, row).x, highest);
+      sum.x += of * found.x, sum.y += of * found.y;
+    }
+    return sum;
+  }
+};
 // A warp's own, to where the CTA's meet.
 __device__ __forceinline__ void leave(const Sums& sums, u32 tile, u32 part, u32 lane) {
 #pragma unroll
@@ -123,14 +148,15 @@ template <class OfRow> __device__ __forceinline__ void for_each_row(u32 tile, u3
     }
 }
 // What a CTA's warps have together, to where CTAs meet: pairs to those that add them up, and what weighs them to all.
-template <bool Remains> __device__ __forceinline__ void pass_on(const InMemory& there, u32 tile, u32 warp, u32 rank, u32 lane) {
+template <class To>
+__device__ __forceinline__ void pass_on(const To& to, u32 tile, u32 warp, u32 rank, u32 lane) {
   const OfWarps here;
   for_each_row(tile, warp, lane, [&](u32 row, bool tells) {
     const Shares<OfWarps> shares(here, tile, row);
     if (tells) {
       const float2 told = make_float2(shares.highest, shares.weights);
-      if constexpr (Remains) {
-        if (lane < 4) *there.statistics_at(tile, rank, row) = told;
+      if constexpr (To::IN_MEMORY) {
+        if (lane < 4) *to.statistics_at(tile, rank, row) = told;
       } else {
 #pragma unroll
         for (u32 other = lane / 4; other < CLUSTER; other += 8)
@@ -138,40 +164,41 @@ template <bool Remains> __device__ __forceinline__ void pass_on(const InMemory& 
       }
     }
     return [=, &here](u32 number) {
-      const float2 sum = shares.total(here, number, tile, lane);
-      if constexpr (Remains) *there.pair_at(number, tile, rank, lane) = sum;
+      const float2 sum = shares.total(here, number, tile, row, lane);
+      if constexpr (To::IN_MEMORY) *to.pair_at(number, tile, rank, lane) = sum;
       else OfCluster::give(OfCluster::pair_at(number / CLUSTER, tile, rank, lane), number % CLUSTER, sum);
     };
   });
 }
 // Whether a CTA is the last one of a head to pass on, which adds up.
-__device__ __forceinline__ bool is_last(const Arguments& a, u32 which, u32 head, u32 ctas) {
+__device__ __forceinline__ bool is_last(const Arguments& a, const Part& own) {
   u32& before = *reinterpret_cast<u32*>(memory);
-  int* passed = a.counters + which * a.counters_text + head;
+  int* passed = a.counters + own.which * a.counters_text + own.head;
   __syncthreads();
   if (threadIdx.x == 0) {
     before = count(passed);
-    if (before + 1 == ctas) *passed = 0;  // as it was found
+    if (before + 1 == own.ctas) *passed = 0;  // as it was found
   }
   __syncthreads();
-  return before + 1 == ctas;
+  return before + 1 == own.ctas;
 }
 // The result: of pairs that several CTAs add up, those whose number is `rank`, each of which parts have in a slot.
 template <class At>
-__device__ __forceinline__ void add_up(const Arguments& a, const At& at, u32 tile, u32 warp, u32 rank, u32 which,
-                                       u32 head, u32 lane) {
+__device__ __forceinline__ void add_up(const Arguments& a, const At& at, u32 tile, u32 warp, u32 rank, const Part& own,
+                                       u32 lane) {
   for_each_row(tile, warp, lane, [&](u32 of_tile, bool) {
-    const u32 row = tile * 8 * COLUMNS + of_tile, of_group = head * Config::group + row / NEW;
+    const u32 row = tile * 8 * COLUMNS + of_tile, of_group = own.head * Config::group + row / NEW;
     float sink = NONE;  // a score that has no value
     if constexpr (Config::sinks != 0)
       sink = LOG2E * (Config::sinks == 1 ? unpack(__ldg(static_cast<const u16*>(a.sinks) + of_group))
                                          : __ldg(static_cast<const float*>(a.sinks) + of_group));
     const Shares<At> shares(at, tile, of_tile, sink);
     const float all = fmaxf(shares.weights, 1.f);  // the highest score's weight alone is 1
-    u16* out = a.out + ((u64(which) * NEW + row % NEW) * a.heads * Config::group + of_group) * SIZE + 8 * (lane / 4);
+    u16* out =
+        a.out + ((u64(own.which) * NEW + row % NEW) * a.heads * Config::group + of_group) * SIZE + 8 * (lane / 4);
     return [=, &at](u32 number) {
       if (number % At::ADDED_BY != rank) return;
-      const float2 sum = shares.total(at, number / At::ADDED_BY, tile, lane);
+      const float2 sum = shares.total(at, number / At::ADDED_BY, tile, of_tile, lane);
       const u32 n = number / 2 % SUM_TILES, of = n / 2 * 2 + n % 2 * SUM_TILES;
       *reinterpret_cast<u32*>(out + 64 * (of / 8) + of % 8) = pack(sum.x / all, sum.y / all);
     };

@@ -1,9 +1,9 @@
 // Which CTAs share a head of keys of a text.
 //
-// With a static cache that is known ahead. Of a cache in pages only the device knows how long texts are. There each head
-// of a text has a cluster, and behind all clusters come helpers. Warps have an equal share of all blocks in the mean; of
-// a text whose cluster would have more than that, and enough to be worth it, helpers take a part. They are dealt out
-// to texts in order, each of them to all heads. By lengths alone: everybody finds the same.
+// With a static cache that is known ahead. Of a cache in pages only the device knows how long texts are. There each
+// head of a text has a cluster, and behind all clusters come helpers. Where the warps of a cluster would have more
+// blocks than warps have in the mean, and enough of them to be worth it, helpers take a part. They are dealt out to
+// texts in order, as many to each of a text's heads. Lengths alone decide, so everybody finds the same.
 
 #include "work.cuh"
 
@@ -19,6 +19,8 @@ struct Part {
     which = blockIdx.x / a.heads, head = blockIdx.x % a.heads, rank = Config::ctas == 1 ? 0 : blockIdx.y;
     if constexpr (HELPERS > 0) find(a, (gridDim.x - HELPERS / CLUSTER) / a.heads, lane);
   }
+
+  __device__ bool meets_in_memory() const { return HELPERS > 0 ? ctas > CLUSTER : IN_MEMORY; }
 
  private:
   __device__ void find(const Arguments& a, u32 texts, u32 lane) {

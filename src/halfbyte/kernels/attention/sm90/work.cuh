@@ -8,7 +8,7 @@ constexpr u32 ROW_TILES = (ROWS + 8 * COLUMNS - 1) / (8 * COLUMNS), TOKEN_WARPS 
 constexpr u32 WARPS = ROW_TILES * TOKEN_WARPS, THREADS = 32 * WARPS;
 constexpr u32 KEY_PARTS = SIZE / 32, VALUE_PARTS = SIZE / 64, SUM_TILES = SIZE / 16, BLOCK = 16;
 constexpr bool AHEAD = SIZE * COLUMNS <= 128;  // registers hold keys and values of a block at once
-// CTAs that share a head of keys of a text, at most: a cluster, or those that meet in memory, as helpers do (share.cuh).
+// CTAs that share a head of keys of a text, at most: a cluster, or those that meet in memory, as helpers do, share.cuh.
 constexpr u32 CLUSTER = Config::in_memory ? 1 : Config::ctas, HELPERS = Config::helpers;
 constexpr u32 CTAS = HELPERS > 0 ? 32 : Config::ctas;
 constexpr bool IN_MEMORY = CTAS > CLUSTER;
@@ -101,9 +101,9 @@ struct Text {
   u32 own, behind_own;  // slots of new tokens, which are not read
   u32 begin, blocks;    // the first block, and how many there are
   u32 turn_of_last;     // when the last block comes
-  u32 ctas, parts;      // that share the blocks: CTAs, and their warps
+  u32 parts;            // warps that share the blocks
 
-  __device__ Text(const Arguments& a, u32 text, u32 head, u32 ctas) : ctas(ctas), parts(ctas * TOKEN_WARPS) {
+  __device__ Text(const Arguments& a, u32 text, u32 head, u32 ctas) : parts(ctas * TOKEN_WARPS) {
     keys = a.keys + text * a.key_text + head * a.key_head;
     values = a.values + text * a.value_text + head * a.value_head;
     mask = a.mask + text * a.mask_text * (Config::mask == 2 ? 2 : 1);
@@ -145,7 +145,6 @@ struct Text {
   __device__ bool has_own(u32 part) const {
     return own < behind_own && (turn_of(own) % parts == part || turn_of(behind_own - 1) % parts == part);
   }
-  __device__ bool meets_in_memory() const { return HELPERS > 0 ? ctas > CLUSTER : IN_MEMORY; }
   __device__ bool is_own(u32 token) const { return Config::puts & (own <= token) & (token < behind_own); }
   __device__ bool is_known(u32 token) const { return (first <= token) & (token < end); }
   // The page of the block whose turn it is, and where a token of a page lies, from `keys` and `values` on.
