@@ -193,6 +193,7 @@ case("bench quantize")(micro_bench("halfbyte.bench.dequantize.quantize_cases", w
 case("bench linear")(micro_bench("halfbyte.bench.linear.linear_cases", wrong=False))
 case("bench search")(micro_bench("halfbyte.bench.search.search_cases", wrong=False))
 case("bench attention")(micro_bench("halfbyte.bench.attention.attention_cases", wrong=False))
+case("bench pages")(micro_bench("halfbyte.bench.pages.pages_cases", wrong=False))
 case("bench experts")(micro_bench("halfbyte.bench.experts.experts_cases", wrong=False))
 
 

@@ -94,6 +94,13 @@ def test_wrong_usage_is_2() -> None:
         ("--dtype", "float32", "dtype 'float32' is not float16 or bfloat16"),
     ):
         assert told in fails(2, "attention", "--device", "cpu", name, given)
+    for name, given, told in (
+        ("--models", "llama", "'llama' is none of llama-3-8b, "),
+        ("--batches", "8", "'8' is no batch; write 8x300"),
+        ("--batches", "8x300x200000", "131072 tokens are the most"),
+        ("--dtype", "float32", "dtype 'float32' is not float16 or bfloat16"),
+    ):
+        assert told in fails(2, "pages", "--device", "cpu", name, given)
     assert "the bench runs on cpu and cuda, not on meta" in fails(2, "dequantize", "--device", "meta")
     assert "device 'toaster' is none; write cpu, cuda or cuda:1" in fails(2, "dequantize", "--device", "toaster")
     assert "Invalid value for '--rounds'" in fails(2, "dequantize", "--rounds", 0)
@@ -104,4 +111,5 @@ def test_without_a_gpu() -> None:
     """One clear line each."""
     assert "the puzzle needs an NVIDIA GPU" in fails(1, "puzzle")
     assert "attention is a Triton kernel for GPUs, and cannot be measured on cpu" in fails(1, "attention")
+    assert "attention over vLLM's pages is for Hopper and later GPUs" in fails(1, "pages", "--device", "cpu")
     assert "there is no CUDA device here; --device cpu always works" in fails(2, "dequantize", "--device", "cuda")

@@ -142,6 +142,34 @@ def attention(
 
 
 @app.command()
+def pages(
+    device: Device = None,
+    models: Annotated[
+        str, typer.Option(help="Names, comma-separated: llama-3-8b, qwen3-30b-a3b, gpt-oss-120b.")
+    ] = "llama-3-8b",
+    batches: Annotated[
+        str | None, typer.Option(help="REQUESTSxTOKENS, or 8x300x32768 where one has more tokens, comma-separated.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "bfloat16",
+    rounds: Rounds = 15,
+    out: Out = None,
+) -> None:
+    """Attention of one new token of each request over vLLM's pages, beside its FlashAttention."""
+    import torch
+
+    from halfbyte.bench import pages as bench
+    from halfbyte.bench import runs
+
+    if dtype not in ("float16", "bfloat16"):
+        raise typer.BadParameter(f"dtype {dtype!r} is not float16 or bfloat16")
+    where = device_to_measure(device)
+    with usage():
+        heads = bench.models_of(models)
+        chosen = bench.BATCHES if batches is None else bench.batches_of(batches)
+    runs.run_cases("pages", bench.pages_cases(where, heads, chosen, getattr(torch, dtype)), where, rounds, out)
+
+
+@app.command()
 def experts(
     device: Device = None,
     models: Annotated[

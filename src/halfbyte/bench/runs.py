@@ -17,7 +17,11 @@ from halfbyte.measure import records
 from halfbyte.terminal import Table, say
 from halfbyte.terminal import console as terminal
 
-SELECTIVE = ("attention", "experts")  # a run may be of some models or loads, and leaves what is known of others
+SELECTIVE = (
+    "attention",
+    "experts",
+    "pages",
+)  # a run may be of some models or loads, and leaves what is known of others
 
 
 def run_cases(

