@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from halfbyte.formats.constants import kept
 from halfbyte.kernels.attention.sm90 import paged
 from halfbyte.kernels.common.device import properties_of
 from halfbyte.serving import ahead
@@ -77,10 +78,12 @@ class HalfbyteAttention(FlashAttentionImpl):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm = get_current_vllm_config()
-        self._compile_ahead(vllm)
+        self._engine = vllm.instance_id
+        if current_platform.is_cuda():
+            self._compile_ahead(vllm)
+            self._counters(torch.device("cuda", torch.cuda.current_device()))  # not in a graph, for the first time
         # Two batches at once, as vLLM may split one, would count with the same counters.
         self._comes_alone = not any(getattr(vllm.parallel_config, name, 0) for name in ("enable_dbo", "ubatch_size"))
-        self._counters: Tensor | None = None
         self._kind: paged.Kind | None = None  # of the last batch, and whether the kernel is for it
         self._suits = False
 
@@ -106,7 +109,7 @@ class HalfbyteAttention(FlashAttentionImpl):  # type: ignore[misc]
                 if output.is_contiguous() and paged.is_readable(*new, cache):
                     softcap, window = float(self.logits_soft_cap), self._window(m)
                     paged.attend_pages(
-                        *new, cache, self._zeros(query.device), self.scale, output,
+                        *new, cache, self._counters(query.device), self.scale, output,
                         softcap=softcap, sinks=self.sinks, window=window,
                     )  # fmt: skip
                     return output
@@ -171,19 +174,20 @@ class HalfbyteAttention(FlashAttentionImpl):  # type: ignore[misc]
 
     def _compile_ahead(self, vllm: Any) -> None:
         """For the cache that vLLM is told to have. It may have another one after all."""
-        if not current_platform.is_cuda() or vllm.model_config is None:
-            return
         sinks = None if self.sinks is None else self.sinks.dtype
         dtype, page = vllm.model_config.dtype, vllm.cache_config.block_size or USUAL_PAGE
         heads = self.num_heads, self.num_kv_heads, self.head_size
         kind = paged.Kind(dtype, *heads, page, bool(self.logits_soft_cap), sinks)
         ahead.attention(kind, MOST_REQUESTS, vllm.model_config.max_model_len)
 
-    def _zeros(self, device: torch.device) -> Tensor:
-        """Counters, which every launch leaves as they are: so those of a captured one must stay where they are."""
-        if self._counters is None:
-            self._counters = torch.zeros(MOST_REQUESTS * self.num_kv_heads, dtype=torch.int32, device=device)
-        return self._counters
+    def _counters(self, device: torch.device) -> Tensor:
+        return counters(self._engine, MOST_REQUESTS * self.num_kv_heads, device)
+
+
+@kept
+def counters(engine: str, count: int, device: torch.device) -> Tensor:
+    """Zeros, and zeros again behind every launch. All layers of an engine have the same: they come one by one."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def can_run(kind: paged.Kind, device: torch.device) -> bool:
