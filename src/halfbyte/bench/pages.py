@@ -76,7 +76,9 @@ class Pages:
         self.held = random(sum(counts), PAGE, heads.keys, 2 * heads.size)
         self.keys, self.values = self.held.split(heads.size, -1)
         self.table = torch.zeros(batch.requests, MOST_TOKENS // PAGE, dtype=torch.int32, device=device)
-        for row, pages in zip(self.table, torch.randperm(sum(counts), device=device).split(counts), strict=True):
+        for row, pages in zip(
+            self.table, torch.randperm(sum(counts), dtype=torch.int64, device=device).split(counts), strict=True
+        ):
             row[: len(pages)] = pages
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
         last = self.lengths.long() - 1
@@ -88,7 +90,7 @@ class Pages:
         """In fp64, request by request."""
         found = []
         for number, length in enumerate(self.lengths.tolist()):
-            places = torch.arange(length, device=self.table.device)
+            places = torch.arange(length, dtype=torch.int64, device=self.table.device)
             rows = self.table[number][places // PAGE].long(), places % PAGE
             keys, values = self.keys[rows].double(), self.values[rows].double()
             keys[-1], values[-1] = self.key[number], self.value[number]
