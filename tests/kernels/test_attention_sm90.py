@@ -338,6 +338,29 @@ def test_helpers_suffice(lengths: list[int], heads: int, cluster: int, warps: in
     assert wanted <= math.ceil(HELPERS * at_once)
 
 
+def test_what_the_kernel_reads_of_pages() -> None:
+    """Whatever else it were given, it would read as these dtypes, numbers side by side."""
+    query, new = torch.zeros(3, 4, 64, dtype=BF16), torch.zeros(3, 2, 64, dtype=BF16)
+    keys, values = torch.zeros(5, 16, 2, 128, dtype=BF16).split(64, -1)
+    table, lengths = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    held = paged.PagedCache(keys, values, table, lengths, torch.zeros(3, dtype=torch.int64))
+    assert paged.is_readable(query, new, new, held)
+    assert paged.is_readable(query[:0], new[:0], new[:0], held)
+    for name, other in [
+        ("table", table.long()),
+        ("table", torch.zeros(2, 3, dtype=torch.int32).T),
+        ("lengths", lengths.long()),
+        ("lengths", torch.zeros(6, dtype=torch.int32)[::2]),
+        ("slots", lengths),
+        ("keys", keys.half()),
+        ("values", values.contiguous()),
+        ("keys", torch.zeros(5, 16, 2, 132, dtype=BF16)[..., :64]),
+    ]:
+        assert not paged.is_readable(query, new, new, held._replace(**{name: other}))
+    assert not paged.is_readable(query.half(), new, new, held)
+    assert not paged.is_readable(torch.zeros(3, 64, 4, dtype=BF16).transpose(1, 2), new, new, held)
+
+
 def test_what_other_kernels_compute() -> None:
     assert cluster_plan(H200, 8, 300, 256, 4) is None
     assert cluster_plan(H200, 8, 300, 80, 4) is None

@@ -86,8 +86,14 @@ def can_compile(kind: Kind, properties: DeviceProperties) -> bool:
 
 
 def is_readable(query: Tensor, key: Tensor, value: Tensor, cache: PagedCache) -> bool:
-    """Whether the kernel reads such as these: 16 bytes at once."""
-    return cache.keys.stride() == cache.values.stride() and all(map(is_aligned, (query, key, value, *cache[:2])))
+    """Whether the kernel reads such as these: 16 bytes at once of what is attended to, and numbers of these dtypes."""
+    tensors, numbers = (query, key, value, cache.keys, cache.values), (cache.table, cache.lengths, cache.slots)
+    return (
+        cache.keys.stride() == cache.values.stride()
+        and all(tensor.dtype is query.dtype and is_aligned(tensor) for tensor in tensors)
+        and [number.dtype for number in numbers] == [torch.int32, torch.int32, torch.int64]
+        and all(tensor.stride(-1) == 1 for tensor in (*tensors, *numbers))
+    )
 
 
 def attend_pages(
