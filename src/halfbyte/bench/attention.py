@@ -140,15 +140,15 @@ def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch
     }  # fmt: skip
     bytes_of_ends = 2 * load.texts * load.new * heads.queries * heads.size * dtype.itemsize
     right = dict.fromkeys(providers, exact)
-    return Case(name, moved + bytes_of_ends, sets, providers, right, _check, device, facts, _error)
+    return Case(name, moved + bytes_of_ends, sets, providers, right, check, device, facts, error_of)
 
 
-def _check(result: Tensor, right: Tensor) -> str | None:
+def check(result: Tensor, right: Tensor) -> str | None:
     error, bound = relative_error(result, right), BOUND[result.dtype]
     return None if error <= bound else f"error {error:.2e}, more than {bound:.1e}"
 
 
-def _error(result: Tensor, right: Tensor) -> dict[str, float]:
+def error_of(result: Tensor, right: Tensor) -> dict[str, float]:
     return {"relative_error": float(f"{relative_error(result, right):.4g}")}
 
 

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.bench.attention import BOUND, MODELS, Heads
+from halfbyte.bench.attention import MODELS, Heads, check, error_of
 from halfbyte.bench.case import Case
 from halfbyte.bench.dequantize import input_sets
 from halfbyte.bench.report import by_case
 from halfbyte.kernels.attention import reference
 from halfbyte.kernels.common.slow import has_triton
-from halfbyte.measure.error import relative_error
 from halfbyte.measure.report import OURS, line, provenance
 from halfbyte.serving.choice import is_installed
 
@@ -157,7 +156,7 @@ def _case(name: str, heads: Heads, batch: Batch, dtype: torch.dtype, device: tor
     }  # fmt: skip
     ends = 2 * batch.requests * heads.queries * heads.size * dtype.itemsize
     right = dict.fromkeys(providers, exact)
-    return Case(name, moved + ends, sets, providers, right, _check, device, facts, _error, left_out)
+    return Case(name, moved + ends, sets, providers, right, check, device, facts, error_of, left_out)
 
 
 def _flash(inputs: Sequence[Pages], heads: Heads, batch: Batch, dtype: torch.dtype, device: torch.device) -> Provider:
@@ -187,15 +186,6 @@ def _flash(inputs: Sequence[Pages], heads: Heads, batch: Batch, dtype: torch.dty
         return out
 
     return flash
-
-
-def _check(result: Tensor, right: Tensor) -> str | None:
-    error, bound = relative_error(result, right), BOUND[result.dtype]
-    return None if error <= bound else f"error {error:.2e}, more than {bound:.1e}"
-
-
-def _error(result: Tensor, right: Tensor) -> dict[str, float]:
-    return {"relative_error": float(f"{relative_error(result, right):.4g}")}
 
 
 def markdown(record: Mapping[str, Any]) -> str:
