@@ -4,6 +4,7 @@ that it computes the right thing on a CPU."""
 from __future__ import annotations
 
 import math
+import random
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -207,16 +208,16 @@ PAGES = [
 ]
 
 
-@pytest.mark.slow
-@cuda_on_cpu.needs_compiler
-@pytest.mark.parametrize(("size", "group", "window", "dtype", "shape"), PAGES, ids=str)
-def test_pages(size: int, group: int, window: int, dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
-    """A page's tokens lie one behind the other, a token's heads too, each with its key and its value side by side. Of
-    the cache only what texts see is read, and only their new tokens are written."""
-    torch.manual_seed(3)
-    lengths, shared, page, width, plan = [1, 70, 0, 129, 16], 2, 32, 5, ClusterPlan(*shape)
-    if plan.helpers == 40:  # more texts than a warp has lanes
-        lengths += [1] * 30 + [160]
+def meet_in_memory(
+    folder: Path, dtype: torch.dtype, heads: tuple[int, int, int], page: int, window: int, lengths: list[int],
+    plan: ClusterPlan,
+) -> bool:  # fmt: skip
+    """Whether CTAs do so, for the batch whose result is compared. heads: that share keys, of keys, and their size.
+
+    A page's tokens lie one behind the other, a token's heads too, each with its key and its value side by side. Of the
+    cache only what texts see is read, and only their new tokens are written.
+    """
+    (group, shared, size), width = heads, max(1, -(-max(lengths) // page))
     texts = len(lengths)
     pages = torch.full((texts * width + 1, page, shared, 2 * size), torch.nan, dtype=dtype)
     keys, values = pages.split(size, -1)
@@ -256,17 +257,48 @@ def test_pages(size: int, group: int, window: int, dtype: torch.dtype, shape: tu
     columns, threads = texts * shared + plan.helpers // plan.ctas, plan.threads(group)
     shape_of = Shape(columns, threads, plan.shared_bytes(group, size, 1), y=plan.ctas, cluster=plan.cluster)
     bits = struct.pack("".join(launch.LAYOUT), *told)
-    assert cuda_on_cpu.run(tmp_path, variant, "attend", bits, shape_of, [pages, table, held.lengths, slots]) == 0
+    assert cuda_on_cpu.run(folder, variant, "attend", bits, shape_of, [pages, table, held.lengths, slots]) == 0
     assert (out[texts:] == 777).all()
     assert not counters.any()
-    assert sums.isnan().all() == (plan.helpers == 0)  # nobody meets in memory, or some do
-    assert error(out[:texts], right) < BOUND[dtype]
-    assert not out[2].any()
+    assert error(out[:texts], right) < BOUND[dtype] if any(lengths) else not out[:texts].any()
+    assert not any(out[text].any() for text, length in enumerate(lengths) if not length)
     for text, slot in enumerate(slots.tolist()):
         if slot >= 0:
             token = before.view(-1, shared, 2 * size)[slot]
             token[:, :size], token[:, size:] = key[text], value[text]
     assert torch.equal(pages.view(torch.int16), before.view(torch.int16))
+    return not bool(sums.isnan().all())
+
+
+@pytest.mark.slow
+@cuda_on_cpu.needs_compiler
+@pytest.mark.parametrize(("size", "group", "window", "dtype", "shape"), PAGES, ids=str)
+def test_pages(size: int, group: int, window: int, dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    lengths, plan = [1, 70, 0, 129, 16], ClusterPlan(*shape)
+    if plan.helpers == 40:  # more texts than a warp has lanes
+        lengths += [1] * 30 + [160]
+    assert meet_in_memory(tmp_path, dtype, (group, 2, size), 32, window, lengths, plan) == (plan.helpers > 0)
+
+
+@pytest.mark.slow
+@cuda_on_cpu.needs_compiler
+def test_random_batches_of_pages(tmp_path: Path) -> None:
+    """Of few texts and of many, with a long one here and there."""
+    draw, met = random.Random(0), []
+    for seed in range(24):
+        torch.manual_seed(seed)
+        texts = draw.choice([1, 2, 5, 33, 40])
+        rare = 1.0 if texts < 9 else 0.1
+        lengths = [draw.choice([0, 1, draw.randint(1, 60), *[200] * (draw.random() < rare)]) for _ in range(texts)]
+        heads = draw.choice([1, 4, 8, 12]), draw.choice([1, 2, 3]), draw.choice(SIZES)
+        cluster, at_once = draw.choice([1, 2, 4]), draw.randint(4, 60)
+        helpers = math.ceil(HELPERS * at_once / cluster) * cluster
+        columns, warps, turns = 1 if heads[0] <= 8 else 2, draw.choice([1, 2, 4]), draw.choice([1, 2])
+        plan = ClusterPlan(columns, warps, cluster, False, helpers, turns, at_once)
+        page, window, dtype = draw.choice([16, 32, 48]), draw.choice([0, 0, 7, 100]), draw.choice([BF16, F16])
+        met.append(meet_in_memory(tmp_path, dtype, heads, page, window, lengths, plan))
+    assert {True, False} == set(met)
 
 
 # -- Plans and machine code --------------------------------------------------------------------------------------------
