@@ -60,7 +60,7 @@ def on_cpu(
     out = torch.full((texts + 1, new, heads, size), 777.0, dtype=query.dtype)
     sums = torch.full((plan.sums(texts * shared, heads // shared * new, size),), float("nan"))
     told = launch.arguments(query, keys, values, mask, 0.09, softcap, sinks, spans, fresh, sums, out)
-    group, kinds = heads // shared, (launch.mask_kind(mask), launch.sinks_kind(sinks))
+    group, kinds = heads // shared, (launch.mask_kind(mask), launch.sinks_kind(None if sinks is None else sinks.dtype))
     variant = launch.variant(
         H200, group, new, size, plan, True, query.dtype, *kinds, spans is not None, bool(softcap), fresh is not None,
         launch.turning_of(fresh), overlaps=False,

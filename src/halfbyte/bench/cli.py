@@ -11,7 +11,18 @@ from typing import Annotated, Any
 import typer
 
 from halfbyte.bench import serving_cli
-from halfbyte.bench.options import Dtype, Format, Nested, Out, Rounds, Shapes, check_dtype, models_of, shapes_of
+from halfbyte.bench.options import (
+    Dtype,
+    Format,
+    Nested,
+    Out,
+    Rounds,
+    Shapes,
+    check_dtype,
+    check_short_dtype,
+    models_of,
+    shapes_of,
+)
 from halfbyte.options import NAMES, Device, counts_of, device_to_measure, usage
 
 app = typer.Typer(
@@ -131,8 +142,7 @@ def attention(
     from halfbyte.bench import attention as bench
     from halfbyte.bench import runs
 
-    if dtype not in ("float16", "bfloat16"):
-        raise typer.BadParameter(f"dtype {dtype!r} is not float16 or bfloat16")
+    check_short_dtype(dtype)
     where = device_to_measure(device)
     with usage():
         heads = bench.MODELS if models is None else bench.models_of(models)
@@ -160,8 +170,7 @@ def pages(
     from halfbyte.bench import pages as bench
     from halfbyte.bench import runs
 
-    if dtype not in ("float16", "bfloat16"):
-        raise typer.BadParameter(f"dtype {dtype!r} is not float16 or bfloat16")
+    check_short_dtype(dtype)
     where = device_to_measure(device)
     with usage():
         heads = bench.models_of(models)

@@ -23,6 +23,11 @@ def check_dtype(dtype: str) -> None:
         raise typer.BadParameter(f"dtype {dtype!r} is not float16, bfloat16 or float32")
 
 
+def check_short_dtype(dtype: str) -> None:
+    if dtype not in ("float16", "bfloat16"):
+        raise typer.BadParameter(f"dtype {dtype!r} is not float16 or bfloat16")
+
+
 def models_of(text: str) -> list[str]:
     """The names of a comma-separated list, each of a model that there is."""
     from halfbyte.measure.models import check

@@ -8,7 +8,7 @@ is made before, and not timed. Heads are those of models; sinks are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.bench.attention import MODELS, Heads, check, error_of
+from halfbyte.bench.attention import MODELS, MOST_BYTES, Heads, Provider, check, error_of
 from halfbyte.bench.case import Case
 from halfbyte.bench.dequantize import input_sets
 from halfbyte.bench.report import by_case
@@ -30,9 +30,6 @@ PAGE = 16  # tokens, as vLLM has it on GPUs
 MOST_TOKENS = 1 << 17  # that a request could have: as far as the table of pages goes
 SPLITS = 32  # of a request, at most, in vLLM's graphs
 NAMES = ("llama-3-8b", "qwen3-30b-a3b", "gpt-oss-120b")
-MOST_BYTES = 40 << 30  # of a case's caches
-
-Provider = Callable[[int], Tensor]
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ def attend(
     shared, index = keys.shape[1], query.get_device()
     out = query.new_empty((texts, new, heads, size))
     kinds = (
-        query.dtype, mask_kind(mask), sinks_kind(sinks), spans is not None, bool(softcap), fresh is not None,
-        turning_of(fresh),
+        query.dtype, mask_kind(mask), sinks_kind(None if sinks is None else sinks.dtype), spans is not None,
+        bool(softcap), fresh is not None, turning_of(fresh),
     )  # fmt: skip
     key = (index, texts * shared, heads // shared, new, size, plan, settled, *kinds)
 
@@ -123,8 +123,8 @@ def mask_kind(mask: Tensor | None) -> int:
     return 0 if mask is None else 1 if mask.dtype is torch.bool else 2
 
 
-def sinks_kind(sinks: Tensor | None) -> int:
-    return 0 if sinks is None else sinks.itemsize // 2
+def sinks_kind(dtype: torch.dtype | None) -> int:
+    return 0 if dtype is None else dtype.itemsize // 2
 
 
 def turning_of(fresh: Fresh | None) -> tuple[int, bool, bool, bool]:

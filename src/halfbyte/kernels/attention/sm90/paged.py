@@ -16,6 +16,8 @@ from halfbyte.kernels.attention.sm90.launch import (
     is_aligned,
     launch_of,
     launches,
+    sinks_kind,
+    turning_of,
     variant,
 )
 from halfbyte.kernels.attention.sm90.plan import BLOCK, ClusterPlan, pages_plan
@@ -73,10 +75,9 @@ class Kind(NamedTuple):
         return pages_plan(properties, texts * self.shared, tokens, self.size, self.group)
 
     def variant(self, properties: DeviceProperties, plan: ClusterPlan, *, overlaps: bool = True) -> Variant:
-        sinks = 0 if self.sinks is None else self.sinks.itemsize // 2
         return variant(
-            properties, self.group, 1, self.size, plan, True, self.dtype, 0, sinks, True, self.capped, True,
-            (0, False, False, False), page=self.page, overlaps=overlaps,
+            properties, self.group, 1, self.size, plan, True, self.dtype, 0, sinks_kind(self.sinks), True, self.capped,
+            True, turning_of(None), page=self.page, overlaps=overlaps,
         )  # fmt: skip
 
 
