@@ -183,9 +183,8 @@ def rows_of(*providers: str) -> list[dict[str, Any]]:
 
 def test_first_tokens_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = [told(1, [[1, 2]] * 3), told(2, [[1, 2], [3, 4]])]
-    Engines(
-        monkeypatch, bitsandbytes=theirs, halfbyte=[{"start_s": 3}, told(1, [[1, 2]] * 3), told(2, [[1, 5], [3, 4]])]
-    )
+    facts = {"start_s": 3, "methods": {"HalfbyteLinearMethod": ["o_proj"]}}
+    Engines(monkeypatch, bitsandbytes=theirs, halfbyte=[facts, told(1, [[1, 2]] * 3), told(2, [[1, 5], [3, 4]])])
     rows = rows_of("bitsandbytes", "halfbyte")
     assert [row.get("same_first") for row in rows] == [None, None, 1.0, 0.5]
     assert [row.get("start_s") for row in rows] == [None, None, 3, 3]
@@ -202,6 +201,17 @@ def test_other_first_tokens_are_an_error_without_time(monkeypatch: pytest.Monkey
     assert len(rows_of("halfbyte")) == 2
     ours[0]["first"][1] = [1, 2]
     assert [row.get("same_first") for row in rows_of("bitsandbytes", "halfbyte")] == [None, 0.6667, None]
+
+
+def test_an_engine_without_the_plugin_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own bitsandbytes would answer, and rightly."""
+    facts = {"methods": {"UnquantizedEmbeddingMethod": ["lm_head"], "BitsAndBytesLinearMethod": ["o_proj"]}}
+    lines = [facts, told(1, [[1]])]
+    Engines(monkeypatch, bitsandbytes=lines, halfbyte=lines)
+    theirs, ours = rows_of("bitsandbytes", "halfbyte")
+    assert theirs["tokens_per_s"] == 100.0
+    assert "has not loaded halfbyte's plugin" in ours["error"]
+    assert "tokens_per_s" not in ours
 
 
 def test_what_is_left_out_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

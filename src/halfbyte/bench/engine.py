@@ -139,6 +139,9 @@ class Bench:
             for told in self._told(model, provider):
                 if "requests" not in told:
                     facts |= told
+                    if error := _not_ours(provider, told["methods"]):
+                        yield facts | {"error": error}
+                        return
                     continue
                 requests = told["requests"]
                 self.first[model, provider, requests] = told.pop("first")
@@ -205,6 +208,17 @@ class Bench:
         if 2 * sum(a[0] != b[0] for a, b in pairs) > len(pairs):
             return {"error": f"most answers begin with another token than those of {COMPARED[provider]}"}
         return {"same_first": round(sum(a == b for a, b in pairs) / len(pairs), 4)}
+
+
+def _not_ours(provider: str, methods: Mapping[str, Any]) -> str:
+    """An error where halfbyte is to multiply and does not, else "". vLLM's bitsandbytes loads the same checkpoint, and
+    would be timed under our name."""
+    if PROVIDERS[provider].plugins != HALFBYTE or any(name.startswith("Halfbyte") for name in methods):
+        return ""
+    return (
+        f"vLLM multiplies by {', '.join(methods)}, for it has not loaded halfbyte's plugin; it finds plugins of installed"
+        " packages only, so where halfbyte merely lies on the path, pip install it"
+    )
 
 
 def environment(provider: str, in_process: bool = False) -> dict[str, str]:
