@@ -216,8 +216,8 @@ def _not_ours(provider: str, methods: Mapping[str, Any]) -> str:
     if PROVIDERS[provider].plugins != HALFBYTE or any(name.startswith("Halfbyte") for name in methods):
         return ""
     return (
-        f"vLLM multiplies by {', '.join(methods)}, for it has not loaded halfbyte's plugin; it finds plugins of installed"
-        " packages only, so where halfbyte merely lies on the path, pip install it"
+        f"vLLM multiplies by {', '.join(methods)}, for it has not loaded halfbyte's plugin; it finds plugins of"
+        " installed packages only, so where halfbyte merely lies on the path, pip install it"
     )
 
 
