@@ -37,6 +37,7 @@ from torch import Tensor
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.common.llvm import BF16, F32, I16, I64, add_up, call, has_feature, load, prefetch, shift_right
 from halfbyte.kernels.common.products import GRAIN, begins_of, decode_scales, rows_before, tiles_of
+from halfbyte.kernels.common.region import region
 from halfbyte.kernels.common.threads import parallel
 
 # A step takes so many packed bytes of a row of W, which are so many weights.
@@ -89,7 +90,8 @@ def multiply(
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
     *scales, _ = weight  # without the codebook
     table, inverse = table_of(format.codebook, factor), np.float32(1 / factor)
-    parallel(_multiply, total, grain, matrices, first, begins, *scales, table, inverse, unit, ordered, source, y)
+    arguments = matrices, first, begins, *scales, table, inverse, unit, ordered, source, y
+    parallel(_multiply, total, grain, *arguments, region=_multiply_together)
     return y
 
 
@@ -129,6 +131,11 @@ def _multiply(
                     column += _tile_of_any(
                         4, last - column, packed, row, origin, scales, units, table, inverse, x, source, column, out
                     )
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def _multiply_together(pieces, size, *arguments):
+    return region(_multiply, pieces, size, arguments)
 
 
 @register_jitable

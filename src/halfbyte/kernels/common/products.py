@@ -27,7 +27,6 @@ from typing import Any
 
 import llvmlite.ir as ir
 import numpy as np
-import torch
 from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic, register_jitable
@@ -37,6 +36,7 @@ from halfbyte.formats.spec import Format, codebook_tensor
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common.floats import BITS, from_bits, to_bits
 from halfbyte.kernels.common.llvm import F32, I8, I64, LOOK_UP_ORDER, add_up, call, load, look_up, prefetch, splat
+from halfbyte.kernels.common.region import region
 from halfbyte.kernels.common.scales import scale_arguments
 from halfbyte.kernels.common.threads import parallel
 
@@ -77,7 +77,7 @@ def weight_arguments(
 ) -> tuple[Any, ...]:
     """A weight as kernels take it: bytes, five for its scales, two binary logarithms of block sizes, the codebook."""
     *scales, nested_size = scale_arguments(scale, nested, format)
-    octets, codebook = packed.view(torch.uint8).reshape(-1).numpy(), codebook_tensor(format, packed.device).numpy()
+    octets, codebook = packed.numpy().reshape(-1).view(np.uint8), codebook_tensor(format, packed.device).numpy()
     return octets, *scales, _log2(nested_size), _log2(block_size), codebook
 
 
@@ -96,7 +96,8 @@ def multiply(
     begins = begins_of(first, lambda rows: tiles_of(rows, COLUMNS) * tiles_of(n, ROWS))
     total = int(begins[-1])
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
-    parallel(_multiply, total, grain, matrices, first, begins, *weight, unit, wide, k, source, y)
+    arguments = matrices, first, begins, *weight, unit, wide, k, source, y
+    parallel(_multiply, total, grain, *arguments, region=_multiply_together)
     return y
 
 
@@ -168,6 +169,11 @@ def _multiply(
                 else:
                     _tile_of_any(2, rest, packed, row, origin, scales, units, codebook, x, source, column, out)
                 column += COLUMNS
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def _multiply_together(pieces, size, *arguments):
+    return region(_multiply, pieces, size, arguments)
 
 
 @njit(inline="always")

@@ -20,8 +20,8 @@ def scale_arguments(scale: Tensor, nested: NestedScale | None, format: Format) -
     nothing = np.empty(0, np.float32)
     if format.has_exponents:
         powers, one = exponents_tensor(scale.device).numpy(), np.ones(1, np.float32)
-        return nothing, scale.view(-1).numpy(), powers, one, np.float32(0), ALL
+        return nothing, scale.numpy().reshape(-1), powers, one, np.float32(0), ALL
     if nested is None:
         return scale.float().view(-1).numpy(), np.empty(0, np.uint8), nothing, nothing, np.float32(0), 1
     code, absmax, offset, size = nested
-    return nothing, scale.view(-1).numpy(), code.numpy(), absmax.numpy(), np.float32(offset.item()), size
+    return nothing, scale.numpy().reshape(-1), code.numpy(), absmax.numpy(), np.float32(offset.item()), size
