@@ -95,21 +95,21 @@ class StreamKTimes(NamedTuple):
 # By tile_m, and whether CTAs keep their x. This table, and all numbers that benchmarks/streamk_plans.py prints, are
 # fitted by it to its record.
 STREAMK_TIMES = {
-    (8, False): StreamKTimes(4.007, 6.0, 0.078, 0.738),
-    (8, True): StreamKTimes(0.966, 4.078, 0.0, 2.013),
-    (16, False): StreamKTimes(4.083, 6.0, 0.234, 0.0),
-    (16, True): StreamKTimes(1.058, 4.078, 0.0, 1.57),
-    (24, False): StreamKTimes(4.224, 6.0, 0.632, 0.0),
-    (24, True): StreamKTimes(1.369, 4.078, 0.0, 1.183),
-    (32, False): StreamKTimes(4.298, 6.0, 1.0, 0.0),
-    (32, True): StreamKTimes(1.607, 4.078, 0.0, 1.293),
-    (48, False): StreamKTimes(4.508, 6.0, 1.0, 0.071),
-    (48, True): StreamKTimes(2.298, 4.078, 0.0, 1.771),
-    (64, False): StreamKTimes(4.601, 6.0, 1.0, 0.071),
-    (64, True): StreamKTimes(2.871, 4.078, 0.0, 2.576),
-    (80, False): StreamKTimes(4.174, 6.0, 1.0, 0.071),
-    (96, False): StreamKTimes(3.567, 6.0, 0.565, 0.071),
-    (112, False): StreamKTimes(5.347, 6.0, 1.0, 0.071),
+    (8, False): StreamKTimes(3.703, 6.0, 0.0, 0.738),
+    (8, True): StreamKTimes(1.203, 4.078, 0.0, 2.661),
+    (16, False): StreamKTimes(3.915, 6.0, 0.0, 0.0),
+    (16, True): StreamKTimes(1.176, 4.078, 0.0, 1.855),
+    (24, False): StreamKTimes(3.897, 6.0, 0.159, 0.0),
+    (24, True): StreamKTimes(1.347, 4.078, 0.0, 1.623),
+    (32, False): StreamKTimes(4.091, 6.0, 0.743, 0.0),
+    (32, True): StreamKTimes(1.562, 4.078, 0.0, 1.73),
+    (48, False): StreamKTimes(4.322, 6.0, 0.609, 0.071),
+    (48, True): StreamKTimes(2.041, 4.078, 0.0, 1.614),
+    (64, False): StreamKTimes(4.156, 6.0, 1.0, 0.071),
+    (64, True): StreamKTimes(2.43, 4.078, 0.0, 2.336),
+    (80, False): StreamKTimes(2.875, 6.0, 1.0, 0.071),
+    (96, False): StreamKTimes(2.623, 6.0, 1.0, 0.071),
+    (112, False): StreamKTimes(4.634, 6.0, 1.0, 0.071),
 }  # fmt: skip
 # What a product saves whose x is laid out already.
 STREAMK_LAYING_OUT = 1.5
@@ -118,28 +118,27 @@ STREAMK_ONE_TILE = 32
 
 # tile_m (rows of x) and warpgroups (64 rows of W each) to stages, and µs a unit (256 of K).
 STREAMK_TILES = {
-    (8, 4): (3, 1.088), (8, 3): (3, 0.865), (8, 2): (3, 0.645), (16, 4): (3, 1.219),
-    (16, 3): (3, 0.922), (16, 2): (3, 0.667), (24, 4): (3, 1.291), (24, 3): (3, 0.983),
-    (24, 2): (3, 0.718), (32, 4): (3, 1.386), (32, 3): (3, 1.032), (32, 2): (3, 0.74),
-    (48, 3): (3, 1.21), (48, 2): (3, 0.867), (64, 3): (2, 1.443), (64, 2): (3, 1.004),
-    (80, 3): (2, 1.701), (80, 2): (2, 1.183), (96, 3): (2, 2.082), (96, 2): (2, 1.333),
-    (112, 2): (2, 1.455),
+    (8, 4): (3, 1.068), (8, 3): (3, 0.853), (8, 2): (3, 0.64), (16, 4): (3, 1.213), (16, 3): (3, 0.95),
+    (16, 2): (3, 0.689), (24, 4): (3, 1.312), (24, 3): (3, 1.043), (24, 2): (3, 0.744), (32, 4): (3, 1.352),
+    (32, 3): (3, 1.049), (32, 2): (3, 0.744), (48, 3): (3, 1.236), (48, 2): (3, 0.883), (64, 3): (2, 1.48),
+    (64, 2): (3, 0.945), (80, 3): (2, 1.735), (80, 2): (2, 1.196), (96, 3): (2, 2.004), (96, 2): (2, 1.315),
+    (112, 2): (2, 1.447),
 }  # fmt: skip
 # By tile_m, µs: where every tile is cut into equal parts; where all units are dealt out in equal runs; and for each
 # part of a tile and warpgroup.
-STREAMK_CUT = {8: 0.407, 16: 0.773, 24: 0.902, 32: 1.095, 48: 1.959, 64: 2.61, 80: 2.375, 96: 3.857, 112: 2.337}
-STREAMK_RUN = {8: 1.18, 16: 1.42, 24: 1.493, 32: 1.886, 48: 2.707, 64: 3.387, 80: 3.667, 96: 4.1, 112: 4.6}
-STREAMK_PART = {8: 0.04, 16: 0.052, 24: 0.064, 32: 0.069, 48: 0.043, 64: 0.032, 80: 0.119, 96: 0.17, 112: 0.058}
+STREAMK_CUT = {8: 0.347, 16: 0.37, 24: 0.541, 32: 0.587, 48: 0.893, 64: 1.549, 80: 2.506, 96: 3.194, 112: 1.839}
+STREAMK_RUN = {8: 1.082, 16: 1.145, 24: 1.241, 32: 1.437, 48: 1.979, 64: 2.588, 80: 3.433, 96: 3.955, 112: 3.915}
+STREAMK_PART = {8: 0.041, 16: 0.055, 24: 0.067, 32: 0.074, 48: 0.056, 64: 0.061, 80: 0.166, 96: 0.195, 112: 0.082}
 # Where a plan must not depend on the rows of x: warpgroups; parts that a tile's first CTA adds up one by one; and µs of
 # a unit, of a cut and of a part, which stand for every tile_m.
 INVARIANT_WARPGROUPS, INVARIANT_DIRECT = 3, 8
 INVARIANT_UNIT, INVARIANT_CUT, INVARIANT_PART = 1.0, 2.0, 0.3
 # Where each CTA keeps its x in shared memory: warpgroups to µs a unit, and how many times that by tile_m.
-RESIDENT_UNIT = {2: 0.917, 3: 1.092}
-RESIDENT_TILE_M = {8: 0.788, 16: 0.931, 24: 1.08, 32: 1.143, 48: 1.317, 64: 1.348}
+RESIDENT_UNIT = {2: 0.913, 3: 1.135}
+RESIDENT_TILE_M = {8: 0.742, 16: 0.899, 24: 1.068, 32: 1.115, 48: 1.365, 64: 1.475}
 # µs: a warpgroup besides; a fix-up in memory, and each of its parts and warpgroups; a cluster reduce, and each of its
 # parts.
-RESIDENT_WARPGROUP, FIX_UP, FIX_UP_PART, CLUSTER_REDUCE, CLUSTER_PART = 0.447, 0.701, 0.034, 0.387, 0.133
+RESIDENT_WARPGROUP, FIX_UP, FIX_UP_PART, CLUSTER_REDUCE, CLUSTER_PART = 0.308, 0.622, 0.039, 0.412, 0.166
 # Stages: with fewer than the first, or than the CTA has units, x laid out ahead is faster; more than the last gain
 # nothing.
 RESIDENT_STAGES, RESIDENT_MOST_STAGES = 3, 4
