@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from fitting import Constant, fit_to, lost, read
 from rich.progress import track
 
 import halfbyte as hb
@@ -133,42 +132,6 @@ def _provider(plan: StreamKPlan, xs: Sequence[Any], qs: Sequence[Any], outs: Seq
     return lambda i: run(streamk, xs[i], qs[i], None, outs[i], plan)
 
 
-@dataclass(frozen=True)
-class Constant:
-    """A number of tune/h200.py: the name of a table, the key and the field of an entry where it has these, and between
-    what it is sought."""
-
-    table: str
-    key: Hashable = None
-    field: str | int | None = None
-    low: float = 0.0
-    high: float = 9.0
-
-    def __str__(self) -> str:
-        key = "" if self.key is None else f"[{str(self.key).strip('()')}]"
-        field = f".{self.field}" if isinstance(self.field, str) else "" if self.field is None else f"[{self.field}]"
-        return f"{self.table}{key}{field}"
-
-    @property
-    def value(self) -> float:
-        found = getattr(h200, self.table)
-        found = found if self.key is None else found[self.key]
-        if self.field is not None:
-            found = getattr(found, self.field) if isinstance(self.field, str) else found[self.field]
-        return float(found)
-
-    def put(self, value: float) -> None:
-        table = getattr(h200, self.table)
-        if self.key is None:
-            setattr(h200, self.table, value)
-        elif self.field is None:
-            table[self.key] = value
-        elif isinstance(self.field, str):
-            table[self.key] = table[self.key]._replace(**{self.field: value})
-        else:
-            table[self.key] = (*table[self.key][: self.field], value, *table[self.key][self.field + 1 :])
-
-
 def constants_of_tile(tile_m: int) -> list[Constant]:
     """Where x is laid out ahead."""
     times = tile_m, False
@@ -194,7 +157,7 @@ def constants_with_x() -> list[Constant]:
 
 def fit(path: Path) -> None:
     """Prints everything, and leaves what it has found in the tables of this process."""
-    rows = read(path)
+    rows = read(path, read_row, Row._fields)
     properties = properties_named(rows[0].device)
     print(f"choices as they are: {_lost(rows, properties)}")
     groups = [("x kept", constants_with_x(), [row for row in rows if row.resident])]
@@ -204,22 +167,16 @@ def fit(path: Path) -> None:
     for name, constants, some in groups:
         known = [row for row in some if _is_known(row)]
         if known:
-            print(f"{name}: {len(known)} plans, rms error {_fit(constants, known, properties)}")
+            found = fit_to(constants, known, lambda row: estimate(row.plan, row.m, row.problem, properties))
+            print(f"{name}: {len(known)} plans, {found}")
             print("\n".join(f"    {constant} = {constant.value:.3f}" for constant in constants))
     streamk_plan.cache_clear()
     print(f"choices as fitted: {_lost(rows, properties)}")
 
 
-def read(path: Path) -> list[Row]:
-    """Raises ValueError where the file is not of this form."""
-    with path.open(newline="", encoding="utf-8") as file:
-        columns, *lines = csv.reader(file)
-    if columns != list(Row._fields):
-        raise ValueError(f"{path} has the columns {','.join(columns)} instead of {','.join(Row._fields)}")
-    rows = [Row(device, *map(int, shape), float(time)) for device, *shape, time in lines]
-    if len(devices := {row.device for row in rows}) != 1:
-        raise ValueError(f"{path} has rows of {len(devices)} devices instead of one")
-    return rows
+def read_row(device: str, *numbers: str) -> Row:
+    *shape, time = numbers
+    return Row(device, *map(int, shape), float(time))
 
 
 def _is_known(row: Row) -> bool:
@@ -229,35 +186,16 @@ def _is_known(row: Row) -> bool:
     return (row.tile_m, row.warpgroups) in h200.STREAMK_TILES
 
 
-def _fit(constants: Sequence[Constant], rows: Sequence[Row], properties: DeviceProperties) -> str:
-    import numpy as np
-    from scipy.optimize import least_squares
-
-    def errors(values: Sequence[float]) -> list[float]:
-        for constant, value in zip(constants, values, strict=True):
-            constant.put(float(value))
-        return [math.log(estimate(row.plan, row.m, row.problem, properties) / row.microseconds) for row in rows]
-
-    low, high = (np.array([getattr(constant, side) for constant in constants]) for side in ("low", "high"))
-    start = np.clip([constant.value for constant in constants], low + 1e-4, high - 1e-4)
-    found = least_squares(errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.1)
-    before, after = (float(np.sqrt(np.mean(np.square(errors(values))))) for values in (start, found.x))
-    return f"{before:.1%} -> {after:.1%}"
-
-
 def _lost(rows: Sequence[Row], properties: DeviceProperties) -> str:
-    cells: dict[tuple[int, int, int], dict[StreamKPlan, float]] = defaultdict(dict)
+    times: dict[tuple[int, int, int], dict[StreamKPlan, float]] = defaultdict(dict)
     for row in rows:
-        cells[row.n, row.k, row.m][row.plan] = row.microseconds
-    ratios = []
-    for (n, k, m), times in cells.items():
-        chosen = streamk_plan(m, problem("nf4", 64, True, n, k), properties.as_fitted, False)
-        if chosen in times:
-            ratios.append(times[chosen] / min(times.values()))
-    if not ratios:
-        return "none was measured"
-    mean = sum(ratios) / len(ratios)
-    return f"{len(ratios)} of {len(cells)} were measured; chosen / fastest: mean {mean:.4f}, most {max(ratios):.3f}"
+        times[row.n, row.k, row.m][row.plan] = row.microseconds
+
+    def choose(product: tuple[int, int, int]) -> StreamKPlan | None:
+        n, k, m = product
+        return streamk_plan(m, problem("nf4", 64, True, n, k), properties.as_fitted, False)
+
+    return lost(times, choose)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

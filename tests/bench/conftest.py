@@ -28,6 +28,7 @@ def load_script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))  # what scripts share
     monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module

@@ -53,11 +53,16 @@ def test_constants_are_those_of_the_record(script: ModuleType, capsys: pytest.Ca
 
 
 def test_a_fit_finds_what_was_lost(script: ModuleType) -> None:
-    rows = [row for row in script.read(RECORD) if row.tile_m == 80 and not row.resident][::3]
+    rows = [
+        row for row in script.read(RECORD, script.read_row, script.Row._fields) if row.tile_m == 80 and not row.resident
+    ][::3]
     h200.STREAMK_TILES[80, 2] = 2, 3.0
     h200.STREAMK_RUN[80] = 0.5
-    told = script._fit(script.constants_of_tile(80), rows, properties_named(H100))
-    before, after = (float(part.rstrip("%")) for part in told.split(" -> "))
+    properties = properties_named(H100)
+    told = script.fit_to(
+        script.constants_of_tile(80), rows, lambda row: script.estimate(row.plan, row.m, row.problem, properties)
+    )
+    before, after = (float(part.rstrip("%")) for part in told.removeprefix("rms error ").split(" -> "))
     assert before > 20 > 7 > after
     assert h200.STREAMK_TILES[80, 2][1] == pytest.approx(1.21, rel=0.05)
 
@@ -92,7 +97,7 @@ def test_measure(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(script.nvrtc, "cubin", lambda variant: b"")
     path = tmp_path / "streamk-plans.csv"
     script.measure(path, torch.device("cpu"), properties_named(H100))
-    rows = script.read(path)
+    rows = script.read(path, script.read_row, script.Row._fields)
     assert [(row.plan, row.m) for row in rows] == seen
     assert {(row.device, row.n, row.k, row.microseconds) for row in rows} == {(H100, 192, 512, 1.25)}
     assert {row.m for row in rows} == {8, 48}
@@ -102,8 +107,8 @@ def test_files_of_another_form_are_refused(script: ModuleType, tmp_path: Path) -
     path = tmp_path / "streamk-plans.csv"
     path.write_text("n,k\n1,2\n")
     with pytest.raises(ValueError, match="has the columns n,k instead of device,n,k,m"):
-        script.read(path)
+        script.read(path, script.read_row, script.Row._fields)
     line = ",64,256,8,8,2,2,1,0,1,1,2.5\n"
     path.write_text(",".join(script.Row._fields) + f"\n{H100}{line}NVIDIA H200{line}")
     with pytest.raises(ValueError, match="has rows of 2 devices instead of one"):
-        script.read(path)
+        script.read(path, script.read_row, script.Row._fields)

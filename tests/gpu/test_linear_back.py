@@ -15,7 +15,7 @@ from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, GemmPlan, is_valid
+from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, GemmPlan, decoding, is_valid
 from halfbyte.measure.error import relative_error as error
 
 from .conftest import BF16, DEVICE, F16, F32, NOISE, captured, poisoned, sixteen_bits, weight
@@ -35,7 +35,9 @@ def plan(m: int, n: int, k: int, *shape: int) -> GemmPlan:
 def multiplied(dy: torch.Tensor, q: hb.QuantizedWeight, plan: GemmPlan) -> torch.Tensor:
     """The kernel's result, with poison under it and around it."""
     n, k = q.shape
-    assert is_valid(plan, len(dy), k, n, span_of(problem_of(dy, q, None)), properties_of(0))
+    problem = problem_of(dy, q, None)
+    plan = decoding(plan, problem)
+    assert is_valid(plan, len(dy), k, n, span_of(problem), properties_of(0))
     with poisoned((len(dy), k), dy.dtype) as out:
         run(gemm, dy, q, None, out, plan)
     return out

@@ -17,7 +17,7 @@ from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, gemm_plan, is_valid, one_after_another, x_stages
+from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, decoding, gemm_plan, is_valid, one_after_another
 from halfbyte.kernels.linear.tune import h200
 
 from .conftest import BF16, DEVICE, F16, NOISE, captured, check_product, poisoned, sixteen_bits, weight
@@ -42,18 +42,20 @@ def plan(m: int, n: int, k: int, tile_m: int, workers: int = 132, cluster: int =
     tiles, depth = -(-n // 128) * -(-m // tile_m), -(-k // 256)
     if depth >= cluster > 1:
         shares = max(1, min(workers // cluster // tiles, depth // cluster))
-        return GemmPlan(tile_m, 2, 3, x_stages(tile_m), tiles * shares, cluster, -(-m // tile_m) * tile_m)
+        return GemmPlan(tile_m, 2, 3, min(8, 3 * 256 // tile_m), tiles * shares, cluster, -(-m // tile_m) * tile_m)
     chunk = max(1, chunk // tile_m) * tile_m
     last = (m - 1) % chunk + 1
     units = -(-n // 128) * -(-last // tile_m) * depth
-    return GemmPlan(tile_m, 2, 3, x_stages(tile_m), min(workers, units), 1, chunk)
+    return GemmPlan(tile_m, 2, 3, min(8, 3 * 256 // tile_m), min(workers, units), 1, chunk)
 
 
 def multiplied(
     x: torch.Tensor, q: hb.QuantizedWeight, plan: GemmPlan, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The kernel's result, with poison under it and around it."""
-    assert is_valid(plan, len(x), *q.shape, span_of(problem_of(x, q, bias)), properties_of(0))
+    problem = problem_of(x, q, bias)
+    plan = decoding(plan, problem)
+    assert is_valid(plan, len(x), *q.shape, span_of(problem), properties_of(0))
     with poisoned((len(x), q.shape[0]), x.dtype) as out:
         run(gemm, x, q, bias, out, plan)
     return out
@@ -141,7 +143,8 @@ def test_more_than_two_to_the_31_results() -> None:
     out = torch.empty((33000, 66000), dtype=BF16, device=DEVICE)
     run(gemm, x, q, None, out, whole)
     tail = torch.empty((40, 66000), dtype=BF16, device=DEVICE)
-    run(gemm, x[-40:].clone(), q, None, tail, replace(plan(40, 66000, 256, whole.tile_m), chunk=whole.chunk))
+    like_it = decoding(replace(plan(40, 66000, 256, whole.tile_m), chunk=whole.chunk), problem_of(x, q, None))
+    run(gemm, x[-40:].clone(), q, None, tail, like_it)
     assert torch.equal(out[-40:], tail)
 
 

@@ -46,7 +46,7 @@ from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import DecodePlan, Scales, is_valid
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm import plan as gemm_plans
-from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan, x_stages
+from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk import plan as streamk_plans
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
@@ -401,7 +401,7 @@ def test_many_rows_back(n: int, k: int) -> None:
         tiles, depth = -(-k // 128) * -(-m // tile_m), -(-n // 256)
         cluster = min(cluster, depth)
         workers = min(132, tiles * depth) if cluster == 1 else tiles
-        shape = (tile_m, 2, 3, x_stages(tile_m), workers, cluster, -(-m // tile_m) * tile_m)
+        shape = (tile_m, 2, 3, 3 * 256 // tile_m, workers, cluster, -(-m // tile_m) * tile_m)
         out = torch.empty((m, k), dtype=torch.bfloat16, device="cuda")
         run(gemm, dy, q, None, out, GemmPlan(*shape, back=True))
         right = dy.cpu().double() @ hb.dequantize(on_cpu, torch.float32).double()

@@ -177,6 +177,13 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   for (int i = 0; i < 4; i++) found |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return found;
 }
+// As `prmt`, which knows the upper bit of a selector's nibble.
+inline unsigned permuted(unsigned low, unsigned high, unsigned selector) {
+  unsigned found = __byte_perm(low, high, selector);
+  for (int i = 0; i < 4; i++)
+    if (selector >> 4 * i & 8) found = found & ~(255u << 8 * i) | (found >> 8 * i & 128 ? 255u : 0) << 8 * i;
+  return found;
+}
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
   return unsigned((low | uint64_t(high) << 32) >> by % 32);
 }

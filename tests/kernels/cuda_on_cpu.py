@@ -46,6 +46,7 @@ FUNCTIONS = {
     "close_group": "void close_group() { close_copies(); }",
     "wait_for_groups": "",
     "settled": "",
+    "permute": "u32 permute(u32 a, u32 b, u32 selector) { return permuted(a, b, selector); }",
     "insert": "u32 insert(u32 bits, u32 mask, u32 base) { return bits & mask | base; }",
     "minus_offset": "u32 minus_offset(u32 pair) { return minus(pair, FP16 ? 1032 : 136, FP16, 1); }",
     "fold": "u32 fold(u32 weights, u32 scale) { return times(weights, scale, FP16); }",

@@ -31,7 +31,7 @@ from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import plan as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, TILES_M, W_STAGES, GemmPlan, x_stages
+from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, TILES_M, W_STAGES, GemmPlan, decoding
 from halfbyte.kernels.linear.sm90_streamk import shape as streamk
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
 from halfbyte.kernels.linear.spread import most_tiles, usual_tiles, wanted
@@ -438,7 +438,8 @@ def test_the_way_back_compiles_into_registers(every: bool, tmp_path: Path) -> No
 
     some = [(BACK_VARIANTS[0], 128), (BACK_VARIANTS[2], 32), (BACK_VARIANTS[3], 256), (BACK_VARIANTS[6], 64)]
     for o, tile_m in product(BACK_VARIANTS, BACK_TILES_M) if every else some:
-        plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), 1, 1, tile_m, back=True)
+        plan = GemmPlan(tile_m, 2, W_STAGES, 3 * 256 // tile_m, 1, 1, tile_m, back=True)
+        plan = decoding(plan, o)
         found = used(grouped.variant(o, Grouping(1, scatters=True), plan, H200), tmp_path, triton)
         assert found.keys() == {"multiply", "lay_out"}
         assert all(each["STACK"] == each["LOCAL"] == "0" for each in found.values()), (plan, o)
@@ -449,11 +450,12 @@ def test_the_way_back_compiles_into_registers(every: bool, tmp_path: Path) -> No
 def test_compiles_into_registers(every: bool, tmp_path: Path) -> None:
     import triton
 
-    wide = [GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m), 1, 1, tile_m) for tile_m in TILES_M]
+    wide = [GemmPlan(tile_m, 2, W_STAGES, 3 * 256 // tile_m, 1, 1, tile_m) for tile_m in TILES_M]
     narrow = [StreamKPlan(tile_m, groups, 2, 1, chunk=tile_m) for tile_m, groups in h200.GROUPED_STREAMK]
     some = [(VARIANTS[0], narrow[0]), (VARIANTS[4], wide[1]), (VARIANTS[2], wide[-1]), (VARIANTS[3], narrow[-1])]
     for (o, activation, others), plan in product(VARIANTS, (*narrow, *wide)) if every else some:
         in_order = {"orders": bool(activation), "ordered": "wide" in others} if plan in wide else {}
+        plan = decoding(plan, o) if isinstance(plan, GemmPlan) else plan
         found = used(grouped.variant(o, Grouping(1, activation, **others, **in_order), plan, H200), tmp_path, triton)
         assert found.keys() == {"multiply", "lay_out"}
         assert all(each["STACK"] == each["LOCAL"] == "0" for each in found.values()), (plan, o)

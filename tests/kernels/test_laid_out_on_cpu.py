@@ -28,7 +28,7 @@ from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm import plan as wide
-from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan
+from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan, decoding
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.linear.sm90_streamk import shape as narrow
 from halfbyte.kernels.linear.sm90_streamk.plan import handed_over
@@ -46,6 +46,11 @@ class Case(NamedTuple):
     dtype: torch.dtype = BF16
     format: str = "nf4"
     options: dict[str, Any] = {}  # noqa: RUF012 nobody writes to it
+
+
+def decoded(plan: Any, problem: Problem) -> Any:
+    """The plan for weights of this kind."""
+    return decoding(plan, problem) if isinstance(plan, GemmPlan) else plan
 
 
 GROUPS = {"group_size": 128}
@@ -66,6 +71,10 @@ CASES = {
     "many rows": Case(150, 200, 1024, GemmPlan(160, 2, 3, 3, 3, 1, 320), F16),
     "many rows in chunks": Case(200, 128, 512, GemmPlan(96, 2, 2, 4, 2, 1, 192), BF16, "int4", GROUPS),
     "look-ups in registers": Case(250, 129, 832, GemmPlan(256, 2, 2, 3, 2, 1, 256), BF16, "fp4", {"nested": False}),
+    "many rows of narrow blocks": Case(
+        100, 150, 352, GemmPlan(96, 2, 2, 3, 2, 1, 96), BF16, "nf4", {"nested": False, "block_size": 32}
+    ),
+    "many rows, computed": Case(130, 130, 384, GemmPlan(160, 2, 3, 5, 2, 1, 160), F16, "int4", {"group_size": 32}),
     "many rows, a cluster": Case(120, 128, 1024, GemmPlan(128, 2, 3, 3, 1, 4, 128)),
     "back": Case(40, 192, 320, GemmPlan(64, 2, 3, 3, 2, 1, 64, back=True)),
     "back, odd": Case(70, 77, 256, GemmPlan(96, 2, 3, 3, 2, 1, 96, back=True), F16, "int4", GROUPS),
@@ -80,6 +89,7 @@ def test_a_product(hopper: Driver, case: Case) -> None:
     side, results = (n, k) if plan.back else (k, n)
     x, bias = torch.randn(m, side).to(dtype), None if plan.back else torch.randn(n).to(dtype)
     problem = problem_of(x, q, bias)
+    plan = decoded(plan, problem)
     hopper.readable = [*parts_of(q), x]
     dense = hb.dequantize(q, F32)
     dense = dense.t() if plan.back else dense
@@ -144,7 +154,7 @@ def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan | GemmPla
         weights[-1] = replace(weights[-1], nested=nested._replace(code=nested.code * 1.5))
     biases = [torch.randn(n).bfloat16() for _ in range(parts)]
     group = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
-    last: StreamKPlan | GemmPlan = replace(plan, activation=fusion.activation)
+    last = replace(decoded(plan, group[0]), activation=fusion.activation)
     if isinstance(last, StreamKPlan):
         last = replace(last, residual=fusion.residual is not None)
         assert narrow.is_valid(last, m, n, k, span_of(group[0]), SMALL)
@@ -272,7 +282,7 @@ def test_several_weights_in_one_launch(hopper: Driver, plans: list[Any], k: int)
     biases = [torch.randn(n).half() for n in sides]
     group = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
     hopper.readable = [part for q in weights for part in parts_of(q)]
-    planned = GroupPlan(tuple(plans), 0.0, is_one_launch=True)
+    planned = GroupPlan(tuple(decoded(plan, group[0]) for plan in plans), 0.0, is_one_launch=True)
     multiply = kernel.bind_group(DEVICE, m, group, list(map(addresses, weights)), planned)
     for _ in range(2):
         results = [torch.full((m + 1, n), 777.0, dtype=F16) for n in sides]
@@ -334,7 +344,7 @@ def test_experts(hopper: Driver, case: Stack) -> None:
     ):
         flat = rows_of(q)
         problem = problem_of(given, flat, None if added is None else added.flatten())
-        plan = replace(plan, chunk=room * tile_m)
+        plan = replace(decoded(plan, problem), chunk=room * tile_m)
         kernel: Any = narrow if isinstance(plan, StreamKPlan) else wide
         assert kernel.is_grouped_valid(plan, experts, q.shape[1], q.shape[2], span_of(problem), SMALL)
         multiply = grouped.bind(DEVICE, problem, addresses(flat), grouping, plan)

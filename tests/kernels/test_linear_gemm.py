@@ -25,6 +25,8 @@ from halfbyte.kernels.linear.sm90_gemm.plan import (
     BACK_TILES_M,
     TILES_M,
     GemmPlan,
+    decoding,
+    estimate,
     gemm_plan,
     is_valid,
     one_after_another,
@@ -59,7 +61,9 @@ def test_every_plan_is_valid(m: int, n: int, k: int, block_size: int, sms: int, 
     last = (m - 1) % plan.chunk + 1
     assert plan.x_tiles(last) * -(-n // plan.rows) * -(-k // 256) >= plan.workers  # nobody without work
     most = h200.BACK_X_BYTES if back else h200.GEMM_X_BYTES
-    assert plan.chunk * k * 2 <= max(most, 2 * k * plan.tile_m) + 2 * k * plan.tile_m
+    together = plan.workers == -(-n // plan.rows) * plan.x_tiles(plan.chunk)  # CTAs go along K, each with a tile
+    assert together or plan.chunk * k * 2 <= max(most, 2 * k * plan.tile_m) + 2 * k * plan.tile_m
+    assert plan.microseconds == estimate(plan, m, problem, properties)
 
 
 def test_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +168,8 @@ def test_compiles_into_registers(every: bool, back: bool, tmp_path: Path) -> Non
     shapes = [(tile_m, cluster) for tile_m in (BACK_TILES_M if back else TILES_M) for cluster in (1, 2, 3)]
     for i, (tile_m, cluster) in enumerate(shapes if every else [(96, 1), (256, 2), (160, 1)]):
         for problem in problems if every else problems[i : i + 1]:
-            plan = GemmPlan(tile_m, 2, 3, x_stages(tile_m), 1, cluster, tile_m, back=back)
+            plan = GemmPlan(tile_m, 2, 3, x_stages(tile_m, problem), 1, cluster, tile_m, back=back)
+            plan = decoding(plan, problem)
             path = tmp_path / "gemm.cubin"
             path.write_bytes(nvrtc.compile_cubin(source(), "90a", constants(problem, plan)))
             tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -24,6 +24,7 @@ from halfbyte.kernels.linear.simt import launch as exact
 from halfbyte.kernels.linear.sm75 import launch as tensor
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
+from halfbyte.kernels.linear.sm90_gemm import plan as gemm_planner
 from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.tune import h200
@@ -141,6 +142,7 @@ def test_a_group_of_many_rows(gpu: Driver, x_bytes: int, monkeypatch: pytest.Mon
     """Each chunk of x is laid out once, for all weights."""
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
     monkeypatch.setattr(h200, "GEMM_X_BYTES", x_bytes)
+    monkeypatch.setattr(gemm_planner, "_shares", lambda *given: [(1, 1, 1)])  # slow, if all go in one launch
     gemm_plan.cache_clear()
     monkeypatch.setattr(cuda, "choose_group", lambda *given: GroupChoice(gemm, gemm.plan_group(*given)))
     gpu.group = [make(600, 1024, format="int4") for _ in range(2)]
@@ -148,8 +150,10 @@ def test_a_group_of_many_rows(gpu: Driver, x_bytes: int, monkeypatch: pytest.Mon
     for m in (700, 690):  # as many tiles of x
         x = torch.randn(m, 1024).bfloat16()
         check_group(gpu, x, biases)
-        plan = gemm.plan(m, problem_of(x, gpu.group[0], None), H200, False)
-        rows = [min(plan.chunk, m - first) for first in range(0, m, plan.chunk)]
+        plan = gemm.plan_group(m, [problem_of(x, q, None) for q in gpu.group], H200)
+        assert plan is not None
+        chunk = plan.plans[0].chunk
+        rows = [min(chunk, m - first) for first in range(0, m, chunk)]
         assert len(rows) == (1 if x_bytes == 1 << 24 else 3)
         assert [m for _, m in gpu.seen] == [m for m in rows for _ in gpu.group]
         assert gpu.others == [b"lay_out"] * len(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from functools import cache
+from typing import Literal
 
 import torch
 
@@ -11,6 +12,8 @@ from halfbyte.formats.spec import FORMATS, Format
 
 STEPS = 4096  # factors that are tried between 1 and 2
 INTEGERS = tuple(float(value) for value in range(-8, 8))
+E2M1 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
+Numbers = Literal["looked_up", "integers", "e2m1"]
 
 
 @cache
@@ -27,15 +30,23 @@ def exact_codebook(format: str) -> bytes:
 
 
 @cache
+def numbers_of(format: str, dtype: torch.dtype) -> Numbers:
+    """How the codebook times its factor is had from nibbles: device/computed.cuh."""
+    known: dict[tuple[float, ...], Numbers] = {INTEGERS: "integers", E2M1: "e2m1"}
+    return known.get(tuple(value * factor_of(format, dtype) for value in FORMATS[format].codebook), "looked_up")
+
+
 def has_integers(format: str, dtype: torch.dtype) -> bool:
     """True if the codebook times its factor is the integers from -8 to 7: such need no table."""
-    return tuple(value * factor_of(format, dtype) for value in FORMATS[format].codebook) == INTEGERS
+    return numbers_of(format, dtype) == "integers"
 
 
-def are_computed(format: str, dtype: torch.dtype, scale: torch.dtype) -> bool:
-    """True if weights are such integers times scales of the type of x: side by side in that type they become what
-    dequantize gives."""
-    return has_integers(format, dtype) and factor_of(format, dtype) == 1 and scale is dtype
+@cache
+def numbers_of_weights(format: str, dtype: torch.dtype, scale: torch.dtype) -> Numbers:
+    """The same of the codebook itself, where scales are numbers of `dtype` as well: side by side in that type weights
+    become what dequantize gives. Else "looked_up"."""
+    fits = scale is dtype or (FORMATS[format].has_exponents and dtype is torch.bfloat16)
+    return numbers_of(format, dtype) if fits and factor_of(format, dtype) == 1 else "looked_up"
 
 
 @cache

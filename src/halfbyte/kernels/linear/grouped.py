@@ -196,6 +196,7 @@ def constants(problem: Problem, grouping: Grouping, plan: StreamKPlan | GemmPlan
     }  # fmt: skip
     if isinstance(plan, StreamKPlan):
         return streamk.constants(problem, plan) | of_experts
+    plan = replace(plan, lane_spans=plan.lane_spans and not grouping.ordered)
     producer, consumer = GROUPED_BACK_REGISTERS if plan.back else SCATTERED_REGISTERS
     registers: dict[str, Constant] = {"producer_registers": producer, "consumer_registers": consumer}
     return gemm.constants(problem, plan) | of_experts | registers

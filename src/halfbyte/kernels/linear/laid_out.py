@@ -72,7 +72,7 @@ class LaidOutPlan(Protocol):
     """tile_m, rows: rows of x and of W in a tile. sums: that a CTA has of one. paired: tiles have as many rows of
     another weight. norm: x is normed as it is laid out. ctas: in all. workers: that share the work, CTAs or clusters.
     cluster: CTAs of one, or 1. resident: units of x that a CTA lays out itself, or 0. threads: of a CTA. back: the
-    product is with W transposed."""
+    product is with W transposed. lays_units: a thread that lays x out takes a unit of a row at a time."""
 
     @property
     def tile_m(self) -> int: ...
@@ -96,6 +96,8 @@ class LaidOutPlan(Protocol):
     def threads(self) -> int: ...
     @property
     def back(self) -> bool: ...
+    @property
+    def lays_units(self) -> bool: ...
     def x_tiles(self, m: int) -> int: ...
 
 
@@ -301,7 +303,8 @@ def make_launches(
     tiles, units = x_units
     threads = 8 * plan.tile_m * tiles  # of a run of steps, as device/lay_out.cuh has them
     grouped = dict(compiled.constants)["grouped"]
-    runs = min(max(h200.LAYING_THREADS // threads, 1), units) if grouped else 4 * units
+    steps = units if plan.lays_units or grouped else 4 * units
+    runs = min(max(h200.LAYING_THREADS // threads, 1), steps) if grouped else steps
     laying = NORM_PARTS * plan.tile_m * tiles if plan.norm else -(-threads * runs // 128)
     return (
         Launch(lay_out, (workers + laying, 1), 128, sums, overlaps=True),

@@ -10,6 +10,7 @@ from torch import Tensor
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE
 from halfbyte.formats.spec import E8M0, FORMATS
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.linear.codebook import Numbers, numbers_of_weights
 
 Addresses = tuple[int, int, int, int, int]
 ALIGNMENT = 16  # bytes: x, bias and the result always have it (eager.py), and of W no kernel asks for more
@@ -52,6 +53,11 @@ class Problem:
     def has_exponents(self) -> bool:
         """True if scales are exponents of two."""
         return FORMATS[self.format].scale_encoding == E8M0
+
+    @property
+    def numbers(self) -> Numbers:
+        """How weights are computed that are what dequantize gives, or "looked_up"."""
+        return numbers_of_weights(self.format, self.dtype, self.scale)
 
     @property
     def has_usual_nesting(self) -> bool:

@@ -34,3 +34,9 @@ __device__ __forceinline__ u32 upper_integers(u32 bits) {
   if constexpr (FP16) return sixteenth_minus_offset(insert(bits, 0x00f000f0, 0x64006400));
   else return integers(bits >> 4);
 }
+// Those of the eight nibbles of a word, two by two in the order of k.
+__device__ __forceinline__ void integers_in_order(u32 word, u32 (&pairs)[4]) {
+  const u32 high = word >> 4, first = Config::low_first ? word : high, second = Config::low_first ? high : word;
+  pairs[0] = integers(__byte_perm(first, second, 0x0400)), pairs[1] = integers(__byte_perm(first, second, 0x0501));
+  pairs[2] = integers(__byte_perm(first, second, 0x0602)), pairs[3] = integers(__byte_perm(first, second, 0x0703));
+}

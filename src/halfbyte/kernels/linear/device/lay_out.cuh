@@ -1,6 +1,7 @@
 // The kernel that runs ahead of `multiply` where x is laid out in memory: it writes x in the swizzled tiles that wgmma
 // reads, with zeros beyond M and K. The includer has X_BYTES (of a unit), SPAN_WORDS and OWN (words of a span, and
-// those of one lane of a quad), and `memory`, which is shared; its Arguments are device/laid_out.cuh's.
+// those of one lane of a quad), LANE_SPANS (row_place.cuh), LAYS_UNITS (a thread has many loads on their way, as there
+// are threads enough), and `memory`, which is shared; its Arguments are device/laid_out.cuh's.
 
 #include "ptx.cuh"
 #include "rms_norm.cuh"
@@ -19,32 +20,66 @@ __device__ __forceinline__ void clear_rows(const Arguments& a, u32 cta, u32 ctas
   }
 }
 
-constexpr u32 AT_ONCE = Config::grouped ? 4 : 1;  // blocks of 64 numbers, in a thread's step
-constexpr u32 OF_ROWS = 8 * Config::tile_m;       // pieces of 16 bytes, from one block of a tile to the next
+// What a thread does at a time, a step: a piece of 16 bytes of a block of 64 numbers; or, with BY_FOUR, four pieces of
+// a block of a unit, for which it reads 16 bytes of each of the lanes that they are for.
+constexpr bool BY_FOUR = LANE_SPANS;
+constexpr u32 AT_ONCE = LAYS_UNITS ? 4 : 1;
+constexpr u32 OF_ROWS = 8 * Config::tile_m;  // pieces, from one block of a tile to the next
 using Pieces = u32[AT_ONCE][4];
 
-// The same piece of a row of x in each block of a step; zeros beyond K, or if there is no such row.
+// The number, in its row, of the first word of a piece's member.
+__device__ __forceinline__ u32 number_of(u32 block, u32 piece, u32 member) {
+  if constexpr (LANE_SPANS) return block / 4 * 256 + member * 64 + (block % 4 ^ member) * 16 + 2 * piece;
+  return block * 64 + 2 * (piece / OWN * SPAN_WORDS + piece % OWN + OWN * member);
+}
+// The threads of a warp that have the same row as this one.
+__device__ __forceinline__ u32 of_same_row() { return 0xffu << (threadIdx.x & 24); }
+
+// A thread's pieces of a row of x in a step, of which it is the `number`-th of eight threads; zeros beyond K, or if
+// there is no such row. By all threads of the row.
 __device__ __forceinline__ void load_pieces(Pieces& words, const Arguments& a, const u16* from, u32 row, u32 step,
-                                            u32 piece, bool exists) {
+                                            u32 number, bool exists) {
   const u16* x = from + u64(row) * a.k;
-  const u32 word = piece / OWN * SPAN_WORDS + piece % OWN;
-#pragma unroll
-  for (u32 i = 0; i < AT_ONCE; i++)
+  if constexpr (BY_FOUR) {
+    const u32 block = 4 * step + number / 2, half = number % 2;
+    uint4 of_members[4];
 #pragma unroll
     for (u32 member = 0; member < 4; member++) {
-      const u32 at = (step * AT_ONCE + i) * 64 + 2 * (word + OWN * member);
-      if constexpr (Config::back)
-        words[i][member] = exists && at < a.k ? load_two(x + at, a.k % 2 == 0, at + 1 < a.k) : 0;
-      else words[i][member] = exists && at < a.k ? *reinterpret_cast<const u32*>(x + at) : 0;
+      const u32 at = number_of(block, 4 * half, member);
+      of_members[member] = exists && at < a.k ? *reinterpret_cast<const uint4*>(x + at) : make_uint4(0, 0, 0, 0);
     }
+    // It has four pieces side by side, and its neighbour the other four. They exchange two, and have every other one,
+    // so that both write to a sector at once.
+#pragma unroll
+    for (u32 member = 0; member < 4; member++) {
+      const uint4 four = of_members[member];
+      const u32 first = __shfl_xor_sync(of_same_row(), half ? four.x : four.y, 1),
+                second = __shfl_xor_sync(of_same_row(), half ? four.z : four.w, 1);
+      words[0][member] = half ? first : four.x, words[1][member] = half ? second : four.z;
+      words[2][member] = half ? four.y : first, words[3][member] = half ? four.w : second;
+    }
+  } else {
+#pragma unroll
+    for (u32 i = 0; i < AT_ONCE; i++)
+#pragma unroll
+      for (u32 member = 0; member < 4; member++) {
+        const u32 at = number_of(step * AT_ONCE + i, number, member);
+        if constexpr (Config::back)
+          words[i][member] = exists && at < a.k ? load_two(x + at, a.k % 2 == 0, at + 1 < a.k) : 0;
+        else words[i][member] = exists && at < a.k ? *reinterpret_cast<const u32*>(x + at) : 0;
+      }
+  }
 }
 // To row `row` of a tile.
-__device__ __forceinline__ void store_pieces(const Arguments& a, u32 column_tile, u32 row, u32 step, u32 piece,
+__device__ __forceinline__ void store_pieces(const Arguments& a, u32 column_tile, u32 row, u32 step, u32 number,
                                              const Pieces& words) {
-  uint4* to = a.laid_out + (u64(column_tile) * a.depth_units * 4 * Config::tile_m + row) * 8 + (piece ^ (row & 7));
+  uint4* to = a.laid_out + (u64(column_tile) * a.depth_units * 4 * Config::tile_m + row) * 8;
 #pragma unroll
-  for (u32 i = 0; i < AT_ONCE; i++)
-    to[u64(step * AT_ONCE + i) * OF_ROWS] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
+  for (u32 i = 0; i < AT_ONCE; i++) {
+    const u32 block = BY_FOUR ? 4 * step + number / 2 : step * AT_ONCE + i;
+    const u32 piece = BY_FOUR ? 2 * i + number % 2 : number;
+    to[u64(block) * OF_ROWS + (piece ^ row & 7)] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
+  }
 }
 // Calls `store` with a thread's run of steps and what it has loaded for each: the next while this one is stored.
 template <class Store>
@@ -72,14 +107,13 @@ __device__ __forceinline__ void scatter_rows(const Arguments& a, u32 thread, u32
   const u32 runs = max(1u, min(steps, threads / (8 * rows)));
   const u32 piece = thread % 8, row = thread / 8 % rows, run = thread / 8 / rows;
   if (run >= runs) return;
-  const u32 lanes = 0xffu << (threadIdx.x & 24);  // that have the same row
   const auto place_of = [&](u32 pair) { return pair < a.m ? row_in_tiles(a, row * a.m + pair) : NOWHERE; };
   const u32 of_first = place_of(piece);  // behind a store nothing is known any more
   for_each_step(a, row, piece, true, run, runs, [&](u32 step, const Pieces& words) {
     for (u32 first = 0; first < a.m; first += 8) {
       const u32 own = first ? place_of(first + piece) : of_first;
       for (u32 i = 0; i < min(8u, a.m - first); i++) {
-        const u32 place = __shfl_sync(lanes, own, i, 8);
+        const u32 place = __shfl_sync(of_same_row(), own, i, 8);
         if (place != NOWHERE) store_pieces(a, place / Config::tile_m, place % Config::tile_m, step, piece, words);
       }
     }
@@ -133,8 +167,9 @@ __device__ __forceinline__ void lay_out_normed(const Arguments& a, u32 number, u
 
 // Prepares for `multiply`. For each CTA of that kernel one CTA here prefetches scales to L2; the others lay x [m, k]
 // out as [tile of x][K / 64][tile_m rows][128 bytes, whose 16-byte pieces are swizzled by the row]. A word is two
-// neighbouring k; piece j of a span holds word j of each of a quad's four lanes. With `grouped` a tile has the rows of
-// x that pairs of one expert want. With `back` the order of k stays, and K may be odd.
+// neighbouring k; piece j of a span holds word j of each of a quad's four lanes, and with LANE_SPANS piece j of a step.
+// With `grouped` a tile has the rows of x that pairs of one expert want. With `back` the order of k stays, and K may be
+// odd.
 //
 // A thread has the same piece of a row in every block of a run of steps. The host says by the size of the grid how many
 // runs a row has. With `norm` NORM_PARTS CTAs have a row, and each reads all of it.

@@ -14,6 +14,9 @@ enum class Type { fp32, fp16, bf16, nested, e8m0 };
 // What the first of two results is put through before it multiplies the second. swiglu_oai is gpt-oss', see `gated`.
 enum class Activation { none, silu, gelu, gelu_tanh, swiglu_oai };
 
+// How nibbles become numbers: by a table, or computed (computed.cuh).
+enum class Numbers { looked_up, integers, e2m1 };
+
 // How the scales of a row of W are loaded, see scale_rows.cuh.
 enum class Loads { one, unit, vector, across };
 

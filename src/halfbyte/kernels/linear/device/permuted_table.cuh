@@ -1,14 +1,23 @@
 // From nibbles to the MMA's A operand without shared memory.
 //
 // The sixteen numbers that nibbles stand for, rounded to 16 bits, are 32 bytes: eight registers. A byte permute picks
-// four bytes out of eight by four nibbles, so four of them and two that choose between the halves give the low and the
-// high bytes of four weights. Permutes come at half the rate of other instructions: in registers alone all look-ups
-// would take as long as in shared memory alone (decode.cuh).
+// four bytes out of eight by the lower three bits of four nibbles. So four of them, and a mask that the upper bits
+// make, give the low and the high bytes of four weights. Permutes come at half the rate of other instructions: in
+// registers alone all look-ups would take as long as in shared memory alone (decode.cuh).
 
 #include "numeric.cuh"
 
+// A nibble of the selector picks a byte, 0 to 3 of a and 4 to 7 of b; with 8 on top, eight times that byte's upper bit.
+// __byte_perm would mask that one.
+__device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
+  u32 bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+  return bytes;
+}
+
 class PermutedTable {
  public:
+  PermutedTable() = default;
   // number(i): what nibble i stands for, fp32.
   template <class Number> __device__ __forceinline__ explicit PermutedTable(const Number& number) {
 #pragma unroll
@@ -19,12 +28,11 @@ class PermutedTable {
   }
   // The eight weights of four bytes, two by two.
   __device__ __forceinline__ void look_up(u32 bytes, u32 (&pairs)[4]) const {
-    // A nibble's lower three bits pick of either half; its highest bit picks the half.
-    const u32 lower = bytes & 0x77777777, highest = bytes >> 1 & 0x44444444 | 0x32103210;
+    const u32 in_halves = bytes & 0x77777777, low_nibbles = bytes << 4;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const u32 in_half = lower >> 16 * i, half = highest >> 16 * i;
-      const u32 l = pick(low, in_half, half), h = pick(high, in_half, half);
+    for (int i = 0; i < 2; i++) {  // the upper bit of a nibble, in all bits of a byte: of four nibbles
+      const u32 in_half = in_halves >> 16 * i, upper = permute(low_nibbles, bytes, i ? 0xfbea : 0xd9c8);
+      const u32 l = pick(low, in_half, upper), h = pick(high, in_half, upper);
       pairs[2 * i] = __byte_perm(l, h, Config::low_first ? 0x5140 : 0x4051);
       pairs[2 * i + 1] = __byte_perm(l, h, Config::low_first ? 0x7362 : 0x6273);
     }
@@ -33,8 +41,8 @@ class PermutedTable {
  private:
   u32 low[4], high[4];  // bytes of the sixteen numbers
 
-  // Four bytes of sixteen.
-  static __device__ __forceinline__ u32 pick(const u32 (&bytes)[4], u32 in_half, u32 half) {
-    return __byte_perm(__byte_perm(bytes[0], bytes[1], in_half), __byte_perm(bytes[2], bytes[3], in_half), half);
+  // Four bytes of sixteen: of the lower or the upper eight, as `upper` has no bit of a byte or all.
+  static __device__ __forceinline__ u32 pick(const u32 (&bytes)[4], u32 in_half, u32 upper) {
+    return permute(bytes[0], bytes[1], in_half) & ~upper | permute(bytes[2], bytes[3], in_half) & upper;
   }
 };

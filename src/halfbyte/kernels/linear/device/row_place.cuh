@@ -1,21 +1,29 @@
 // Where a lane of a warp that multiplies finds its part of a stage of W, for kernels whose stages have 256 of K of a
-// tile's rows. The includer has TILE_ROWS (rows of W, or of each weight with `paired`); its Config has `span`.
+// tile's rows. The includer has TILE_N (rows of W a tile), TILE_ROWS (of each weight with `paired`), JOINED (spans that
+// share a scale) and LANE_SPANS; its Config has `span`.
 
 #include "ptx.cuh"
 
-// It reads rows `row` (even) and `row` + 1 of 128 bytes, whose 16-byte pieces are swizzled by the row; so the address
-// of a span is that of the first span, exclusive or the span's place in the row. With `paired` it reads row `row` of
-// gate and of up, which lie behind each other in a stage, while their scales are neighbours; of a warp's eight rows
-// half of the lanes read every other one. scales: where its own begin, of those of a span.
+// It reads rows `row` (even) and `row` + 1 of 128 bytes, whose 16-byte pieces are swizzled by the row. Either a quad's
+// four lanes share each span, and take neighbouring quarters of it; the address of a span is that of the first one,
+// exclusive or the span's place in the row. Or, with LANE_SPANS, each lane has one of a unit's four spans, 32 bytes,
+// and takes it by eights, one a step: lane l takes number s ^ l in step s, so that rows do not wait for each other's
+// banks. The address of a step is that of step 0, exclusive or 8 s.
+//
+// With `paired` it reads row `row` of gate and of up, which lie behind each other in a stage, while their scales are
+// neighbours; of a warp's eight rows half of the lanes read every other one. scales: where its own begin, of those of a
+// span.
 struct RowPlace {
   u32 row, upper, lower, scales;
   __device__ RowPlace(u32 warp, u32 lane) {
     const u32 group = lane / 4, member = lane % 4;
     row = Config::paired ? warp * 8 + group % 4 * 2 + group / 4 : warp * 16 + group * 2;
-    upper =
-        row * 128 + (Config::span == 64 ? (member / 2 ^ row & 7) * 16 + member % 2 * 8 : (row & 7) * 16 + member * 4);
+    if constexpr (LANE_SPANS) upper = row * 128 + (5 * member ^ (row & 7) * 2) * 8;
+    else
+      upper =
+          row * 128 + (Config::span == 64 ? (member / 2 ^ row & 7) * 16 + member % 2 * 8 : (row & 7) * 16 + member * 4);
     lower = Config::paired ? upper + TILE_ROWS * 128 : (upper ^ 16) + 128;
-    scales = row * (Config::paired ? 8 : 4);
+    scales = row * (Config::paired ? 8 : 4) + (LANE_SPANS ? member / JOINED * TILE_N * 4 : 0);
   }
 };
 

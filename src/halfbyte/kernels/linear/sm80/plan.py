@@ -102,7 +102,7 @@ def has_integers(problem: Problem) -> bool:
 def folds(problem: Problem, columns: int) -> bool:
     """True if scales multiply the weights, not the sums of a span: integers whose scales are of the type of x become
     what dequantize gives, and from so many columns on that takes fewer instructions."""
-    return columns >= FOLDED_COLUMNS and codebook.are_computed(problem.format, problem.dtype, problem.scale)
+    return columns >= FOLDED_COLUMNS and problem.numbers == "integers"
 
 
 def is_crossed(problem: Problem, columns: int) -> bool:

@@ -22,9 +22,7 @@ __device__ __forceinline__ void decode(u32 (&pairs)[4], u32 word, u32 column) {
     pairs[Config::low_first ? 0 : 1] = integers(word), pairs[Config::low_first ? 1 : 0] = upper_integers(word);
     pairs[Config::low_first ? 2 : 3] = integers(rest), pairs[Config::low_first ? 3 : 2] = upper_integers(rest);
   } else if constexpr (Config::arithmetic) {
-    const u32 high = word >> 4, first = Config::low_first ? word : high, second = Config::low_first ? high : word;
-    pairs[0] = integers(__byte_perm(first, second, 0x0400)), pairs[1] = integers(__byte_perm(first, second, 0x0501));
-    pairs[2] = integers(__byte_perm(first, second, 0x0602)), pairs[3] = integers(__byte_perm(first, second, 0x0703));
+    integers_in_order(word, pairs);
   } else {
     pairs[0] = look_up<0>(word, column), pairs[1] = look_up<1>(word, column);
     pairs[2] = look_up<2>(word, column), pairs[3] = look_up<3>(word, column);

@@ -50,9 +50,7 @@ struct Piece {
     const u32 word = words[PART];
     u32 pairs[4];
     if constexpr (Config::arithmetic) {
-      const u32 high = word >> 4, first = Config::low_first ? word : high, second = Config::low_first ? high : word;
-      pairs[0] = integers(__byte_perm(first, second, 0x0400)), pairs[1] = integers(__byte_perm(first, second, 0x0501));
-      pairs[2] = integers(__byte_perm(first, second, 0x0602)), pairs[3] = integers(__byte_perm(first, second, 0x0703));
+      integers_in_order(word, pairs);
 #pragma unroll
       for (u32 j = 0; j < 4; j++) pairs[j] = fold(pairs[j], folded());
     } else {

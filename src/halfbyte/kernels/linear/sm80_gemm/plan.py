@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from halfbyte.kernels.common.device import DeviceProperties
-from halfbyte.kernels.linear.codebook import are_computed
 from halfbyte.kernels.linear.constants import MMA_FLOPS
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.spread import most_tiles, usual_tiles, wanted
@@ -187,4 +186,4 @@ def grouped_plan(
 
 def is_arithmetic(problem: Problem) -> bool:
     """True if weights are integers whose scales are of the type of x."""
-    return are_computed(problem.format, problem.dtype, problem.scale)
+    return problem.numbers == "integers"

@@ -11,6 +11,7 @@
 // row.
 
 #include "device/ldmatrix.cuh"
+#include "device/wide_table.cuh"
 #include "work.cuh"
 
 constexpr u32 ROW_BYTES = TILE_N / 2;                // of W, in a unit
@@ -25,32 +26,49 @@ struct ColumnPlace {
     row = warp / 2 * 32 + lane / 4 * 4 + warp % 2 * 2;
     bytes = lane * ROW_BYTES + (warp / 2 ^ lane / 2 & 3) * 16;
     scales = (warp / 2 * 32 / Config::span * UNIT_K + lane % 4 * 8) * 4;
-    upper = 0x7604 | warp % 2 << 4, lower = upper + 0x20;
+    upper = COMPUTES ? 0x0200 + warp % 2 * 0x0101 : 0x7604 | warp % 2 << 4, lower = upper + 0x20;
   }
 };
 
-// This thread's operands of a step of a unit, as in kernel.cu.
-template <int Operands>
-__device__ __forceinline__ void decode(u32 (&operands)[Operands], const float (&)[16], u32 stage, u32 scales,
-                                       const ColumnPlace& mine, int step, u32 column) {
+// As decode.cuh's Decoder.
+class BackDecoder {
+ public:
+  __device__ BackDecoder(u32 warp, u32 lane) : mine(warp, lane), column(wide_column_of(shared(), lane)) {}
+  __device__ u32 row() const { return mine.row; }
+  __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&)[16], u32 stage, u32 scales,
+                                         int step) {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const u32 first = step * STEP_K + half * 32;  // row of W
-    u32 rows[4];
-    load_transposed(rows, stage + first * ROW_BYTES + mine.bytes);
-    float4 four;
+    for (int half = 0; half < 2; half++) {
+      const u32 first = step * STEP_K + half * 32;  // row of W
+      u32 rows[4];
+      load_transposed(rows, stage + first * ROW_BYTES + mine.bytes);
+      float4 four;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {  // eight rows each; two make an MMA
-      if (i % 2 == 0) four = load_sums(scales + mine.scales + (first + 2 * i) * 4);
-      const float upper = i % 2 ? four.z : four.x, lower = i % 2 ? four.w : four.y;
-      const float2 of_upper = numbers_of(rows[i], column, mine.upper),
-                   of_lower = numbers_of(rows[i], column, mine.lower);
-      const int to = 2 * (4 * half + i);
-      operands[to] = pack(scaled(of_upper.x, upper), scaled(of_lower.x, lower));
-      operands[to + 1] = pack(scaled(of_upper.y, upper), scaled(of_lower.y, lower));
+      for (int i = 0; i < 4; i++) {  // eight rows each; two make an MMA
+        if (i % 2 == 0) four = load_sums(scales + mine.scales + (first + 2 * i) * 4);
+        two_columns(operands + 2 * (4 * half + i), rows[i], i % 2 ? four.z : four.x, i % 2 ? four.w : four.y);
+      }
     }
   }
-}
+
+ private:
+  ColumnPlace mine;
+  u32 column;  // of the table
+
+  // Of two rows and their scales.
+  __device__ __forceinline__ void two_columns(u32* operands, u32 rows, float upper, float lower) const {
+    if constexpr (COMPUTES) {
+      const u32 bytes = __byte_perm(rows, 0, mine.upper);
+      const u32 scales = __byte_perm(__float_as_uint(upper), __float_as_uint(lower), 0x5410);
+      operands[0] = fold(numbers_at<Config::low_first ? 0 : 4>(bytes), scales);
+      operands[1] = fold(numbers_at<Config::low_first ? 4 : 0>(bytes), scales);
+    } else {
+      const float2 of_upper = numbers_of(rows, column, mine.upper), of_lower = numbers_of(rows, column, mine.lower);
+      operands[0] = pack(scaled(of_upper.x, upper), scaled(of_lower.x, lower));
+      operands[1] = pack(scaled(of_upper.y, upper), scaled(of_lower.y, lower));
+    }
+  }
+};
 
 // Where the scale of a row of a unit is among those of its column block: of 32 rows, a lane's eight side by side.
 __device__ __forceinline__ u32 scale_place(u32 row) {

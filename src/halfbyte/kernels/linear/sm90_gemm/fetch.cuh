@@ -23,9 +23,10 @@ __device__ __forceinline__ float prepare_code(const Arguments& a, const Argument
   meet<1, SCALE_THREADS>();
   return offset;
 }
-// code: the address of the weight's.
+// code: the address of the weight's. Weights that are computed are multiplied by a pair of the type of x.
 __device__ __forceinline__ float decoded(u32 bits, float absmax, u32 code, float offset) {
-  return NESTED ? decode_nested(::load_float(code + (bits & 255) * 4), absmax, offset) : decode_flat(bits);
+  const float scale = NESTED ? decode_nested(::load_float(code + (bits & 255) * 4), absmax, offset) : decode_flat(bits);
+  return COMPUTES ? __uint_as_float(pack(scale, scale)) : scale;
 }
 
 // Clears what the launch before has left in the workspace, a number of four a thread at a time.

@@ -4,12 +4,13 @@
 // L2. Flops: 2 M N K, which is what bounds it from some 150 rows on.
 //
 // Operands. The kernel computes out.T = W @ x.T: W is the A operand and comes from registers, x is B and comes from
-// shared memory. A register of A holds two neighbouring k of one row of W, which is one packed byte. Within a span of
-// weights that share a scale K is permuted, and x is laid out alike (device/lay_out.cuh): a thread takes neighbouring
-// bytes of W. A number of the codebook times the scale, in fp32, and rounded once to 16 bits is the weight that
-// dequantize gives, bit for bit, so nothing is left to do for the sums. Even rows of W look the codebook up in shared
-// memory (device/wide_table.cuh), odd ones may look its products with the scale up in registers
-// (device/permuted_table.cuh).
+// shared memory. A register of A holds two neighbouring k of one row of W, which is one packed byte. K is permuted, and
+// x is laid out alike (device/lay_out.cuh), so a thread takes neighbouring bytes of W (device/row_place.cuh). A number
+// of the codebook times the scale, in fp32, and rounded once to 16 bits is the weight that dequantize gives, bit for
+// bit, so nothing is left to do for the sums. Even rows of W look the codebook up in shared memory
+// (device/wide_table.cuh), odd ones may look its products with the scale up in registers (device/permuted_table.cuh).
+// Where a format's numbers and its scales are numbers of the type of x, weights are computed in that type instead
+// (device/computed.cuh), and rounded once, too.
 //
 // Work. Tiles of TILE_N rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every CTA takes an
 // equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and
@@ -29,7 +30,9 @@
 //   tile_m, warpgroups, cluster              rows of x a tile, warpgroups that multiply, CTAs that share a run
 //   w_stages, x_stages                       units of W and steps of x on their way
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
+//   numbers                                  how nibbles become numbers
 //   permutes                                 odd rows of W are looked up in registers
+//   lane_spans                               in every unit each lane of a quad has a span of its own
 //   span, log_block                          weights that share a scale, 64 or 32; log2 of the block size
 //   loads                                    how a thread loads the scales of a row of W (device/scale_rows.cuh)
 //   x, scale, low_first, flushes             types; whether the first weight of a byte is in its low half; whether
@@ -42,61 +45,12 @@
 //                                            every tile has the same rows (device/laid_out.cuh)
 //   producer_registers, consumer_registers   of a thread; shared_bytes: dynamic shared memory
 
-#include "device/permuted_table.cuh"
-#include "device/wide_table.cuh"
+#include "decode.cuh"
 #include "fetch.cuh"
-
-// Below the sizes, which it reads.
-#include "device/row_place.cuh"
 
 // Below Arguments, which they read.
 #include "device/lay_out.cuh"
 #include "device/pairs.cuh"
-
-constexpr int STEPS = Config::span / 16, WORDS = Config::span / 32;  // MMAs a span; words of it that a lane takes
-constexpr int OPERANDS = STEP_K / 4;                                 // registers of A a step of x
-
-// This thread's operands of a step of a unit. stage, scales: addresses of the unit's. column: of the table.
-__device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&codebook)[16], u32 stage, u32 scales,
-                                       const RowPlace& mine, int step, u32 column) {
-#pragma unroll
-  for (int s = 0; s < STEP_SPANS; s++) {
-    const int span = step * STEP_SPANS + s;
-    const uint2 both = load_pair(scales + mine.scales + span / JOINED * TILE_N * 4);
-    u32 words[2][WORDS];
-    load(words[0], stage + (mine.upper ^ span * (Config::span / 2)));
-    load(words[1], stage + (mine.lower ^ span * (Config::span / 2)));
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const float scale = __uint_as_float(half ? both.y : both.x);
-      if (Config::permutes && half) {
-        // The codebook times one scale, rounded as dequantize rounds.
-        const PermutedTable table([&](int i) { return scaled(codebook[i], scale); });
-#pragma unroll
-        for (int i = 0; i < WORDS; i++) {
-          u32 pairs[4];
-          table.look_up(words[1][i], pairs);
-#pragma unroll
-          for (int j = 0; j < 4; j++) operands[4 * (s * STEPS + 2 * i + j / 2) + 1 + j % 2 * 2] = pairs[j];
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-          const u32 word = words[half][i / 2], to = 4 * (s * STEPS + i) + half;
-          operands[to] = i % 2 ? weights_of<2>(word, column, scale) : weights_of<0>(word, column, scale);
-          operands[to + 2] = i % 2 ? weights_of<3>(word, column, scale) : weights_of<1>(word, column, scale);
-        }
-      }
-    }
-  }
-}
-
-template <bool Back> struct PlaceOf {
-  typedef RowPlace Place;
-};
-template <> struct PlaceOf<true> {
-  typedef ColumnPlace Place;
-};
 
 // Of experts, a tile with no more pairs than this, often the last of its expert, leaves the other columns out.
 constexpr int NARROW_M = Config::tile_m < 64 ? 16 : (Config::tile_m + 63) / 64 * 32;
@@ -115,8 +69,8 @@ __device__ __forceinline__ void multiply_step(float (&sums)[Sums], const u32 (&n
 
 __device__ __forceinline__ void multiply_units(const Arguments& a, const Arguments& up, const float (&codebook)[16],
                                                u32 first, u32 last, u32 warp, u32 lane) {
-  const u32 member = lane % 4, column = wide_column_of(shared(), lane);
-  const PlaceOf<Config::back>::Place mine(warp, lane);
+  const u32 member = lane % 4;
+  DecoderOf<Config::back>::Type decoder(warp, lane);
   const auto release = [&](u32 barrier) {
     __syncwarp();
     if (lane == 0) arrive(barrier);
@@ -129,11 +83,11 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   bool fresh = true;                  // the tile's sums are zero
   wait(shared() + W_FULL, 0);
   //: the first stage is there
-  decode(even, codebook, shared() + W_AT, shared() + SCALE, mine, 0, column);
+  decoder.decode(even, codebook, shared() + W_AT, shared() + SCALE, 0);
   Destination to;
   for (u32 unit = first; unit < last; unit++) {
     if constexpr (Config::grouped && Arguments::ASKS_AHEAD)
-      if (at.depth == 0) to.find(a, at, first_row(at) + mine.row);
+      if (at.depth == 0) to.find(a, at, first_row(at) + decoder.row());
     const u32 stage = shared() + W_AT + w.at * W_BYTES, scales = shared() + SCALE + w.at * SCALE_BYTES;
     const u32 empty = shared() + W_EMPTY + 8 * w.at;
     w.next(Config::w_stages);
@@ -150,12 +104,11 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       used = shared() + X_EMPTY + 8 * x.at;
       x.next(Config::x_stages);
       if (step + 1 < UNIT_K / STEP_K) {
-        decode(next, codebook, stage, scales, mine, step + 1, column);
+        decoder.decode(next, codebook, stage, scales, step + 1);
         if (step + 2 == UNIT_K / STEP_K) release(empty);
       } else if (unit + 1 < last) {
         wait(shared() + W_FULL + 8 * w.at, w.parity);
-        decode(next, codebook, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, mine, 0,
-               column);
+        decoder.decode(next, codebook, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, 0);
       }
     };
     turn(even, odd, 0), turn(odd, even, 1), turn(even, odd, 2), turn(odd, even, 3);
@@ -166,7 +119,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       used = 0;
       // In a cluster each CTA adds up and stores its own groups of eight rows of x.
       if constexpr (Config::cluster > 1) cluster_reduce<WARPS>(total, a, at, shared() + W_AT, warp, lane);
-      const u32 row = first_row(at) + mine.row;
+      const u32 row = first_row(at) + decoder.row();
       const auto owns = [](u32 i) { return is_own(i); };
       if constexpr (Config::grouped) {
         if constexpr (!Arguments::ASKS_AHEAD) to.find(a, at, row);
@@ -206,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   } else {
     take_registers<Config::consumer_registers>();
     const auto& codebook = launched.part[0].codebook;  // of all parts, and there at a place that is known
-    make_wide_table<WARPS>(shared(), codebook, warp, lane);
+    if constexpr (!COMPUTES) make_wide_table<WARPS>(shared(), codebook, warp, lane);
     sync_all();
     //: table and barriers are ready
     multiply_units(a, up, codebook, first, last, warp, lane);

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import itemgetter
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear import side_by_side, spread
+from halfbyte.kernels.linear.codebook import Numbers
 from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, can_be_numbered, copies_x, span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.spread import most_tiles
@@ -21,6 +22,7 @@ SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a p
 GROUPED_BACK_REGISTERS = (72, 216)  # where it does both
 TILES_M = (96, 128, 160, 192, 224, 256)
 BACK_TILES_M = (32, 64, *TILES_M)  # there is no other kernel for few rows
+TABLE_BYTES = 256 * 256
 MOST_STAGES = 8  # that there are barriers for
 DIRECT = 8
 W_STAGES, NARROW_STAGES = 3, 6  # the second where fewer rows of x than linear's leave room
@@ -40,12 +42,15 @@ class GemmPlan:
     microseconds: float = field(default=0.0, compare=False)
 
     back: bool = False  # the result is x @ W: its N is W's K, and the other way round
+    numbers: Numbers = "looked_up"  # or how weights are computed
+    lane_spans: bool = False  # in every unit each lane of a quad has a span of its own
 
     activation: str = ""  # what gates, of a pair
     paired: bool = False  # gate and up in one launch, whose tiles have rows of both
 
     resident: int = field(default=0, init=False)
     norm: bool = field(default=False, init=False)
+    lays_units: bool = field(default=True, init=False)
 
     def sides(self, problem: Problem) -> tuple[int, int]:
         """Of a row of x, and of a row of the result."""
@@ -68,7 +73,8 @@ class GemmPlan:
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * 4)
-        return 256 * 256 + 2048 + 1024 * self.paired + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
+        table = 0 if self.computes else TABLE_BYTES
+        return table + 2048 + 1024 * self.paired + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
 
     def x_tiles(self, m: int) -> int:
         """Tiles of x [m, K]."""
@@ -76,8 +82,15 @@ class GemmPlan:
 
     @property
     def permutes(self) -> bool:
-        """Half of W is looked up in registers, where x leaves little of shared memory's time."""
-        return not self.back and self.tile_m >= h200.GEMM_PERMUTES_M
+        """Of a lane's two rows of W one is looked up in registers: where it has one span, whose products with the scale
+        it keeps, or where x leaves little of shared memory's time."""
+        wide = not self.back and not self.computes and self.tile_m >= h200.GEMM_PERMUTES_M
+        return self.lane_spans or wide
+
+    @property
+    def computes(self) -> bool:
+        """Weights are computed; there is no table."""
+        return self.numbers != "looked_up"
 
     @property
     def threads(self) -> int:
@@ -125,39 +138,95 @@ def _can_reduce_in_cluster(plan: GemmPlan, tiles: int, depth: int) -> bool:
 
 @lru_cache(maxsize=4096)  # asked for by a weight, and by each group that it is of
 def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool = False) -> GemmPlan | None:
-    """The plan for x [m, K], or None where this kernel is not for it: CTAs take equal parts of all units, or clusters
-    equal parts of each tile. back: for x [m, N] and the product x @ W.
+    """The plan for x [m, K], or None where this kernel is not for it: every CTA has one tile, or CTAs take equal parts
+    of all units, or clusters equal parts of each tile. back: for x [m, N] and the product x @ W.
 
-    CTAs far apart in W read the same x at different times, so a launch takes as many rows of x as L2 holds.
+    CTAs that take equal parts are far apart along K and read the same x at different times, so a launch takes as many
+    rows of x as L2 holds; those that have one tile each go along K together.
     """
+    if m < 1 or properties.ptx != 90:
+        return None
     n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
-    tiles_m, x_bytes = (h200.BACK_UNIT, h200.BACK_X_BYTES) if back else (h200.GEMM_UNIT, h200.GEMM_X_BYTES)
-    start = h200.BACK_COPIED_START if copies_x(problem, back) else h200.GEMM_START
-    span, rates, found = span_of(problem), properties.rates, []
-    reading = problem.megabytes / (h200.GEMM_BANDWIDTH * rates.bandwidth)
-    for tile_m, unit in tiles_m.items() if m and properties.ptx == 90 else ():
-        x_tiles, most = -(-m // tile_m), max(1, x_bytes // (2 * k * tile_m))
-        launches = -(-x_tiles // most)
-        chunk = -(-x_tiles // launches)
-        row_tiles, depth, stages = -(-n // 128), -(-k // UNIT_K), x_stages(tile_m)
-        tiles, (part, whole) = row_tiles * chunk, _ends(tile_m)
-        # The last launch may have fewer tiles than the others, and every CTA has work in each.
-        fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // chunk) - 1) * chunk)
-        busy = []  # of the busiest CTA, workers and cluster
-        for workers in {min(properties.sms, fewest), min(properties.sms, fewest, tiles)}:  # all, or one for each tile
-            busy.append((_busiest(tiles, depth, workers, tile_m, unit), workers, 1))
-        cluster = h200.GEMM_CLUSTER
-        most_shares = min(properties.clusters(cluster) // tiles, depth // cluster)  # every CTA has a unit
-        for shares in range(1, most_shares + 1) if launches == 1 else ():
-            adding = h200.GEMM_CLUSTER_START + h200.GEMM_REDUCE * tile_m / 256
-            adding += shares * part / cluster if shares > 1 else 0
-            units = math.ceil(math.ceil(depth / shares) / cluster)
-            busy.append((units * unit + adding + whole / cluster, tiles * shares, cluster))
-        for time, workers, cluster in busy:
-            estimate = launches * (start + math.hypot(time / rates.clock, reading))
-            found.append((estimate, (tile_m, 2, W_STAGES, stages, workers, cluster, chunk * tile_m)))
-    plans = (GemmPlan(*shape, estimate, back) for estimate, shape in sorted(found, key=itemgetter(0)))
-    return next((plan for plan in plans if is_valid(plan, m, n, k, span, properties)), None)
+    found = (
+        replace(plan, microseconds=estimate(plan, m, problem, properties))
+        for plan in plans(m, problem, properties, back)
+    )
+    by_time = sorted(found, key=lambda plan: plan.microseconds)
+    return next((plan for plan in by_time if is_valid(plan, m, n, k, span_of(problem), properties)), None)
+
+
+def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) -> Iterator[GemmPlan]:
+    """What comes into question, some of which may not be valid."""
+    n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
+    for tile_m in BACK_TILES_M if back else TILES_M:
+        stages = W_STAGES, x_stages(tile_m, problem)
+        for workers, cluster, chunk in _shares(m, n, k, tile_m, properties, back):
+            yield decoding(GemmPlan(tile_m, 2, *stages, workers, cluster, chunk * tile_m, back=back), problem)
+
+
+def decoding(plan: GemmPlan, problem: Problem) -> GemmPlan:
+    """The same for weights of this kind: how they are decoded, and in which order x is laid out for that."""
+    numbers = problem.numbers
+    spans = numbers == "looked_up" and span_of(problem) == STEP_K and not plan.back
+    return replace(plan, numbers=numbers, lane_spans=spans)
+
+
+def _shares(
+    m: int, n: int, k: int, tile_m: int, properties: DeviceProperties, back: bool
+) -> Iterator[tuple[int, int, int]]:
+    """Workers, CTAs of a cluster, and tiles of x a launch."""
+    x_tiles, row_tiles, depth = -(-m // tile_m), -(-n // 128), -(-k // UNIT_K)
+    launches = -(-x_tiles // max(1, (h200.BACK_X_BYTES if back else h200.GEMM_X_BYTES) // (2 * k * tile_m)))
+    chunk = -(-x_tiles // launches)
+    # The last launch may have fewer tiles than the others, and every CTA has work in each.
+    fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // chunk) - 1) * chunk)
+    yield min(properties.sms, fewest), 1, chunk
+    at_once = min(x_tiles, properties.sms // row_tiles)
+    if at_once:
+        yield row_tiles * at_once, 1, at_once
+    if launches == 1:
+        cluster, tiles = h200.GEMM_CLUSTER, row_tiles * x_tiles
+        for shares in range(1, min(properties.clusters(cluster) // tiles, depth // cluster) + 1):
+            yield tiles * shares, cluster, x_tiles  # every CTA has a unit
+
+
+def estimate(plan: GemmPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
+    """The estimated time of any plan for x [m, K], in µs."""
+    x_tiles, chunk = plan.x_tiles(m), plan.chunk // plan.tile_m
+    others = (x_tiles - 1) // chunk  # launches ahead of the last one
+    of_last = _launch(plan, x_tiles - others * chunk, problem, properties)
+    return others * _launch(plan, chunk, problem, properties) + of_last if others else of_last
+
+
+def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DeviceProperties) -> float:
+    """The same of a launch with so many tiles of x."""
+    k, n = plan.sides(problem)
+    tiles, depth, unit = -(-n // 128) * x_tiles, -(-k // UNIT_K), _units(plan.back, plan.computes)[plan.tile_m]
+    if plan.cluster == 1:
+        time = _busiest(tiles, depth, plan.workers, plan.tile_m, unit)
+    else:
+        (part, whole), shares = _ends(plan.tile_m), plan.workers // tiles
+        time = (
+            math.ceil(math.ceil(depth / shares) / plan.cluster) * unit
+            + (whole + part * shares * (shares > 1)) / plan.cluster
+        )
+        time += h200.GEMM_CLUSTER_START + h200.GEMM_REDUCE * plan.tile_m / 256
+    reading = problem.megabytes / (h200.GEMM_BANDWIDTH * properties.rates.bandwidth)
+    return _start(plan.tile_m * x_tiles, k, copies_x(problem, plan.back)) + math.hypot(
+        time / properties.rates.clock, reading
+    )
+
+
+def _start(rows: int, k: int, copies: bool) -> float:
+    """µs of a launch besides, with x [rows, K] laid out or copied."""
+    return h200.BACK_COPIED_START if copies else h200.GEMM_START + h200.GEMM_LAYING * rows * k / 1e6
+
+
+def _units(back: bool, computes: bool) -> dict[int, float]:
+    """µs of a unit, by tile_m."""
+    if back:
+        return h200.BACK_COMPUTED_UNIT if computes else h200.BACK_UNIT
+    return h200.GEMM_COMPUTED_UNIT if computes else h200.GEMM_UNIT
 
 
 def _ends(tile_m: int) -> tuple[float, float]:
@@ -184,8 +253,9 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
     if not side_by_side.are_alike(group) or m < 1 or properties.ptx != 90:
         return None
     every, rates, found = side_by_side.merged(group), properties.rates, []
+    computes = every.numbers != "looked_up"
     depth, reading = -(-every.k // UNIT_K), every.megabytes / (h200.GEMM_BANDWIDTH * rates.bandwidth)
-    for tile_m, unit in h200.GEMM_UNIT.items():
+    for tile_m, unit in _units(back=False, computes=computes).items():
         x_tiles = -(-m // tile_m)
         launches = -(-x_tiles // max(1, h200.GEMM_X_BYTES // (2 * every.k * tile_m)))
         chunk = -(-x_tiles // launches)
@@ -198,9 +268,9 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
         for workers in choices:
             each = zip(row_tiles, workers, strict=True)
             busy = max(_busiest(rows * chunk, depth, ctas, tile_m, unit) for rows, ctas in each)
-            time = launches * (h200.GEMM_START + math.hypot(busy / rates.clock, reading))
-            shape = tile_m, 2, W_STAGES, x_stages(tile_m)
-            plans = tuple(GemmPlan(*shape, ctas, 1, chunk * tile_m, time) for ctas in workers)
+            time = launches * (_start(chunk * tile_m, every.k, False) + math.hypot(busy / rates.clock, reading))
+            shape = tile_m, 2, W_STAGES, x_stages(tile_m, every)
+            plans = tuple(decoding(GemmPlan(*shape, ctas, 1, chunk * tile_m, time), every) for ctas in workers)
             found.append((time, plans))
     valid = (
         GemmGroup(plans, time, is_one_launch=True)
@@ -231,9 +301,9 @@ def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProper
     return GemmGroup(plans, sum(found.microseconds for found in plans) - saved)
 
 
-def x_stages(tile_m: int) -> int:
-    """As many as there is room for."""
-    return min(MOST_STAGES, 3 * 256 // tile_m)
+def x_stages(tile_m: int, problem: Problem) -> int:
+    """As many as there is room for: more without a table."""
+    return min(MOST_STAGES, (3 if problem.numbers == "looked_up" else 5) * 256 // tile_m)
 
 
 def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
@@ -260,10 +330,13 @@ def grouped_plan(
     if times is None or pairs == 0 or properties.ptx != 90:
         return None
     n, k = (problem.k, problem.n // experts) if back else (problem.n // experts, problem.k)
+    if problem.numbers != "looked_up":
+        faster = _units(back, computes=True)[tile_m] / _units(back, computes=False)[tile_m]
+        times = times._replace(unit=times.unit * faster)
     most, stages = most_tiles(pairs, experts, tile_m) * tile_m, NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
     time = spread.microseconds(pairs, experts, tile_m, 128, times, problem, properties, back)
     shapes = (
-        GemmPlan(tile_m, 2, some, x_stages(tile_m), properties.sms, 1, most, time, back)
+        decoding(GemmPlan(tile_m, 2, some, x_stages(tile_m, problem), properties.sms, 1, most, time, back), problem)
         for some in range(stages, 1, -1)
     )
     valid = (plan for plan in shapes if is_grouped_valid(plan, experts, n, k, span_of(problem), properties))

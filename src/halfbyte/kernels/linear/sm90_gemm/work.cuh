@@ -1,5 +1,6 @@
 // Sizes, and the layout of shared memory of kernel.cu, which says what Config holds.
 
+#include "device/computed.cuh"
 #include "device/decode.cuh"
 #include "device/laid_out.cuh"
 #include "device/pipeline.cuh"
@@ -14,6 +15,7 @@ constexpr int TILE_ROWS = Config::paired ? TILE_N / 2 : TILE_N;                 
 constexpr int UNIT_K = 256, STEP_K = 64;                                          // W comes by units, x by steps
 constexpr int SPANS = UNIT_K / Config::span, STEP_SPANS = STEP_K / Config::span;  // weights that share a scale
 constexpr int SUMS = sums_of(Config::tile_m);
+constexpr int OPERANDS = STEP_K / 4;  // registers of A a step
 
 // How many spans share a scale. No row begins within a block whose scale is loaded with others.
 constexpr int BLOCK_SPANS = (1 << Config::log_block) / Config::span;
@@ -21,13 +23,15 @@ constexpr int JOINED = Config::loads != Loads::one ? (BLOCK_SPANS < SPANS ? BLOC
 constexpr int UNIT_SCALES = SPANS / JOINED;  // of a row of W
 
 // In words, each two neighbouring k: a span, and what a quad's lane takes of it. Those of `back` keep the order of k.
+constexpr bool LANE_SPANS = Config::lane_spans, LAYS_UNITS = true;  // row_place.cuh, lay_out.cuh
 constexpr u32 SPAN_WORDS = Config::back ? 4 : Config::span / 2, OWN = Config::back ? 1 : Config::span / 8;
 
-// Shared memory: the table, barriers, codes of nested scales, stages of W, stages of x, decoded scales.
+// Shared memory: the table if there is one, barriers, codes of nested scales, stages of W, stages of x, decoded scales.
 constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K * 2,
               X_STEP = Config::tile_m * STEP_K * 2;
 constexpr u32 SCALE_BYTES = SPANS * TILE_N * 4;
-constexpr u32 W_FULL = 256 * TABLE_ROW, W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128, X_EMPTY = W_FULL + 192;
+constexpr u32 W_FULL = COMPUTES ? 0 : 256 * TABLE_ROW, W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128,
+              X_EMPTY = W_FULL + 192;
 constexpr u32 CODE = W_FULL + 1024, W_AT = CODE + 1024 * (1 + Config::paired);
 constexpr u32 X_AT = W_AT + Config::w_stages * W_BYTES;
 constexpr u32 SCALE = X_AT + Config::x_stages * X_STEP;

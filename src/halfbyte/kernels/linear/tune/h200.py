@@ -15,7 +15,7 @@ from typing import NamedTuple
 # -- The dense weight --------------------------------------------------------------------------------------------------
 
 # µs: two launches; per million weights writing them, and reading them from L2 and memory; and the product's TFLOP/s.
-DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.5, 0.285, 0.816, 744.0
+DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.5, 0.285, 0.816, 830.0
 # How many times slower cuBLAS is where N is odd, and where it is even but no multiple of 8.
 DENSE_ODD, DENSE_EVEN = 7.5, 2.8
 # The most rows of x for which these kernels beat that on GPUs which have no other. Guesses.
@@ -239,24 +239,29 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 
 # -- sm90_gemm ---------------------------------------------------------------------------------------------------------
 
-# tile_m (rows of x) to µs a unit (256 of K).
-GEMM_UNIT = {96: 1.676, 128: 1.897, 160: 2.002, 192: 2.385, 224: 2.572, 256: 2.882}
-# µs: two launches; a part of a tile of 256 rows, and a tile. MB a µs that W comes with.
-GEMM_START, GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.71, 3.254, 4.053, 4.667
+# tile_m (rows of x) to µs a unit (256 of K), of weights that are looked up and of such as are computed. These tables,
+# and all numbers that benchmarks/gemm_plans.py prints, are fitted by it to its record.
+GEMM_UNIT = {96: 1.536, 128: 1.737, 160: 1.885, 192: 2.038, 224: 2.159, 256: 2.449}
+GEMM_COMPUTED_UNIT = {96: 1.296, 128: 1.43, 160: 1.674, 192: 1.837, 224: 2.06, 256: 2.375}
+# µs: two launches, and what a million numbers of x that are laid out add to them; a part of a tile of 256 rows, and a
+# tile. MB a µs that W comes with.
+GEMM_START, GEMM_LAYING = 2.191, 1.215
+GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.126, 4.953, 4.667
 # CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows. Of an H100.
-GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 2.0, 4.5
+GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 2.342, 2.414
 # Threads that lay x of experts out, where units suffice.
 LAYING_THREADS = 1 << 16
 # µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
 GEMM_LAYING_OUT = 1.5
 # Rows of x a tile from which on shared memory is what W waits for.
 GEMM_PERMUTES_M = 160
-# Bytes of x a launch, all of which stays in L2.
+# Bytes of x a launch, all of which stays in L2, where CTAs are at different places along K.
 GEMM_X_BYTES = 1 << 24
 
 # The same on the way back; µs of a launch by itself, where x is copied as it is; and its bytes of x.
-BACK_UNIT = {32: 1.9, 64: 2.05, 96: 2.2, 128: 2.5, 160: 2.6, 192: 2.85, 224: 3.15, 256: 3.45}
-BACK_COPIED_START, BACK_X_BYTES = 2.8, 1 << 25
+BACK_UNIT = {32: 1.828, 64: 2.027, 96: 2.245, 128: 2.44, 160: 2.594, 192: 2.847, 224: 3.062, 256: 3.366}
+BACK_COMPUTED_UNIT = {32: 1.217, 64: 1.416, 96: 1.629, 128: 1.851, 160: 2.07, 192: 2.3, 224: 2.534, 256: 2.709}
+BACK_COPIED_START, BACK_X_BYTES = 2.612, 1 << 25
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
