@@ -15,7 +15,7 @@ from typing import NamedTuple
 # -- The dense weight --------------------------------------------------------------------------------------------------
 
 # µs: two launches; per million weights writing them, and reading them from L2 and memory; and the product's TFLOP/s.
-DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.5, 0.285, 0.816, 830.0
+DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.626, 0.382, 0.816, 804.236
 # How many times slower cuBLAS is where N is odd, and where it is even but no multiple of 8.
 DENSE_ODD, DENSE_EVEN = 7.5, 2.8
 # The most rows of x for which these kernels beat that on GPUs which have no other. Guesses.
@@ -241,14 +241,14 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 
 # tile_m (rows of x) to µs a unit (256 of K), of weights that are looked up and of such as are computed. These tables,
 # and all numbers that benchmarks/gemm_plans.py prints, are fitted by it to its record.
-GEMM_UNIT = {96: 1.536, 128: 1.737, 160: 1.885, 192: 2.038, 224: 2.159, 256: 2.449}
-GEMM_COMPUTED_UNIT = {96: 1.296, 128: 1.43, 160: 1.674, 192: 1.837, 224: 2.06, 256: 2.375}
+GEMM_UNIT = {96: 1.525, 128: 1.727, 160: 1.878, 192: 2.037, 224: 2.171, 256: 2.467}
+GEMM_COMPUTED_UNIT = {96: 1.283, 128: 1.423, 160: 1.671, 192: 1.84, 224: 2.068, 256: 2.385}
 # µs: two launches, and what a million numbers of x that are laid out add to them; a part of a tile of 256 rows, and a
 # tile. MB a µs that W comes with.
-GEMM_START, GEMM_LAYING = 2.191, 1.215
-GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.126, 4.953, 4.667
+GEMM_START, GEMM_LAYING = 2.212, 1.241
+GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.164, 4.76, 4.667
 # CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows. Of an H100.
-GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 2.342, 2.414
+GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 2.47, 2.222
 # Threads that lay x of experts out, where units suffice.
 LAYING_THREADS = 1 << 16
 # µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
@@ -259,9 +259,9 @@ GEMM_PERMUTES_M = 160
 GEMM_X_BYTES = 1 << 24
 
 # The same on the way back; µs of a launch by itself, where x is copied as it is; and its bytes of x.
-BACK_UNIT = {32: 1.828, 64: 2.027, 96: 2.245, 128: 2.44, 160: 2.594, 192: 2.847, 224: 3.062, 256: 3.366}
-BACK_COMPUTED_UNIT = {32: 1.217, 64: 1.416, 96: 1.629, 128: 1.851, 160: 2.07, 192: 2.3, 224: 2.534, 256: 2.709}
-BACK_COPIED_START, BACK_X_BYTES = 2.612, 1 << 25
+BACK_UNIT = {32: 1.821, 64: 2.017, 96: 2.234, 128: 2.428, 160: 2.582, 192: 2.838, 224: 3.059, 256: 3.356}
+BACK_COMPUTED_UNIT = {32: 1.212, 64: 1.411, 96: 1.622, 128: 1.844, 160: 2.062, 192: 2.298, 224: 2.536, 256: 2.713}
+BACK_COPIED_START, BACK_X_BYTES = 2.629, 1 << 25
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
