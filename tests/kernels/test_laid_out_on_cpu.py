@@ -311,6 +311,10 @@ STACKS = {
     "narrow": Stack(StreamKPlan(24, 2, 3, 5), StreamKPlan(24, 3, 2, 5), "silu", "nf4"),
     "exponents": Stack(StreamKPlan(16, 2, 3, 5), StreamKPlan(16, 2, 3, 4), "swiglu_oai", "mxfp4", {}, 832),
     "wide": Stack(GemmPlan(96, 2, 2, 3, 5, 1, 0), GemmPlan(96, 2, 3, 3, 4, 1, 0), "gelu_tanh", "int4", GROUPS),
+    "wide, a span a lane": Stack(
+        GemmPlan(128, 2, 2, 3, 5, 1, 0), GemmPlan(128, 2, 2, 3, 3, 1, 0), "silu", "fp4", {"block_size": 64}, 832
+    ),
+    "wide, exponents": Stack(GemmPlan(96, 2, 2, 4, 4, 1, 0), GemmPlan(96, 2, 2, 4, 3, 1, 0), "gelu", "mxfp4", {}, 352),
     "in order": Stack(
         GemmPlan(96, 2, 2, 3, 5, 1, 0), GemmPlan(96, 2, 2, 4, 3, 1, 0), "silu", "nf4", {"nested": False}, ordered=True
     ),
