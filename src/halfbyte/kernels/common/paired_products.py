@@ -36,8 +36,9 @@ from torch import Tensor
 
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.common.llvm import BF16, F32, I16, I64, add_up, call, has_feature, load, prefetch, shift_right
-from halfbyte.kernels.common.products import GRAIN, begins_of, decode_scales, rows_before, tiles_of
+from halfbyte.kernels.common.products import GRAIN, begins_of, rows_before, tiles_of
 from halfbyte.kernels.common.region import region
+from halfbyte.kernels.common.scales import decode_scales
 from halfbyte.kernels.common.threads import parallel
 
 # A step takes so many packed bytes of a row of W, which are so many weights.

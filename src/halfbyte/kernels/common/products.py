@@ -37,7 +37,7 @@ from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common.floats import BITS, from_bits, to_bits
 from halfbyte.kernels.common.llvm import F32, I8, I64, LOOK_UP_ORDER, add_up, call, load, look_up, prefetch, splat
 from halfbyte.kernels.common.region import region
-from halfbyte.kernels.common.scales import scale_arguments
+from halfbyte.kernels.common.scales import decode_scales, scale_arguments
 from halfbyte.kernels.common.threads import parallel
 
 # A step takes so many packed bytes of a row, which are so many weights. The smallest block is one step.
@@ -180,26 +180,6 @@ def _multiply_together(pieces, size, *arguments):
 def rows_before(place, cost, rows):
     """Rows of W in the tiles of a group that begin before a place in it, each of so many rows; costs as `begins_of`."""
     return max(0, tiles_of(place, cost)) * rows
-
-
-@njit(inline="always")
-def decode_scales(
-    scales, row, rows, beyond, k, unit, log2, flat, codes, code, absmax, offset, nested_log2
-):  # fmt: skip
-    """Those of the rows of a tile, one for each `unit` weights. Rows beyond the last are the last one again."""
-    units = k // unit
-    for r in range(rows):
-        weight = min(row + r, beyond - 1) * k
-        for u in range(units):
-            block = (weight + u * unit) >> log2
-            scales[r * units + u] = scale_of(block, flat, codes, code, absmax, offset, nested_log2)
-
-
-@njit(inline="always")
-def scale_of(block, flat, codes, code, absmax, offset, nested_log2):
-    block = np.uint64(block)  # an unsigned index is not looked at for being negative
-    # The multiplication and the addition are rounded one by one: numba fuses nothing without fastmath.
-    return flat[block] if flat.size else code[codes[block]] * absmax[block >> np.uint64(nested_log2)] + offset
 
 
 @njit(inline="always")

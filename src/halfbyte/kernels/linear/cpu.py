@@ -21,7 +21,8 @@ from torch import Tensor
 from halfbyte.formats.spec import Format
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common import paired_products, products
-from halfbyte.kernels.common.products import AS_IT_IS, GRAIN, LANES, ROWS, WEIGHTS, scale_of
+from halfbyte.kernels.common.products import AS_IT_IS, GRAIN, LANES, ROWS, WEIGHTS
+from halfbyte.kernels.common.scales import scale_of
 from halfbyte.kernels.common.threads import parallel
 from halfbyte.kernels.linear.codebook import factor_of
 
