@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
+
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.linear.tune import h200
 
 
@@ -97,3 +101,19 @@ def lost(times: Mapping[Any, Mapping[Any, float]], choose: Callable[[Any], Any])
         return "none was measured"
     mean = sum(ratios) / len(ratios)
     return f"{len(ratios)} of {len(times)} were measured; chosen / fastest: mean {mean:.4f}, most {max(ratios):.3f}"
+
+
+Measure = Callable[[Path, torch.device, DeviceProperties], None]
+
+
+def main(text: str | None, measure: Measure, fit: Callable[[Path], None]) -> None:
+    """What a script does that is described so."""
+    parser = argparse.ArgumentParser(description=(text or "").partition("\n")[0])
+    parser.add_argument("command", choices=("measure", "fit"))
+    parser.add_argument("path", type=Path)
+    given = parser.parse_args()
+    if given.command == "fit":
+        fit(given.path)
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    measure(given.path, device, properties_of(device.index))

@@ -12,7 +12,6 @@ against.
 
 from __future__ import annotations
 
-import argparse
 import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from fitting import Constant, fit_to, lost, read
+from fitting import Constant, fit_to, lost, main, read
 from rich.progress import track
 from torch.nn import functional
 
@@ -30,7 +29,7 @@ import halfbyte as hb
 from halfbyte.bench.dequantize import input_sets
 from halfbyte.bench.predictions import problem, properties_named
 from halfbyte.kernels.common import nvrtc
-from halfbyte.kernels.common.device import DeviceProperties, properties_of
+from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.dispatch import dense_microseconds
 from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import span_of
@@ -201,17 +200,5 @@ def _lost(rows: Sequence[Row], properties: DeviceProperties) -> str:
     return lost(times, choose)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("command", choices=("measure", "fit"))
-    parser.add_argument("path", type=Path)
-    given = parser.parse_args(arguments)
-    if given.command == "fit":
-        fit(given.path)
-        return
-    device = torch.device("cuda", torch.cuda.current_device())
-    measure(given.path, device, properties_of(device.index))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, fit)
