@@ -63,6 +63,7 @@ def test_every_plan_is_valid(m: int, n: int, k: int, block_size: int, sms: int, 
     most = h200.BACK_X_BYTES if back else h200.GEMM_X_BYTES
     together = plan.workers == -(-n // plan.rows) * plan.x_tiles(plan.chunk)  # CTAs go along K, each with a tile
     assert together or plan.chunk * k * 2 <= max(most, 2 * k * plan.tile_m) + 2 * k * plan.tile_m
+    assert plan.chunk * k * 2 <= max(h200.GEMM_ROOM, 2 * k * plan.tile_m)
     assert plan.microseconds == estimate(plan, m, problem, properties)
 
 

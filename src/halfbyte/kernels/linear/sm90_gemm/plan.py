@@ -181,7 +181,7 @@ def _shares(
     # The last launch may have fewer tiles than the others, and every CTA has work in each.
     fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // chunk) - 1) * chunk)
     yield min(properties.sms, fewest), 1, chunk
-    at_once = min(x_tiles, properties.sms // row_tiles)
+    at_once = min(x_tiles, properties.sms // row_tiles, max(1, h200.GEMM_ROOM // (2 * k * tile_m)))
     if at_once:
         yield row_tiles * at_once, 1, at_once
     if launches == 1:

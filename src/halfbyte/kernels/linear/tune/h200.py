@@ -257,6 +257,8 @@ GEMM_LAYING_OUT = 1.5
 GEMM_PERMUTES_M = 160
 # Bytes of x a launch, all of which stays in L2, where CTAs are at different places along K.
 GEMM_X_BYTES = 1 << 24
+# The most bytes of x a launch elsewhere, as long as a tile has no more: laid out, they are a second x in memory.
+GEMM_ROOM = 1 << 26
 
 # The same on the way back; µs of a launch by itself, where x is copied as it is; and its bytes of x.
 BACK_UNIT = {32: 1.821, 64: 2.017, 96: 2.234, 128: 2.428, 160: 2.582, 192: 2.838, 224: 3.059, 256: 3.356}
