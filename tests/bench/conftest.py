@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from halfbyte.bench import humming
 from halfbyte.bench.case import Case, make_record, run, same_bits
+from halfbyte.kernels.linear.tune import h200
 
 CPU = torch.device("cpu")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -32,6 +34,17 @@ def load_script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module
+
+
+def script_of_planner(name: str, plan: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The same of a script that may change every constant: what `plan` then says is forgotten."""
+    module = load_script(name, monkeypatch)
+    for constant in vars(h200):
+        if constant.isupper():
+            monkeypatch.setattr(h200, constant, copy.copy(getattr(h200, constant)))
+    plan.cache_clear()
+    yield module
+    plan.cache_clear()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,7 @@ from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan, gemm_plan, is_valid
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.timing import Timing
 
-from .conftest import BENCHMARKS, load_script
+from .conftest import BENCHMARKS, script_of_planner
 
 RECORD = BENCHMARKS / "results/h200/gemm-plans.csv"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -25,14 +24,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """It may change every constant: what the planner then says is forgotten."""
-    module = load_script("gemm_plans", monkeypatch)
-    for name in vars(h200):
-        if name.isupper():
-            monkeypatch.setattr(h200, name, copy.copy(getattr(h200, name)))
-    gemm_plan.cache_clear()
-    yield module
-    gemm_plan.cache_clear()
+    yield from script_of_planner("gemm_plans", gemm_plan, monkeypatch)
 
 
 def rows_of(script: ModuleType, path: Path) -> list[Any]:

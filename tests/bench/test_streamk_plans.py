@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +17,7 @@ from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan, is_valid
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.timing import Timing
 
-from .conftest import BENCHMARKS, load_script
+from .conftest import BENCHMARKS, script_of_planner
 
 RECORD = BENCHMARKS / "results/h200/streamk-plans.csv"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -26,14 +25,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """It may change every constant: what the planner then says is forgotten."""
-    module = load_script("streamk_plans", monkeypatch)
-    for name in vars(h200):
-        if name.isupper():
-            monkeypatch.setattr(h200, name, copy.copy(getattr(h200, name)))
-    streamk_plan.cache_clear()
-    yield module
-    streamk_plan.cache_clear()
+    yield from script_of_planner("streamk_plans", streamk_plan, monkeypatch)
 
 
 def test_constants_are_those_of_the_record(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,8 @@ def decoded(row: Any, k: Any, unit: Any, log2: Any, parts: Any, nested_log2: Any
 
 @pytest.mark.parametrize("nested", [8, 16, 32, 256, ALL, 0])
 @pytest.mark.parametrize(
-    ("k", "block", "unit"), [(896, 64, 64), (64, 64, 64), (1056, 32, 32), (96, 64, 32), (512, 128, 64)]
+    ("k", "block", "unit"),
+    [(896, 64, 64), (64, 64, 64), (1056, 32, 32), (96, 64, 32), (512, 128, 64), (1024, 512, 64), (192, 128, 64)],
 )
 def test_decode_scales(k: int, block: int, unit: int, nested: int) -> None:
     rng = np.random.default_rng(0)
