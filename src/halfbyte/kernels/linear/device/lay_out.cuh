@@ -20,9 +20,8 @@ __device__ __forceinline__ void clear_rows(const Arguments& a, u32 cta, u32 ctas
   }
 }
 
-// What a thread does at a time, a step: a piece of 16 bytes of a block of 64 numbers; or, with BY_FOUR, four pieces of
-// a block of a unit, for which it reads 16 bytes of each of the lanes that they are for.
-constexpr bool BY_FOUR = LANE_SPANS;
+// What a thread does at a time, a step: a piece of 16 bytes of each of AT_ONCE blocks of 64 numbers; or, with
+// LANE_SPANS, four pieces of a block of a unit, for which it reads 16 bytes of each of the lanes that they are for.
 constexpr u32 AT_ONCE = LAYS_UNITS ? 4 : 1;
 constexpr u32 OF_ROWS = 8 * Config::tile_m;  // pieces, from one block of a tile to the next
 using Pieces = u32[AT_ONCE][4];
@@ -40,7 +39,7 @@ __device__ __forceinline__ u32 of_same_row() { return 0xffu << (threadIdx.x & 24
 __device__ __forceinline__ void load_pieces(Pieces& words, const Arguments& a, const u16* from, u32 row, u32 step,
                                             u32 number, bool exists) {
   const u16* x = from + u64(row) * a.k;
-  if constexpr (BY_FOUR) {
+  if constexpr (LANE_SPANS) {
     const u32 block = 4 * step + number / 2, half = number % 2;
     uint4 of_members[4];
 #pragma unroll
@@ -76,8 +75,8 @@ __device__ __forceinline__ void store_pieces(const Arguments& a, u32 column_tile
   uint4* to = a.laid_out + (u64(column_tile) * a.depth_units * 4 * Config::tile_m + row) * 8;
 #pragma unroll
   for (u32 i = 0; i < AT_ONCE; i++) {
-    const u32 block = BY_FOUR ? 4 * step + number / 2 : step * AT_ONCE + i;
-    const u32 piece = BY_FOUR ? 2 * i + number % 2 : number;
+    const u32 block = LANE_SPANS ? 4 * step + number / 2 : step * AT_ONCE + i;
+    const u32 piece = LANE_SPANS ? 2 * i + number % 2 : number;
     to[u64(block) * OF_ROWS + (piece ^ row & 7)] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
   }
 }
