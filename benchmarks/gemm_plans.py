@@ -46,7 +46,7 @@ SHAPES = (
 )
 ROWS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096)
 WEIGHTS = {"nf4": ("nf4", 64, True), "int4": ("int4", 128, False)}
-DENSE, DENSE_ROWS = (0, 0, 0, 0), 512  # in place of a plan's shape; and from how many rows on
+DENSE, DENSE_ROWS = (0, 0, 0, 0, 0), 512  # in place of a plan's shape; and from how many rows on
 MOST_SETS, MOST_EMPTY = 4, 1.45  # weights that are timed in turn; and by how much tiles may be larger than x
 Product = tuple[str, int, int, int, int]  # format, whether back, n, k, m
 
@@ -64,6 +64,7 @@ class Row(NamedTuple):
     workers: int
     cluster: int
     chunk: int
+    in_order: int
     microseconds: float
 
     @property
@@ -75,8 +76,8 @@ class Row(NamedTuple):
         return problem(*WEIGHTS[self.format], self.n, self.k)
 
 
-def shape_of(plan: GemmPlan) -> tuple[int, int, int, int]:
-    return plan.tile_m, plan.workers, plan.cluster, plan.chunk
+def shape_of(plan: GemmPlan) -> tuple[int, int, int, int, int]:
+    return plan.tile_m, plan.workers, plan.cluster, plan.chunk, int(plan.in_order)
 
 
 def candidates(m: int, o: Problem, back: bool, properties: DeviceProperties) -> Iterator[GemmPlan]:
@@ -158,9 +159,10 @@ def fit(path: Path) -> None:
 
 
 def constants_forward() -> Iterator[Constant]:
-    for name in ("GEMM_START", "GEMM_LAYING", "GEMM_PART", "GEMM_TILE", "GEMM_CLUSTER_START", "GEMM_REDUCE"):
+    for name in ("GEMM_COPIED_START", "GEMM_START", "GEMM_LAYING", "GEMM_PART", "GEMM_TILE"):
         yield Constant(name)
-    for table in ("GEMM_UNIT", "GEMM_COMPUTED_UNIT"):
+    yield from (Constant("GEMM_CLUSTER_START"), Constant("GEMM_REDUCE"))
+    for table in ("GEMM_UNIT", "GEMM_COMPUTED_UNIT", "IN_ORDER_UNIT", "IN_ORDER_COMPUTED_UNIT"):
         yield from (Constant(table, tile_m, low=0.5) for tile_m in getattr(h200, table))
 
 
@@ -183,14 +185,14 @@ def _estimate(row: Row, properties: DeviceProperties) -> float:
     if not row.tile_m:
         return dense_microseconds(row.m, row.problem, properties)
     every = plans(row.m, row.problem, properties, bool(row.back))
-    plan = next(plan for plan in every if shape_of(plan) == row[6:10])
+    plan = next(plan for plan in every if shape_of(plan) == row[6:11])
     return estimate(plan, row.m, row.problem, properties)
 
 
 def _lost(rows: Sequence[Row], properties: DeviceProperties) -> str:
     times: dict[Product, dict[tuple[int, ...], float]] = defaultdict(dict)
     for row in (row for row in rows if row.tile_m):
-        times[row.product][row[6:10]] = row.microseconds
+        times[row.product][row[6:11]] = row.microseconds
 
     def choose(product: Product) -> tuple[int, ...] | None:
         name, back, n, k, m = product

@@ -63,9 +63,10 @@ def multiplied(
 
 @sixteen_bits
 @pytest.mark.parametrize("cluster", [1, 2, 3])
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize(("format", "options"), KINDS)
 def test_operands_are_what_dequantize_gives(
-    format: str, options: dict[str, int], cluster: int, dtype: torch.dtype
+    format: str, options: dict[str, int], in_order: bool, cluster: int, dtype: torch.dtype
 ) -> None:
     for (n, k), tile_m in (((333, 1024), 96), ((130, 4096), 256), ((515, 96), 160)):
         if k % options.get("group_size", options.get("block_size", 64)):
@@ -73,19 +74,22 @@ def test_operands_are_what_dequantize_gives(
         q = weight(n, k, format, dtype, **options)
         eye = torch.eye(k, dtype=dtype, device=DEVICE)
         for workers in (132, 6):
-            found = multiplied(eye, q, plan(k, n, k, tile_m, workers, cluster, 1024))
+            planned = replace(plan(k, n, k, tile_m, workers, cluster, 1024), in_order=in_order)
+            found = multiplied(eye, q, planned)
             assert torch.equal(found, hb.dequantize(q, dtype).t()), (n, k, workers)
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 3])
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("tile_m", TILES_M)
-def test_error(tile_m: int, cluster: int) -> None:
+def test_error(tile_m: int, in_order: bool, cluster: int) -> None:
     """Rows that fill no tile, tiles that several CTAs share, launches one after the other."""
     for dtype, (n, k), (format, options) in ((BF16, (1029, 1024), KINDS[0]), (F16, (700, 5376), KINDS[5])):
         q = weight(n, k, format, dtype, **options)
         for m, chunk in ((1, 1 << 14), (tile_m + 1, 1 << 14), (3 * tile_m - 7, 2 * tile_m)):
             x = torch.randn((m, k), device=DEVICE).to(dtype)
-            plans = [plan(m, n, k, tile_m, workers, cluster, chunk) for workers in (132, 10)]
+            each = (plan(m, n, k, tile_m, workers, cluster, chunk) for workers in (132, 10))
+            plans = [replace(one, in_order=in_order) for one in each]
             multiply = partial(_with_bias, x, q)
             check_product(x, q, multiply, plans, NOISE)
 

@@ -57,6 +57,7 @@ class Driver:
         self.tile_m = 0  # of those
         self.names = [b""]
         self.parts = [0]  # weights that a launch of each is for
+        self.copies = [False]  # whether it copies x as it is
         self.seen: list[tuple[Any, int]] = []  # kernel and rows of x
         self.capture = 0  # the number of the one that all streams are in
         self.others: list[bytes] = []  # names of kernels before and after products
@@ -84,7 +85,9 @@ class Driver:
 
     def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
         self.names.append(name)
-        self.parts.append(module.value)
+        parts, copies = divmod(module.value, 2)
+        self.parts.append(parts)
+        self.copies.append(bool(copies))
         function._obj.value = len(self.names) - 1
         return 0
 
@@ -122,13 +125,15 @@ class Driver:
             self._grouped(ctypes.string_at(parameters[0], struct.calcsize("".join(layout))))
             return 0
         for part in range(self.parts[function.value]):
-            self._one_product(kernel, parameters[0] + part * laid_out.ARGUMENTS_BYTES)
+            copies = self.copies[function.value]
+            size = struct.calcsize("".join(laid_out.COPIED_LAYOUT if copies else laid_out.LAYOUT))
+            self._one_product(kernel, parameters[0] + part * size, copies)
         return 0
 
-    def _one_product(self, kernel: Any, arguments: int) -> None:
-        """Of one weight, whose arguments are at an address."""
+    def _one_product(self, kernel: Any, arguments: int, copies: bool) -> None:
+        """Of one weight, whose arguments are at an address. copies: with a tensor map of x."""
         layout = laid_out.LAYOUT if kernel is hopper else kernel.LAYOUT
-        ahead = 128 if self.back and self.like.shape[0] % 8 == 0 else 0  # the tensor map of x
+        ahead = 128 if copies else 0
         first, *rest = struct.unpack_from(
             "".join(layout), ctypes.string_at(arguments + ahead, struct.calcsize("".join(layout)))
         )
@@ -141,9 +146,9 @@ class Driver:
             self.workspaces.append((*rest[8:10], rest[11]))
             assert rest[8] == 0 or ctypes.c_uint32.from_address(rest[8]).value == 0xFFFFFFFF  # MISSING
         like = next((like for like in self.group if like.packed.data_ptr() == packed), None) or self.like
+        assert not copies or x == struct.unpack("Q", ctypes.string_at(arguments, 8))[0]
         if self.back:
             assert (k, n) == like.shape
-            assert not ahead or x == struct.unpack("Q", ctypes.string_at(arguments, 8))[0]
             dense = self._dense(like, (packed, *rest[:4]))
             memory(out, (m, n), self.dtype).copy_(linear_exact(memory(x, (m, k), self.dtype), dense.t()))
             return
@@ -298,10 +303,16 @@ def order_of(k: int, span: int) -> torch.Tensor:
     return torch.stack((2 * words, 2 * words + 1), dim=1).flatten()
 
 
+def _code(variant: Variant) -> bytes:
+    """What cuModuleLoadData is given of a variant: how many weights it is for, and whether it copies x."""
+    constants = dict(variant.constants)
+    return b"%d" % (2 * int(constants.get("parts", 1)) + bool(constants.get("copies_x", False)))
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> Iterator[Driver]:
     """The driver, while a GPU with these properties takes the place of the CPU."""
     there = Driver()
-    with installed(monkeypatch, there, lambda variant: b"%d" % dict(variant.constants).get("parts", 1), properties):
+    with installed(monkeypatch, there, _code, properties):
         yield there
 
 

@@ -75,6 +75,15 @@ CASES = {
         100, 150, 352, GemmPlan(96, 2, 2, 3, 2, 1, 96), BF16, "nf4", {"nested": False, "block_size": 32}
     ),
     "many rows, computed": Case(130, 130, 384, GemmPlan(160, 2, 3, 5, 2, 1, 160), F16, "int4", {"group_size": 32}),
+    "in order": Case(150, 200, 1024, GemmPlan(160, 2, 3, 3, 3, 1, 320, in_order=True), F16),
+    "in order, in chunks": Case(200, 130, 832, GemmPlan(96, 2, 2, 3, 2, 1, 96, in_order=True), BF16, "nf4"),
+    "in order, narrow blocks": Case(
+        100, 150, 352, GemmPlan(96, 2, 2, 3, 2, 1, 96, in_order=True), BF16, "fp4", {"nested": False, "block_size": 32}
+    ),
+    "in order, computed": Case(
+        130, 130, 352, GemmPlan(160, 2, 3, 5, 2, 1, 160, in_order=True), F16, "int4", {"group_size": 32}
+    ),
+    "in order, exponents": Case(120, 256, 1024, GemmPlan(128, 2, 3, 5, 2, 2, 128, in_order=True), BF16, "mxfp4"),
     "many rows, a cluster": Case(120, 128, 1024, GemmPlan(128, 2, 3, 3, 1, 4, 128)),
     "back": Case(40, 192, 320, GemmPlan(64, 2, 3, 3, 2, 1, 64, back=True)),
     "back, odd": Case(70, 77, 256, GemmPlan(96, 2, 3, 3, 2, 1, 96, back=True), F16, "int4", GROUPS),
@@ -129,6 +138,7 @@ FUSED: dict[str, tuple[Fusion, StreamKPlan | GemmPlan, dict[str, Any]]] = {
     "a pair, a cluster": (SILU, StreamKPlan(24, 4, 2, 8, resident=2, cluster=4, paired=True), {"block_size": 128}),
     "a pair, short blocks": (GELU, StreamKPlan(32, 2, 3, 3, paired=True), {"block_size": 32}),
     "a pair, many rows": (SILU, GemmPlan(96, 2, 2, 3, 5, 1, 96, paired=True), {}),
+    "a pair, in order": (SILU, GemmPlan(96, 2, 2, 3, 5, 1, 96, paired=True, in_order=True), {}),
     "a pair, many rows, permuted": (GELU, GemmPlan(256, 2, 2, 3, 3, 1, 256, paired=True), {"block_size": 32}),
     "a pair, many rows, a cluster": (SILU, GemmPlan(96, 2, 2, 3, 3, 2, 96, paired=True), {"block_size": 128}),
     "a norm": (NORM, StreamKPlan(16, 2, 3, 4, norm=True), {}),
@@ -271,7 +281,11 @@ def test_which_mlps() -> None:
 
 @pytest.mark.parametrize(
     "plans",
-    [[StreamKPlan(48, 2, 2, ctas) for ctas in (2, 5, 3)], [GemmPlan(96, 2, 2, 3, ctas, 1, 96) for ctas in (3, 4, 2)]],
+    [
+        [StreamKPlan(48, 2, 2, ctas) for ctas in (2, 5, 3)],
+        [GemmPlan(96, 2, 2, 3, ctas, 1, 96) for ctas in (3, 4, 2)],
+        [GemmPlan(96, 2, 2, 3, ctas, 1, 96, in_order=True) for ctas in (3, 4, 2)],
+    ],
 )
 @pytest.mark.parametrize("k", [768, 704], ids=["alike", "scales of some come one by one"])
 def test_several_weights_in_one_launch(hopper: Driver, plans: list[Any], k: int) -> None:

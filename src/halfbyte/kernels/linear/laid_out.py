@@ -4,7 +4,7 @@ weights."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -28,7 +28,6 @@ SWIZZLED = 128  # bytes of a row of x that wgmma takes at a time
 LAYOUT = ("128s4Q", "7Q2I", "7I4f64s52x")
 # The same with a tensor map of x ahead of them, which changes with x.
 COPIED_LAYOUT = ("", "128s128s4Q7Q2I", "7I4f64s52x")
-ARGUMENTS_BYTES = struct.calcsize("".join(LAYOUT))  # of one weight: a multiple of 64, for their tensor maps
 ScaleLoads = Literal["one", "unit", "vector", "across"]
 launches: ThreadCache[Hashable, tuple[Launch, Launch]] = ThreadCache()
 
@@ -63,16 +62,12 @@ def supports(problem: Problem) -> bool:
     )
 
 
-def copies_x(problem: Problem, back: bool) -> bool:
-    """True if x is copied as it is, not laid out: it keeps its order, and its rows begin where tensor maps want it."""
-    return back and problem.n * 2 % ALIGNMENT == 0
-
-
 class LaidOutPlan(Protocol):
     """tile_m, rows: rows of x and of W in a tile. sums: that a CTA has of one. paired: tiles have as many rows of
     another weight. norm: x is normed as it is laid out. ctas: in all. workers: that share the work, CTAs or clusters.
     cluster: CTAs of one, or 1. resident: units of x that a CTA lays out itself, or 0. threads: of a CTA. back: the
-    product is with W transposed. lays_units: a thread that lays x out takes a unit of a row at a time."""
+    product is with W transposed. in_order: x keeps the order of K, as it does on the way back. lays_units: a thread
+    that lays x out takes a unit of a row at a time."""
 
     @property
     def tile_m(self) -> int: ...
@@ -97,6 +92,8 @@ class LaidOutPlan(Protocol):
     @property
     def back(self) -> bool: ...
     @property
+    def in_order(self) -> bool: ...
+    @property
     def lays_units(self) -> bool: ...
     def x_tiles(self, m: int) -> int: ...
 
@@ -108,6 +105,11 @@ class GroupedPlan(LaidOutPlan, Protocol):
     def chunk(self) -> int: ...
     @property
     def microseconds(self) -> float: ...
+
+
+def copies_x(problem: Problem, plan: LaidOutPlan) -> bool:
+    """True if x is copied as it is, not laid out: it keeps its order, and its rows begin where tensor maps want it."""
+    return plan.in_order or (plan.back and problem.n * 2 % ALIGNMENT == 0)
 
 
 P = TypeVar("P", bound=LaidOutPlan)
@@ -149,31 +151,24 @@ class LaidOutKernel(Protocol):
 
 
 class Part(NamedTuple):
-    """The launches of a product and their arguments. laid_out: bytes of x laid out, or 0 where CTAs keep x or copy it.
-    partial: sums that CTAs leave for others. copied: where x is copied, the bytes of a row, what one copy takes, and
-    the arguments that are told again with each x."""
+    """The launches of a product and what they are told. laid_out: bytes of x laid out, or 0 where CTAs keep x or copy
+    it. partial: sums that CTAs leave for others."""
 
     device: torch.device
     lay_out: Launch
     multiply: Launch
-    arguments: Arguments
+    told: Told
     laid_out: int
     partial: int
-    copied: tuple[int, tuple[int, int], tuple[Any, ...]] | None = None
 
     def __call__(
         self, stream: int, x: int, bias: int, out: int, laid_out: int, m: int, is_laid_out: bool = False, other: int = 0
     ) -> None:
         partial, left, count = workspace.take(self.device, stream, self.partial) if self.partial else (0, 0, 0)
-        changing = x, bias, out, laid_out, partial, left, other, count // 4, m
-        if self.copied is None:
-            self.arguments.set(*changing)
-        else:
-            row, box, again = self.copied
-            self.arguments.set(tensor_map(x, (row, m), (row,), box), *again, *changing)
+        self.told.set(x, bias, out, laid_out, partial, left, other, count // 4, m)
         if self.laid_out and not is_laid_out:
-            self.lay_out(stream, self.arguments.parameters)
-        self.multiply(stream, self.arguments.parameters)
+            self.lay_out(stream, self.told.arguments.parameters)
+        self.multiply(stream, self.told.arguments.parameters)
 
 
 def bind(
@@ -251,26 +246,49 @@ def prepare(
     key = index, given.x_units, plan, compiled
     both = launches.get(key, lambda: make_launches(index, given.x_units, plan, compiled))
     partial = plan.ctas * plan.sums if given.fixes_up else 0
-    after = given.after(0)
-    if copies_x(o, plan.back):
-        copied = 2 * (o.n if plan.back else o.k), (SWIZZLED, plan.tile_m), given.fixed
-        return Part(device, *both, Arguments(COPIED_LAYOUT, (), after), 0, partial, copied)
-    return Part(device, *both, Arguments(LAYOUT, given.fixed, after), given.laid_out, partial)
+    return Part(device, *both, Told(given), given.laid_out, partial)
 
 
 class FixedArguments(NamedTuple):
     """What a launch is told of a weight, and what follows from it. x_units, laid_out: tiles of x that are laid out
-    and units of each, and their bytes, 0 where CTAs keep x. fixes_up: CTAs share tiles."""
+    and units of each, and their bytes, 0 where CTAs keep x or copy it. copied: where they do, the bytes of a row, and
+    what one copy takes. fixes_up: CTAs share tiles."""
 
     fixed: tuple[Any, ...]
     sizes: tuple[int, ...]
     factors: tuple[Any, ...]
     x_units: tuple[int, int]
     laid_out: int
+    copied: tuple[int, tuple[int, int]] | None
     fixes_up: bool
 
-    def after(self, first_cta: int) -> tuple[Any, ...]:
-        return (*self.sizes, first_cta, *self.factors)
+    @property
+    def layout(self) -> tuple[str, str, str]:
+        return COPIED_LAYOUT if self.copied else LAYOUT
+
+    @property
+    def bytes(self) -> int:
+        """A multiple of 64, for tensor maps."""
+        return struct.calcsize("".join(self.layout))
+
+
+class Told:
+    """The arguments of one weight. first_cta: the number of its first CTA. memory, at: as those of Arguments."""
+
+    __slots__ = ("_copied", "_fixed", "arguments", "set")
+
+    def __init__(self, given: FixedArguments, first_cta: int = 0, memory: Any = None, at: int = 0) -> None:
+        before = () if given.copied else given.fixed
+        after = *given.sizes, first_cta, *given.factors
+        self._copied, self._fixed = given.copied, given.fixed
+        self.arguments = Arguments(given.layout, before, after, memory, at)
+        # Called with what changes, x first and m last.
+        self.set: Callable[..., None] = self._set_with_map if given.copied else self.arguments.set
+
+    def _set_with_map(self, x: int, *others: int) -> None:
+        assert self._copied is not None
+        row, box = self._copied
+        self.arguments.set(tensor_map(x, (row, others[-1]), (row,), box), *self._fixed, x, *others)
 
 
 def fixed_arguments(
@@ -288,8 +306,9 @@ def fixed_arguments(
         (n, k, row_tiles, x_tiles, units, plan.workers),
         (unit, 1.0 if fusion.residual is None else fusion.residual, *(fusion.norm or (0.0, 0.0)), codebook),
     )
-    laid_out = 0 if plan.resident else x_tiles * units * plan.tile_m * UNIT_K * 2
-    return FixedArguments((weights, *scales), sizes, factors, (x_tiles, units), laid_out, fixes_up)
+    copied = (2 * k, (SWIZZLED, plan.tile_m)) if copies_x(o, plan) else None
+    laid_out = 0 if plan.resident or copied else x_tiles * units * plan.tile_m * UNIT_K * 2
+    return FixedArguments((weights, *scales), sizes, factors, (x_tiles, units), laid_out, copied, fixes_up)
 
 
 def make_launches(

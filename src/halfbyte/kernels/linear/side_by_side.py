@@ -11,21 +11,13 @@ from typing import Any
 import torch
 
 from halfbyte.kernels.common.device import properties_of
-from halfbyte.kernels.common.driver import Arguments
 from halfbyte.kernels.linear import laid_out, workspace
 from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct
-from halfbyte.kernels.linear.laid_out import (
-    ARGUMENTS_BYTES,
-    LAYOUT,
-    GroupPlan,
-    LaidOutKernel,
-    WithPlan,
-    scale_loads,
-)
+from halfbyte.kernels.linear.laid_out import GroupPlan, LaidOutKernel, Told, WithPlan, scale_loads
 from halfbyte.kernels.linear.problem import Addresses, Problem
 
-MOST = 4  # weights of a launch: each has 384 bytes of its arguments
+MOST = 4  # weights of a launch: each has up to 512 bytes of its arguments
 
 
 def are_alike(group: Sequence[Problem]) -> bool:
@@ -104,24 +96,26 @@ def _bind_one_launch(
     lay_out, multiply = laid_out.launches.get(
         key, lambda: laid_out.make_launches(device.index, prepared[0].x_units, plan, compiled, ctas)
     )
-    memory = ctypes.create_string_buffer(parts * ARGUMENTS_BYTES)
+    size = prepared[0].bytes
+    memory = ctypes.create_string_buffer(parts * size)
     told = [
-        Arguments(LAYOUT, part.fixed, part.after(first), memory, place * ARGUMENTS_BYTES)
+        Told(part, first, memory, place * size)
         for place, (part, first) in enumerate(zip(prepared, first_ctas, strict=False))
     ]
     partial = ctas * plan.sums if any(part.fixes_up for part in prepared) else 0
     room, x_bytes = [first * plan.sums * 4 for first in first_ctas], prepared[0].laid_out
+    parameters = told[0].arguments.parameters
 
     def run(stream: int, x: int, m: int, results: Iterable[int], norm: int = 0) -> None:
         place = torch.empty(x_bytes, dtype=torch.uint8, device=device) if x_bytes else None
         at = 0 if place is None else place.data_ptr()
         sums_at, left, count = workspace.take(device, stream, partial) if partial else (0, 0, 0)
         addresses = iter(results)
-        for arguments, before in zip(told, room, strict=False):
+        for part, before in zip(told, room, strict=False):
             bias, out = next(addresses), next(addresses)
-            arguments.set(x, bias, out, at, sums_at + before if partial else 0, left, norm, count // 4, m)
+            part.set(x, bias, out, at, sums_at + before if partial else 0, left, norm, count // 4, m)
         if place is not None:
-            lay_out(stream, told[0].parameters)
-        multiply(stream, told[0].parameters)
+            lay_out(stream, parameters)
+        multiply(stream, parameters)
 
     return run

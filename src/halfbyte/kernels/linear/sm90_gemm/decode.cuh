@@ -52,7 +52,12 @@ class Decoder {
       }
       const u32 place = LANE_SPANS ? step * 8 : span * (Config::span / 2);
       u32 words[2][WORDS];
-      load(words[0], stage + (mine.upper ^ place)), load(words[1], stage + (mine.lower ^ place));
+      if constexpr (IN_ORDER) {
+        load_in_order(words[0], stage + mine.upper, place, mine.own);
+        load_in_order(words[1], stage + mine.lower, place, mine.own);
+      } else {
+        load(words[0], stage + (mine.upper ^ place)), load(words[1], stage + (mine.lower ^ place));
+      }
 #pragma unroll
       for (int i = 0; i < WORDS; i++) {
         u32 pairs[2][4];

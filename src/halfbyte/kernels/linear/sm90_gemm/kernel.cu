@@ -33,6 +33,7 @@
 //   numbers                                  how nibbles become numbers
 //   permutes                                 odd rows of W are looked up in registers
 //   lane_spans                               in every unit each lane of a quad has a span of its own
+//   in_order                                 x keeps the order of K
 //   span, log_block                          weights that share a scale, 64 or 32; log2 of the block size
 //   loads                                    how a thread loads the scales of a row of W (device/scale_rows.cuh)
 //   x, scale, low_first, flushes             types; whether the first weight of a byte is in its low half; whether

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 from operator import itemgetter
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
@@ -44,6 +45,7 @@ class GemmPlan:
     back: bool = False  # the result is x @ W: its N is W's K, and the other way round
     numbers: Numbers = "looked_up"  # or how weights are computed
     lane_spans: bool = False  # in every unit each lane of a quad has a span of its own
+    in_order: bool = False  # x keeps the order of K, and is copied as it is
 
     activation: str = ""  # what gates, of a pair
     paired: bool = False  # gate and up in one launch, whose tiles have rows of both
@@ -160,34 +162,44 @@ def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) ->
     n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
     for tile_m in BACK_TILES_M if back else TILES_M:
         stages = W_STAGES, x_stages(tile_m, problem)
-        for workers, cluster, chunk in _shares(m, n, k, tile_m, properties, back):
-            yield decoding(GemmPlan(tile_m, 2, *stages, workers, cluster, chunk * tile_m, back=back), problem)
+        for in_order in (False,) if back else (False, True):
+            for workers, cluster, chunk in _shares(m, n, k, tile_m, properties, back or in_order):
+                plan = GemmPlan(tile_m, 2, *stages, workers, cluster, chunk * tile_m, back=back, in_order=in_order)
+                yield decoding(plan, problem)
 
 
 def decoding(plan: GemmPlan, problem: Problem) -> GemmPlan:
-    """The same for weights of this kind: how they are decoded, and in which order x is laid out for that."""
+    """The same for weights of this kind: how they are decoded, and, unless x keeps its order, in which one it is laid
+    out for that."""
     numbers = problem.numbers
-    spans = numbers == "looked_up" and span_of(problem) == STEP_K and not plan.back
+    spans = numbers == "looked_up" and span_of(problem) == STEP_K and not plan.back and not plan.in_order
     return replace(plan, numbers=numbers, lane_spans=spans)
 
 
 def _shares(
-    m: int, n: int, k: int, tile_m: int, properties: DeviceProperties, back: bool
+    m: int, n: int, k: int, tile_m: int, properties: DeviceProperties, copies: bool
 ) -> Iterator[tuple[int, int, int]]:
-    """Workers, CTAs of a cluster, and tiles of x a launch."""
+    """Workers, CTAs of a cluster, and tiles of x a launch. copies: x is copied, not laid out."""
     x_tiles, row_tiles, depth = -(-m // tile_m), -(-n // 128), -(-k // UNIT_K)
-    launches = -(-x_tiles // max(1, (h200.BACK_X_BYTES if back else h200.GEMM_X_BYTES) // (2 * k * tile_m)))
-    chunk = -(-x_tiles // launches)
+    chunk = _tiles_at_once(x_tiles, k, tile_m, copies)
     # The last launch may have fewer tiles than the others, and every CTA has work in each.
     fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // chunk) - 1) * chunk)
     yield min(properties.sms, fewest), 1, chunk
-    at_once = min(x_tiles, properties.sms // row_tiles, max(1, h200.GEMM_ROOM // (2 * k * tile_m)))
+    at_once = min(x_tiles, properties.sms // row_tiles)
+    if not copies:
+        at_once = min(at_once, max(1, h200.GEMM_ROOM // (2 * k * tile_m)))
     if at_once:
         yield row_tiles * at_once, 1, at_once
-    if launches == 1:
+    if chunk == x_tiles:
         cluster, tiles = h200.GEMM_CLUSTER, row_tiles * x_tiles
         for shares in range(1, min(properties.clusters(cluster) // tiles, depth // cluster) + 1):
             yield tiles * shares, cluster, x_tiles  # every CTA has a unit
+
+
+def _tiles_at_once(x_tiles: int, k: int, tile_m: int, copies: bool) -> int:
+    """Tiles of x a launch, as equal as can be, that L2 holds, with or without a second x that is laid out."""
+    most = max(1, (h200.COPIED_X_BYTES if copies else h200.GEMM_X_BYTES) // (2 * k * tile_m))
+    return -(-x_tiles // -(-x_tiles // most))
 
 
 def estimate(plan: GemmPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
@@ -201,7 +213,7 @@ def estimate(plan: GemmPlan, m: int, problem: Problem, properties: DevicePropert
 def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DeviceProperties) -> float:
     """The same of a launch with so many tiles of x."""
     k, n = plan.sides(problem)
-    tiles, depth, unit = -(-n // 128) * x_tiles, -(-k // UNIT_K), _units(plan.back, plan.computes)[plan.tile_m]
+    tiles, depth, unit = -(-n // 128) * x_tiles, -(-k // UNIT_K), _units(plan)[plan.tile_m]
     if plan.cluster == 1:
         time = _busiest(tiles, depth, plan.workers, plan.tile_m, unit)
     else:
@@ -212,21 +224,23 @@ def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DevicePr
         )
         time += h200.GEMM_CLUSTER_START + h200.GEMM_REDUCE * plan.tile_m / 256
     reading = problem.megabytes / (h200.GEMM_BANDWIDTH * properties.rates.bandwidth)
-    return _start(plan.tile_m * x_tiles, k, copies_x(problem, plan.back)) + math.hypot(
-        time / properties.rates.clock, reading
-    )
+    return _start(plan, plan.tile_m * x_tiles, problem) + math.hypot(time / properties.rates.clock, reading)
 
 
-def _start(rows: int, k: int, copies: bool) -> float:
-    """µs of a launch besides, with x [rows, K] laid out or copied."""
-    return h200.BACK_COPIED_START if copies else h200.GEMM_START + h200.GEMM_LAYING * rows * k / 1e6
+def _start(plan: GemmPlan, rows: int, problem: Problem) -> float:
+    """µs of a launch besides, with so many rows of x laid out or copied."""
+    if copies_x(problem, plan):
+        return h200.BACK_COPIED_START if plan.back else h200.GEMM_COPIED_START
+    return h200.GEMM_START + h200.GEMM_LAYING * rows * plan.sides(problem)[0] / 1e6
 
 
-def _units(back: bool, computes: bool) -> dict[int, float]:
+def _units(plan: GemmPlan) -> dict[int, float]:
     """µs of a unit, by tile_m."""
-    if back:
-        return h200.BACK_COMPUTED_UNIT if computes else h200.BACK_UNIT
-    return h200.GEMM_COMPUTED_UNIT if computes else h200.GEMM_UNIT
+    if plan.back:
+        return h200.BACK_COMPUTED_UNIT if plan.computes else h200.BACK_UNIT
+    if plan.in_order:
+        return h200.IN_ORDER_COMPUTED_UNIT if plan.computes else h200.IN_ORDER_UNIT
+    return h200.GEMM_COMPUTED_UNIT if plan.computes else h200.GEMM_UNIT
 
 
 def _ends(tile_m: int) -> tuple[float, float]:
@@ -253,12 +267,12 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
     if not side_by_side.are_alike(group) or m < 1 or properties.ptx != 90:
         return None
     every, rates, found = side_by_side.merged(group), properties.rates, []
-    computes = every.numbers != "looked_up"
     depth, reading = -(-every.k // UNIT_K), every.megabytes / (h200.GEMM_BANDWIDTH * rates.bandwidth)
-    for tile_m, unit in _units(back=False, computes=computes).items():
-        x_tiles = -(-m // tile_m)
-        launches = -(-x_tiles // max(1, h200.GEMM_X_BYTES // (2 * every.k * tile_m)))
-        chunk = -(-x_tiles // launches)
+    for tile_m, in_order in product(TILES_M, (False, True)):
+        shape = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m, every), 1, 1, tile_m, in_order=in_order)
+        shape = decoding(shape, every)
+        unit, x_tiles = _units(shape)[tile_m], -(-m // tile_m)
+        chunk = _tiles_at_once(x_tiles, every.k, tile_m, in_order)
         last = x_tiles - (-(-x_tiles // chunk) - 1) * chunk  # tiles of the last launch
         row_tiles = [-(-o.n // 128) for o in group]
         dealt = side_by_side.deal([rows * depth * last for rows in row_tiles], properties.sms)
@@ -268,9 +282,9 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
         for workers in choices:
             each = zip(row_tiles, workers, strict=True)
             busy = max(_busiest(rows * chunk, depth, ctas, tile_m, unit) for rows, ctas in each)
-            time = launches * (_start(chunk * tile_m, every.k, False) + math.hypot(busy / rates.clock, reading))
-            shape = tile_m, 2, W_STAGES, x_stages(tile_m, every)
-            plans = tuple(decoding(GemmPlan(*shape, ctas, 1, chunk * tile_m, time), every) for ctas in workers)
+            one = _start(shape, chunk * tile_m, every) + math.hypot(busy / rates.clock, reading)
+            time, rows = -(-x_tiles // chunk) * one, chunk * tile_m
+            plans = tuple(replace(shape, workers=ctas, chunk=rows, microseconds=time) for ctas in workers)
             found.append((time, plans))
     valid = (
         GemmGroup(plans, time, is_one_launch=True)
@@ -294,10 +308,10 @@ def paired_plan(m: int, group: Sequence[Problem], activation: str, properties: D
 def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProperties) -> GemmGroup | None:
     """Each weight as alone, but that x is laid out once."""
     plans = tuple(found for problem in group if (found := gemm_plan(m, problem, properties)) is not None)
-    ways = {(o.k, o.dtype, span_of(o), p.tile_m, p.chunk) for o, p in zip(group, plans, strict=False)}
+    ways = {(o.k, o.dtype, span_of(o), p.tile_m, p.chunk, p.in_order) for o, p in zip(group, plans, strict=False)}
     if len(plans) < len(group) or len(ways) > 1:
         return None
-    saved = (len(plans) - 1) * len(range(0, m, plans[0].chunk)) * h200.GEMM_LAYING_OUT
+    saved = 0 if plans[0].in_order else (len(plans) - 1) * len(range(0, m, plans[0].chunk)) * h200.GEMM_LAYING_OUT
     return GemmGroup(plans, sum(found.microseconds for found in plans) - saved)
 
 
@@ -330,9 +344,9 @@ def grouped_plan(
     if times is None or pairs == 0 or properties.ptx != 90:
         return None
     n, k = (problem.k, problem.n // experts) if back else (problem.n // experts, problem.k)
-    if problem.numbers != "looked_up":
-        faster = _units(back, computes=True)[tile_m] / _units(back, computes=False)[tile_m]
-        times = times._replace(unit=times.unit * faster)
+    usual = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m, problem), 1, 1, tile_m, back=back)
+    unlike = _units(decoding(usual, problem))[tile_m] / _units(usual)[tile_m]  # of how they are decoded
+    times = times._replace(unit=times.unit * unlike)
     most, stages = most_tiles(pairs, experts, tile_m) * tile_m, NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
     time = spread.microseconds(pairs, experts, tile_m, 128, times, problem, properties, back)
     shapes = (

@@ -22,7 +22,8 @@ constexpr int BLOCK_SPANS = (1 << Config::log_block) / Config::span;
 constexpr int JOINED = Config::loads != Loads::one ? (BLOCK_SPANS < SPANS ? BLOCK_SPANS : SPANS) : 1;
 constexpr int UNIT_SCALES = SPANS / JOINED;  // of a row of W
 
-constexpr bool LANE_SPANS = Config::lane_spans, LAYS_UNITS = true;  // row_place.cuh, lay_out.cuh
+// row_place.cuh, lay_out.cuh
+constexpr bool LANE_SPANS = Config::lane_spans, IN_ORDER = Config::in_order, LAYS_UNITS = true;
 // In words, each two neighbouring k: a span, and what a quad's lane takes of it. Those of `back` keep the order of k.
 constexpr u32 SPAN_WORDS = Config::back ? 4 : Config::span / 2, OWN = Config::back ? 1 : Config::span / 8;
 

@@ -40,6 +40,7 @@ class StreamKPlan:
     microseconds: float = field(default=0.0, compare=False)
 
     back: bool = field(default=False, init=False)
+    in_order: bool = field(default=False, init=False)
     lays_units: bool = field(default=False, init=False)
 
     @property

@@ -23,7 +23,7 @@ constexpr int SPANS_OR_BLOCK = BLOCK_SPANS < SPANS ? BLOCK_SPANS : SPANS;
 constexpr int JOINED = Config::loads != Loads::one ? SPANS_OR_BLOCK : 1;
 constexpr int UNIT_SCALES = SPANS / JOINED;  // of a row of W
 
-constexpr bool LANE_SPANS = false, LAYS_UNITS = Config::grouped;  // row_place.cuh, lay_out.cuh
+constexpr bool LANE_SPANS = false, IN_ORDER = false, LAYS_UNITS = Config::grouped;  // row_place.cuh, lay_out.cuh
 // In words, each two neighbouring k: a span, and what a quad's lane takes of it.
 constexpr u32 SPAN_WORDS = Config::span / 2, OWN = Config::span / 8;
 

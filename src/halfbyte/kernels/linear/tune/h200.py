@@ -243,9 +243,12 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 # and all numbers that benchmarks/gemm_plans.py prints, are fitted by it to its record.
 GEMM_UNIT = {96: 1.525, 128: 1.727, 160: 1.878, 192: 2.037, 224: 2.171, 256: 2.467}
 GEMM_COMPUTED_UNIT = {96: 1.283, 128: 1.423, 160: 1.671, 192: 1.84, 224: 2.068, 256: 2.385}
-# µs: two launches, and what a million numbers of x that are laid out add to them; a part of a tile of 256 rows, and a
-# tile. MB a µs that W comes with.
-GEMM_START, GEMM_LAYING = 2.212, 1.241
+# The same where x keeps the order of K.
+IN_ORDER_UNIT = {96: 1.6, 128: 1.83, 160: 1.97, 192: 2.13, 224: 2.27, 256: 2.57}
+IN_ORDER_COMPUTED_UNIT = {96: 1.33, 128: 1.46, 160: 1.69, 192: 1.85, 224: 2.06, 256: 2.37}
+# µs: a launch with x as it is; two, and what a million numbers of x that are laid out add to them; a part of a tile of
+# 256 rows, and a tile. MB a µs that W comes with.
+GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 2.5, 2.212, 1.241
 GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.164, 4.76, 4.667
 # CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows. Of an H100.
 GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 2.47, 2.222
@@ -255,15 +258,15 @@ LAYING_THREADS = 1 << 16
 GEMM_LAYING_OUT = 1.5
 # Rows of x a tile from which on shared memory is what W waits for.
 GEMM_PERMUTES_M = 160
-# Bytes of x a launch, all of which stays in L2, where CTAs are at different places along K.
-GEMM_X_BYTES = 1 << 24
+# Bytes of x a launch, all of which stays in L2, where CTAs are at different places along K: laid out, or as it is.
+GEMM_X_BYTES, COPIED_X_BYTES = 1 << 24, 1 << 25
 # The most bytes of x a launch elsewhere, as long as a tile has no more: laid out, they are a second x in memory.
 GEMM_ROOM = 1 << 26
 
-# The same on the way back; µs of a launch by itself, where x is copied as it is; and its bytes of x.
+# The same on the way back, and µs of a launch with x as it is.
 BACK_UNIT = {32: 1.821, 64: 2.017, 96: 2.234, 128: 2.428, 160: 2.582, 192: 2.838, 224: 3.059, 256: 3.356}
 BACK_COMPUTED_UNIT = {32: 1.212, 64: 1.411, 96: 1.622, 128: 1.844, 160: 2.062, 192: 2.298, 224: 2.536, 256: 2.713}
-BACK_COPIED_START, BACK_X_BYTES = 2.629, 1 << 25
+BACK_COPIED_START = 2.629
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
