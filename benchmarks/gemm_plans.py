@@ -16,7 +16,7 @@ import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,7 +161,7 @@ def fit(path: Path) -> None:
 def constants_forward() -> Iterator[Constant]:
     for name in ("GEMM_COPIED_START", "GEMM_START", "GEMM_LAYING", "GEMM_PART", "GEMM_TILE"):
         yield Constant(name)
-    yield from (Constant("GEMM_CLUSTER_START"), Constant("GEMM_REDUCE"))
+    yield from (Constant("GEMM_APART", low=0.9), Constant("GEMM_CLUSTER_START"), Constant("GEMM_REDUCE"))
     for table in ("GEMM_UNIT", "GEMM_COMPUTED_UNIT", "IN_ORDER_UNIT", "IN_ORDER_COMPUTED_UNIT"):
         yield from (Constant(table, tile_m, low=0.5) for tile_m in getattr(h200, table))
 
@@ -184,9 +184,13 @@ def read_row(device: str, format: str, *numbers: str) -> Row:
 def _estimate(row: Row, properties: DeviceProperties) -> float:
     if not row.tile_m:
         return dense_microseconds(row.m, row.problem, properties)
+    return estimate(_plan_of(row, properties), row.m, row.problem, properties)
+
+
+@cache
+def _plan_of(row: Row, properties: DeviceProperties) -> GemmPlan:
     every = plans(row.m, row.problem, properties, bool(row.back))
-    plan = next(plan for plan in every if shape_of(plan) == row[6:11])
-    return estimate(plan, row.m, row.problem, properties)
+    return next(plan for plan in every if shape_of(plan) == row[6:11])
 
 
 def _lost(rows: Sequence[Row], properties: DeviceProperties) -> str:

@@ -173,7 +173,7 @@ def test_what_is_fused(hopper: Driver, case: tuple[Fusion, StreamKPlan | GemmPla
     plans = (last, last) if plan.paired else (*[plan] * (parts - 1), last)
     planned: GroupPlan[Any] = GroupPlan(plans, 0.0, is_one_launch=plan.paired)
     kernel: Any = streamk if isinstance(plan, StreamKPlan) else gemm
-    hopper.readable = [part for q in weights for part in parts_of(q)]
+    hopper.readable = [x, *(part for q in weights for part in parts_of(q))]
     multiply = kernel.bind_fused(DEVICE, m, group, list(map(addresses, weights)), fusion, planned)
 
     def expected(kind: torch.dtype) -> Tensor:
@@ -205,7 +205,7 @@ def test_from_the_call_to_the_result(hopper: Driver, kind: str) -> None:
     m, k, sides = 70, 768, (700, 700) if kind == "silu" else (320, 128, 128)
     x, norm = torch.randn(m, k).bfloat16(), Norm((1 + torch.randn(k) / 8).bfloat16(), 1e-5)
     weights = [weight(n, k=k, dtype=BF16, format="nf4") for n in sides]
-    hopper.readable = [part for q in weights for part in parts_of(q)]
+    hopper.readable = [x, *(part for q in weights for part in parts_of(q))]
     found = cuda.fused(x, weights, [None] * len(sides), Beside(norm, kind if kind == "silu" else ""))
     assert found is not None
     (constants,) = (dict(variant.constants) for variant in hopper.variants)
@@ -239,7 +239,7 @@ def test_an_mlp(hopper: Driver, m: int, tile_m: int, down: StreamKPlan, format: 
     ]
     biases = [torch.randn(n).bfloat16() for n in (inner, inner, k)]
     between = torch.full((m + 1, inner), 777.0).bfloat16()
-    hopper.readable = [part for q in weights for part in parts_of(q)]
+    hopper.readable = [x, *(part for q in weights for part in parts_of(q))]
     rows = (x, x, between)
     group = [problem_of(one, q, bias) for one, q, bias in zip(rows, weights, biases, strict=True)]
     fusion, after = Fusion((1e-5, 0.0), "silu", static=True), Fusion(residual=0.5, static=True)
@@ -295,7 +295,7 @@ def test_several_weights_in_one_launch(hopper: Driver, plans: list[Any], k: int)
     weights = [weight(n, k=k, dtype=F16, format="int4", group_size=64) for n in sides]
     biases = [torch.randn(n).half() for n in sides]
     group = [problem_of(x, q, bias) for q, bias in zip(weights, biases, strict=True)]
-    hopper.readable = [part for q in weights for part in parts_of(q)]
+    hopper.readable = [x, *(part for q in weights for part in parts_of(q))]
     planned = GroupPlan(tuple(decoded(plan, group[0]) for plan in plans), 0.0, is_one_launch=True)
     multiply = kernel.bind_group(DEVICE, m, group, list(map(addresses, weights)), planned)
     for _ in range(2):

@@ -251,8 +251,10 @@ def _ends(tile_m: int) -> tuple[float, float]:
 def _busiest(tiles: int, depth: int, workers: int, tile_m: int, unit: float) -> float:
     """µs of the busiest of so many CTAs that share tiles."""
     part, whole = _ends(tile_m)
-    parts = min(1 + workers / tiles, DIRECT) if workers != tiles else 0
-    return -(-tiles * depth // workers) * unit + parts * part + whole * tiles / workers
+    if workers == tiles:
+        return depth * unit + whole
+    parts = min(1 + workers / tiles, DIRECT)
+    return -(-tiles * depth // workers) * unit * h200.GEMM_APART + parts * part + whole * tiles / workers
 
 
 def group_plan(m: int, group: Sequence[Problem], properties: DeviceProperties) -> GemmGroup | None:

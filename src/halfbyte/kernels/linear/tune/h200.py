@@ -15,7 +15,7 @@ from typing import NamedTuple
 # -- The dense weight --------------------------------------------------------------------------------------------------
 
 # µs: two launches; per million weights writing them, and reading them from L2 and memory; and the product's TFLOP/s.
-DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.626, 0.382, 0.816, 804.236
+DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.66, 0.379, 0.816, 804.675
 # How many times slower cuBLAS is where N is odd, and where it is even but no multiple of 8.
 DENSE_ODD, DENSE_EVEN = 7.5, 2.8
 # The most rows of x for which these kernels beat that on GPUs which have no other. Guesses.
@@ -241,17 +241,17 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 
 # tile_m (rows of x) to µs a unit (256 of K), of weights that are looked up and of such as are computed. These tables,
 # and all numbers that benchmarks/gemm_plans.py prints, are fitted by it to its record.
-GEMM_UNIT = {96: 1.525, 128: 1.727, 160: 1.878, 192: 2.037, 224: 2.171, 256: 2.467}
-GEMM_COMPUTED_UNIT = {96: 1.283, 128: 1.423, 160: 1.671, 192: 1.84, 224: 2.068, 256: 2.385}
+GEMM_UNIT = {96: 1.408, 128: 1.617, 160: 1.777, 192: 1.949, 224: 2.097, 256: 2.395}
+GEMM_COMPUTED_UNIT = {96: 1.18, 128: 1.328, 160: 1.586, 192: 1.764, 224: 2.002, 256: 2.323}
 # The same where x keeps the order of K.
-IN_ORDER_UNIT = {96: 1.6, 128: 1.83, 160: 1.97, 192: 2.13, 224: 2.27, 256: 2.57}
-IN_ORDER_COMPUTED_UNIT = {96: 1.33, 128: 1.46, 160: 1.69, 192: 1.85, 224: 2.06, 256: 2.37}
+IN_ORDER_UNIT = {96: 1.575, 128: 1.789, 160: 1.973, 192: 2.162, 224: 2.443, 256: 2.632}
+IN_ORDER_COMPUTED_UNIT = {96: 1.314, 128: 1.491, 160: 1.721, 192: 1.892, 224: 2.129, 256: 2.398}
 # µs: a launch with x as it is; two, and what a million numbers of x that are laid out add to them; a part of a tile of
-# 256 rows, and a tile. MB a µs that W comes with.
-GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 2.5, 2.212, 1.241
-GEMM_PART, GEMM_TILE, GEMM_BANDWIDTH = 3.164, 4.76, 4.667
+# 256 rows, and a tile. How much longer units take where CTAs are at different places along K. MB a µs that W comes with.
+GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 4.229, 4.817, 1.158
+GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.277, 1.875, 1.124, 4.667
 # CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows. Of an H100.
-GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 2.47, 2.222
+GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 0.299, 5.151
 # Threads that lay x of experts out, where units suffice.
 LAYING_THREADS = 1 << 16
 # µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
@@ -264,9 +264,9 @@ GEMM_X_BYTES, COPIED_X_BYTES = 1 << 24, 1 << 25
 GEMM_ROOM = 1 << 26
 
 # The same on the way back, and µs of a launch with x as it is.
-BACK_UNIT = {32: 1.821, 64: 2.017, 96: 2.234, 128: 2.428, 160: 2.582, 192: 2.838, 224: 3.059, 256: 3.356}
-BACK_COMPUTED_UNIT = {32: 1.212, 64: 1.411, 96: 1.622, 128: 1.844, 160: 2.062, 192: 2.298, 224: 2.536, 256: 2.713}
-BACK_COPIED_START = 2.629
+BACK_UNIT = {32: 1.671, 64: 1.876, 96: 2.103, 128: 2.311, 160: 2.471, 192: 2.734, 224: 2.964, 256: 3.264}
+BACK_COMPUTED_UNIT = {32: 1.101, 64: 1.304, 96: 1.524, 128: 1.757, 160: 1.973, 192: 2.217, 224: 2.457, 256: 2.641}
+BACK_COPIED_START = 4.468
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
