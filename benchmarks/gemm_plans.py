@@ -46,7 +46,7 @@ SHAPES = (
 )
 ROWS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096)
 WEIGHTS = {"nf4": ("nf4", 64, True), "int4": ("int4", 128, False)}
-DENSE, DENSE_ROWS = (0, 0, 0, 0, 0), 512  # in place of a plan's shape; and from how many rows on
+DENSE, DENSE_ROWS = (0, 0, 0, 0, 0, 0), 512  # in place of a plan's shape; and from how many rows on
 MOST_SETS, MOST_EMPTY = 4, 1.45  # weights that are timed in turn; and by how much tiles may be larger than x
 Product = tuple[str, int, int, int, int]  # format, whether back, n, k, m
 
@@ -63,6 +63,7 @@ class Row(NamedTuple):
     tile_m: int
     workers: int
     cluster: int
+    shares: int
     chunk: int
     in_order: int
     microseconds: float
@@ -76,8 +77,8 @@ class Row(NamedTuple):
         return problem(*WEIGHTS[self.format], self.n, self.k)
 
 
-def shape_of(plan: GemmPlan) -> tuple[int, int, int, int, int]:
-    return plan.tile_m, plan.workers, plan.cluster, plan.chunk, int(plan.in_order)
+def shape_of(plan: GemmPlan) -> tuple[int, ...]:
+    return plan.tile_m, plan.workers, plan.cluster, plan.shares, plan.chunk, int(plan.in_order)
 
 
 def candidates(m: int, o: Problem, back: bool, properties: DeviceProperties) -> Iterator[GemmPlan]:
@@ -161,6 +162,7 @@ def fit(path: Path) -> None:
 def constants_forward() -> Iterator[Constant]:
     for name in ("GEMM_COPIED_START", "GEMM_START", "GEMM_LAYING", "GEMM_PART", "GEMM_TILE"):
         yield Constant(name)
+    yield from (Constant("GEMM_SHARE"), Constant("GEMM_SHARED"))
     yield from (Constant("GEMM_APART", low=0.9), Constant("GEMM_CLUSTER_START"), Constant("GEMM_REDUCE"))
     for table in ("GEMM_UNIT", "GEMM_COMPUTED_UNIT", "IN_ORDER_UNIT", "IN_ORDER_COMPUTED_UNIT"):
         yield from (Constant(table, tile_m, low=0.5) for tile_m in getattr(h200, table))
@@ -190,13 +192,13 @@ def _estimate(row: Row, properties: DeviceProperties) -> float:
 @cache
 def _plan_of(row: Row, properties: DeviceProperties) -> GemmPlan:
     every = plans(row.m, row.problem, properties, bool(row.back))
-    return next(plan for plan in every if shape_of(plan) == row[6:11])
+    return next(plan for plan in every if shape_of(plan) == row[6:12])
 
 
 def _lost(rows: Sequence[Row], properties: DeviceProperties) -> str:
     times: dict[Product, dict[tuple[int, ...], float]] = defaultdict(dict)
     for row in (row for row in rows if row.tile_m):
-        times[row.product][row[6:11]] = row.microseconds
+        times[row.product][row[6:12]] = row.microseconds
 
     def choose(product: Product) -> tuple[int, ...] | None:
         name, back, n, k, m = product

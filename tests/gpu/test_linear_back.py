@@ -19,7 +19,7 @@ from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, GemmPlan, decod
 from halfbyte.measure.error import relative_error as error
 
 from .conftest import BF16, DEVICE, F16, F32, NOISE, captured, poisoned, sixteen_bits, weight
-from .test_linear_gemm import KINDS
+from .test_linear_gemm import KINDS, WAYS
 from .test_linear_gemm import plan as forward
 
 pytestmark = pytest.mark.skipif(
@@ -44,10 +44,10 @@ def multiplied(dy: torch.Tensor, q: hb.QuantizedWeight, plan: GemmPlan) -> torch
 
 
 @sixteen_bits
-@pytest.mark.parametrize("cluster", [1, 2, 3])
+@WAYS
 @pytest.mark.parametrize(("format", "options"), KINDS)
 def test_operands_are_what_dequantize_gives(
-    format: str, options: dict[str, int], cluster: int, dtype: torch.dtype
+    format: str, options: dict[str, int], cluster: int, shares: int, dtype: torch.dtype
 ) -> None:
     for (n, k), tile_m in (
         ((336, 1024), 96),
@@ -62,13 +62,13 @@ def test_operands_are_what_dequantize_gives(
         q = weight(n, k, format, dtype, **options)
         eye = torch.eye(n, dtype=dtype, device=DEVICE)
         for workers in (132, 6):
-            found = multiplied(eye, q, plan(n, n, k, tile_m, workers, cluster, 1024))
+            found = multiplied(eye, q, plan(n, n, k, tile_m, workers, cluster, 1024, shares))
             assert torch.equal(found, hb.dequantize(q, dtype)), (n, k, workers)
 
 
-@pytest.mark.parametrize("cluster", [1, 2, 3])
+@WAYS
 @pytest.mark.parametrize("tile_m", BACK_TILES_M)
-def test_error(tile_m: int, cluster: int) -> None:
+def test_error(tile_m: int, cluster: int, shares: int) -> None:
     """Rows that fill no tile, tiles that several CTAs share, launches one after the other."""
     for dtype, (n, k), (format, options) in ((BF16, (1029, 1024), KINDS[0]), (F16, (712, 5376), KINDS[5])):
         q = weight(n, k, format, dtype, **options)
@@ -77,7 +77,7 @@ def test_error(tile_m: int, cluster: int) -> None:
             dy = torch.randn((m, n), device=DEVICE).to(dtype)
             right = dy.double() @ exact
             for workers in (132, 10):
-                chosen = plan(m, n, k, tile_m, workers, cluster, chunk)
+                chosen = plan(m, n, k, tile_m, workers, cluster, chunk, shares)
                 found = multiplied(dy, q, chosen)
                 assert torch.equal(found, multiplied(dy, q, chosen))
                 noise = NOISE if m * k >= 1 << 14 else 1.5  # few results make a noisy norm

@@ -36,10 +36,26 @@ KINDS = (
 )
 
 
-def plan(m: int, n: int, k: int, tile_m: int, workers: int = 132, cluster: int = 1, chunk: int = 1 << 14) -> GemmPlan:
+# Of a tile, how many CTAs are a cluster, and how many have equal parts.
+WAYS = pytest.mark.parametrize(("cluster", "shares"), [(1, 1), (2, 1), (3, 1), (1, 2), (1, 4)])
+
+
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    tile_m: int,
+    workers: int = 132,
+    cluster: int = 1,
+    chunk: int = 1 << 14,
+    shares: int = 1,
+) -> GemmPlan:
     """With so many CTAs, as far as there is work for them; in clusters, where K is long enough for these, as many as
-    give every tile equally many, in one launch."""
+    give every tile equally many, in one launch; or with equal parts, where all CTAs run at once."""
     tiles, depth = -(-n // 128) * -(-m // tile_m), -(-k // 256)
+    if depth >= shares > 1 and tiles * shares <= properties_of(0).sms:
+        whole = -(-m // tile_m) * tile_m
+        return GemmPlan(tile_m, 2, 3, min(8, 3 * 256 // tile_m), tiles * shares, 1, whole, shares=shares)
     if depth >= cluster > 1:
         shares = max(1, min(workers // cluster // tiles, depth // cluster))
         return GemmPlan(tile_m, 2, 3, min(8, 3 * 256 // tile_m), tiles * shares, cluster, -(-m // tile_m) * tile_m)
@@ -62,11 +78,11 @@ def multiplied(
 
 
 @sixteen_bits
-@pytest.mark.parametrize("cluster", [1, 2, 3])
+@WAYS
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize(("format", "options"), KINDS)
 def test_operands_are_what_dequantize_gives(
-    format: str, options: dict[str, int], in_order: bool, cluster: int, dtype: torch.dtype
+    format: str, options: dict[str, int], in_order: bool, cluster: int, shares: int, dtype: torch.dtype
 ) -> None:
     for (n, k), tile_m in (((333, 1024), 96), ((130, 4096), 256), ((515, 96), 160)):
         if k % options.get("group_size", options.get("block_size", 64)):
@@ -74,21 +90,21 @@ def test_operands_are_what_dequantize_gives(
         q = weight(n, k, format, dtype, **options)
         eye = torch.eye(k, dtype=dtype, device=DEVICE)
         for workers in (132, 6):
-            planned = replace(plan(k, n, k, tile_m, workers, cluster, 1024), in_order=in_order)
+            planned = replace(plan(k, n, k, tile_m, workers, cluster, 1024, shares), in_order=in_order)
             found = multiplied(eye, q, planned)
             assert torch.equal(found, hb.dequantize(q, dtype).t()), (n, k, workers)
 
 
-@pytest.mark.parametrize("cluster", [1, 2, 3])
+@WAYS
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("tile_m", TILES_M)
-def test_error(tile_m: int, in_order: bool, cluster: int) -> None:
+def test_error(tile_m: int, in_order: bool, cluster: int, shares: int) -> None:
     """Rows that fill no tile, tiles that several CTAs share, launches one after the other."""
     for dtype, (n, k), (format, options) in ((BF16, (1029, 1024), KINDS[0]), (F16, (700, 5376), KINDS[5])):
         q = weight(n, k, format, dtype, **options)
         for m, chunk in ((1, 1 << 14), (tile_m + 1, 1 << 14), (3 * tile_m - 7, 2 * tile_m)):
             x = torch.randn((m, k), device=DEVICE).to(dtype)
-            each = (plan(m, n, k, tile_m, workers, cluster, chunk) for workers in (132, 10))
+            each = (plan(m, n, k, tile_m, workers, cluster, chunk, shares) for workers in (132, 10))
             plans = [replace(one, in_order=in_order) for one in each]
             multiply = partial(_with_bias, x, q)
             check_product(x, q, multiply, plans, NOISE)

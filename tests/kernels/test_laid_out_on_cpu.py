@@ -75,6 +75,10 @@ CASES = {
         100, 150, 352, GemmPlan(96, 2, 2, 3, 2, 1, 96), BF16, "nf4", {"nested": False, "block_size": 32}
     ),
     "many rows, computed": Case(130, 130, 384, GemmPlan(160, 2, 3, 5, 2, 1, 160), F16, "int4", {"group_size": 32}),
+    "many rows, equal parts": Case(100, 256, 1024, GemmPlan(128, 2, 3, 3, 6, 1, 128, shares=3)),
+    "in order, equal parts of wide tiles": Case(
+        200, 128, 1024, GemmPlan(256, 2, 2, 3, 4, 1, 256, shares=4, in_order=True), F16, "int4", GROUPS
+    ),
     "in order": Case(150, 200, 1024, GemmPlan(160, 2, 3, 3, 3, 1, 320, in_order=True), F16),
     "in order, in chunks": Case(200, 130, 832, GemmPlan(96, 2, 2, 3, 2, 1, 96, in_order=True), BF16, "nf4"),
     "in order, narrow blocks": Case(

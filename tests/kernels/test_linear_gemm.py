@@ -112,6 +112,12 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert valid(m=512, cluster=3, workers=64)
     assert not valid(m=512, cluster=3, workers=96)  # parts of two units
     assert not valid(m=512, cluster=9, workers=16)
+    assert valid(m=512, shares=8, workers=128)  # 16 tiles
+    assert not valid(m=512, shares=8, workers=64)
+    assert not valid(m=600, shares=8, workers=128)  # the last launch has other tiles
+    assert not valid(m=512, shares=9, workers=144)  # not all of them run at once
+    assert not valid(m=200, n=128, shares=17, workers=17)
+    assert not valid(m=512, cluster=2, shares=2, workers=32)
     assert not valid(tile_m=100, chunk=500)
     assert not valid(x_stages=4)  # more than shared memory holds
     assert not valid(w_stages=1)
@@ -168,11 +174,15 @@ def test_compiles_into_registers(every: bool, back: bool, tmp_path: Path) -> Non
     of_fp4 = Problem(F16, 64, 960, "fp4", 64, torch.float32)
     # With N = 65 x is laid out on the way back, too.
     problems = (nf4(64, 1024), Problem(F16, 64, 1024, "int4", 32, F16), nf4(65, 960), of_fp4)
-    shapes = [(tile_m, cluster) for tile_m in (BACK_TILES_M if back else TILES_M) for cluster in (1, 2, 3)]
-    for i, (tile_m, cluster) in enumerate(shapes if every else [(96, 1), (256, 2), (160, 1)]):
+    ways = (1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (1, 4), (1, 16)
+    shapes = [(tile_m, *way) for tile_m in (BACK_TILES_M if back else TILES_M) for way in ways]
+    some = [(96, 1, 1, False), (256, 2, 1, not back), (160, 1, 4, False)]
+    orders = (False,) if back else (False, True)
+    cases = [(*shape, in_order) for shape in shapes for in_order in orders] if every else some
+    for i, (tile_m, cluster, shares, in_order) in enumerate(cases):
         for problem in problems if every else problems[i : i + 1]:
             plan = GemmPlan(tile_m, 2, 3, x_stages(tile_m, problem), 1, cluster, tile_m, back=back)
-            plan = decoding(plan, problem)
+            plan = decoding(replace(plan, shares=shares, in_order=in_order), problem)
             path = tmp_path / "gemm.cubin"
             path.write_bytes(nvrtc.compile_cubin(source(), "90a", constants(problem, plan)))
             tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

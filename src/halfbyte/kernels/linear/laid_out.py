@@ -22,6 +22,7 @@ from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
 from halfbyte.kernels.linear.tune import h200
 
 UNIT_K = 256  # of K, a unit of work
+MOST_SHARES = 16  # equal ones, of a tile: a thread has what they leave in registers
 NORM_PARTS = 4  # CTAs that lay a row out, normed, as device/lay_out.cuh has it
 SWIZZLED = 128  # bytes of a row of x that wgmma takes at a time
 # Arguments in device/laid_out.cuh: x, bias, out, x laid out, partial, left, other, the length of left and m change.

@@ -86,62 +86,53 @@ __device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Argum
 }
 
 // The sums of a tile that Shares CTAs have equal parts of; this is `cta`. They come to it at the same time, so all have
-// something to add up: as in a cluster, the r-th of them those of the column groups r, r + Shares, ..., in the order of
-// K. So one reads no more than it writes, and what it reads comes at once. All of a tile wait for each other. That they
-// do start is sure: CTAs start in order, so a launch that has not started all of its own has started all of most tiles.
+// something to add up: as in a cluster, the r-th of them those of the column groups r, r + Shares, ..., to its own those
+// of the others in the order of K. So one reads no more than it writes, and what it reads comes at once. All of a tile
+// wait for each other. That they do start is sure: CTAs start in order, so a launch that has not started all of its own
+// has started all of most tiles.
 template <u32 Shares, u32 Warps, int Sums, class Arguments>
 __device__ __forceinline__ void share_out(float (&total)[Sums], const Arguments& a, const WorkUnit& unit, u32 cta,
                                           u32 warp, u32 lane) {
-  constexpr u32 GROUPS = Sums / 4, OWN = (GROUPS + Shares - 1) / Shares;  // of columns
-  constexpr u32 ROOM = GROUPS <= 8 ? 16 : 8;                              // groups that registers are left for
-  constexpr u32 AT_ONCE = OWN * Shares <= ROOM ? Shares : OWN < ROOM ? ROOM / OWN : 1;  // parts that are loaded at once
+  constexpr u32 GROUPS = Sums / 4, OWN = (GROUPS + Shares - 1) / Shares;          // of columns
+  constexpr u32 ROOM = GROUPS <= 8 ? 16 : 8;                                      // groups that registers are left for
+  constexpr u32 CHUNK = OWN < ROOM ? OWN : ROOM;                                  // own groups that are loaded at once,
+  constexpr u32 AT_ONCE = ROOM / CHUNK < Shares - 1 ? ROOM / CHUNK : Shares - 1;  // of so many others
   const u32 rank = cta % Shares, columns = a.m - unit.column_tile * (8 * GROUPS);
   const auto place_of = [&](u32 part, u32 i) {
     return a.workspace + (u64(cta - rank + part) * Warps + warp) * (GROUPS * 32) + 32 * i + lane;
   };
-  float4 own[OWN] = {}, sum[OWN];
-#pragma unroll
-  for (u32 i = 0; i < GROUPS; i++) {
-    if (i % Shares == rank) own[i / Shares] = group_of(total, i);
-    else if (8 * i < columns) store_partial(place_of(rank, i), group_of(total, i));
-  }
-#pragma unroll
-  for (u32 first = 0; first < Shares; first += AT_ONCE) {
-    float4 part[OWN][AT_ONCE];
-    const auto wanted = [&](u32 part, u32 group) {
-      return part < Shares && 8 * group < columns && group < GROUPS && part != rank;
-    };
-    bool missing;
-    do {  // until all are there
-      missing = false;
-#pragma unroll
-      for (u32 g = 0; g < OWN; g++)
-#pragma unroll
-        for (u32 j = 0; j < AT_ONCE; j++) {
-          const u32 group = g * Shares + rank;
-          part[g][j] = own[g];
-          if (wanted(first + j, group)) part[g][j] = load_partial(place_of(first + j, group));
-        }
-#pragma unroll
-      for (u32 g = 0; g < OWN; g++)
-#pragma unroll
-        for (u32 j = 0; j < AT_ONCE; j++) missing |= is_missing(part[g][j]);
-    } while (__any_sync(~0u, missing));
-#pragma unroll
-    for (u32 g = 0; g < OWN; g++)
-#pragma unroll
-      for (u32 j = 0; j < AT_ONCE; j++) {
-        if (first + j >= Shares) continue;
-        const float4 v = part[g][j];
-        if (first + j == 0) sum[g] = v;
-        else sum[g].x += v.x, sum[g].y += v.y, sum[g].z += v.z, sum[g].w += v.w;
-      }
-  }
 #pragma unroll
   for (u32 i = 0; i < GROUPS; i++)
-    if (i % Shares == rank) {
-      const float4 v = sum[i / Shares];
-      total[4 * i] = v.x, total[4 * i + 1] = v.y, total[4 * i + 2] = v.z, total[4 * i + 3] = v.w;
+    if (i % Shares != rank && 8 * i < columns) store_partial(place_of(rank, i), group_of(total, i));
+#pragma unroll
+  for (u32 first = 0; first < Shares - 1; first += AT_ONCE)
+#pragma unroll
+    for (u32 chunk = 0; chunk < OWN; chunk += CHUNK) {
+      float4 part[CHUNK][AT_ONCE];
+      const auto wanted = [&](u32 i, u32 j) {
+        return i % Shares == rank && i < GROUPS && 8 * i < columns && first + j < Shares - 1;
+      };
+      bool missing;
+      do {  // until all are there
+        missing = false;
+#pragma unroll
+        for (u32 g = 0; g < CHUNK; g++)
+#pragma unroll
+          for (u32 j = 0; j < AT_ONCE; j++) {
+            const u32 i = (chunk + g) * Shares + rank, other = first + j;
+            part[g][j] = make_float4(0, 0, 0, 0);
+            if (wanted(i, j)) part[g][j] = load_partial(place_of(other + (other >= rank), i));
+          }
+#pragma unroll
+        for (u32 g = 0; g < CHUNK; g++)
+#pragma unroll
+          for (u32 j = 0; j < AT_ONCE; j++) missing |= is_missing(part[g][j]);
+      } while (__any_sync(~0u, missing));
+#pragma unroll
+      for (u32 i = chunk * Shares; i < (chunk + CHUNK) * Shares && i < GROUPS; i++)
+#pragma unroll
+        for (u32 j = 0; j < AT_ONCE; j++)
+          if (wanted(i, j)) add_group(total, i, part[i / Shares - chunk][j]);
     }
 }
 

@@ -15,8 +15,9 @@
 // Work. Tiles of TILE_N rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every CTA takes an
 // equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and
 // decodes scales. The others multiply, 16 rows of W a warp: while the tensor cores work on one step, a warp decodes the
-// next. CTAs that share a tile add their sums by the split-K fix-up, always in the order of K. Or runs are dealt out to
-// clusters, each in one tile: a cluster's CTAs share its run and add up among themselves first (device/split_k.cuh).
+// next. CTAs that share a tile add their sums by the split-K fix-up, always in the order of K. Or they have equal shares
+// of it, and each adds up some rows of x. Or runs are dealt out to clusters, each in one tile: a cluster's CTAs share
+// its run and add up among themselves first (device/split_k.cuh).
 //
 // Experts. With `grouped` x are rows of tokens, gathered by expert, and a tile has pairs of a token and one expert.
 // What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
@@ -28,6 +29,7 @@
 //
 // Config:
 //   tile_m, warpgroups, cluster              rows of x a tile, warpgroups that multiply, CTAs that share a run
+//   shares                                   CTAs that have equal parts of each tile, and end with it together; 1: any
 //   w_stages, x_stages                       units of W and steps of x on their way
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
 //   numbers                                  how nibbles become numbers
@@ -118,17 +120,22 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       wait_for_products<0>();
       release(used);
       used = 0;
-      // In a cluster each CTA adds up and stores its own groups of eight rows of x.
+      // In a cluster, and with equal shares, each CTA adds up and stores its own groups of eight rows of x.
       if constexpr (Config::cluster > 1) cluster_reduce<WARPS>(total, a, at, shared() + W_AT, warp, lane);
+      if constexpr (Config::shares > 1) share_out<Config::shares, WARPS>(total, a, at, own_number(a), warp, lane);
       const u32 row = first_row(at) + decoder.row();
-      const auto owns = [](u32 i) { return is_own(i); };
+      const auto owns = [&](u32 i) {
+        return Config::shares > 1 ? i % Config::shares == own_number(a) % Config::shares : is_own(i);
+      };
       if constexpr (Config::grouped) {
         if constexpr (!Arguments::ASKS_AHEAD) to.find(a, at, row);
         store_pairs(a, total, to, at, row, member);
-      } else if (fix_up<Config::direct, WARPS>(total, a, at, own_number(a), warp, lane)) {
+      } else if (Config::shares > 1 || fix_up<Config::direct, WARPS>(total, a, at, own_number(a), warp, lane)) {
         if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
         else store_tile(a, total, load_others(a, at, row, member, owns), at, row, member, owns);
       }
+      // All that the CTA has is a part of one tile; so nothing needs to be kept for another.
+      if constexpr (Config::cluster > 1 || Config::shares > 1) return;
       fresh = true;
     }
     at.next(a);

@@ -12,7 +12,7 @@ from operator import itemgetter
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear import side_by_side, spread
 from halfbyte.kernels.linear.codebook import Numbers
-from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, can_be_numbered, copies_x, span_of
+from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, GroupPlan, can_be_numbered, copies_x, span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.spread import most_tiles
 from halfbyte.kernels.linear.tune import h200
@@ -45,6 +45,7 @@ class GemmPlan:
     back: bool = False  # the result is x @ W: its N is W's K, and the other way round
     numbers: Numbers = "looked_up"  # or how weights are computed
     lane_spans: bool = False  # in every unit each lane of a quad has a span of its own
+    shares: int = 1  # CTAs of a tile that have equal parts of it, and all add up some; 1: it is one of them that does
     in_order: bool = False  # x keeps the order of K, and is copied as it is
 
     activation: str = ""  # what gates, of a pair
@@ -118,6 +119,10 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
         and (
             plan.cluster == 1 or (m <= plan.chunk and _can_reduce_in_cluster(plan, row_tiles * plan.x_tiles(m), depth))
         )
+        and (
+            plan.shares == 1
+            or (m <= plan.chunk and _can_share_out(plan, row_tiles * plan.x_tiles(m), depth, properties))
+        )
         and 1 <= plan.workers <= units * plan.x_tiles(last)
         and units * plan.x_tiles(min(m, plan.chunk)) * plan.workers < 1 << 32
         and min(m, plan.chunk) * k < 1 << 31
@@ -138,10 +143,16 @@ def _can_reduce_in_cluster(plan: GemmPlan, tiles: int, depth: int) -> bool:
     )
 
 
+def _can_share_out(plan: GemmPlan, tiles: int, depth: int, properties: DeviceProperties) -> bool:
+    """Every CTA has an equal part of one tile, and all run at once."""
+    most = min(MOST_SHARES, depth)
+    return plan.cluster == 1 < plan.shares <= most and plan.workers == tiles * plan.shares <= properties.sms
+
+
 @lru_cache(maxsize=4096)  # asked for by a weight, and by each group that it is of
 def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool = False) -> GemmPlan | None:
     """The plan for x [m, K], or None where this kernel is not for it: every CTA has one tile, or CTAs take equal parts
-    of all units, or clusters equal parts of each tile. back: for x [m, N] and the product x @ W.
+    of all units, or they or clusters equal parts of each tile. back: for x [m, N] and the product x @ W.
 
     CTAs that take equal parts are far apart along K and read the same x at different times, so a launch takes as many
     rows of x as L2 holds; those that have one tile each go along K together.
@@ -163,9 +174,9 @@ def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) ->
     for tile_m in BACK_TILES_M if back else TILES_M:
         stages = W_STAGES, x_stages(tile_m, problem)
         for in_order in (False,) if back else (False, True):
-            for workers, cluster, chunk in _shares(m, n, k, tile_m, properties, back or in_order):
-                plan = GemmPlan(tile_m, 2, *stages, workers, cluster, chunk * tile_m, back=back, in_order=in_order)
-                yield decoding(plan, problem)
+            for workers, cluster, shares, chunk in _ways(m, n, k, tile_m, properties, back or in_order):
+                plan = GemmPlan(tile_m, 2, *stages, workers, cluster, chunk * tile_m, back=back, shares=shares)
+                yield decoding(replace(plan, in_order=in_order), problem)
 
 
 def decoding(plan: GemmPlan, problem: Problem) -> GemmPlan:
@@ -176,24 +187,29 @@ def decoding(plan: GemmPlan, problem: Problem) -> GemmPlan:
     return replace(plan, numbers=numbers, lane_spans=spans)
 
 
-def _shares(
+def _ways(
     m: int, n: int, k: int, tile_m: int, properties: DeviceProperties, copies: bool
-) -> Iterator[tuple[int, int, int]]:
-    """Workers, CTAs of a cluster, and tiles of x a launch. copies: x is copied, not laid out."""
+) -> Iterator[tuple[int, int, int, int]]:
+    """Workers, CTAs of a cluster, equal shares of a tile, and tiles of x a launch. copies: x is copied, not laid
+    out."""
     x_tiles, row_tiles, depth = -(-m // tile_m), -(-n // 128), -(-k // UNIT_K)
     chunk = _tiles_at_once(x_tiles, k, tile_m, copies)
     # The last launch may have fewer tiles than the others, and every CTA has work in each.
     fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // chunk) - 1) * chunk)
-    yield min(properties.sms, fewest), 1, chunk
+    yield min(properties.sms, fewest), 1, 1, chunk
     at_once = min(x_tiles, properties.sms // row_tiles)
     if not copies:
         at_once = min(at_once, max(1, h200.GEMM_ROOM // (2 * k * tile_m)))
     if at_once:
-        yield row_tiles * at_once, 1, at_once
-    if chunk == x_tiles:
-        cluster, tiles = h200.GEMM_CLUSTER, row_tiles * x_tiles
-        for shares in range(1, min(properties.clusters(cluster) // tiles, depth // cluster) + 1):
-            yield tiles * shares, cluster, x_tiles  # every CTA has a unit
+        yield row_tiles * at_once, 1, 1, at_once
+    if chunk < x_tiles:
+        return
+    cluster, tiles = h200.GEMM_CLUSTER, row_tiles * x_tiles
+    for shares in range(1, min(properties.clusters(cluster) // tiles, depth // cluster) + 1):
+        yield tiles * shares, cluster, 1, x_tiles  # every CTA has a unit
+    for shares in range(2, min(properties.sms // tiles, depth, MOST_SHARES) + 1):
+        if -(-depth // shares) < -(-depth // (shares - 1)):
+            yield tiles * shares, 1, shares, x_tiles
 
 
 def _tiles_at_once(x_tiles: int, k: int, tile_m: int, copies: bool) -> int:
@@ -214,7 +230,11 @@ def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DevicePr
     """The same of a launch with so many tiles of x."""
     k, n = plan.sides(problem)
     tiles, depth, unit = -(-n // 128) * x_tiles, -(-k // UNIT_K), _units(plan)[plan.tile_m]
-    if plan.cluster == 1:
+    if plan.shares > 1:
+        _, whole = _ends(plan.tile_m)
+        time = math.ceil(depth / plan.shares) * unit + whole / plan.shares
+        time += h200.GEMM_SHARE + h200.GEMM_SHARED * plan.tile_m / 256 * (1 - 1 / plan.shares)
+    elif plan.cluster == 1:
         time = _busiest(tiles, depth, plan.workers, plan.tile_m, unit)
     else:
         (part, whole), shares = _ends(plan.tile_m), plan.workers // tiles

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
-from halfbyte.kernels.linear.laid_out import UNIT_K, can_be_numbered
+from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, can_be_numbered
 from halfbyte.kernels.linear.tune import h200
 
-MOST_SHARES = 16  # of a tile: a thread has what they leave in registers
 TILES_M = (8, 16, 24, 32, 48, 64, 80, 96, 112)
 # Registers of a thread at the start, of a producer and of a consumer, by warpgroups: all that there are, or as many as
 # leave room for a CTA of `lay_out` beside one of `multiply`, which else begins when those are done.

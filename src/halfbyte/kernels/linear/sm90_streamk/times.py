@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear import side_by_side
-from halfbyte.kernels.linear.laid_out import UNIT_K
+from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K
 from halfbyte.kernels.linear.problem import Problem
-from halfbyte.kernels.linear.sm90_streamk.shape import MOST_SHARES, REGISTERS, TILES_M, StreamKPlan
+from halfbyte.kernels.linear.sm90_streamk.shape import REGISTERS, TILES_M, StreamKPlan
 from halfbyte.kernels.linear.tune import h200
 
 

@@ -247,9 +247,12 @@ GEMM_COMPUTED_UNIT = {96: 1.18, 128: 1.328, 160: 1.586, 192: 1.764, 224: 2.002, 
 IN_ORDER_UNIT = {96: 1.575, 128: 1.789, 160: 1.973, 192: 2.162, 224: 2.443, 256: 2.632}
 IN_ORDER_COMPUTED_UNIT = {96: 1.314, 128: 1.491, 160: 1.721, 192: 1.892, 224: 2.129, 256: 2.398}
 # µs: a launch with x as it is; two, and what a million numbers of x that are laid out add to them; a part of a tile of
-# 256 rows, and a tile. How much longer units take where CTAs are at different places along K. MB a µs that W comes with.
+# 256 rows, and a tile. How much longer units take where CTAs are at different places along K, and MB a µs that W comes
+# with.
 GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 4.229, 4.817, 1.158
 GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.277, 1.875, 1.124, 4.667
+# µs of adding up equal shares of a tile, and of 256 rows of it that others have a part of.
+GEMM_SHARE, GEMM_SHARED = 2.0, 3.0
 # CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows. Of an H100.
 GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 0.299, 5.151
 # Threads that lay x of experts out, where units suffice.
