@@ -16,6 +16,7 @@ import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,16 @@ from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan, estimate, gemm_plan, is_valid, plans
+from halfbyte.kernels.linear.sm90_gemm.plan import (
+    W_STAGES,
+    GemmPlan,
+    decoding,
+    estimate,
+    gemm_plan,
+    is_valid,
+    plans,
+    x_stages,
+)
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.records import device_name
 from halfbyte.measure.timing import time_all
@@ -162,7 +172,7 @@ def fit(path: Path) -> None:
 def constants_forward() -> Iterator[Constant]:
     for name in ("GEMM_COPIED_START", "GEMM_START", "GEMM_LAYING", "GEMM_PART", "GEMM_TILE"):
         yield Constant(name)
-    yield from (Constant("GEMM_SHARE"), Constant("GEMM_SHARED"))
+    yield from (Constant("GEMM_SHARE"), Constant("GEMM_SHARED", high=30.0))
     yield from (Constant("GEMM_APART", low=0.9), Constant("GEMM_CLUSTER_START"), Constant("GEMM_REDUCE"))
     for table in ("GEMM_UNIT", "GEMM_COMPUTED_UNIT", "IN_ORDER_UNIT", "IN_ORDER_COMPUTED_UNIT"):
         yield from (Constant(table, tile_m, low=0.5) for tile_m in getattr(h200, table))
@@ -186,13 +196,14 @@ def read_row(device: str, format: str, *numbers: str) -> Row:
 def _estimate(row: Row, properties: DeviceProperties) -> float:
     if not row.tile_m:
         return dense_microseconds(row.m, row.problem, properties)
-    return estimate(_plan_of(row, properties), row.m, row.problem, properties)
+    return estimate(_plan_of(row), row.m, row.problem, properties)
 
 
 @cache
-def _plan_of(row: Row, properties: DeviceProperties) -> GemmPlan:
-    every = plans(row.m, row.problem, properties, bool(row.back))
-    return next(plan for plan in every if shape_of(plan) == row[6:12])
+def _plan_of(row: Row) -> GemmPlan:
+    stages = W_STAGES, x_stages(row.tile_m, row.problem)
+    plan = GemmPlan(row.tile_m, 2, *stages, row.workers, row.cluster, row.chunk, back=bool(row.back), shares=row.shares)
+    return decoding(replace(plan, in_order=bool(row.in_order)), row.problem)
 
 
 def _lost(rows: Sequence[Row], properties: DeviceProperties) -> str:

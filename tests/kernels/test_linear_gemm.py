@@ -61,7 +61,7 @@ def test_every_plan_is_valid(m: int, n: int, k: int, block_size: int, sms: int, 
     last = (m - 1) % plan.chunk + 1
     assert plan.x_tiles(last) * -(-n // plan.rows) * -(-k // 256) >= plan.workers  # nobody without work
     copies = back or plan.in_order
-    most = h200.COPIED_X_BYTES if copies else h200.GEMM_X_BYTES
+    most = h200.BACK_X_BYTES if back else h200.IN_ORDER_X_BYTES if plan.in_order else h200.GEMM_X_BYTES
     together = plan.workers == -(-n // plan.rows) * plan.x_tiles(plan.chunk)  # CTAs go along K, each with a tile
     assert together or plan.chunk * k * 2 <= max(most, 2 * k * plan.tile_m) + 2 * k * plan.tile_m
     assert copies or plan.chunk * k * 2 <= max(h200.GEMM_ROOM, 2 * k * plan.tile_m)

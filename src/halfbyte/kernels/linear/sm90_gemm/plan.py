@@ -174,7 +174,7 @@ def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) ->
     for tile_m in BACK_TILES_M if back else TILES_M:
         stages = W_STAGES, x_stages(tile_m, problem)
         for in_order in (False,) if back else (False, True):
-            for workers, cluster, shares, chunk in _ways(m, n, k, tile_m, properties, back or in_order):
+            for workers, cluster, shares, chunk in _ways(m, n, k, tile_m, properties, back, in_order):
                 plan = GemmPlan(tile_m, 2, *stages, workers, cluster, chunk * tile_m, back=back, shares=shares)
                 yield decoding(replace(plan, in_order=in_order), problem)
 
@@ -188,17 +188,16 @@ def decoding(plan: GemmPlan, problem: Problem) -> GemmPlan:
 
 
 def _ways(
-    m: int, n: int, k: int, tile_m: int, properties: DeviceProperties, copies: bool
+    m: int, n: int, k: int, tile_m: int, properties: DeviceProperties, back: bool, in_order: bool
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Workers, CTAs of a cluster, equal shares of a tile, and tiles of x a launch. copies: x is copied, not laid
-    out."""
+    """Workers, CTAs of a cluster, equal shares of a tile, and tiles of x a launch."""
     x_tiles, row_tiles, depth = -(-m // tile_m), -(-n // 128), -(-k // UNIT_K)
-    chunk = _tiles_at_once(x_tiles, k, tile_m, copies)
+    chunk = _tiles_at_once(x_tiles, k, tile_m, back, in_order)
     # The last launch may have fewer tiles than the others, and every CTA has work in each.
     fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // chunk) - 1) * chunk)
     yield min(properties.sms, fewest), 1, 1, chunk
     at_once = min(x_tiles, properties.sms // row_tiles)
-    if not copies:
+    if not (back or in_order):
         at_once = min(at_once, max(1, h200.GEMM_ROOM // (2 * k * tile_m)))
     if at_once:
         yield row_tiles * at_once, 1, 1, at_once
@@ -207,14 +206,15 @@ def _ways(
     cluster, tiles = h200.GEMM_CLUSTER, row_tiles * x_tiles
     for shares in range(1, min(properties.clusters(cluster) // tiles, depth // cluster) + 1):
         yield tiles * shares, cluster, 1, x_tiles  # every CTA has a unit
-    for shares in range(2, min(properties.sms // tiles, depth, MOST_SHARES) + 1):
+    for shares in range(3, min(properties.sms // tiles, depth, MOST_SHARES) + 1):
         if -(-depth // shares) < -(-depth // (shares - 1)):
             yield tiles * shares, 1, shares, x_tiles
 
 
-def _tiles_at_once(x_tiles: int, k: int, tile_m: int, copies: bool) -> int:
-    """Tiles of x a launch, as equal as can be, that L2 holds, with or without a second x that is laid out."""
-    most = max(1, (h200.COPIED_X_BYTES if copies else h200.GEMM_X_BYTES) // (2 * k * tile_m))
+def _tiles_at_once(x_tiles: int, k: int, tile_m: int, back: bool, in_order: bool) -> int:
+    """Tiles of x a launch, as equal as can be, that stay in L2."""
+    room = h200.BACK_X_BYTES if back else h200.IN_ORDER_X_BYTES if in_order else h200.GEMM_X_BYTES
+    most = max(1, room // (2 * k * tile_m))
     return -(-x_tiles // -(-x_tiles // most))
 
 
@@ -233,7 +233,7 @@ def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DevicePr
     if plan.shares > 1:
         _, whole = _ends(plan.tile_m)
         time = math.ceil(depth / plan.shares) * unit + whole / plan.shares
-        time += h200.GEMM_SHARE + h200.GEMM_SHARED * plan.tile_m / 256 * (1 - 1 / plan.shares)
+        time += h200.GEMM_SHARE * plan.shares + h200.GEMM_SHARED * plan.tile_m / 256 * (1 - 1 / plan.shares)
     elif plan.cluster == 1:
         time = _busiest(tiles, depth, plan.workers, plan.tile_m, unit)
     else:
@@ -294,7 +294,7 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
         shape = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m, every), 1, 1, tile_m, in_order=in_order)
         shape = decoding(shape, every)
         unit, x_tiles = _units(shape)[tile_m], -(-m // tile_m)
-        chunk = _tiles_at_once(x_tiles, every.k, tile_m, in_order)
+        chunk = _tiles_at_once(x_tiles, every.k, tile_m, False, in_order)
         last = x_tiles - (-(-x_tiles // chunk) - 1) * chunk  # tiles of the last launch
         row_tiles = [-(-o.n // 128) for o in group]
         dealt = side_by_side.deal([rows * depth * last for rows in row_tiles], properties.sms)

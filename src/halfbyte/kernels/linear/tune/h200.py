@@ -15,7 +15,7 @@ from typing import NamedTuple
 # -- The dense weight --------------------------------------------------------------------------------------------------
 
 # µs: two launches; per million weights writing them, and reading them from L2 and memory; and the product's TFLOP/s.
-DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.66, 0.379, 0.816, 804.675
+DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.707, 0.37, 0.816, 799.036
 # How many times slower cuBLAS is where N is odd, and where it is even but no multiple of 8.
 DENSE_ODD, DENSE_EVEN = 7.5, 2.8
 # The most rows of x for which these kernels beat that on GPUs which have no other. Guesses.
@@ -241,35 +241,36 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 
 # tile_m (rows of x) to µs a unit (256 of K), of weights that are looked up and of such as are computed. These tables,
 # and all numbers that benchmarks/gemm_plans.py prints, are fitted by it to its record.
-GEMM_UNIT = {96: 1.408, 128: 1.617, 160: 1.777, 192: 1.949, 224: 2.097, 256: 2.395}
-GEMM_COMPUTED_UNIT = {96: 1.18, 128: 1.328, 160: 1.586, 192: 1.764, 224: 2.002, 256: 2.323}
+GEMM_UNIT = {96: 1.442, 128: 1.64, 160: 1.798, 192: 1.972, 224: 2.104, 256: 2.409}
+GEMM_COMPUTED_UNIT = {96: 1.199, 128: 1.353, 160: 1.597, 192: 1.785, 224: 2.01, 256: 2.333}
 # The same where x keeps the order of K.
-IN_ORDER_UNIT = {96: 1.575, 128: 1.789, 160: 1.973, 192: 2.162, 224: 2.443, 256: 2.632}
-IN_ORDER_COMPUTED_UNIT = {96: 1.314, 128: 1.491, 160: 1.721, 192: 1.892, 224: 2.129, 256: 2.398}
+IN_ORDER_UNIT = {96: 1.608, 128: 1.822, 160: 2.005, 192: 2.201, 224: 2.46, 256: 2.647}
+IN_ORDER_COMPUTED_UNIT = {96: 1.332, 128: 1.514, 160: 1.726, 192: 1.916, 224: 2.143, 256: 2.402}
 # µs: a launch with x as it is; two, and what a million numbers of x that are laid out add to them; a part of a tile of
 # 256 rows, and a tile. How much longer units take where CTAs are at different places along K, and MB a µs that W comes
 # with.
-GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 4.229, 4.817, 1.158
-GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.277, 1.875, 1.124, 4.667
-# µs of adding up equal shares of a tile, and of 256 rows of it that others have a part of.
-GEMM_SHARE, GEMM_SHARED = 2.0, 3.0
-# CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows. Of an H100.
-GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 0.299, 5.151
+GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 3.239, 3.754, 1.156
+GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.488, 2.937, 1.111, 4.667
+# µs of adding up equal shares of a tile, for each of them, and for 256 rows of it that others have a part of.
+GEMM_SHARE, GEMM_SHARED = 0.117, 9.626
+# CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows.
+GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 1.277, 3.795
 # Threads that lay x of experts out, where units suffice.
 LAYING_THREADS = 1 << 16
 # µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
 GEMM_LAYING_OUT = 1.5
 # Rows of x a tile from which on shared memory is what W waits for.
 GEMM_PERMUTES_M = 160
-# Bytes of x a launch, all of which stays in L2, where CTAs are at different places along K: laid out, or as it is.
-GEMM_X_BYTES, COPIED_X_BYTES = 1 << 24, 1 << 25
+# Bytes of x a launch, all of which stays in L2, where CTAs are at different places along K: laid out, as it is, and
+# those of dy.
+GEMM_X_BYTES, IN_ORDER_X_BYTES, BACK_X_BYTES = 1 << 24, 3 << 23, 1 << 25
 # The most bytes of x a launch elsewhere, as long as a tile has no more: laid out, they are a second x in memory.
 GEMM_ROOM = 1 << 26
 
 # The same on the way back, and µs of a launch with x as it is.
-BACK_UNIT = {32: 1.671, 64: 1.876, 96: 2.103, 128: 2.311, 160: 2.471, 192: 2.734, 224: 2.964, 256: 3.264}
-BACK_COMPUTED_UNIT = {32: 1.101, 64: 1.304, 96: 1.524, 128: 1.757, 160: 1.973, 192: 2.217, 224: 2.457, 256: 2.641}
-BACK_COPIED_START = 4.468
+BACK_UNIT = {32: 1.703, 64: 1.905, 96: 2.125, 128: 2.33, 160: 2.494, 192: 2.75, 224: 2.964, 256: 3.238}
+BACK_COMPUTED_UNIT = {32: 1.12, 64: 1.321, 96: 1.535, 128: 1.764, 160: 1.976, 192: 2.209, 224: 2.434, 256: 2.613}
+BACK_COPIED_START = 3.736
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
