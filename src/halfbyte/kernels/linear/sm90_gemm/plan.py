@@ -222,8 +222,11 @@ def estimate(plan: GemmPlan, m: int, problem: Problem, properties: DevicePropert
     """The estimated time of any plan for x [m, K], in µs."""
     x_tiles, chunk = plan.x_tiles(m), plan.chunk // plan.tile_m
     others = (x_tiles - 1) // chunk  # launches ahead of the last one
-    of_last = _launch(plan, x_tiles - others * chunk, problem, properties)
-    return others * _launch(plan, chunk, problem, properties) + of_last if others else of_last
+    time = _launch(plan, x_tiles - others * chunk, problem, properties)
+    if others:
+        time += others * _launch(plan, chunk, problem, properties)
+    (begin, end), more = h200.GEMM_LASTING
+    return time * (1 + more * min(max(time - begin, 0) / (end - begin), 1))
 
 
 def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DeviceProperties) -> float:

@@ -160,6 +160,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
         } else if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
         else store_tile(a, total, OTHERS_FIRST ? others : load_others(a, at, row, member, owns), at, row, member, owns);
       }
+      // All that the CTA has is a part of one tile; so nothing needs to be kept for another.
+      if constexpr (Config::cluster > 1 || Config::shares > 1) return;
 #pragma unroll
       for (int i = 0; i < SUMS; i++) total[i] = 0;
     }

@@ -241,20 +241,22 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 
 # tile_m (rows of x) to µs a unit (256 of K), of weights that are looked up and of such as are computed. These tables,
 # and all numbers that benchmarks/gemm_plans.py prints, are fitted by it to its record.
-GEMM_UNIT = {96: 1.442, 128: 1.64, 160: 1.798, 192: 1.972, 224: 2.104, 256: 2.409}
-GEMM_COMPUTED_UNIT = {96: 1.199, 128: 1.353, 160: 1.597, 192: 1.785, 224: 2.01, 256: 2.333}
+GEMM_UNIT = {96: 1.436, 128: 1.633, 160: 1.79, 192: 1.961, 224: 2.093, 256: 2.398}
+GEMM_COMPUTED_UNIT = {96: 1.194, 128: 1.345, 160: 1.589, 192: 1.777, 224: 2.001, 256: 2.321}
 # The same where x keeps the order of K.
-IN_ORDER_UNIT = {96: 1.608, 128: 1.822, 160: 2.005, 192: 2.201, 224: 2.46, 256: 2.647}
-IN_ORDER_COMPUTED_UNIT = {96: 1.332, 128: 1.514, 160: 1.726, 192: 1.916, 224: 2.143, 256: 2.402}
+IN_ORDER_UNIT = {96: 1.6, 128: 1.814, 160: 1.996, 192: 2.19, 224: 2.448, 256: 2.634}
+IN_ORDER_COMPUTED_UNIT = {96: 1.327, 128: 1.507, 160: 1.717, 192: 1.906, 224: 2.131, 256: 2.391}
 # µs: a launch with x as it is; two, and what a million numbers of x that are laid out add to them; a part of a tile of
 # 256 rows, and a tile. How much longer units take where CTAs are at different places along K, and MB a µs that W comes
 # with.
-GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 3.239, 3.754, 1.156
-GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.488, 2.937, 1.111, 4.667
+GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 3.29, 3.795, 1.159
+GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.483, 3.12, 1.109, 4.667
+# Between how many µs the GPU comes to its limit of power, and how much longer all takes beyond.
+GEMM_LASTING = (1200.0, 1400.0), 0.1
 # µs of adding up equal shares of a tile, for each of them, and for 256 rows of it that others have a part of.
-GEMM_SHARE, GEMM_SHARED = 0.117, 9.626
+GEMM_SHARE, GEMM_SHARED = 0.115, 9.575
 # CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows.
-GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 1.277, 3.795
+GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 1.24, 3.754
 # Threads that lay x of experts out, where units suffice.
 LAYING_THREADS = 1 << 16
 # µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
@@ -268,9 +270,9 @@ GEMM_X_BYTES, IN_ORDER_X_BYTES, BACK_X_BYTES = 1 << 24, 3 << 23, 1 << 25
 GEMM_ROOM = 1 << 26
 
 # The same on the way back, and µs of a launch with x as it is.
-BACK_UNIT = {32: 1.703, 64: 1.905, 96: 2.125, 128: 2.33, 160: 2.494, 192: 2.75, 224: 2.964, 256: 3.238}
-BACK_COMPUTED_UNIT = {32: 1.12, 64: 1.321, 96: 1.535, 128: 1.764, 160: 1.976, 192: 2.209, 224: 2.434, 256: 2.613}
-BACK_COPIED_START = 3.736
+BACK_UNIT = {32: 1.683, 64: 1.889, 96: 2.107, 128: 2.315, 160: 2.482, 192: 2.736, 224: 2.949, 256: 3.219}
+BACK_COMPUTED_UNIT = {32: 1.112, 64: 1.313, 96: 1.528, 128: 1.756, 160: 1.966, 192: 2.197, 224: 2.419, 256: 2.598}
+BACK_COPIED_START = 3.792
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
