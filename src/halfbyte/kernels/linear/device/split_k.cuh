@@ -86,10 +86,10 @@ __device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Argum
 }
 
 // The sums of a tile that Shares CTAs have equal parts of; this is `cta`. They come to it at the same time, so all have
-// something to add up: as in a cluster, the r-th of them those of the column groups r, r + Shares, ..., to its own those
-// of the others in the order of K. So one reads no more than it writes, and what it reads comes at once. All of a tile
-// wait for each other. That they do start is sure: CTAs start in order, so a launch that has not started all of its own
-// has started all of most tiles.
+// something to add up: as in a cluster, the r-th of them those of the column groups r, r + Shares, ... To its own sums
+// it adds those of the others, in the order of K. So one reads no more than it writes, and what it reads comes at once.
+// All of a tile wait for each other. That they do start is sure: CTAs start in order, so a launch that has not started
+// all of its own has started all of most tiles.
 template <u32 Shares, u32 Warps, int Sums, class Arguments>
 __device__ __forceinline__ void share_out(float (&total)[Sums], const Arguments& a, const WorkUnit& unit, u32 cta,
                                           u32 warp, u32 lane) {
