@@ -69,14 +69,17 @@ __device__ __forceinline__ void load_pieces(Pieces& words, const Arguments& a, c
       }
   }
 }
+// Which piece of the row it is, the i-th of a thread's in a step.
+__device__ __forceinline__ u32 place_in_row(u32 step, u32 number, u32 i) {
+  return LANE_SPANS ? (4 * step + number / 2) * 8 + 2 * i + number % 2 : (step * AT_ONCE + i) * 8 + number;
+}
 // To row `row` of a tile.
 __device__ __forceinline__ void store_pieces(const Arguments& a, u32 column_tile, u32 row, u32 step, u32 number,
                                              const Pieces& words) {
   uint4* to = a.laid_out + (u64(column_tile) * a.depth_units * 4 * Config::tile_m + row) * 8;
 #pragma unroll
   for (u32 i = 0; i < AT_ONCE; i++) {
-    const u32 block = LANE_SPANS ? 4 * step + number / 2 : step * AT_ONCE + i;
-    const u32 piece = LANE_SPANS ? 2 * i + number % 2 : number;
+    const u32 place = place_in_row(step, number, i), block = place / 8, piece = place % 8;
     to[u64(block) * OF_ROWS + (piece ^ row & 7)] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
   }
 }
@@ -116,6 +119,21 @@ __device__ __forceinline__ void scatter_rows(const Arguments& a, u32 thread, u32
         if (place != NOWHERE) store_pieces(a, place / Config::tile_m, place % Config::tile_m, step, piece, words);
       }
     }
+  });
+}
+
+// Writes the rows of x one after the other, for a kernel that gathers them: each is read and written once, however many
+// pairs want it.
+__device__ __forceinline__ void lay_out_rows(const Arguments& a, u32 thread, u32 threads) {
+  const u32 rows = count_pairs(a) / max(a.m, 1u), steps = a.depth_units * (4 / AT_ONCE);
+  const u32 runs = max(1u, min(steps, threads / max(8 * rows, 1u)));
+  const u32 piece = thread % 8, row = thread / 8 % max(rows, 1u), run = thread / 8 / max(rows, 1u);
+  if (rows == 0 || run >= runs) return;
+  uint4* to = a.laid_out + u64(row) * a.depth_units * 32;
+  for_each_step(a, row, piece, true, run, runs, [&](u32 step, const Pieces& words) {
+#pragma unroll
+    for (u32 i = 0; i < AT_ONCE; i++)
+      to[place_in_row(step, piece, i)] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
   });
 }
 
@@ -167,8 +185,8 @@ __device__ __forceinline__ void lay_out_normed(const Arguments& a, u32 number, u
 // Prepares for `multiply`. For each CTA of that kernel one CTA here prefetches scales to L2; the others lay x [m, k]
 // out as [tile of x][K / 64][tile_m rows][128 bytes, whose 16-byte pieces are swizzled by the row]. A word is two
 // neighbouring k; piece j of a span holds word j of each of a quad's four lanes, and with LANE_SPANS piece j of a step.
-// With `grouped` a tile has the rows of x that pairs of one expert want. With `back` the order of k stays, and K may be
-// odd.
+// With `grouped` a tile has the rows of x that pairs of one expert want; or, with `gathers`, x is laid out as
+// [m][K / 64][128 bytes], and its pieces are not swizzled yet. With `back` the order of k stays, and K may be odd.
 //
 // A thread has the same piece of a row in every block of a run of steps. The host says by the size of the grid how many
 // runs a row has. With `norm` NORM_PARTS CTAs have a row, and each reads all of it.
@@ -195,6 +213,11 @@ extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant_
   }
   const u32 thread = (blockIdx.x - ctas) * 128 + threadIdx.x, threads = (gridDim.x - ctas) * 128;
   if constexpr (Config::scatters) clear_rows(a, blockIdx.x - ctas, gridDim.x - ctas);
+  if constexpr (Config::gathers) {
+    lay_out_rows(a, thread, threads);
+    //: rows are laid out
+    return;
+  }
   if constexpr (Config::grouped)
     if (a.m) {
       scatter_rows(a, thread, threads);

@@ -48,6 +48,8 @@ class GemmPlan:
     shares: int = 1  # CTAs of a tile that have equal parts of it, and all add up some; 1: it is one of them that does
     in_order: bool = False  # x keeps the order of K, and is copied as it is
 
+    gathers: bool = False  # of experts: x is laid out by rows, and each tile gathers its own
+
     activation: str = ""  # what gates, of a pair
     paired: bool = False  # gate and up in one launch, whose tiles have rows of both
 
@@ -77,7 +79,8 @@ class GemmPlan:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * 4)
         table = 0 if self.computes else TABLE_BYTES
-        return table + 2048 + 1024 * self.paired + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
+        row_of_x = self.x_stages * STEP_K * 2 + 4 * self.gathers
+        return table + 2048 + 1024 * self.paired + self.w_stages * unit + self.tile_m * row_of_x
 
     def x_tiles(self, m: int) -> int:
         """Tiles of x [m, K]."""
@@ -378,5 +381,6 @@ def grouped_plan(
         decoding(GemmPlan(tile_m, 2, some, x_stages(tile_m, problem), properties.sms, 1, most, time, back), problem)
         for some in range(stages, 1, -1)
     )
+    shapes = (replace(shape, gathers=h200.GROUPED_GATHERS and not back) for shape in shapes)
     valid = (plan for plan in shapes if is_grouped_valid(plan, experts, n, k, span_of(problem), properties))
     return next(valid, None)
