@@ -72,7 +72,7 @@ def test_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights for which x is laid out in one way, in as many chunks; chosen where that is said to save something."""
     pair = (nf4(28672, 8192),) * 2
     unlike = (pair[0], replace(pair[0], scale=torch.float32, nested=0))  # of two kernels
-    for m, chunks in ((256, 1), (1500, 2)):
+    for m, chunks in ((256, 1), (1500, 3)):
         monkeypatch.setattr(h200, "GEMM_LAYING_OUT", 0.0)
         choose_group.cache_clear()
         alone, together = gemm.plan(m, pair[0], H200, False), one_after_another(m, pair, H200)

@@ -142,7 +142,8 @@ def test_a_group_of_many_rows(gpu: Driver, x_bytes: int, monkeypatch: pytest.Mon
     """Each chunk of x is laid out once, for all weights."""
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
     monkeypatch.setattr(h200, "GEMM_X_BYTES", x_bytes)
-    monkeypatch.setattr(gemm_planner, "_shares", lambda *given: [(1, 1, 1)])  # slow, if all go in one launch
+    monkeypatch.setattr(gemm_planner, "_ways", lambda *given: [(1, 1, 1, 1)])  # slow, if all go in one launch
+    monkeypatch.setattr(h200, "GEMM_COPIED_START", 1e6)
     gemm_plan.cache_clear()
     monkeypatch.setattr(cuda, "choose_group", lambda *given: GroupChoice(gemm, gemm.plan_group(*given)))
     gpu.group = [make(600, 1024, format="int4") for _ in range(2)]

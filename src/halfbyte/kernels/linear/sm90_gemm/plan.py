@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import product
+from functools import lru_cache, partial
+from itertools import product, takewhile
 from operator import itemgetter
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
@@ -158,17 +158,21 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
     of all units, or they or clusters equal parts of each tile. back: for x [m, N] and the product x @ W.
 
     CTAs that take equal parts are far apart along K and read the same x at different times, so a launch takes as many
-    rows of x as L2 holds; those that have one tile each go along K together.
+    rows of x as L2 holds, or half as many; those that have one tile each go along K together. Of plans that are about
+    as fast as the fastest, it is the one for which x laid out takes the least memory.
     """
     if m < 1 or properties.ptx != 90:
         return None
     n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
-    found = (
-        replace(plan, microseconds=estimate(plan, m, problem, properties))
-        for plan in plans(m, problem, properties, back)
-    )
-    by_time = sorted(found, key=lambda plan: plan.microseconds)
-    return next((plan for plan in by_time if is_valid(plan, m, n, k, span_of(problem), properties)), None)
+    timed = ((_launches(plan, m, problem, properties), plan) for plan in plans(m, problem, properties, back))
+    by_time = sorted(timed, key=itemgetter(0))
+    valid = (some for some in by_time if is_valid(some[1], m, n, k, span_of(problem), properties))
+    if (fastest := next(valid, None)) is None:
+        return None
+    alike = takewhile(lambda some: some[0] <= h200.GEMM_ALIKE * fastest[0], valid)
+    rows_laid_out = lambda some: 0 if copies_x(problem, some[1]) else min(some[1].chunk, m)  # noqa: E731
+    time, best = min((fastest, *alike), key=rows_laid_out)
+    return replace(best, microseconds=_with_lasting(time))
 
 
 def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) -> Iterator[GemmPlan]:
@@ -177,17 +181,22 @@ def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) ->
     for tile_m in BACK_TILES_M if back else TILES_M:
         stages = W_STAGES, x_stages(tile_m, problem)
         for in_order in (False,) if back else (False, True):
+            numbers, spans = _decoding(problem, back, in_order)
+            kind = partial(GemmPlan, back=back, numbers=numbers, lane_spans=spans, in_order=in_order)
             for workers, cluster, shares, chunk in _ways(m, n, k, tile_m, properties, back, in_order):
-                plan = GemmPlan(tile_m, 2, *stages, workers, cluster, chunk * tile_m, back=back, shares=shares)
-                yield decoding(replace(plan, in_order=in_order), problem)
+                yield kind(tile_m, 2, *stages, workers, cluster, chunk * tile_m, shares=shares)
 
 
 def decoding(plan: GemmPlan, problem: Problem) -> GemmPlan:
     """The same for weights of this kind: how they are decoded, and, unless x keeps its order, in which one it is laid
     out for that."""
+    numbers, lane_spans = _decoding(problem, plan.back, plan.in_order)
+    return replace(plan, numbers=numbers, lane_spans=lane_spans)
+
+
+def _decoding(problem: Problem, back: bool, in_order: bool) -> tuple[Numbers, bool]:
     numbers = problem.numbers
-    spans = numbers == "looked_up" and span_of(problem) == STEP_K and not plan.back and not plan.in_order
-    return replace(plan, numbers=numbers, lane_spans=spans)
+    return numbers, numbers == "looked_up" and span_of(problem) == STEP_K and not back and not in_order
 
 
 def _ways(
@@ -196,9 +205,10 @@ def _ways(
     """Workers, CTAs of a cluster, equal shares of a tile, and tiles of x a launch."""
     x_tiles, row_tiles, depth = -(-m // tile_m), -(-n // 128), -(-k // UNIT_K)
     chunk = _tiles_at_once(x_tiles, k, tile_m, back, in_order)
-    # The last launch may have fewer tiles than the others, and every CTA has work in each.
-    fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // chunk) - 1) * chunk)
-    yield min(properties.sms, fewest), 1, 1, chunk
+    for tiles in (chunk,) if back or in_order else {chunk, -(-chunk // 2)}:
+        # The last launch may have fewer tiles than the others, and every CTA has work in each.
+        fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // tiles) - 1) * tiles)
+        yield min(properties.sms, fewest), 1, 1, tiles
     at_once = min(x_tiles, properties.sms // row_tiles)
     if not (back or in_order):
         at_once = min(at_once, max(1, h200.GEMM_ROOM // (2 * k * tile_m)))
@@ -223,13 +233,20 @@ def _tiles_at_once(x_tiles: int, k: int, tile_m: int, back: bool, in_order: bool
 
 def estimate(plan: GemmPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
     """The estimated time of any plan for x [m, K], in µs."""
-    x_tiles, chunk = plan.x_tiles(m), plan.chunk // plan.tile_m
-    others = (x_tiles - 1) // chunk  # launches ahead of the last one
-    time = _launch(plan, x_tiles - others * chunk, problem, properties)
-    if others:
-        time += others * _launch(plan, chunk, problem, properties)
+    return _with_lasting(_launches(plan, m, problem, properties))
+
+
+def _with_lasting(time: float) -> float:
+    """Of launches that the GPU may be long at, and come to its limit of power."""
     (begin, end), more = h200.GEMM_LASTING
     return time * (1 + more * min(max(time - begin, 0) / (end - begin), 1))
+
+
+def _launches(plan: GemmPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
+    x_tiles, chunk = plan.x_tiles(m), plan.chunk // plan.tile_m
+    others = (x_tiles - 1) // chunk  # launches ahead of the last one
+    of_last = _launch(plan, x_tiles - others * chunk, problem, properties)
+    return others * _launch(plan, chunk, problem, properties) + of_last if others else of_last
 
 
 def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DeviceProperties) -> float:

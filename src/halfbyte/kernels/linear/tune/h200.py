@@ -266,6 +266,8 @@ GEMM_PERMUTES_M = 160
 # Bytes of x a launch, all of which stays in L2, where CTAs are at different places along K: laid out, as it is, and
 # those of dy.
 GEMM_X_BYTES, IN_ORDER_X_BYTES, BACK_X_BYTES = 1 << 24, 3 << 23, 1 << 25
+# Plans are as good as the fastest up to so many times its time, and then what counts is the room that they take.
+GEMM_ALIKE = 1.02
 # The most bytes of x a launch elsewhere, as long as a tile has no more: laid out, they are a second x in memory.
 GEMM_ROOM = 1 << 26
 
