@@ -176,9 +176,10 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
 
 
 def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) -> Iterator[GemmPlan]:
-    """What comes into question, some of which may not be valid."""
+    """What comes into question, some of which may not be valid. Of tiles of which as many cover x, the narrowest do."""
     n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
-    for tile_m in BACK_TILES_M if back else TILES_M:
+    narrowest = {-(-m // tile_m): tile_m for tile_m in reversed(BACK_TILES_M if back else TILES_M)}
+    for tile_m in narrowest.values():
         stages = W_STAGES, x_stages(tile_m, problem)
         for in_order in (False,) if back else (False, True):
             numbers, spans = _decoding(problem, back, in_order)
