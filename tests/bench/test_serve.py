@@ -80,11 +80,12 @@ def test_the_load_is_seeded_and_bounded() -> None:
         answers = loads.run(server.server_port, load, 10)
         took = time.monotonic() - started
         sent = [body["prompt"] for body in server.bodies]  # type: ignore[attr-defined]
-        assert len(loads.run(server.server_port, Load("m", ["a"], 50, TOKENS, seconds=0.01), 2)) == 2
+        few = loads.run(server.server_port, Load("m", ["a"], 50, TOKENS, seconds=0.01), 2)
+    assert 1 <= len(few) <= 2  # a busy machine may begin the second one too late
     assert [answer.prompt for answer in answers] == load.order()
     assert sorted(sent) == sorted(load.order())
     assert all(answer.text == "".join(f" {answer.prompt}{i}" for i in range(TOKENS)) for answer in answers)
-    assert took < 10 * (FIRST + BETWEEN * TOKENS)  # ten at a time, not one after the other
+    assert took < len(answers) * (FIRST + BETWEEN * TOKENS)  # not one after the other
 
 
 def test_times_are_those_of_the_server() -> None:
