@@ -200,16 +200,26 @@ __device__ __forceinline__ void gather_x(const Arguments& a, u32 first, u32 last
   u32 place[4];  // in a step, of its pieces
 #pragma unroll
   for (u32 i = 0; i < 4; i++) place[i] = (4 * group + i) * 128 + (piece ^ (4 * group + i) & 7) * 16;
+  u32 pairs[Config::tile_m / 32];  // of the tile to come; asked for a unit ahead
+  const auto ask = [&](const Unit& at) {
+#pragma unroll
+    for (u32 i = 0; i < Config::tile_m / 32; i++) pairs[i] = pair_of_tile(a, at.tile, 32 * i + lane);
+  };
   Unit at(a, first);
+  ask(at);
   Ring ring(1);
-  for (u32 unit = first; unit < last; unit++, at.next(a)) {
-    const u32 blocks = (at.tile.rows + 15) / 16;
+  for (u32 unit = first; unit < last; unit++) {
     if (at.depth == 0) {
       __syncwarp();  // nobody wants the former tile's any more
-      for (u32 row = lane; row < 16 * blocks; row += 32)
-        store_word(rows + 4 * row, row_of_tile(a, at.tile, row) * a.depth_units * 32);
+#pragma unroll
+      for (u32 i = 0; i < Config::tile_m / 32; i++)
+        store_word(rows + 4 * (32 * i + lane), (a.m ? pairs[i] / a.m : pairs[i]) * a.depth_units * 32);
       __syncwarp();
     }
+    Unit next = at;
+    next.next(a);
+    if (next.depth == 0 && unit + 1 < last) ask(next);
+    const u32 blocks = (at.tile.rows + 15) / 16;
     for (u32 step = 0; step < UNIT_K / STEP_K; step++, ring.next(Config::x_stages)) {
       wait(shared() + X_EMPTY + 8 * ring.at, ring.parity);
       const u64 from = reinterpret_cast<u64>(a.laid_out + (at.depth * (UNIT_K / STEP_K) + step) * 8 + piece);
@@ -225,6 +235,7 @@ __device__ __forceinline__ void gather_x(const Arguments& a, u32 first, u32 last
       }
       arrive_after_copies(shared() + X_FULL + 8 * ring.at);
     }
+    at = next;
   }
 }
 
