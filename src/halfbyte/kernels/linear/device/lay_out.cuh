@@ -102,20 +102,29 @@ __device__ __forceinline__ void for_each_step(const Arguments& a, u32 row, u32 p
   }
 }
 
-// Writes each row of x to where its pairs are in tiles, so that it is read once. Runs follow each other: at a time
-// all rows are at the same blocks, which lie side by side in tiles.
+// A thread's part of the rows of x, of which there is one at least: the same piece of each block, in a run of steps of
+// one row. Runs follow each other: at a time all rows are at the same blocks, which lie side by side in tiles.
+struct PartOfRows {
+  u32 runs, piece, row, run;
+  __device__ PartOfRows(const Arguments& a, u32 rows, u32 thread, u32 threads)
+      : runs(max(1u, min(a.depth_units * (4 / AT_ONCE), threads / (8 * rows)))),
+        piece(thread % 8),
+        row(thread / 8 % rows),
+        run(thread / 8 / rows) {}
+};
+
+// Writes each row of x to where its pairs are in tiles, so that it is read once.
 __device__ __forceinline__ void scatter_rows(const Arguments& a, u32 thread, u32 threads) {
-  const u32 rows = count_pairs(a) / a.m, steps = a.depth_units * (4 / AT_ONCE);
-  const u32 runs = max(1u, min(steps, threads / (8 * rows)));
-  const u32 piece = thread % 8, row = thread / 8 % rows, run = thread / 8 / rows;
-  if (run >= runs) return;
+  const PartOfRows own(a, count_pairs(a) / a.m, thread, threads);
+  const u32 piece = own.piece, row = own.row;
+  if (own.run >= own.runs) return;
   const auto place_of = [&](u32 pair) { return pair < a.m ? row_in_tiles(a, row * a.m + pair) : NOWHERE; };
   const u32 of_first = place_of(piece);  // behind a store nothing is known any more
-  for_each_step(a, row, piece, true, run, runs, [&](u32 step, const Pieces& words) {
+  for_each_step(a, row, piece, true, own.run, own.runs, [&](u32 step, const Pieces& words) {
     for (u32 first = 0; first < a.m; first += 8) {
-      const u32 own = first ? place_of(first + piece) : of_first;
+      const u32 mine = first ? place_of(first + piece) : of_first;
       for (u32 i = 0; i < min(8u, a.m - first); i++) {
-        const u32 place = __shfl_sync(of_same_row(), own, i, 8);
+        const u32 place = __shfl_sync(of_same_row(), mine, i, 8);
         if (place != NOWHERE) store_pieces(a, place / Config::tile_m, place % Config::tile_m, step, piece, words);
       }
     }
@@ -125,15 +134,13 @@ __device__ __forceinline__ void scatter_rows(const Arguments& a, u32 thread, u32
 // Writes the rows of x one after the other, for a kernel that gathers them: each is read and written once, however many
 // pairs want it.
 __device__ __forceinline__ void lay_out_rows(const Arguments& a, u32 thread, u32 threads) {
-  const u32 rows = count_pairs(a) / max(a.m, 1u), steps = a.depth_units * (4 / AT_ONCE);
-  const u32 runs = max(1u, min(steps, threads / max(8 * rows, 1u)));
-  const u32 piece = thread % 8, row = thread / 8 % max(rows, 1u), run = thread / 8 / max(rows, 1u);
-  if (rows == 0 || run >= runs) return;
-  uint4* to = a.laid_out + u64(row) * a.depth_units * 32;
-  for_each_step(a, row, piece, true, run, runs, [&](u32 step, const Pieces& words) {
+  const PartOfRows own(a, count_pairs(a) / max(a.m, 1u), thread, threads);
+  if (own.run >= own.runs) return;
+  uint4* to = a.laid_out + u64(own.row) * a.depth_units * 32;
+  for_each_step(a, own.row, own.piece, true, own.run, own.runs, [&](u32 step, const Pieces& words) {
 #pragma unroll
     for (u32 i = 0; i < AT_ONCE; i++)
-      to[place_in_row(step, piece, i)] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
+      to[place_in_row(step, own.piece, i)] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
   });
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import product, takewhile
@@ -176,16 +176,20 @@ def gemm_plan(m: int, problem: Problem, properties: DeviceProperties, back: bool
 
 
 def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) -> Iterator[GemmPlan]:
-    """What comes into question, some of which may not be valid. Of tiles of which as many cover x, the narrowest do."""
+    """What comes into question, some of which may not be valid."""
     n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
-    narrowest = {-(-m // tile_m): tile_m for tile_m in reversed(BACK_TILES_M if back else TILES_M)}
-    for tile_m in narrowest.values():
+    for tile_m in _narrowest(m, BACK_TILES_M if back else TILES_M):
         stages = W_STAGES, x_stages(tile_m, problem)
         for in_order in (False,) if back else (False, True):
             numbers, spans = _decoding(problem, back, in_order)
             kind = partial(GemmPlan, back=back, numbers=numbers, lane_spans=spans, in_order=in_order)
             for workers, cluster, shares, chunk in _ways(m, n, k, tile_m, properties, back, in_order):
                 yield kind(tile_m, 2, *stages, workers, cluster, chunk * tile_m, shares=shares)
+
+
+def _narrowest(m: int, tiles_m: Sequence[int]) -> Iterable[int]:
+    """Of tiles of which as many cover x, those with the fewest rows."""
+    return {-(-m // tile_m): tile_m for tile_m in reversed(tiles_m)}.values()
 
 
 def decoding(plan: GemmPlan, problem: Problem) -> GemmPlan:
@@ -206,10 +210,10 @@ def _ways(
     """Workers, CTAs of a cluster, equal shares of a tile, and tiles of x a launch."""
     x_tiles, row_tiles, depth = -(-m // tile_m), -(-n // 128), -(-k // UNIT_K)
     chunk = _tiles_at_once(x_tiles, k, tile_m, back, in_order)
-    for tiles in (chunk,) if back or in_order else {chunk, -(-chunk // 2)}:
+    for of_launch in (chunk,) if back or in_order else {chunk, -(-chunk // 2)}:
         # The last launch may have fewer tiles than the others, and every CTA has work in each.
-        fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // tiles) - 1) * tiles)
-        yield min(properties.sms, fewest), 1, 1, tiles
+        fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // of_launch) - 1) * of_launch)
+        yield min(properties.sms, fewest), 1, 1, of_launch
     at_once = min(x_tiles, properties.sms // row_tiles)
     if not (back or in_order):
         at_once = min(at_once, max(1, h200.GEMM_ROOM // (2 * k * tile_m)))
@@ -314,7 +318,7 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
         return None
     every, rates, found = side_by_side.merged(group), properties.rates, []
     depth, reading = -(-every.k // UNIT_K), every.megabytes / (h200.GEMM_BANDWIDTH * rates.bandwidth)
-    for tile_m, in_order in product(TILES_M, (False, True)):
+    for tile_m, in_order in product(_narrowest(m, TILES_M), (False, True)):
         shape = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m, every), 1, 1, tile_m, in_order=in_order)
         shape = decoding(shape, every)
         unit, x_tiles = _units(shape)[tile_m], -(-m // tile_m)
@@ -395,10 +399,8 @@ def grouped_plan(
     times = times._replace(unit=times.unit * unlike)
     most, stages = most_tiles(pairs, experts, tile_m) * tile_m, NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
     time = spread.microseconds(pairs, experts, tile_m, 128, times, problem, properties, back)
-    shapes = (
-        decoding(GemmPlan(tile_m, 2, some, x_stages(tile_m, problem), properties.sms, 1, most, time, back), problem)
-        for some in range(stages, 1, -1)
-    )
-    shapes = (replace(shape, gathers=h200.GROUPED_GATHERS and not back) for shape in shapes)
+    shape = decoding(replace(usual, workers=properties.sms, chunk=most, microseconds=time), problem)
+    shape = replace(shape, gathers=h200.GROUPED_GATHERS and not back)
+    shapes = (replace(shape, w_stages=some) for some in range(stages, 1, -1))
     valid = (plan for plan in shapes if is_grouped_valid(plan, experts, n, k, span_of(problem), properties))
     return next(valid, None)
