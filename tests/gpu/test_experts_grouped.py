@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -118,13 +117,11 @@ def test_the_sort(experts: int, kind: torch.dtype) -> None:
 
 
 @sixteen_bits
-@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize(("format", "options"), KINDS, ids=str)
 def test_operands_are_what_dequantize_gives(
-    format: str, options: dict[str, Any], gathers: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    format: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of an expert that fill no tile do not become the next one's, nor do its rows of x."""
-    monkeypatch.setattr(h200, "GROUPED_GATHERS", gathers)
     for (experts, n, k), tile_m in (
         ((3, 333, 1024), 64), ((5, 130, 768), 96), ((2, 40, 320), 32), ((3, 72, 96), 128), ((3, 333, 512), 8),
         ((2, 520, 96), 16),
@@ -171,9 +168,8 @@ def test_a_block(sizes: tuple[int, int, int, int], dtype: torch.dtype, format: s
         check_block(sizes, -(-pairs // k), kind, activation, dtype, format, options)
 
 
-@pytest.mark.parametrize(("tile_m", "gathers"), [*product(NARROW, [False]), *product(WIDE, [False, True])])
-def test_every_width_of_tiles(tile_m: int, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(h200, "GROUPED_GATHERS", gathers)
+@pytest.mark.parametrize("tile_m", [*NARROW, *WIDE])
+def test_every_width_of_tiles(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tiles(tile_m, monkeypatch)
     check_block((9, 320, 768, 3), 601, "usual", "silu", BF16, "nf4", {})
     check_block((4, 512, 1024, 2), 1000, "out of range", "swiglu_oai", F16, "int4", {})

@@ -62,7 +62,6 @@ FUNCTIONS = {
             ("load_four_words", "uint4", "uint4"),
         )
     },
-    "piece_behind": "u64 piece_behind(u64 from, u32 pieces) { return from + 16 * u64(pieces); }",
     "load_word": "u32 load_word(u32 at) { return loaded<u32>(at + BASE); }",
     "load_from": "u32 load_from(const u32* place, u32 rank) { return CTAS == 1 ? *place :"
     " loaded<u32>(address_in(u32(__cvta_generic_to_shared(place)), rank)); }",

@@ -333,15 +333,6 @@ STACKS = {
         GemmPlan(128, 2, 2, 3, 5, 1, 0), GemmPlan(128, 2, 2, 3, 3, 1, 0), "silu", "fp4", {"block_size": 64}, 832
     ),
     "wide, exponents": Stack(GemmPlan(96, 2, 2, 4, 4, 1, 0), GemmPlan(96, 2, 2, 4, 3, 1, 0), "gelu", "mxfp4", {}, 352),
-    "gathered": Stack(
-        GemmPlan(96, 2, 2, 3, 5, 1, 0, gathers=True), GemmPlan(96, 2, 3, 3, 4, 1, 0, gathers=True), "silu", "nf4"
-    ),
-    "gathered, short": Stack(
-        GemmPlan(128, 2, 2, 3, 5, 1, 0, gathers=True), GemmPlan(128, 2, 2, 3, 3, 1, 0), "gelu", "mxfp4", {}, 352
-    ),
-    "gathered, then in order": Stack(
-        GemmPlan(160, 2, 2, 3, 5, 1, 0, gathers=True), GemmPlan(160, 2, 2, 3, 3, 1, 0), "gelu", "nf4", ordered=True
-    ),
     "in order": Stack(
         GemmPlan(96, 2, 2, 3, 5, 1, 0), GemmPlan(96, 2, 2, 4, 3, 1, 0), "silu", "nf4", {"nested": False}, ordered=True
     ),

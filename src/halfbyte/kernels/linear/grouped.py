@@ -135,10 +135,9 @@ def bind(device: torch.device, problem: Problem, weight: Addresses, grouping: Gr
             multiply(stream, arguments.parameters)
 
         return copy
-    arguments, row_bytes = Arguments(LAYOUT, fixed, after), units * UNIT_K * 2
+    arguments, room = Arguments(LAYOUT, fixed, after), tiles * units * plan.tile_m * UNIT_K * 2
 
     def run(stream: int, x: int, routes: int, bias: int, out: int, rows: int, per_row: int) -> None:
-        room = (rows if plan.gathers else tiles * plan.tile_m) * row_bytes
         place = torch.empty(room, dtype=torch.uint8, device=device)
         arguments.set(x, bias, out, place.data_ptr(), 0, 0, routes, rows * max(per_row, 1), per_row)
         lay_out(stream, arguments.parameters)
@@ -197,8 +196,7 @@ def constants(problem: Problem, grouping: Grouping, plan: StreamKPlan | GemmPlan
     }  # fmt: skip
     if isinstance(plan, StreamKPlan):
         return streamk.constants(problem, plan) | of_experts
-    if grouping.ordered:
-        plan = replace(plan, lane_spans=False, gathers=False)
+    plan = replace(plan, lane_spans=plan.lane_spans and not grouping.ordered)
     producer, consumer = GROUPED_BACK_REGISTERS if plan.back else SCATTERED_REGISTERS
     registers: dict[str, Constant] = {"producer_registers": producer, "consumer_registers": consumer}
     return gemm.constants(problem, plan) | of_experts | registers

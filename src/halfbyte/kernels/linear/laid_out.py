@@ -100,13 +100,10 @@ class LaidOutPlan(Protocol):
 
 
 class GroupedPlan(LaidOutPlan, Protocol):
-    """Of experts. chunk: the most rows of x, all tiles together. gathers: x is laid out by rows, and each tile gathers
-    its own. microseconds: the estimate."""
+    """Of experts. chunk: the most rows of x, all tiles together. microseconds: the estimate."""
 
     @property
     def chunk(self) -> int: ...
-    @property
-    def gathers(self) -> bool: ...
     @property
     def microseconds(self) -> float: ...
 

@@ -54,11 +54,6 @@ template <class Arguments> __device__ __forceinline__ u32 place_of(const Argumen
 template <class Arguments> __device__ __forceinline__ u32 row_in_tiles(const Arguments& a, u32 pair) {
   return sorted_pairs(a)[2 * count_aligned(count_pairs(a)) + pair];
 }
-// The pair, or where x is sorted the row of x, that a row of a tile has, or that its last one has.
-template <class Arguments> __device__ __forceinline__ u32 pair_of_tile(const Arguments& a, const Tile& tile, u32 row) {
-  const u32 sorted = tile.first + min(row, tile.rows - 1);
-  return a.m ? pair_of(a, sorted) : sorted;
-}
 // Rows of a tile that are laid out: x is copied by eights. What is behind them in shared memory ends in no result.
 __device__ __forceinline__ u32 copied_rows(const Tile& tile) { return (tile.rows + 7) / 8 * 8; }
 

@@ -69,17 +69,14 @@ __device__ __forceinline__ void load_pieces(Pieces& words, const Arguments& a, c
       }
   }
 }
-// Which piece of the row it is, the i-th of a thread's in a step.
-__device__ __forceinline__ u32 place_in_row(u32 step, u32 number, u32 i) {
-  return LANE_SPANS ? (4 * step + number / 2) * 8 + 2 * i + number % 2 : (step * AT_ONCE + i) * 8 + number;
-}
 // To row `row` of a tile.
 __device__ __forceinline__ void store_pieces(const Arguments& a, u32 column_tile, u32 row, u32 step, u32 number,
                                              const Pieces& words) {
   uint4* to = a.laid_out + (u64(column_tile) * a.depth_units * 4 * Config::tile_m + row) * 8;
 #pragma unroll
   for (u32 i = 0; i < AT_ONCE; i++) {
-    const u32 place = place_in_row(step, number, i), block = place / 8, piece = place % 8;
+    const u32 block = LANE_SPANS ? 4 * step + number / 2 : step * AT_ONCE + i;
+    const u32 piece = LANE_SPANS ? 2 * i + number % 2 : number;
     to[u64(block) * OF_ROWS + (piece ^ row & 7)] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
   }
 }
@@ -102,25 +99,16 @@ __device__ __forceinline__ void for_each_step(const Arguments& a, u32 row, u32 p
   }
 }
 
-// A thread's part of the rows of x, of which there is one at least: the same piece of each block, in a run of steps of
-// one row. Runs follow each other: at a time all rows are at the same blocks, which lie side by side in tiles.
-struct PartOfRows {
-  u32 runs, piece, row, run;
-  __device__ PartOfRows(const Arguments& a, u32 rows, u32 thread, u32 threads)
-      : runs(max(1u, min(a.depth_units * (4 / AT_ONCE), threads / (8 * rows)))),
-        piece(thread % 8),
-        row(thread / 8 % rows),
-        run(thread / 8 / rows) {}
-};
-
-// Writes each row of x to where its pairs are in tiles, so that it is read once.
+// Writes each row of x to where its pairs are in tiles, so that it is read once. Runs follow each other: at a time all
+// rows are at the same blocks, which lie side by side in tiles.
 __device__ __forceinline__ void scatter_rows(const Arguments& a, u32 thread, u32 threads) {
-  const PartOfRows own(a, count_pairs(a) / a.m, thread, threads);
-  const u32 piece = own.piece, row = own.row;
-  if (own.run >= own.runs) return;
+  const u32 rows = count_pairs(a) / a.m, steps = a.depth_units * (4 / AT_ONCE);
+  const u32 runs = max(1u, min(steps, threads / (8 * rows)));
+  const u32 piece = thread % 8, row = thread / 8 % rows, run = thread / 8 / rows;
+  if (run >= runs) return;
   const auto place_of = [&](u32 pair) { return pair < a.m ? row_in_tiles(a, row * a.m + pair) : NOWHERE; };
   const u32 of_first = place_of(piece);  // behind a store nothing is known any more
-  for_each_step(a, row, piece, true, own.run, own.runs, [&](u32 step, const Pieces& words) {
+  for_each_step(a, row, piece, true, run, runs, [&](u32 step, const Pieces& words) {
     for (u32 first = 0; first < a.m; first += 8) {
       const u32 mine = first ? place_of(first + piece) : of_first;
       for (u32 i = 0; i < min(8u, a.m - first); i++) {
@@ -128,19 +116,6 @@ __device__ __forceinline__ void scatter_rows(const Arguments& a, u32 thread, u32
         if (place != NOWHERE) store_pieces(a, place / Config::tile_m, place % Config::tile_m, step, piece, words);
       }
     }
-  });
-}
-
-// Writes the rows of x one after the other, for a kernel that gathers them: each is read and written once, however many
-// pairs want it.
-__device__ __forceinline__ void lay_out_rows(const Arguments& a, u32 thread, u32 threads) {
-  const PartOfRows own(a, count_pairs(a) / max(a.m, 1u), thread, threads);
-  if (own.run >= own.runs) return;
-  uint4* to = a.laid_out + u64(own.row) * a.depth_units * 32;
-  for_each_step(a, own.row, own.piece, true, own.run, own.runs, [&](u32 step, const Pieces& words) {
-#pragma unroll
-    for (u32 i = 0; i < AT_ONCE; i++)
-      to[place_in_row(step, own.piece, i)] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
   });
 }
 
@@ -192,8 +167,8 @@ __device__ __forceinline__ void lay_out_normed(const Arguments& a, u32 number, u
 // Prepares for `multiply`. For each CTA of that kernel one CTA here prefetches scales to L2; the others lay x [m, k]
 // out as [tile of x][K / 64][tile_m rows][128 bytes, whose 16-byte pieces are swizzled by the row]. A word is two
 // neighbouring k; piece j of a span holds word j of each of a quad's four lanes, and with LANE_SPANS piece j of a step.
-// With `grouped` a tile has the rows of x that pairs of one expert want; or, with `gathers`, x is laid out as
-// [m][K / 64][128 bytes], and its pieces are not swizzled yet. With `back` the order of k stays, and K may be odd.
+// With `grouped` a tile has the rows of x that pairs of one expert want. With `back` the order of k stays, and K may be
+// odd.
 //
 // A thread has the same piece of a row in every block of a run of steps. The host says by the size of the grid how many
 // runs a row has. With `norm` NORM_PARTS CTAs have a row, and each reads all of it.
@@ -220,11 +195,6 @@ extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant_
   }
   const u32 thread = (blockIdx.x - ctas) * 128 + threadIdx.x, threads = (gridDim.x - ctas) * 128;
   if constexpr (Config::scatters) clear_rows(a, blockIdx.x - ctas, gridDim.x - ctas);
-  if constexpr (Config::gathers) {
-    lay_out_rows(a, thread, threads);
-    //: rows are laid out
-    return;
-  }
   if constexpr (Config::grouped)
     if (a.m) {
       scatter_rows(a, thread, threads);

@@ -3,12 +3,6 @@
 
 #include "numeric.cuh"
 
-// 16 bytes on their way to shared memory; zeros where they do not exist, and nothing is read. A load brings more of the
-// row to L2, where its next pieces are then found.
-__device__ __forceinline__ void copy_async(u32 to, const void* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
-               : "memory");
-}
 __device__ __forceinline__ u32 load_number(u32 address) {
   u32 value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));

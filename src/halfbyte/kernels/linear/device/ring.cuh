@@ -1,9 +1,14 @@
 // Rings of stages in shared memory, filled by asynchronous copies. Needs sm_80.
 
 #include "numeric.cuh"
-#include "ptx.cuh"
 
-// Four bytes on their way to shared memory.
+// 16 bytes on their way to shared memory; zeros where they do not exist, and nothing is read. A load brings more of the
+// row to L2, where its next pieces are then found.
+__device__ __forceinline__ void copy_async(u32 to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
+               : "memory");
+}
+// The same of four bytes, that exist.
 __device__ __forceinline__ void copy_word_async(u32 to, const u32* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }

@@ -20,6 +20,9 @@ __device__ __forceinline__ const float* absmax_of(const Arguments& a, const Tile
 __device__ __forceinline__ void copy_absmax(u32 to, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
 
 // A lane's part in decoding its warp's scales of a tile: it decodes EACH of them, of one row, and reads those of two
 // rows for every block. No other warp reads or writes them.

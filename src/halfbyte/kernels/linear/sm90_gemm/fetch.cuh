@@ -184,61 +184,6 @@ __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last)
   }
 }
 
-// So many pieces of 16 bytes on: two instructions, of which a compiler would make four.
-__device__ __forceinline__ u64 piece_behind(u64 from, u32 pieces) {
-  u64 at;
-  asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(at) : "r"(pieces), "l"(from));
-  return at;
-}
-// A warp, where x is laid out by rows: those that the pairs of each tile want, step by step. Eight lanes have a row's
-// 128 bytes, and of sixteen rows a lane has pieces of four.
-template <class Unit>
-__device__ __forceinline__ void gather_x(const Arguments& a, u32 first, u32 last, u32 lane) {
-  wait_for_prior_kernel();  // until rows are laid out
-  launch_dependents();
-  const u32 piece = lane % 8, group = lane / 8, rows = shared() + ROWS;
-  u32 place[4];  // in a step, of its pieces
-#pragma unroll
-  for (u32 i = 0; i < 4; i++) place[i] = (4 * group + i) * 128 + (piece ^ (4 * group + i) & 7) * 16;
-  u32 pairs[Config::tile_m / 32];  // of the tile to come; asked for a unit ahead
-  const auto ask = [&](const Unit& at) {
-#pragma unroll
-    for (u32 i = 0; i < Config::tile_m / 32; i++) pairs[i] = pair_of_tile(a, at.tile, 32 * i + lane);
-  };
-  Unit at(a, first);
-  ask(at);
-  Ring ring(1);
-  for (u32 unit = first; unit < last; unit++) {
-    if (at.depth == 0) {
-      __syncwarp();  // nobody wants the former tile's any more
-#pragma unroll
-      for (u32 i = 0; i < Config::tile_m / 32; i++)
-        store_word(rows + 4 * (32 * i + lane), (a.m ? pairs[i] / a.m : pairs[i]) * a.depth_units * 32);
-      __syncwarp();
-    }
-    Unit next = at;
-    next.next(a);
-    if (next.depth == 0 && unit + 1 < last) ask(next);
-    const u32 blocks = (at.tile.rows + 15) / 16;
-    for (u32 step = 0; step < UNIT_K / STEP_K; step++, ring.next(Config::x_stages)) {
-      wait(shared() + X_EMPTY + 8 * ring.at, ring.parity);
-      const u64 from = reinterpret_cast<u64>(a.laid_out + (at.depth * (UNIT_K / STEP_K) + step) * 8 + piece);
-      const u32 to = shared() + X_AT + ring.at * X_STEP;
-#pragma unroll 2
-      for (u32 block = 0; block < blocks; block++) {
-        const uint4 begins = load_four_words(rows + block * 64 + group * 16);
-        const u64 four[4] = {piece_behind(from, begins.x), piece_behind(from, begins.y), piece_behind(from, begins.z),
-                             piece_behind(from, begins.w)};
-#pragma unroll
-        for (u32 i = 0; i < 4; i++)
-          copy_async(to + block * 2048 + place[i], reinterpret_cast<const void*>(four[i]), true);
-      }
-      arrive_after_copies(shared() + X_FULL + 8 * ring.at);
-    }
-    at = next;
-  }
-}
-
 __device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u32 first, u32 last, u32 warp,
                                       u32 lane) {
   if (warp == 0 && lane == 0) {
@@ -247,7 +192,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u
       init(shared() + W_EMPTY + 8 * stage, WARPS);
     }
     for (u32 stage = 0; stage < Config::x_stages; stage++) {
-      init(shared() + X_FULL + 8 * stage, Config::gathers ? 32 : 1);
+      init(shared() + X_FULL + 8 * stage, 1);
       init(shared() + X_EMPTY + 8 * stage, WARPS);
     }
     publish_barriers();
@@ -261,8 +206,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u
     else fetch_scales(a, up, first, last, warp * 32 + lane);
   } else if (warp == 2 && lane == 0) {
     fetch_w(a, up, first, last);
-  } else if (warp == 3) {
-    if constexpr (Config::gathers) gather_x<WorkUnit>(a, first, last, lane);
-    else if (lane == 0) fetch_x(a, first, last);
+  } else if (warp == 3 && lane == 0) {
+    fetch_x(a, first, last);
   }
 }

@@ -42,7 +42,6 @@
 //                                            subnormal weights count as zero
 //   back, copies_x                           the result is dy @ W; x is copied as it is, not laid out
 //   grouped, activation                      of experts; what gates
-//   gathers                                  of experts, x is laid out by rows, and each tile gathers its own
 //   orders, wide, scatters                   results are in the order of the next product's x; are fp32; go to
 //                                            their pairs' rows
 //   parts, paired                            weights that one launch multiplies with; they are gate and up, of which
@@ -98,7 +97,6 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
     auto turn = [&](const u32(&now)[OPERANDS], u32(&next)[OPERANDS], int step) __attribute__((always_inline)) {
       wait(shared() + X_FULL + 8 * x.at, x.parity);
       const u32 tile = lower_half(shared() + X_AT + x.at * X_STEP);
-      if constexpr (Config::gathers) publish_writes();  // the tensor cores read what threads have copied
       fence_registers();
       const bool adds = step > 0 || !fresh;
       if (is_narrow(at)) multiply_step(reinterpret_cast<float (&)[sums_of(NARROW_M)]>(total), now, tile, adds);

@@ -48,8 +48,6 @@ class GemmPlan:
     shares: int = 1  # CTAs of a tile that have equal parts of it, and all add up some; 1: it is one of them that does
     in_order: bool = False  # x keeps the order of K, and is copied as it is
 
-    gathers: bool = False  # of experts: x is laid out by rows, and each tile gathers its own
-
     activation: str = ""  # what gates, of a pair
     paired: bool = False  # gate and up in one launch, whose tiles have rows of both
 
@@ -79,8 +77,7 @@ class GemmPlan:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * 4)
         table = 0 if self.computes else TABLE_BYTES
-        row_of_x = self.x_stages * STEP_K * 2 + 4 * self.gathers
-        return table + 2048 + 1024 * self.paired + self.w_stages * unit + self.tile_m * row_of_x
+        return table + 2048 + 1024 * self.paired + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
 
     def x_tiles(self, m: int) -> int:
         """Tiles of x [m, K]."""
@@ -400,7 +397,6 @@ def grouped_plan(
     most, stages = most_tiles(pairs, experts, tile_m) * tile_m, NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
     time = spread.microseconds(pairs, experts, tile_m, 128, times, problem, properties, back)
     shape = decoding(replace(usual, workers=properties.sms, chunk=most, microseconds=time), problem)
-    shape = replace(shape, gathers=h200.GROUPED_GATHERS and not back)
     shapes = (replace(shape, w_stages=some) for some in range(stages, 1, -1))
     valid = (plan for plan in shapes if is_grouped_valid(plan, experts, n, k, span_of(problem), properties))
     return next(valid, None)

@@ -38,8 +38,7 @@ constexpr u32 X_AT = W_AT + Config::w_stages * W_BYTES;
 constexpr u32 SCALE = X_AT + Config::x_stages * X_STEP;
 constexpr int SUM_GROUPS = (Config::tile_m / 8 + Config::cluster - 1) / Config::cluster * Config::cluster;
 static_assert(Config::cluster == 1 || W_AT + SUM_GROUPS * WARPS * 512 <= SCALE, "the cluster reduce reuses the stages");
-constexpr u32 ROWS = SCALE + Config::w_stages * SCALE_BYTES;  // of x, that a tile gathers: where each begins
-static_assert(ROWS + Config::gathers * Config::tile_m * 4 == Config::shared_bytes, "plan.py reckons with other sizes");
+static_assert(SCALE + Config::w_stages * SCALE_BYTES == Config::shared_bytes, "plan.py reckons with other sizes");
 
 extern __shared__ __align__(1024) unsigned char memory[];
 // The address of shared memory. In a cluster the CTA's rank is on top of BASE.

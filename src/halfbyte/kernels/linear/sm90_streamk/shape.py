@@ -40,7 +40,6 @@ class StreamKPlan:
 
     back: bool = field(default=False, init=False)
     in_order: bool = field(default=False, init=False)
-    gathers: bool = field(default=False, init=False)
     lays_units: bool = field(default=False, init=False)
 
     @property

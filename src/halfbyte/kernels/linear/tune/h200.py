@@ -305,9 +305,6 @@ GROUPED_STREAMK = {
     (112, 2): (2, GroupedTimes(1.50, 1.60)),
 }  # fmt: skip
 GROUPED_LAYING, GROUPED_BANDWIDTH = 1.1, 4.0
-# Whether wide tiles gather their rows of x, which are laid out once for all of their pairs. Off until a GPU has timed
-# it.
-GROUPED_GATHERS = False
 # How many times that on an H200: by tile_m, where it is narrow; and by the weights that share a scale.
 GROUPED_NARROW, GROUPED_SPANS = {8: 1.25}, {64: 1.0, 32: 1.2}
 # The same on the way back, not measured yet: a unit as of one weight, and a tile by its rows.
