@@ -37,14 +37,15 @@ def load_script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def script_of_planner(name: str, plan: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The same of a script that may change every constant: what `plan` then says is forgotten."""
+    """The same of a script that may change every constant: what `plan` then says, if it keeps that, is forgotten."""
     module = load_script(name, monkeypatch)
     for constant in vars(h200):
         if constant.isupper():
             monkeypatch.setattr(h200, constant, copy.copy(getattr(h200, constant)))
-    plan.cache_clear()
+    forget = (lambda: None) if plan is None else plan.cache_clear
+    forget()
     yield module
-    plan.cache_clear()
+    forget()
 
 
 @pytest.fixture

@@ -63,9 +63,12 @@ GPU_TOKENS, CPU_TOKENS = (1, 4, 16, 64, 256, 2048), (1, 4, 16, 64)
 
 
 class Stack:
-    """Random experts [E, N, K] in bf16 and in a 4-bit format, and enough copies of both that no cache holds them."""
+    """Random experts [E, N, K] in bf16 and in a 4-bit format, and enough copies of both that no cache holds them, or
+    most_copies."""
 
-    def __init__(self, shape: tuple[int, int, int], format: str, device: torch.device) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], format: str, device: torch.device, most_copies: int = 1 << 30
+    ) -> None:
         self.shape = shape
         count, k = shape[0], shape[2]
         dense = torch.empty(shape, dtype=DTYPE, device=device)
@@ -74,7 +77,7 @@ class Stack:
         for expert in range(count):
             writer.write(expert, 0, quantize(dense[expert].normal_(std=k**-0.5), format, nested=False, **sizes))
         q = writer.weight()
-        self.copies = input_sets(q.nbytes, device)
+        self.copies = min(input_sets(q.nbytes, device), most_copies)
         self.dense = [dense, *(dense.clone() for _ in range(self.copies - 1))]
         self.weights = [q, *(_copied(q) for _ in range(self.copies - 1))]
 

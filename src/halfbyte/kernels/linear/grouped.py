@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -75,8 +76,9 @@ def plan(
 def _narrow_or_wide(
     pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
 ) -> Plan | None:
-    each = (kernel.grouped_plan(pairs, experts, tile_m, problem, properties, back) for kernel in (narrow, wide))
-    return min(filter(None, each), key=lambda one: one.microseconds, default=None)
+    given = pairs, experts, tile_m, problem, properties, back
+    every: chain[Plan] = chain(narrow.grouped_plans(*given), wide.grouped_plans(*given))
+    return min(every, key=lambda one: one.microseconds, default=None)
 
 
 def _many(

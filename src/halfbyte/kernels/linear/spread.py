@@ -4,12 +4,23 @@ products with whole tiles of them take."""
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.kernels.linear.tune.h200 import GroupedTimes
+
+
+class Tile(NamedTuple):
+    """Of so many pairs by rows of W, and what it takes; of tiles with up to narrow_m pairs a part is left out."""
+
+    tile_m: int
+    rows: int
+    times: GroupedTimes
+    narrow_m: int = 0
+
 
 SPREAD = 6  # standard deviations: an expert's pairs are never more than so many away from the mean
 
@@ -24,31 +35,40 @@ def most_tiles(pairs: int, experts: int, tile_m: int) -> int:
     return pairs // tile_m + min(experts, pairs)
 
 
-def usual_tiles(pairs: int, experts: int, tile_m: int) -> float:
-    """About how many tiles there are: of each expert one for every time that it has more than another tile_m pairs."""
+def usual_tiles(pairs: int, experts: int, tile_m: int, beyond: int = 0) -> float:
+    """About how many tiles have more pairs than `beyond`, of each expert one for every time that it has so many more
+    than another tile_m."""
     if experts == 1:
-        return -(-pairs // tile_m)
+        return max(0, -(-(pairs - beyond) // tile_m))
     mean = pairs / experts
     deviation = math.sqrt(mean * (1 - 1 / experts))
-    sure = max(0, math.floor((mean - SPREAD * deviation) / tile_m))  # tiles that each expert fills
-    first = wanted(pairs, experts) if sure == 0 else experts * sure
-    more = range(max(1, sure), math.ceil((mean + SPREAD * deviation) / tile_m) + 1)
-    halves = ((2 * (tile * tile_m - mean) + 1) / deviation for tile in more)  # of standard deviations beyond the mean
-    return max(pairs / tile_m, first + experts * sum(math.erfc(away / math.sqrt(8)) / 2 for away in halves))
+    sure = max(0, math.floor((mean - SPREAD * deviation - beyond) / tile_m))  # tiles that each expert has
+    first = wanted(pairs, experts) if sure == beyond == 0 else experts * sure
+    more = range(max(beyond == 0, sure), math.ceil((mean + SPREAD * deviation) / tile_m) + 1)
+    # Standard deviations beyond the mean, twice.
+    halves = ((2 * (tile * tile_m + beyond - mean) + 1) / deviation for tile in more)
+    usual = first + experts * sum(math.erfc(away / math.sqrt(8)) / 2 for away in halves)
+    return usual if beyond else max(pairs / tile_m, usual)
 
 
 def microseconds(
-    pairs: int, experts: int, tile_m: int, rows: int, times: GroupedTimes, problem: Problem,
-    properties: DeviceProperties, back: bool = False,
-) -> float:  # fmt: skip
-    """The estimated time of a product of sorted pairs with a stack, in tiles of so many by so many rows of W, each a
-    CTA's from end to end. The rows of the problem are those of all experts. back: the product is with the transposes.
-    """
-    o, rates = problem, properties.rates
+    pairs: int, experts: int, tile: Tile, problem: Problem, properties: DeviceProperties, back: bool = False
+) -> float:
+    """The estimated time of a product of sorted pairs with a stack, in such tiles, each a CTA's from end to end, of
+    which those with few pairs come last. The rows of the problem are those of all experts. back: the product is with
+    the transposes."""
+    o, rates, times = problem, properties.rates, tile.times
     n, k = (o.k, o.n // experts) if back else (o.n // experts, o.k)
-    tiles = math.ceil(usual_tiles(pairs, experts, tile_m) * -(-n // rows))
-    busy = -(-tiles // properties.sms) * (-(-k // UNIT_K) * times.unit + times.tile) / rates.clock
+    row_tiles, units = -(-n // tile.rows), -(-k // UNIT_K)
+
+    def turns(beyond: int) -> int:
+        """Of a multiprocessor, with tiles of more pairs than so many."""
+        return -(-math.ceil(usual_tiles(pairs, experts, tile.tile_m, beyond) * row_tiles) // properties.sms)
+
+    wide = turns(tile.narrow_m) if tile.narrow_m else turns(0)
+    narrow = turns(0) - wide
+    wide_units = units * (wide + h200.GROUPED_NARROW_TILE * narrow)
+    busy = (wide_units * times.unit + (wide + narrow) * times.tile) / rates.clock
     reading = o.megabytes * wanted(pairs, experts) / experts / (h200.GROUPED_BANDWIDTH * rates.bandwidth)
-    times_that = h200.GROUPED_NARROW.get(tile_m, 1) * h200.GROUPED_SPANS[span_of(o)]
     laying = h200.GROUPED_LAYING * pairs * k / 1e6 / rates.bandwidth
-    return h200.GEMM_START + laying + times_that * max(busy, reading)
+    return h200.GEMM_START + laying + h200.GROUPED_SPANS[span_of(o)] * max(busy, reading)

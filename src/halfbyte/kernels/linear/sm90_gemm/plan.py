@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import product, takewhile
+from itertools import islice, product, takewhile
 from operator import itemgetter
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
@@ -382,21 +382,26 @@ def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, pr
     )
 
 
-def grouped_plan(
+def grouped_plans(
     pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
-) -> GemmPlan | None:
-    """The plan for pairs of a token and an expert, in tiles of so many, with a stack; None where this kernel is not for
+) -> Iterator[GemmPlan]:
+    """The plan for pairs of a token and an expert, in tiles of so many, with a stack; none where this kernel is not for
     them. The rows of the problem are those of all experts. back: for rows [N] and the product with the transposes."""
     times = (h200.GROUPED_BACK_TIMES if back else h200.GROUPED_TIMES).get(tile_m)
     if times is None or pairs == 0 or properties.ptx != 90:
-        return None
+        return
     n, k = (problem.k, problem.n // experts) if back else (problem.n // experts, problem.k)
-    usual = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m, problem), 1, 1, tile_m, back=back)
-    unlike = _units(decoding(usual, problem))[tile_m] / _units(usual)[tile_m]  # of how they are decoded
-    times = times._replace(unit=times.unit * unlike)
     most, stages = most_tiles(pairs, experts, tile_m) * tile_m, NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
-    time = spread.microseconds(pairs, experts, tile_m, 128, times, problem, properties, back)
-    shape = decoding(replace(usual, workers=properties.sms, chunk=most, microseconds=time), problem)
+    usual = GemmPlan(tile_m, 2, stages, x_stages(tile_m, problem), properties.sms, 1, most, back=back)
+    unlike = _units(decoding(usual, problem))[tile_m] / _units(usual)[tile_m]  # of how they are decoded
+    tile = spread.Tile(tile_m, 128, times._replace(unit=times.unit * unlike), narrow_m(tile_m))
+    time = spread.microseconds(pairs, experts, tile, problem, properties, back)
+    shape = decoding(replace(usual, microseconds=time), problem)
     shapes = (replace(shape, w_stages=some) for some in range(stages, 1, -1))
     valid = (plan for plan in shapes if is_grouped_valid(plan, experts, n, k, span_of(problem), properties))
-    return next(valid, None)
+    yield from islice(valid, 1)
+
+
+def narrow_m(tile_m: int) -> int:
+    """Pairs up to which a tile leaves the other columns out, as kernel.cu's NARROW_M."""
+    return 16 if tile_m < 64 else -(-tile_m // 64) * 32

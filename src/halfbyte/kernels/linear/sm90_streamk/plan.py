@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -132,24 +132,24 @@ def handed_over(gates: StreamKGroup, down: StreamKPlan, problem: Problem) -> Str
     return replace(gates, plans=tuple(plans))
 
 
-def grouped_plan(
+def grouped_plans(
     pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
-) -> StreamKPlan | None:
-    """The plan for pairs of a token and an expert, in tiles of so many, with a stack; None where this kernel is not for
-    them, as on the way back. The rows of the problem are those of all experts."""
+) -> Iterator[StreamKPlan]:
+    """The plans for pairs of a token and an expert, in tiles of so many, with a stack; none where this kernel is not
+    for them, as on the way back. The rows of the problem are those of all experts."""
     if back or pairs == 0 or properties.ptx != 90:
-        return None
-    most, found = most_tiles(pairs, experts, tile_m) * tile_m, []
-    for (other, warpgroups), (stages, times) in h200.GROUPED_STREAMK.items():
+        return
+    most = most_tiles(pairs, experts, tile_m) * tile_m
+    for (other, warpgroups), times in h200.GROUPED_STREAMK.items():
         if other != tile_m:
             continue
-        time = spread.microseconds(pairs, experts, tile_m, 64 * warpgroups, times, problem, properties)
-        for some in range(stages, 1, -1):
-            plan = StreamKPlan(tile_m, warpgroups, some, properties.sms, chunk=most, microseconds=time)
+        tile = spread.Tile(tile_m, 64 * warpgroups, times)
+        time = spread.microseconds(pairs, experts, tile, problem, properties)
+        for stages in range(h200.GROUPED_STAGES[tile_m, warpgroups], 1, -1):
+            plan = StreamKPlan(tile_m, warpgroups, stages, properties.sms, chunk=most, microseconds=time)
             if is_grouped_valid(plan, experts, problem.n // experts, problem.k, span_of(problem), properties):
-                found.append(plan)
+                yield plan
                 break
-    return min(found, key=lambda plan: plan.microseconds, default=None)
 
 
 def _invariant_plan(m: int, problem: Problem, properties: DeviceProperties) -> StreamKPlan | None:
