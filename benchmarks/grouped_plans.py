@@ -31,7 +31,7 @@ from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.experts.sort import sort
 from halfbyte.kernels.linear import grouped
 from halfbyte.kernels.linear.grouped import EVERY_TILE_M, Grouping
-from halfbyte.kernels.linear.problem import Problem, addresses
+from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_gemm import plan as wide
 from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan
@@ -39,6 +39,7 @@ from halfbyte.kernels.linear.sm90_streamk import plan as narrow
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
 from halfbyte.kernels.linear.spread import most_tiles
 from halfbyte.kernels.linear.tune import h200
+from halfbyte.kernels.linear.tune.h200 import GroupedTimes
 from halfbyte.measure.records import device_name
 from halfbyte.measure.timing import time_all
 
@@ -79,7 +80,7 @@ def shape_of(plan: Plan) -> tuple[int, int]:
 
 
 @cache
-def problem_of(model: str, format: str, part: str) -> Problem:
+def problem_named(model: str, format: str, part: str) -> Problem:
     experts, n, k = getattr(MODELS[model], part)
     return problem(format, {"nf4": 64, "int4": 128, "mxfp4": 32}[format], False, experts * n, k)
 
@@ -94,7 +95,7 @@ def candidates(product: Product, properties: DeviceProperties) -> list[Plan]:
 def plans(product: Product, tile_m: int, properties: DeviceProperties) -> Iterator[Plan]:
     model, format, part, back, tokens = product
     mixture = MODELS[model]
-    o = problem_of(model, format, part)
+    o = problem_named(model, format, part)
     given = tokens * mixture.top_k, mixture.experts, tile_m, o, properties, bool(back)
     yield from narrow.grouped_plans(*given)
     yield from wide.grouped_plans(*given)
@@ -115,7 +116,7 @@ def products() -> Iterator[Product]:
 def measure(path: Path, device: torch.device, properties: DeviceProperties) -> None:
     """Writes the file anew."""
     variants = {
-        grouped.variant(problem_of(*product[:3]), _grouping(product), plan, properties)
+        grouped.variant(problem_named(*product[:3]), _grouping(product), plan, properties)
         for product in products()
         for plan in candidates(product, properties)
     }
@@ -153,7 +154,8 @@ def _rows_of(product: Product, stack: Stack, device: torch.device, properties: D
     def provider(plan: Plan) -> Callable[[int], Tensor]:
         tiles = most_tiles(pairs, experts, plan.tile_m)
         routes = [sort(of_row, experts, plan.tile_m, tiles).table for of_row in ids]
-        o = problem_of(*product[:3])
+        o = problem_named(*product[:3])
+        assert all(problem_of(x, rows_of(q), None) == o for x, q in zip(xs, qs, strict=True))
         bound = [grouped.bind(device, o, addresses(rows_of(q)), _grouping(product), plan) for q in qs]
 
         def multiply(i: int) -> Tensor:
@@ -188,17 +190,21 @@ def _estimate(row: Row, properties: DeviceProperties) -> float:
 
 
 def constants_forward() -> Iterator[Constant]:
-    yield from (Constant("GROUPED_LAYING"), Constant("GROUPED_BANDWIDTH"))
-    yield Constant("GROUPED_NARROW_TILE", low=0.3, high=1.0)
-    yield Constant("GROUPED_SPANS", 32, low=0.8)
+    yield from constants_common(back=False)
     for table in ("GROUPED_TIMES", "GROUPED_STREAMK"):
         for shape in getattr(h200, table):
-            yield from (Constant(table, shape, field) for field in ("unit", "tile"))
+            yield from (Constant(table, shape, field) for field in GroupedTimes._fields)
 
 
 def constants_back() -> Iterator[Constant]:
+    yield from constants_common(back=True)
     for tile_m in h200.GROUPED_BACK_TIMES:
-        yield from (Constant("GROUPED_BACK_TIMES", tile_m, field) for field in ("unit", "tile"))
+        yield from (Constant("GROUPED_BACK_TIMES", tile_m, field) for field in GroupedTimes._fields)
+
+
+def constants_common(back: bool) -> Iterator[Constant]:
+    for field, low, high in (("laying", 0.0, 9.0), ("bandwidth", 1.0, 4.8), ("narrow", 0.3, 1.0)):
+        yield Constant("GROUPED_COMMON", back, field, low, high)
 
 
 def read_row(device: str, model: str, format: str, part: str, *numbers: str) -> Row:

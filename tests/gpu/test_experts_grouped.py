@@ -176,6 +176,31 @@ def test_every_width_of_tiles(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> N
     check_block((1, 256, 512, 1), 5000, "usual", "gelu", BF16, "mxfp4", {})
 
 
+@pytest.mark.parametrize("tile_m", [64, 128, 256])
+@pytest.mark.parametrize(("format", "options"), KINDS, ids=str)
+def test_what_is_read_is_not_overwritten(
+    tile_m: int, format: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K ends within a unit, so the copy of its last one is mostly zeros, which come from no memory, and so at once.
+    Other work before each call has the CTAs of a launch begin at different times."""
+    use_tiles(tile_m, monkeypatch)
+    experts, hidden, k = 5, 2880, 3
+    if hidden % options.get("group_size", options.get("block_size", 64)):
+        pytest.skip("groups do not divide K")
+    block = Block(
+        *(stack(experts, n, hidden, format, BF16, **options) for n in (2 * hidden, hidden)), "silu", None, None
+    )
+    x, weights = random(171, hidden), torch.rand((171, k), device=DEVICE)
+    ids = routing(171, experts, k, "usual")
+    first = many.moe(x, ids, weights, block)
+    assert first is not None
+    others = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(300):
+        torch.full((8 << 20,), 77, dtype=torch.uint8, device=DEVICE)
+        others += (many.moe(x, ids, weights, block) != first).any()
+    assert others == 0
+
+
 @pytest.mark.parametrize("tiles_m", [NARROW, WIDE], ids=str)
 def test_bits_do_not_depend_on_tiles_or_neighbours(tiles_m: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one kernel: each sum is one CTA's, in the order of K."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,25 @@ def test_operands_are_what_dequantize_gives(
             planned = replace(plan(k, n, k, tile_m, workers, cluster, 1024, shares), in_order=in_order)
             found = multiplied(eye, q, planned)
             assert torch.equal(found, hb.dequantize(q, dtype).t()), (n, k, workers)
+
+
+@WAYS
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize(("format", "options"), KINDS)
+def test_what_is_read_is_not_overwritten(
+    format: str, options: dict[str, Any], in_order: bool, cluster: int, shares: int
+) -> None:
+    """As with experts: K ends within a unit."""
+    m, n, k = 160, 5760, 2880
+    if k % options.get("group_size", options.get("block_size", 64)):
+        pytest.skip("groups do not divide K")
+    q, x = weight(n, k, format, BF16, **options), torch.randn(m, k, device=DEVICE).to(BF16)
+    shape = replace(plan(m, n, k, 160, cluster=cluster, shares=shares), in_order=in_order)
+    first, others = multiplied(x, q, shape), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(300):
+        torch.full((8 << 20,), 77, dtype=torch.uint8, device=DEVICE)
+        others += (multiplied(x, q, shape) != first).any()
+    assert others == 0
 
 
 @WAYS

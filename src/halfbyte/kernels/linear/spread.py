@@ -57,7 +57,7 @@ def microseconds(
     """The estimated time of a product of sorted pairs with a stack, in such tiles, each a CTA's from end to end, of
     which those with few pairs come last. The rows of the problem are those of all experts. back: the product is with
     the transposes."""
-    o, rates, times = problem, properties.rates, tile.times
+    o, rates, times, common = problem, properties.rates, tile.times, h200.GROUPED_COMMON[back]
     n, k = (o.k, o.n // experts) if back else (o.n // experts, o.k)
     row_tiles, units = -(-n // tile.rows), -(-k // UNIT_K)
 
@@ -67,8 +67,8 @@ def microseconds(
 
     wide = turns(tile.narrow_m) if tile.narrow_m else turns(0)
     narrow = turns(0) - wide
-    wide_units = units * (wide + h200.GROUPED_NARROW_TILE * narrow)
+    wide_units = units * (wide + common.narrow * narrow)
     busy = (wide_units * times.unit + (wide + narrow) * times.tile) / rates.clock
-    reading = o.megabytes * wanted(pairs, experts) / experts / (h200.GROUPED_BANDWIDTH * rates.bandwidth)
-    laying = h200.GROUPED_LAYING * pairs * k / 1e6 / rates.bandwidth
-    return h200.GEMM_START + laying + h200.GROUPED_SPANS[span_of(o)] * max(busy, reading)
+    reading = o.megabytes * wanted(pairs, experts) / experts / (common.bandwidth * rates.bandwidth)
+    laying = common.laying * pairs * k / 1e6 / rates.bandwidth
+    return h200.GEMM_START + laying + (common.of_32 if span_of(o) == 32 else 1) * max(busy, reading)

@@ -178,7 +178,7 @@ def grouped_plan(
             stage = h200.MANY_GROUPED * (together if in_turn > 1 else alone) / properties.rates.clock
             busy = turns * (depth * stage + h200.MANY_TILE)
             reading = o.megabytes * wanted(pairs, experts) / experts
-            least = reading / (h200.GROUPED_BANDWIDTH * properties.rates.bandwidth)
+            least = reading / (h200.MOST_BANDWIDTH * properties.rates.bandwidth)
             found.append(replace(whole, ctas=ctas, microseconds=h200.MANY_START + max(busy, least)))
             break
     return min(found, key=lambda plan: plan.microseconds, default=None)

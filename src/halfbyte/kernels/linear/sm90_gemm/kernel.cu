@@ -101,6 +101,9 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       const bool adds = step > 0 || !fresh;
       if (is_narrow(at)) multiply_step(reinterpret_cast<float (&)[sums_of(NARROW_M)]>(total), now, tile, adds);
       else multiply_step(total, now, tile, adds);
+      // All of W's stage is in operands by now. Before, reads may still be on their way, and zeros for what is beyond K
+      // are there at once: they come from no memory.
+      if (step + 1 == UNIT_K / STEP_K) release(empty);
       // The step before is done: its stage of x is free, and its operands make room for the next.
       wait_for_products<1>();
       if (used) release(used);
@@ -108,7 +111,6 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       x.next(Config::x_stages);
       if (step + 1 < UNIT_K / STEP_K) {
         decoder.decode(next, codebook, stage, scales, step + 1);
-        if (step + 2 == UNIT_K / STEP_K) release(empty);
       } else if (unit + 1 < last) {
         wait(shared() + W_FULL + 8 * w.at, w.parity);
         decoder.decode(next, codebook, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, 0);
