@@ -36,16 +36,9 @@ from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import (
-    W_STAGES,
-    GemmPlan,
-    decoding,
-    estimate,
-    gemm_plan,
-    is_valid,
-    plans,
-    x_stages,
-)
+from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan
+from halfbyte.kernels.linear.sm90_gemm.shape import W_STAGES, GemmPlan, decoding, is_valid, x_stages
+from halfbyte.kernels.linear.sm90_gemm.times import estimate, plans
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.records import device_name
 from halfbyte.measure.timing import time_all

@@ -34,7 +34,7 @@ from halfbyte.kernels.linear.grouped import EVERY_TILE_M, Grouping
 from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_gemm import plan as wide
-from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan
+from halfbyte.kernels.linear.sm90_gemm.shape import GemmPlan
 from halfbyte.kernels.linear.sm90_streamk import plan as narrow
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
 from halfbyte.kernels.linear.spread import most_tiles

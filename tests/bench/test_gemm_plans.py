@@ -12,7 +12,8 @@ import torch
 
 from halfbyte.bench.predictions import problem, properties_named
 from halfbyte.kernels.linear.laid_out import span_of
-from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan, gemm_plan, is_valid
+from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan
+from halfbyte.kernels.linear.sm90_gemm.shape import GemmPlan, is_valid
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.timing import Timing
 

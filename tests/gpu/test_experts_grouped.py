@@ -16,7 +16,7 @@ import halfbyte as hb
 from halfbyte.kernels.experts import cuda, reference, sort
 from halfbyte.kernels.experts import grouped as many
 from halfbyte.kernels.experts.block import Block
-from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M
+from halfbyte.kernels.linear.sm90_gemm.shape import BACK_TILES_M
 from halfbyte.kernels.linear.spread import most_tiles
 from halfbyte.kernels.linear.tune import h200
 

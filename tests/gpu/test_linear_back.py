@@ -15,7 +15,7 @@ from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, GemmPlan, decoding, is_valid
+from halfbyte.kernels.linear.sm90_gemm.shape import BACK_TILES_M, GemmPlan, decoding, is_valid
 from halfbyte.measure.error import relative_error as error
 
 from .conftest import BF16, DEVICE, F16, F32, NOISE, captured, poisoned, sixteen_bits, weight

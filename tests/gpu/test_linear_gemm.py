@@ -18,7 +18,8 @@ from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import TILES_M, GemmPlan, decoding, gemm_plan, is_valid, one_after_another
+from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan, one_after_another
+from halfbyte.kernels.linear.sm90_gemm.shape import TILES_M, GemmPlan, decoding, is_valid
 from halfbyte.kernels.linear.tune import h200
 
 from .conftest import BF16, DEVICE, F16, NOISE, captured, check_product, poisoned, sixteen_bits, weight

@@ -46,7 +46,7 @@ from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import DecodePlan, Scales, is_valid
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm import plan as gemm_plans
-from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan
+from halfbyte.kernels.linear.sm90_gemm.shape import GemmPlan
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk import plan as streamk_plans
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan

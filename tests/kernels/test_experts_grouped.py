@@ -17,6 +17,7 @@ from gpus import H200
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routes import routes_of
+from sass import arrivals_with_reads_on_their_way
 from torch import Tensor
 
 import halfbyte as hb
@@ -31,7 +32,7 @@ from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import plan as gemm
-from halfbyte.kernels.linear.sm90_gemm.plan import BACK_TILES_M, TILES_M, W_STAGES, GemmPlan, decoding
+from halfbyte.kernels.linear.sm90_gemm.shape import BACK_TILES_M, TILES_M, W_STAGES, GemmPlan, decoding
 from halfbyte.kernels.linear.sm90_streamk import shape as streamk
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
 from halfbyte.kernels.linear.spread import most_tiles, usual_tiles, wanted
@@ -443,6 +444,7 @@ def test_the_way_back_compiles_into_registers(every: bool, tmp_path: Path) -> No
         found = used(grouped.variant(o, Grouping(1, scatters=True), plan, H200), tmp_path, triton)
         assert found.keys() == {"multiply", "lay_out"}
         assert all(each["STACK"] == each["LOCAL"] == "0" for each in found.values()), (plan, o)
+        assert not arrivals_with_reads_on_their_way(tmp_path / "kernel.cubin", "multiply"), (plan, o)
 
 
 @pytest.mark.slow
@@ -459,6 +461,8 @@ def test_compiles_into_registers(every: bool, tmp_path: Path) -> None:
         found = used(grouped.variant(o, Grouping(1, activation, **others, **in_order), plan, H200), tmp_path, triton)
         assert found.keys() == {"multiply", "lay_out"}
         assert all(each["STACK"] == each["LOCAL"] == "0" for each in found.values()), (plan, o)
+        if isinstance(plan, GemmPlan):
+            assert not arrivals_with_reads_on_their_way(tmp_path / "kernel.cubin", "multiply"), (plan, o)
     # A producer of nested scales of 32 weights each, one by one, holds 64 words of them.
     one_by_one = grouped.variant(problem(64, 96, block_size=32), Grouping(1), wide[-1], H200)
     assert int(used(one_by_one, tmp_path, triton)["multiply"]["STACK"]) <= 128

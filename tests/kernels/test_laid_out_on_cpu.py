@@ -28,7 +28,7 @@ from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm import plan as wide
-from halfbyte.kernels.linear.sm90_gemm.plan import GemmPlan, decoding
+from halfbyte.kernels.linear.sm90_gemm.shape import GemmPlan, decoding
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.linear.sm90_streamk import shape as narrow
 from halfbyte.kernels.linear.sm90_streamk.plan import handed_over

@@ -19,7 +19,7 @@ from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.kernels.linear.sm80_gemm import launch as sm80_gemm
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm import plan as gemm_planner
+from halfbyte.kernels.linear.sm90_gemm import times as gemm_times
 from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan
 from halfbyte.kernels.linear.tune import h200
 
@@ -94,7 +94,7 @@ def test_a_weight_whose_memory_moves(gpu: Driver) -> None:
 
 def test_rows_go_in_launches_one_after_the_other(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     q = gpu.like = make(64, 256)
-    monkeypatch.setattr(gemm_planner, "_ways", lambda *given: [(1, 1, 1, 1)])
+    monkeypatch.setattr(gemm_times, "_ways", lambda *given: [(1, 1, 1, 1)])
     monkeypatch.setattr(h200, "DENSE_START", 1000.0)
     monkeypatch.setattr(h200, "SM80_BACK_START", 1000.0)
     for choice in (choose_back, gemm_plan):

@@ -12,6 +12,7 @@ import torch
 from gpus import H200
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sass import arrivals_with_reads_on_their_way
 
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
@@ -21,17 +22,9 @@ from halfbyte.kernels.linear.laid_out import span_of, supports
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.launch import constants, source
-from halfbyte.kernels.linear.sm90_gemm.plan import (
-    BACK_TILES_M,
-    TILES_M,
-    GemmPlan,
-    decoding,
-    estimate,
-    gemm_plan,
-    is_valid,
-    one_after_another,
-    x_stages,
-)
+from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan, one_after_another
+from halfbyte.kernels.linear.sm90_gemm.shape import BACK_TILES_M, TILES_M, GemmPlan, decoding, is_valid, x_stages
+from halfbyte.kernels.linear.sm90_gemm.times import estimate
 from halfbyte.kernels.linear.tune import h200
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -190,6 +183,7 @@ def test_compiles_into_registers(every: bool, back: bool, tmp_path: Path) -> Non
             assert all(used["LOCAL"] == "0" for used in found.values()), (plan, problem)
             most = STACK.get((back, tile_m, cluster, shares), 0)
             assert all(int(used["STACK"]) <= most for used in found.values()), (plan, problem)
+            assert not arrivals_with_reads_on_their_way(path, "multiply"), (plan, problem)
 
 
 def test_places_on_the_way_back() -> None:

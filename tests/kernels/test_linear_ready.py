@@ -24,7 +24,7 @@ from halfbyte.kernels.linear.simt import launch as exact
 from halfbyte.kernels.linear.sm75 import launch as tensor
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm import plan as gemm_planner
+from halfbyte.kernels.linear.sm90_gemm import times as gemm_times
 from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.tune import h200
@@ -142,7 +142,7 @@ def test_a_group_of_many_rows(gpu: Driver, x_bytes: int, monkeypatch: pytest.Mon
     """Each chunk of x is laid out once, for all weights."""
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
     monkeypatch.setattr(h200, "GEMM_X_BYTES", x_bytes)
-    monkeypatch.setattr(gemm_planner, "_ways", lambda *given: [(1, 1, 1, 1)])  # slow, if all go in one launch
+    monkeypatch.setattr(gemm_times, "_ways", lambda *given: [(1, 1, 1, 1)])  # slow, if all go in one launch
     monkeypatch.setattr(h200, "GEMM_COPIED_START", 1e6)
     gemm_plan.cache_clear()
     monkeypatch.setattr(cuda, "choose_group", lambda *given: GroupChoice(gemm, gemm.plan_group(*given)))

@@ -25,14 +25,19 @@ from halfbyte.kernels.linear.sm80_gemm.plan import ManyPlan
 from halfbyte.kernels.linear.sm80_gemm.plan import grouped_plan as many_grouped_plan
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm import plan as wide
-from halfbyte.kernels.linear.sm90_gemm.plan import GROUPED_BACK_REGISTERS, SCATTERED_REGISTERS, GemmPlan
+from halfbyte.kernels.linear.sm90_gemm.shape import (
+    BACK_TILES_M,
+    GROUPED_BACK_REGISTERS,
+    SCATTERED_REGISTERS,
+    GemmPlan,
+)
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.linear.sm90_streamk import plan as narrow
 from halfbyte.kernels.linear.sm90_streamk.shape import TILES_M, StreamKPlan
 from halfbyte.kernels.linear.tune import h200
 
 Plan = StreamKPlan | GemmPlan | ManyPlan
-EVERY_TILE_M = tuple(sorted({*TILES_M, *wide.BACK_TILES_M}))
+EVERY_TILE_M = tuple(sorted({*TILES_M, *BACK_TILES_M}))
 INTERLEAVED = "swiglu_oai"  # the activation whose gate and up rows are neighbours
 
 

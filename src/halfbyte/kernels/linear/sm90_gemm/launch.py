@@ -20,17 +20,8 @@ from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.laid_out import copies_x, scale_loads, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
-from halfbyte.kernels.linear.sm90_gemm.plan import (
-    DIRECT,
-    REGISTERS,
-    SCATTERED_REGISTERS,
-    TILES_M,
-    GemmGroup,
-    GemmPlan,
-    gemm_plan,
-    group_plan,
-    paired_plan,
-)
+from halfbyte.kernels.linear.sm90_gemm.plan import GemmGroup, gemm_plan, group_plan, paired_plan
+from halfbyte.kernels.linear.sm90_gemm.shape import DIRECT, REGISTERS, SCATTERED_REGISTERS, TILES_M, GemmPlan
 
 NAME = "sm90_gemm"
 

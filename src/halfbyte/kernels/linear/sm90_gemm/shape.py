@@ -1,0 +1,177 @@
+"""A shape of kernel.cu: its constants, and what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
+from halfbyte.kernels.linear.codebook import Numbers
+from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, can_be_numbered, span_of
+from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.tune import h200
+
+STEP_K = 64  # of K, what x comes in
+REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
+SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a producer reads about experts
+GROUPED_BACK_REGISTERS = (72, 216)  # where it does both
+TILES_M = (96, 128, 160, 192, 224, 256)
+BACK_TILES_M = (32, 64, *TILES_M)  # there is no other kernel for few rows
+TABLE_BYTES = 256 * 256
+MOST_STAGES = 8  # that there are barriers for
+DIRECT = 8  # parts of a tile, at most, that its first CTA adds up one by one
+W_STAGES, NARROW_STAGES = 3, 6  # the second where fewer rows of x than linear's leave room
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """The constants of kernel.cu, by the names of its Config, `workers`, and the estimate."""
+
+    tile_m: int  # rows of x
+    warpgroups: int  # that multiply, 64 rows of W each
+    w_stages: int  # units of W on their way
+    x_stages: int  # steps of x on their way
+    workers: int  # CTAs that share the work, or clusters
+    cluster: int  # CTAs that share a part of one tile, and add up among themselves; 1: sums meet in memory
+    chunk: int  # rows of x a launch, a multiple of tile_m
+    microseconds: float = field(default=0.0, compare=False)
+
+    back: bool = False  # the result is x @ W: its N is W's K, and the other way round
+    numbers: Numbers = "looked_up"  # or how weights are computed
+    lane_spans: bool = False  # in every unit each lane of a quad has a span of its own
+    shares: int = 1  # CTAs of a tile that have equal parts of it, and all add up some; 1: it is one of them that does
+    in_order: bool = False  # x keeps the order of K, and is copied as it is
+
+    activation: str = ""  # what gates, of a pair
+    paired: bool = False  # gate and up in one launch, whose tiles have rows of both
+
+    resident: int = field(default=0, init=False)
+    norm: bool = field(default=False, init=False)
+    lays_units: bool = field(default=True, init=False)
+
+    def sides(self, problem: Problem) -> tuple[int, int]:
+        """Of a row of x, and of a row of the result."""
+        return (problem.n, problem.k) if self.back else (problem.k, problem.n)
+
+    @property
+    def rows(self) -> int:
+        """Rows of W in a tile; of each weight of a pair."""
+        return 64 * self.warpgroups // (2 if self.paired else 1)
+
+    @property
+    def sums(self) -> int:
+        """Of a tile."""
+        return 64 * self.warpgroups * self.tile_m
+
+    @property
+    def ctas(self) -> int:
+        return self.workers * self.cluster
+
+    def shared_bytes(self, span: int) -> int:
+        """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
+        unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * 4)
+        table = 0 if self.computes else TABLE_BYTES
+        return table + 2048 + 1024 * self.paired + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
+
+    def x_tiles(self, m: int) -> int:
+        """Tiles of x [m, K]."""
+        return -(-m // self.tile_m)
+
+    @property
+    def permutes(self) -> bool:
+        """Of a lane's two rows of W one is looked up in registers: where it has one span, whose products with the scale
+        it keeps, or where x leaves little of shared memory's time."""
+        wide = not self.back and not self.computes and self.tile_m >= h200.GEMM_PERMUTES_M
+        return self.lane_spans or wide
+
+    @property
+    def computes(self) -> bool:
+        """Weights are computed; there is no table."""
+        return self.numbers != "looked_up"
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+
+def decoding(plan: GemmPlan, problem: Problem) -> GemmPlan:
+    """The same for weights of this kind: how they are decoded, and, unless x keeps its order, in which one it is laid
+    out for that."""
+    numbers, lane_spans = how_decoded(problem, plan.back, plan.in_order)
+    return replace(plan, numbers=numbers, lane_spans=lane_spans)
+
+
+def how_decoded(problem: Problem, back: bool, in_order: bool) -> tuple[Numbers, bool]:
+    """How weights of this kind are decoded, and whether each lane of a quad has a span of its own."""
+    numbers = problem.numbers
+    return numbers, numbers == "looked_up" and span_of(problem) == STEP_K and not back and not in_order
+
+
+def x_stages(tile_m: int, problem: Problem) -> int:
+    """As many as there is room for: more without a table."""
+    return min(MOST_STAGES, (3 if problem.numbers == "looked_up" else 5) * 256 // tile_m)
+
+
+def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
+    """True if kernel.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
+    if plan.chunk < 1 or plan.chunk % plan.tile_m:
+        return False
+    last = (m - 1) % plan.chunk + 1  # rows of the last launch
+    row_tiles, depth = -(-n // plan.rows), -(-k // UNIT_K)
+    units = row_tiles * depth
+    return (
+        properties.ptx == 90
+        and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
+        and plan.warpgroups in REGISTERS
+        and 2 <= plan.w_stages <= MOST_STAGES
+        and 2 <= plan.x_stages <= MOST_STAGES
+        and (
+            plan.cluster == 1 or (m <= plan.chunk and _can_reduce_in_cluster(plan, row_tiles * plan.x_tiles(m), depth))
+        )
+        and (
+            plan.shares == 1
+            or (m <= plan.chunk and _can_share_out(plan, row_tiles * plan.x_tiles(m), depth, properties))
+        )
+        and 1 <= plan.workers <= units * plan.x_tiles(last)
+        and units * plan.x_tiles(min(m, plan.chunk)) * plan.workers < 1 << 32
+        and min(m, plan.chunk) * k < 1 << 31
+        and n < 1 << 31
+        and plan.shared_bytes(span) <= properties.shared_memory
+    )
+
+
+def _can_reduce_in_cluster(plan: GemmPlan, tiles: int, depth: int) -> bool:
+    """Every cluster has a part of one tile, every CTA a part of that, and sums take no more room than W and x."""
+    groups = -(-(plan.tile_m // 8) // plan.cluster) * plan.cluster  # of columns; each CTA has room for as many
+    stages = plan.w_stages * plan.warpgroups * 32 * UNIT_K + plan.x_stages * plan.tile_m * STEP_K * 2
+    return (
+        1 < plan.cluster <= MOST_CLUSTER
+        and plan.workers % tiles == 0
+        and depth * tiles // plan.workers >= plan.cluster
+        and groups * plan.warpgroups * 2048 <= stages
+    )
+
+
+def _can_share_out(plan: GemmPlan, tiles: int, depth: int, properties: DeviceProperties) -> bool:
+    """Every CTA has an equal part of one tile, and all run at once."""
+    most = min(MOST_SHARES, depth)
+    return plan.cluster == 1 < plan.shares <= most and plan.workers == tiles * plan.shares <= properties.sms
+
+
+def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
+    """True if kernel.cu computes the right thing under `plan` with a stack of experts [N, K], or [K, N] on the way
+    back; `chunk` is the most rows of x, all its tiles together."""
+    return (
+        properties.ptx == 90
+        and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
+        and plan.warpgroups in REGISTERS
+        and 2 <= plan.w_stages <= MOST_STAGES
+        and 2 <= plan.x_stages <= MOST_STAGES
+        and plan.cluster == 1
+        and can_be_numbered(plan, experts, n, k)
+        and plan.shared_bytes(span) <= properties.shared_memory
+    )
+
+
+def narrow_m(tile_m: int) -> int:
+    """Pairs up to which a tile leaves the other columns out, as kernel.cu's NARROW_M."""
+    return 16 if tile_m < 64 else -(-tile_m // 64) * 32

@@ -1,0 +1,140 @@
+"""The shapes that come into question for a product, and their estimated times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+from halfbyte.kernels.common.device import DeviceProperties
+from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, copies_x
+from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.sm90_gemm.shape import (
+    BACK_TILES_M,
+    DIRECT,
+    TILES_M,
+    W_STAGES,
+    GemmPlan,
+    how_decoded,
+    x_stages,
+)
+from halfbyte.kernels.linear.tune import h200
+
+
+def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) -> Iterator[GemmPlan]:
+    """What comes into question, some of which may not be valid."""
+    n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
+    for tile_m in narrowest(m, BACK_TILES_M if back else TILES_M):
+        stages = W_STAGES, x_stages(tile_m, problem)
+        for in_order in (False,) if back else (False, True):
+            numbers, spans = how_decoded(problem, back, in_order)
+            kind = partial(GemmPlan, back=back, numbers=numbers, lane_spans=spans, in_order=in_order)
+            for workers, cluster, shares, chunk in _ways(m, n, k, tile_m, properties, back, in_order):
+                yield kind(tile_m, 2, *stages, workers, cluster, chunk * tile_m, shares=shares)
+
+
+def narrowest(m: int, tiles_m: Sequence[int]) -> Iterable[int]:
+    """Of tiles of which as many cover x, those with the fewest rows."""
+    return {-(-m // tile_m): tile_m for tile_m in reversed(tiles_m)}.values()
+
+
+def _ways(
+    m: int, n: int, k: int, tile_m: int, properties: DeviceProperties, back: bool, in_order: bool
+) -> Iterator[tuple[int, int, int, int]]:
+    """Workers, CTAs of a cluster, equal shares of a tile, and tiles of x a launch."""
+    x_tiles, row_tiles, depth = -(-m // tile_m), -(-n // 128), -(-k // UNIT_K)
+    chunk = tiles_at_once(x_tiles, k, tile_m, back, in_order)
+    for of_launch in (chunk,) if back or in_order else {chunk, -(-chunk // 2)}:
+        # The last launch may have fewer tiles than the others, and every CTA has work in each.
+        fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // of_launch) - 1) * of_launch)
+        yield min(properties.sms, fewest), 1, 1, of_launch
+    at_once = min(x_tiles, properties.sms // row_tiles)
+    if not (back or in_order):
+        at_once = min(at_once, max(1, h200.GEMM_ROOM // (2 * k * tile_m)))
+    if at_once:
+        yield row_tiles * at_once, 1, 1, at_once
+    if chunk < x_tiles:
+        return
+    cluster, tiles = h200.GEMM_CLUSTER, row_tiles * x_tiles
+    for shares in range(1, min(properties.clusters(cluster) // tiles, depth // cluster) + 1):
+        yield tiles * shares, cluster, 1, x_tiles  # every CTA has a unit
+    for shares in range(3, min(properties.sms // tiles, depth, MOST_SHARES) + 1):
+        if -(-depth // shares) < -(-depth // (shares - 1)):
+            yield tiles * shares, 1, shares, x_tiles
+
+
+def tiles_at_once(x_tiles: int, k: int, tile_m: int, back: bool, in_order: bool) -> int:
+    """Tiles of x a launch, as equal as can be, that stay in L2."""
+    room = h200.BACK_X_BYTES if back else h200.IN_ORDER_X_BYTES if in_order else h200.GEMM_X_BYTES
+    most = max(1, room // (2 * k * tile_m))
+    return -(-x_tiles // -(-x_tiles // most))
+
+
+def estimate(plan: GemmPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
+    """The estimated time of any plan for x [m, K], in µs."""
+    return with_lasting(launches(plan, m, problem, properties))
+
+
+def with_lasting(time: float) -> float:
+    """Of launches that the GPU may be long at, and come to its limit of power."""
+    (begin, end), more = h200.GEMM_LASTING
+    return time * (1 + more * min(max(time - begin, 0) / (end - begin), 1))
+
+
+def launches(plan: GemmPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
+    """The same but for what the limit of power adds."""
+    x_tiles, chunk = plan.x_tiles(m), plan.chunk // plan.tile_m
+    others = (x_tiles - 1) // chunk  # launches ahead of the last one
+    of_last = _launch(plan, x_tiles - others * chunk, problem, properties)
+    return others * _launch(plan, chunk, problem, properties) + of_last if others else of_last
+
+
+def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DeviceProperties) -> float:
+    """The same of a launch with so many tiles of x."""
+    k, n = plan.sides(problem)
+    tiles, depth, unit = -(-n // 128) * x_tiles, -(-k // UNIT_K), units_of(plan)[plan.tile_m]
+    if plan.shares > 1:
+        _, whole = _ends(plan.tile_m)
+        time = math.ceil(depth / plan.shares) * unit + whole / plan.shares
+        time += h200.GEMM_SHARE * plan.shares + h200.GEMM_SHARED * plan.tile_m / 256 * (1 - 1 / plan.shares)
+    elif plan.cluster == 1:
+        time = busiest(tiles, depth, plan.workers, plan.tile_m, unit)
+    else:
+        (part, whole), shares = _ends(plan.tile_m), plan.workers // tiles
+        time = (
+            math.ceil(math.ceil(depth / shares) / plan.cluster) * unit
+            + (whole + part * shares * (shares > 1)) / plan.cluster
+        )
+        time += h200.GEMM_CLUSTER_START + h200.GEMM_REDUCE * plan.tile_m / 256
+    reading = problem.megabytes / (h200.GEMM_BANDWIDTH * properties.rates.bandwidth)
+    return start_of(plan, plan.tile_m * x_tiles, problem) + math.hypot(time / properties.rates.clock, reading)
+
+
+def start_of(plan: GemmPlan, rows: int, problem: Problem) -> float:
+    """µs of a launch besides, with so many rows of x laid out or copied."""
+    if copies_x(problem, plan):
+        return h200.BACK_COPIED_START if plan.back else h200.GEMM_COPIED_START
+    return h200.GEMM_START + h200.GEMM_LAYING * rows * plan.sides(problem)[0] / 1e6
+
+
+def units_of(plan: GemmPlan) -> dict[int, float]:
+    """µs of a unit, by tile_m."""
+    if plan.back:
+        return h200.BACK_COMPUTED_UNIT if plan.computes else h200.BACK_UNIT
+    if plan.in_order:
+        return h200.IN_ORDER_COMPUTED_UNIT if plan.computes else h200.IN_ORDER_UNIT
+    return h200.GEMM_COMPUTED_UNIT if plan.computes else h200.GEMM_UNIT
+
+
+def _ends(tile_m: int) -> tuple[float, float]:
+    """µs of a part of a tile, and of a tile besides."""
+    return h200.GEMM_PART * tile_m / 256, h200.GEMM_TILE * tile_m / 256
+
+
+def busiest(tiles: int, depth: int, workers: int, tile_m: int, unit: float) -> float:
+    """µs of the busiest of so many CTAs that share tiles."""
+    part, whole = _ends(tile_m)
+    if workers == tiles:
+        return depth * unit + whole
+    parts = min(1 + workers / tiles, DIRECT)
+    return -(-tiles * depth // workers) * unit * h200.GEMM_APART + parts * part + whole * tiles / workers
