@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from halfbyte.bench import humming
 from halfbyte.bench.case import Case, make_record, run, same_bits
+from halfbyte.bench.predictions import properties_named
 from halfbyte.kernels.linear.tune import h200
 
 CPU = torch.device("cpu")
@@ -46,6 +47,20 @@ def script_of_planner(name: str, plan: Any, monkeypatch: pytest.MonkeyPatch) -> 
     forget()
     yield module
     forget()
+
+
+def check_constants(script: ModuleType, record: Path, parts: Mapping[int, Iterable[Any]], every: int) -> None:
+    """Constants of a planner are those of its record, as a fit to every so many of its rows finds them, about. parts:
+    constants by `back`. Estimates are less than 8 % off, and what is chosen loses less than 2 %."""
+    rows = script.read(record, script.read_row, script.Row._fields)
+    properties = properties_named(rows[0].device)
+    chosen = float(script._lost(rows, properties).split("mean ")[1].split(",")[0])
+    assert 1 <= chosen < 1.02
+    for back, constants in parts.items():
+        some = [row for row in rows if row.back == back][::every]
+        found = script.fit_to(list(constants), some, lambda row: script._estimate(row, properties))
+        before, after = (float(part.rstrip("%")) for part in found.removeprefix("rms error ").split(" -> "))
+        assert after <= before < 8
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from halfbyte.kernels.linear.grouped import Plan
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.timing import Timing
 
-from .conftest import BENCHMARKS, script_of_planner
+from .conftest import BENCHMARKS, check_constants, script_of_planner
 
 RECORD = BENCHMARKS / "results/h200/grouped-plans.csv"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -32,16 +32,7 @@ def rows_of(script: ModuleType, path: Path) -> list[Any]:
 
 
 def test_constants_are_those_of_the_record(script: ModuleType) -> None:
-    """As a fit to a part of it finds them, about; what estimates are off; and what choices lose."""
-    rows = rows_of(script, RECORD)
-    properties = properties_named(rows[0].device)
-    chosen = float(script._lost(rows, properties).split("mean ")[1].split(",")[0])
-    assert 1 <= chosen < 1.02
-    for back, constants in ((0, script.constants_forward()), (1, script.constants_back())):
-        some = [row for row in rows if row.back == back][::8]
-        found = script.fit_to(list(constants), some, lambda row: script._estimate(row, properties))
-        before, after = (float(part.rstrip("%")) for part in found.removeprefix("rms error ").split(" -> "))
-        assert after <= before < 11
+    check_constants(script, RECORD, {0: script.constants_forward(), 1: script.constants_back()}, every=8)
 
 
 def test_a_fit_finds_what_was_lost(script: ModuleType) -> None:

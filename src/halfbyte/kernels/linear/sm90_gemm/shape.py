@@ -119,11 +119,7 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
     row_tiles, depth = -(-n // plan.rows), -(-k // UNIT_K)
     units = row_tiles * depth
     return (
-        properties.ptx == 90
-        and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
-        and plan.warpgroups in REGISTERS
-        and 2 <= plan.w_stages <= MOST_STAGES
-        and 2 <= plan.x_stages <= MOST_STAGES
+        _fits(plan, span, properties)
         and (
             plan.cluster == 1 or (m <= plan.chunk and _can_reduce_in_cluster(plan, row_tiles * plan.x_tiles(m), depth))
         )
@@ -135,6 +131,17 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
         and units * plan.x_tiles(min(m, plan.chunk)) * plan.workers < 1 << 32
         and min(m, plan.chunk) * k < 1 << 31
         and n < 1 << 31
+    )
+
+
+def _fits(plan: GemmPlan, span: int, properties: DeviceProperties) -> bool:
+    """There is a kernel of these tiles, and a CTA has room for its stages."""
+    return (
+        properties.ptx == 90
+        and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
+        and plan.warpgroups in REGISTERS
+        and 2 <= plan.w_stages <= MOST_STAGES
+        and 2 <= plan.x_stages <= MOST_STAGES
         and plan.shared_bytes(span) <= properties.shared_memory
     )
 
@@ -160,16 +167,7 @@ def _can_share_out(plan: GemmPlan, tiles: int, depth: int, properties: DevicePro
 def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
     """True if kernel.cu computes the right thing under `plan` with a stack of experts [N, K], or [K, N] on the way
     back; `chunk` is the most rows of x, all its tiles together."""
-    return (
-        properties.ptx == 90
-        and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
-        and plan.warpgroups in REGISTERS
-        and 2 <= plan.w_stages <= MOST_STAGES
-        and 2 <= plan.x_stages <= MOST_STAGES
-        and plan.cluster == 1
-        and can_be_numbered(plan, experts, n, k)
-        and plan.shared_bytes(span) <= properties.shared_memory
-    )
+    return _fits(plan, span, properties) and plan.cluster == 1 and can_be_numbered(plan, experts, n, k)
 
 
 def narrow_m(tile_m: int) -> int:
