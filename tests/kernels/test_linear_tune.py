@@ -18,11 +18,11 @@ from halfbyte.kernels.linear.sm90_decode.plan import decode_plan
 from halfbyte.kernels.linear.tune import h200
 
 ROOT = Path(dispatch.__file__).parent
-OTHERS = (
-    "dispatch.py", "spread.py", "sm80/invariant.py", "sm90_decode/routed.py", "sm90_streamk/shape.py",
-    "sm90_streamk/times.py",
-)  # fmt: skip
-PLANNERS = [*sorted(ROOT.glob("*/plan.py")), *(ROOT / name for name in OTHERS)]
+OTHERS = ("dispatch.py", "spread.py", "sm80/invariant.py", "sm90_decode/routed.py")
+PLANNERS = [
+    *(path for name in ("plan", "shape", "times") for path in sorted(ROOT.glob(f"*/{name}.py"))),
+    *(ROOT / name for name in OTHERS),
+]
 
 
 @pytest.mark.parametrize("path", PLANNERS, ids=lambda path: path.relative_to(ROOT).as_posix())
