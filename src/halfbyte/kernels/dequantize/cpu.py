@@ -18,15 +18,15 @@ import ctypes
 import sys
 
 import numpy as np
-import torch
 from numba import njit
 from torch import Tensor
 
-from halfbyte.formats.spec import Format, codebook_tensor
+from halfbyte.formats.spec import Format
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common.decode import BYTES, WEIGHTS, decode
 from halfbyte.kernels.common.floats import BITS
-from halfbyte.kernels.common.scales import scale_arguments
+from halfbyte.kernels.common.products import weight_arguments
+from halfbyte.kernels.common.scales import scale_of
 from halfbyte.kernels.common.threads import parallel
 
 # Fewer weights than this are not worth waking a thread for.
@@ -47,30 +47,31 @@ def dequantize(
     if out.numel() == 0:
         return
     advise_huge_pages(out)
-    octets = packed.view(torch.uint8).reshape(-1)[first // 2 :].numpy()
-    codebook = codebook_tensor(format, out.device).numpy()
+    octets, *weight = weight_arguments(packed, scale, nested, format, block_size)
     bits = out.view(-1).view(BITS[out.dtype]).numpy()
     blocks = -(-out.numel() // block_size)
-    arguments = octets, *scale_arguments(scale, nested, format), codebook, block_size, format.low_first, bits
-    parallel(_dequantize_blocks, blocks, GRAIN // block_size, *arguments, first // block_size)
+    arguments = octets[first // 2 :], *weight, format.low_first, bits, first // block_size
+    parallel(_dequantize_blocks, blocks, GRAIN // block_size, *arguments)
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def _dequantize_blocks(
-    begin, end, packed, flat, codes, code, absmax, offset, absmax_block, codebook, block_size, low_first, out, skipped
+    begin, end, packed, flat, codes, code, absmax, offset, nested_log2, log2, codebook, low_first, out, skipped
 ):
     """Blocks `begin` to `end` of `packed`, ahead of which `skipped` others have scales. Scales come from `flat` or,
     where that is empty, from the five arguments after it."""
-    for block in range(begin, end):
-        # The multiplication and the addition are rounded one by one: numba fuses nothing without fastmath.
-        at = skipped + block
-        scale = flat[at] if flat.size else code[codes[at]] * absmax[at // absmax_block] + offset
-        first = block * block_size
-        size = min(block_size, out.size - first)
-        steps = size // WEIGHTS
+    whole = out.size >> log2
+    for block in range(begin, min(end, whole)):
+        scale = scale_of(skipped + block, flat, codes, code, absmax, offset, nested_log2)
+        first = block << log2
+        decode(packed, first // 2, (1 << log2) // WEIGHTS, scale, codebook, low_first, out, first)
+    if end > whole:  # a part of a block, and of a step
+        scale = scale_of(skipped + whole, flat, codes, code, absmax, offset, nested_log2)
+        first = whole << log2
+        steps = (out.size - first) // WEIGHTS
         decode(packed, first // 2, steps, scale, codebook, low_first, out, first)
         first += steps * WEIGHTS
-        if first < block * block_size + size:  # the end of the last block is less than one step
+        if first < out.size:
             bytes_left = np.zeros(BYTES, np.uint8)
             bytes_left[: packed.size - first // 2] = packed[first // 2 :]
             weights = np.empty(WEIGHTS, out.dtype)

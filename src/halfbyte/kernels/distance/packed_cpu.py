@@ -17,11 +17,11 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from halfbyte.formats.spec import codebook_tensor
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.decode import WEIGHTS, decode
 from halfbyte.kernels.common.floats import BITS
-from halfbyte.kernels.common.scales import scale_arguments
+from halfbyte.kernels.common.products import weight_arguments
+from halfbyte.kernels.common.scales import scale_of
 from halfbyte.kernels.common.threads import parallel
 from halfbyte.kernels.distance.cpu import SUMS, by_lists, distance, grain, insert
 from halfbyte.kernels.distance.packed_plan import has_whole_blocks
@@ -43,37 +43,34 @@ def nearest(query: Tensor, q: QuantizedWeight, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _rows(q: QuantizedWeight) -> tuple[Any, ...]:
-    """What `_decode_row` takes after the row: the packed bytes, five to say what scales are, ..."""
-    codebook = codebook_tensor(q.spec, q.device)
-    packed = q.packed.view(-1).view(torch.uint8).numpy()
+    """What `_decode_row` takes after the row: the packed bytes, six to say what scales are, ..."""
+    packed, *scales, log2, codebook = weight_arguments(q.packed, q.scale, q.nested, q.spec, q.block_size)
     like = np.empty(0, torch.empty(0, dtype=BITS[q.dtype], device="cpu").numpy().dtype)
-    return packed, scale_arguments(q.scale, q.nested, q.spec), codebook.numpy(), q.block_size, q.spec.low_first, like
+    return packed, tuple(scales), codebook, log2, q.spec.low_first, like
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # a function inherits what it does not say
-def _decode_row(row, packed, scales, codebook, block_size, low_first, out):
-    """Row number `row`, as many weights as `out` has: bits of fp16, bf16 or fp32. scales: see `scale_arguments`."""
-    flat, codes, code, absmax, offset, absmax_block = scales
-    blocks = out.size // block_size
+def _decode_row(row, packed, scales, codebook, log2, low_first, out):
+    """Row number `row`, as many weights as `out` has: bits of fp16, bf16 or fp32. scales: what `scale_of` takes."""
+    flat, codes, code, absmax, offset, nested_log2 = scales
+    blocks = out.size >> log2
     for place in range(blocks):
         block = row * blocks + place
-        # The multiplication and the addition are rounded one by one: numba fuses nothing without fastmath.
-        scale = flat[block] if flat.size else code[codes[block]] * absmax[block // absmax_block] + offset
-        byte = block * (block_size // 2)
-        decode(packed, byte, block_size // WEIGHTS, scale, codebook, low_first, out, place * block_size)
+        scale = scale_of(block, flat, codes, code, absmax, offset, nested_log2)
+        decode(packed, (block << log2) // 2, (1 << log2) // WEIGHTS, scale, codebook, low_first, out, place << log2)
 
 
 @njit(nogil=True, cache=True, fastmath=SUMS, error_model="numpy")
-def _distances(begin, end, queries, packed, scales, codebook, block_size, low_first, like, out):
+def _distances(begin, end, queries, packed, scales, codebook, log2, low_first, like, out):
     row = np.empty(queries.shape[1], like.dtype)
     for v in range(begin, end):
-        _decode_row(v, packed, scales, codebook, block_size, low_first, row)
+        _decode_row(v, packed, scales, codebook, log2, low_first, row)
         for p in range(len(queries)):
             out[p, v] = distance(queries[p], row)
 
 
 @njit(nogil=True, cache=True, fastmath=SUMS, error_model="numpy")
-def _nearest(begin, end, queries, packed, scales, codebook, block_size, low_first, like, rows, block, least, found):
+def _nearest(begin, end, queries, packed, scales, codebook, log2, low_first, like, rows, block, least, found):
     """Lists `begin` to `end`, each of the `block` rows that are its own."""
     k = least.shape[2]
     row = np.empty(queries.shape[1], like.dtype)
@@ -81,7 +78,7 @@ def _nearest(begin, end, queries, packed, scales, codebook, block_size, low_firs
         order = np.empty((len(queries), k), np.uint32)
         counts = np.zeros(len(queries), np.int64)
         for v in range(piece * block, min((piece + 1) * block, rows)):
-            _decode_row(v, packed, scales, codebook, block_size, low_first, row)
+            _decode_row(v, packed, scales, codebook, log2, low_first, row)
             for p in range(len(queries)):
                 there = distance(queries[p], row)
                 counts[p] = insert(order[p], least[p, piece], found[p, piece], counts[p], there, v)
