@@ -1,6 +1,6 @@
 """The constants of planners for stacks of experts: measure every plan, then fit the estimates to the times.
 
-    python benchmarks/grouped_plans.py measure benchmarks/results/h200/grouped-plans.csv   # three minutes on Hopper
+    python benchmarks/grouped_plans.py measure benchmarks/results/h200/grouped-plans.csv   # a minute on Hopper
     python benchmarks/grouped_plans.py fit benchmarks/results/h200/grouped-plans.csv       # anywhere, with scipy
 
 `fit` goes from what tune/h200.py has, prints what that should be by the file, how far both estimates are off, and what
@@ -149,13 +149,12 @@ def _rows_of(product: Product, stack: Stack, device: torch.device, properties: D
     xs = [torch.randn((pairs // per_row, of_x), dtype=DTYPE, device=device) for _ in chosen]
     outs = [x.new_empty((pairs, of_y)) for x in xs]
     qs = [stack.weights[i % stack.copies] for i in range(len(chosen))]
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    stream, o = torch._C._cuda_getCurrentRawStream(device.index), problem_named(*product[:3])
+    assert all(problem_of(x, rows_of(q), None) == o for x, q in zip(xs, qs, strict=True))
 
     def provider(plan: Plan) -> Callable[[int], Tensor]:
         tiles = most_tiles(pairs, experts, plan.tile_m)
         routes = [sort(of_row, experts, plan.tile_m, tiles).table for of_row in ids]
-        o = problem_named(*product[:3])
-        assert all(problem_of(x, rows_of(q), None) == o for x, q in zip(xs, qs, strict=True))
         bound = [grouped.bind(device, o, addresses(rows_of(q)), _grouping(product), plan) for q in qs]
 
         def multiply(i: int) -> Tensor:

@@ -49,10 +49,14 @@ def script_of_planner(name: str, plan: Any, monkeypatch: pytest.MonkeyPatch) -> 
     forget()
 
 
+def rows_of(script: ModuleType, path: Path) -> list[Any]:
+    return list(script.read(path, script.read_row, script.Row._fields))
+
+
 def check_constants(script: ModuleType, record: Path, parts: Mapping[int, Iterable[Any]], every: int) -> None:
     """Constants of a planner are those of its record, as a fit to every so many of its rows finds them, about. parts:
     constants by `back`. Estimates are less than 8 % off, and what is chosen loses less than 2 %."""
-    rows = script.read(record, script.read_row, script.Row._fields)
+    rows = rows_of(script, record)
     properties = properties_named(rows[0].device)
     chosen = float(script._lost(rows, properties).split("mean ")[1].split(",")[0])
     assert 1 <= chosen < 1.02

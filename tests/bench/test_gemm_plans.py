@@ -17,7 +17,7 @@ from halfbyte.kernels.linear.sm90_gemm.shape import GemmPlan, is_valid
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.timing import Timing
 
-from .conftest import BENCHMARKS, check_constants, script_of_planner
+from .conftest import BENCHMARKS, check_constants, rows_of, script_of_planner
 
 RECORD = BENCHMARKS / "results/h200/gemm-plans.csv"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -26,10 +26,6 @@ H100 = "NVIDIA H100 80GB HBM3"
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield from script_of_planner("gemm_plans", gemm_plan, monkeypatch)
-
-
-def rows_of(script: ModuleType, path: Path) -> list[Any]:
-    return list(script.read(path, script.read_row, script.Row._fields))
 
 
 def test_constants_are_those_of_the_record(script: ModuleType) -> None:

@@ -16,7 +16,7 @@ from halfbyte.kernels.linear.grouped import Plan
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.timing import Timing
 
-from .conftest import BENCHMARKS, check_constants, script_of_planner
+from .conftest import BENCHMARKS, check_constants, rows_of, script_of_planner
 
 RECORD = BENCHMARKS / "results/h200/grouped-plans.csv"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -25,10 +25,6 @@ H100 = "NVIDIA H100 80GB HBM3"
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield from script_of_planner("grouped_plans", None, monkeypatch)
-
-
-def rows_of(script: ModuleType, path: Path) -> list[Any]:
-    return list(script.read(path, script.read_row, script.Row._fields))
 
 
 def test_constants_are_those_of_the_record(script: ModuleType) -> None:

@@ -17,7 +17,7 @@ from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan, is_valid
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.timing import Timing
 
-from .conftest import BENCHMARKS, script_of_planner
+from .conftest import BENCHMARKS, rows_of, script_of_planner
 
 RECORD = BENCHMARKS / "results/h200/streamk-plans.csv"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -45,9 +45,7 @@ def test_constants_are_those_of_the_record(script: ModuleType, capsys: pytest.Ca
 
 
 def test_a_fit_finds_what_was_lost(script: ModuleType) -> None:
-    rows = [
-        row for row in script.read(RECORD, script.read_row, script.Row._fields) if row.tile_m == 80 and not row.resident
-    ][::3]
+    rows = [row for row in rows_of(script, RECORD) if row.tile_m == 80 and not row.resident][::3]
     h200.STREAMK_TILES[80, 2] = 2, 3.0
     h200.STREAMK_RUN[80] = 0.5
     properties = properties_named(H100)
@@ -89,7 +87,7 @@ def test_measure(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(script.nvrtc, "cubin", lambda variant: b"")
     path = tmp_path / "streamk-plans.csv"
     script.measure(path, torch.device("cpu"), properties_named(H100))
-    rows = script.read(path, script.read_row, script.Row._fields)
+    rows = rows_of(script, path)
     assert [(row.plan, row.m) for row in rows] == seen
     assert {(row.device, row.n, row.k, row.microseconds) for row in rows} == {(H100, 192, 512, 1.25)}
     assert {row.m for row in rows} == {8, 48}

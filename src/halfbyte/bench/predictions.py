@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.formats.nested import NESTED_BLOCK_SIZE
-from halfbyte.formats.spec import E8M0, FORMATS
+from halfbyte.formats.spec import FORMATS
 from halfbyte.kernels.common.device import DeviceProperties, properties_like
 from halfbyte.kernels.common.gpus import GPUS, H200
 from halfbyte.kernels.linear.dispatch import KERNELS, choose, dense_microseconds
@@ -60,7 +60,7 @@ FIELDS = (*Cell._fields, "kernel", "microseconds")
 def problem(format: str, block_size: int, nested: bool, n: int, k: int, capability: int = 90) -> Problem:
     """x is bf16, or fp16 where there is no bf16."""
     dtype = torch.bfloat16 if capability >= 80 else torch.float16
-    is_byte = nested or FORMATS[format].scale_encoding == E8M0
+    is_byte = nested or FORMATS[format].has_exponents
     scale = torch.uint8 if is_byte else dtype if format == "int4" else torch.float32
     return Problem(dtype, n, k, format, block_size, scale, NESTED_BLOCK_SIZE if nested else 0)
 

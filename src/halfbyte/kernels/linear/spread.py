@@ -12,6 +12,8 @@ from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.kernels.linear.tune.h200 import GroupedTimes
 
+SPREAD = 6  # standard deviations: an expert's pairs are never more than so many away from the mean
+
 
 class Tile(NamedTuple):
     """Of so many pairs by rows of W, and what it takes; of tiles with up to narrow_m pairs a part is left out."""
@@ -20,9 +22,6 @@ class Tile(NamedTuple):
     rows: int
     times: GroupedTimes
     narrow_m: int = 0
-
-
-SPREAD = 6  # standard deviations: an expert's pairs are never more than so many away from the mean
 
 
 def wanted(pairs: int, experts: int) -> float:
@@ -65,10 +64,9 @@ def microseconds(
         """Of a multiprocessor, with tiles of more pairs than so many."""
         return -(-math.ceil(usual_tiles(pairs, experts, tile.tile_m, beyond) * row_tiles) // properties.sms)
 
-    wide = turns(tile.narrow_m) if tile.narrow_m else turns(0)
-    narrow = turns(0) - wide
-    wide_units = units * (wide + common.narrow * narrow)
-    busy = (wide_units * times.unit + (wide + narrow) * times.tile) / rates.clock
+    wide, every = turns(tile.narrow_m), turns(0)
+    wide_units = units * (wide + common.narrow * (every - wide))
+    busy = (wide_units * times.unit + every * times.tile) / rates.clock
     reading = o.megabytes * wanted(pairs, experts) / experts / (common.bandwidth * rates.bandwidth)
     laying = common.laying * pairs * k / 1e6 / rates.bandwidth
     return h200.GEMM_START + laying + (common.of_32 if span_of(o) == 32 else 1) * max(busy, reading)

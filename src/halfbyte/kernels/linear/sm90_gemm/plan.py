@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice, product, takewhile
+from itertools import product, takewhile
 from operator import itemgetter
 
 from halfbyte.kernels.common.device import DeviceProperties
@@ -138,6 +138,8 @@ def grouped_plans(
     tile = spread.Tile(tile_m, 128, times._replace(unit=times.unit * unlike), narrow_m(tile_m))
     time = spread.microseconds(pairs, experts, tile, problem, properties, back)
     shape = decoding(replace(usual, microseconds=time), problem)
-    shapes = (replace(shape, w_stages=some) for some in range(stages, 1, -1))
-    valid = (plan for plan in shapes if is_grouped_valid(plan, experts, n, k, span_of(problem), properties))
-    yield from islice(valid, 1)
+    for some in range(stages, 1, -1):
+        plan = replace(shape, w_stages=some)
+        if is_grouped_valid(plan, experts, n, k, span_of(problem), properties):
+            yield plan
+            break
