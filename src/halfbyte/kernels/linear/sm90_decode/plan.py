@@ -301,14 +301,15 @@ def _refined(plan: DecodePlan, turns: float, scales: Scales, properties: DeviceP
     Three halves of a tile on their way are better than more, which come in any order. Sixteen warps would like more
     registers than eighteen can have each, and so would those that hold 32 rows of x; with fewer they spill. With many
     warps, and nested scales or but one tile, the second stage is better asked for when the first is there: x and the
-    codes would wait behind it. So it is where two CTAs share the one tile that they have. Few warps leave room for two
-    CTAs. Measured on an H200 (docs/notebook.md).
+    codes would wait behind it. So it is where two CTAs share the one tile that they have, but not where W may be asked
+    for before there is an x. Few warps leave room for two CTAs. Measured on an H200 (docs/notebook.md).
     """
     full, m_tiles = plan.warps == 16, plan.m_tiles
     if m_tiles == 1:
         halves = turns > 1 or plan.warps >= h200.DECODE_HALVES_WARPS
         shared = plan.cluster == 2 and plan.warps >= h200.DECODE_PATIENT_PAIR_WARPS and turns <= 1
-        patient = shared or (plan.warps >= h200.DECODE_PATIENT_WARPS and (scales.nested or turns <= 1))
+        crowded = plan.warps >= h200.DECODE_PATIENT_WARPS and (scales.nested or turns <= 1)
+        patient = not plan.static_weights and (shared or crowded)
         plan = replace(plan, steps=2 if halves else 1, stages=3 if halves else 2, first_stages=1 if patient else 2)
     elif m_tiles == 2 and plan.window_scales:
         plan = replace(plan, stages=3, first_stages=2, sum_buffers=2)
