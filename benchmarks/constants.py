@@ -2,7 +2,7 @@
 
     python benchmarks/constants.py ROUTED_NEIGHBOURS=12,1 ROUTED_STAGES=4,3 --only down      # on a Hopper GPU
     python benchmarks/constants.py STREAMK_ONE_TILE=32,48 --only "llama 8b"
-    python benchmarks/constants.py attention.sm90.plan.PART=0.0452,0.02 --only "llama 8b, layer"
+    python benchmarks/constants.py attention.sm90.plan.SHARED_ROWS=16,32 --only "llama 8b, layer"
 
 Constants are those of linear/tune/h200.py, or named with their module. Settings are all combinations of the values that
 are named; the first is what the others are compared with, in time and in bits. The work of a setting is captured in a

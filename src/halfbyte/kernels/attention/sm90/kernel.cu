@@ -138,19 +138,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   //: the last block is multiplied
   const Part here = HELPERS > 0 ? Part(a, lane) : own_part;  // found anew, as registers were for the loop
   const u32 of_tile = warp / ROW_TILES;
+  const Sinks sinks(a, here, row_tile, lane);
   leave(sums, row_tile, of_tile, lane);
   __syncthreads();
   if (IN_MEMORY && here.meets_in_memory()) {
     const InMemory there(a, here);
     pass_on(there, row_tile, of_tile, here.rank, lane);
-    if (is_last(a, here)) add_up(a, there, row_tile, of_tile, 0, here, lane);
+    if (is_last(a, here)) add_up(a, there, row_tile, of_tile, 0, here, sinks, lane);
   } else if constexpr (CLUSTER == 1) {
-    add_up(a, OfWarps(), row_tile, of_tile, 0, here, lane);
+    add_up(a, OfWarps(), row_tile, of_tile, 0, here, sinks, lane);
   } else {
     wait_for_cluster();  // every CTA has begun, and so has shared memory
     pass_on(OfCluster(), row_tile, of_tile, here.rank, lane);
     sync_cluster();
-    add_up(a, OfCluster(), row_tile, of_tile, here.rank, here, lane);
+    add_up(a, OfCluster(), row_tile, of_tile, here.rank, here, sinks, lane);
   }
   //: ends
 }

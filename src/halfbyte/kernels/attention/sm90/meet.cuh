@@ -110,6 +110,23 @@ template <class At> struct Shares<At, false> {
     return sum;
   }
 };
+// Scores of a lane's rows that have no value. They come from far away, and are asked for before sums meet.
+struct Sinks {
+  float of[COLUMNS][2];
+  __device__ __forceinline__ Sinks(const Arguments& a, const Part& own, u32 tile, u32 lane) {
+#pragma unroll
+    for (u32 column = 0; column < COLUMNS; column++)
+#pragma unroll
+      for (u32 i = 0; i < 2; i++) {
+        const u32 row = (tile * COLUMNS + column) * 8 + 2 * (lane % 4) + i;
+        const u32 head = own.head * Config::group + min(row, ROWS - 1) / NEW;
+        of[column][i] = NONE;
+        if constexpr (Config::sinks == 1)
+          of[column][i] = LOG2E * unpack(__ldg(static_cast<const u16*>(a.sinks) + head));
+        if constexpr (Config::sinks == 2) of[column][i] = LOG2E * __ldg(static_cast<const float*>(a.sinks) + head);
+      }
+  }
+};
 // A warp's own, to where the CTA's meet.
 __device__ __forceinline__ void leave(const Sums& sums, u32 tile, u32 part, u32 lane) {
 #pragma unroll
@@ -141,7 +158,7 @@ template <class OfRow> __device__ __forceinline__ void for_each_row(u32 tile, u3
     for (u32 i = 0; i < 2; i++) {
       const u32 of_tile = 8 * column + 2 * (lane % 4) + i;
       if (tile * 8 * COLUMNS + of_tile >= ROWS) continue;
-      const auto of_pair = of_row(of_tile, (column * 2 + i) % TOKEN_WARPS == warp);
+      const auto of_pair = of_row(of_tile, column, i);
 #pragma unroll
       for (u32 first = 0; first < SUM_TILES; first += TOKEN_WARPS)
         if (first + warp < SUM_TILES) of_pair((column * SUM_TILES + first + warp) * 2 + i);
@@ -151,9 +168,9 @@ template <class OfRow> __device__ __forceinline__ void for_each_row(u32 tile, u3
 template <class To>
 __device__ __forceinline__ void pass_on(const To& to, u32 tile, u32 warp, u32 rank, u32 lane) {
   const OfWarps here;
-  for_each_row(tile, warp, lane, [&](u32 row, bool tells) {
+  for_each_row(tile, warp, lane, [&](u32 row, u32 column, u32 i) {
     const Shares<OfWarps> shares(here, tile, row);
-    if (tells) {
+    if ((column * 2 + i) % TOKEN_WARPS == warp) {
       const float2 told = make_float2(shares.highest, shares.weights);
       if constexpr (To::IN_MEMORY) {
         if (lane < 4) *to.statistics_at(tile, rank, row) = told;
@@ -185,14 +202,10 @@ __device__ __forceinline__ bool is_last(const Arguments& a, const Part& own) {
 // The result: of pairs that several CTAs add up, those whose number is `rank`, each of which parts have in a slot.
 template <class At>
 __device__ __forceinline__ void add_up(const Arguments& a, const At& at, u32 tile, u32 warp, u32 rank, const Part& own,
-                                       u32 lane) {
-  for_each_row(tile, warp, lane, [&](u32 of_tile, bool) {
+                                       const Sinks& sinks, u32 lane) {
+  for_each_row(tile, warp, lane, [&](u32 of_tile, u32 column, u32 i) {
     const u32 row = tile * 8 * COLUMNS + of_tile, of_group = own.head * Config::group + row / NEW;
-    float sink = NONE;  // a score that has no value
-    if constexpr (Config::sinks != 0)
-      sink = LOG2E * (Config::sinks == 1 ? unpack(__ldg(static_cast<const u16*>(a.sinks) + of_group))
-                                         : __ldg(static_cast<const float*>(a.sinks) + of_group));
-    const Shares<At> shares(at, tile, of_tile, sink);
+    const Shares<At> shares(at, tile, of_tile, sinks.of[column][i]);
     const float all = fmaxf(shares.weights, 1.f);  // the highest score's weight alone is 1
     u16* out =
         a.out + ((u64(own.which) * NEW + row % NEW) * a.heads * Config::group + of_group) * SIZE + 8 * (lane / 4);

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from halfbyte.kernels.common.device import HOPPER, MOST_CLUSTER, DeviceProperties
 
@@ -25,11 +26,27 @@ ENOUGH_TURNS, HELPERS = 16, 4 / 5  # see ClusterPlan, and how many there are for
 REGISTERS = {(64, 1): 128, (64, 2): 176, (128, 1): 256, (128, 2): 256}  # of a thread, by size and columns, at most
 OF_A_MULTIPROCESSOR = 65536
 
-# µs: a launch; a block, while nothing else is waited for; each part that is added up; a meeting, of a cluster or in
-# memory, and each tile of rows of a wide cluster. MB a µs from memory; and how a block's two times add up: the exponent
-# of their norm. Fitted by 90 times of an H200, in layers of Llama-3 8B: nine caches from 288 to 32,768 tokens.
-START, ALONE, PART, MEETING, IN_MEMORY_MEETING, WIDE = 3.013, 1.065, 0.0071, 0.3002, 2.198, 0.3579
-MEMORY, OVERLAP = 6.801, 1.42
+
+class Times(NamedTuple):
+    """µs: a launch; a block, while nothing else is waited for; each part that is added up; a meeting, of a cluster or
+    in memory, and each tile of rows of a wide cluster. MB a µs from memory; and how a block's two times add up: the
+    exponent of their norm."""
+
+    start: float
+    alone: float
+    part: float
+    meeting: float
+    in_memory: float
+    wide: float
+    memory: float
+    overlap: float
+
+
+# By the size of a head. benchmarks/attention_plans.py prints them, which fits them to its record.
+TIMES = {
+    64: Times(3.013, 1.065, 0.0071, 0.3002, 2.198, 0.3579, 6.801, 1.42),
+    128: Times(3.013, 1.065, 0.0071, 0.3002, 2.198, 0.3579, 6.801, 1.42),
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,10 @@ class ClusterPlan:
     def cluster(self) -> int:
         """CTAs of a cluster."""
         return 1 if self.in_memory else self.ctas
+
+    def resident(self, rows: int, size: int) -> int:
+        """CTAs that the registers of a multiprocessor suffice for."""
+        return OF_A_MULTIPROCESSOR // (REGISTERS[size, self.columns] * self.threads(rows))
 
     def row_tiles(self, rows: int) -> int:
         return -(-rows // (8 * self.columns))
@@ -88,8 +109,8 @@ def cluster_plan(
         return None
     if rows > MANY_ROWS and heads * tokens > MOST_OF_ALL_HEADS[size]:
         return None
-    plans = _plans(properties, size, rows, counts)
-    estimates = ((_microseconds(plan, properties, heads, tokens, size, rows), plan) for plan in plans)
+    plans = every_plan(properties, size, rows, counts)
+    estimates = ((microseconds(plan, properties, heads, tokens, size, rows), plan) for plan in plans)
     return min(estimates, key=lambda one: one[0])[1]
 
 
@@ -99,16 +120,16 @@ def pages_plan(properties: DeviceProperties, heads: int, tokens: int, size: int,
     if properties.ptx < HOPPER or size not in SIZES or not 0 < rows <= MOST_ROWS:
         return None
     usual = min(tokens, USUAL_TOKENS)
-    plans = _plans(properties, size, rows, False)
-    first = min(plans, key=lambda plan: _microseconds(plan, properties, heads, usual, size, rows))
+    plans = every_plan(properties, size, rows, False)
+    first = min(plans, key=lambda plan: microseconds(plan, properties, heads, usual, size, rows))
     if tokens <= BLOCK * first.token_warps * first.ctas * ENOUGH_TURNS:
         return first  # no text is too long for it
-    at_once = _resident(first, size, rows) * properties.sms
+    at_once = first.resident(rows, size) * properties.sms
     helpers = math.ceil(HELPERS * at_once / first.ctas) * first.ctas
     return replace(first, helpers=helpers, turns=ENOUGH_TURNS, at_once=at_once)
 
 
-def _plans(properties: DeviceProperties, size: int, rows: int, counts: bool) -> Iterator[ClusterPlan]:
+def every_plan(properties: DeviceProperties, size: int, rows: int, counts: bool) -> Iterator[ClusterPlan]:
     # More than eight CTAs are a cluster only where that is known to be allowed.
     widest = max(CLUSTERS) if properties.capability == HOPPER else MOST_CLUSTER
     ways = [(ctas, False) for ctas in CLUSTERS if ctas <= widest] + [(ctas, True) for ctas in IN_MEMORY if counts]
@@ -119,25 +140,20 @@ def _plans(properties: DeviceProperties, size: int, rows: int, counts: bool) -> 
             yield plan
 
 
-def _resident(plan: ClusterPlan, size: int, rows: int) -> int:
-    """CTAs that a multiprocessor has room for."""
-    return OF_A_MULTIPROCESSOR // (REGISTERS[size, plan.columns] * plan.threads(rows))
-
-
-def _microseconds(
+def microseconds(
     plan: ClusterPlan, properties: DeviceProperties, heads: int, tokens: int, size: int, rows: int
 ) -> float:
-    """CTAs of as many heads as fit come in rounds, and a warp's blocks one after the other. While one warp waits,
-    others read, as far as memory allows."""
-    resident = _resident(plan, size, rows)
+    """The estimated time. CTAs of as many heads as fit come in rounds, and a warp's blocks one after the other. While
+    one warp waits, others read, as far as memory allows."""
+    resident, times = plan.resident(rows, size), TIMES[size]
     at_once = properties.clusters(plan.cluster, resident, max(CLUSTERS)) * plan.cluster // plan.ctas
     if at_once == 0:
         return math.inf
     warps, megabytes = min(heads, at_once) * plan.ctas * plan.token_warps, 4e-6 * BLOCK * size
-    reading = warps * megabytes / (MEMORY * properties.rates.bandwidth)
-    block = math.pow(math.pow(ALONE, OVERLAP) + math.pow(reading, OVERLAP), 1 / OVERLAP)
+    reading = warps * megabytes / (times.memory * properties.rates.bandwidth)
+    block = math.pow(math.pow(times.alone, times.overlap) + math.pow(reading, times.overlap), 1 / times.overlap)
     blocks, parts = -(-tokens // (BLOCK * plan.ctas * plan.token_warps)), plan.ctas + plan.token_warps
-    meeting = (IN_MEMORY_MEETING if plan.in_memory else MEETING if plan.ctas > 1 else 0) + (
-        WIDE * plan.row_tiles(rows) if plan.cluster > MOST_CLUSTER else 0
+    meeting = (times.in_memory if plan.in_memory else times.meeting if plan.ctas > 1 else 0) + (
+        times.wide * plan.row_tiles(rows) if plan.cluster > MOST_CLUSTER else 0
     )
-    return START + -(-heads // at_once) * (blocks * block + PART * parts + meeting)
+    return times.start + -(-heads // at_once) * (blocks * block + times.part * parts + meeting)
