@@ -178,12 +178,12 @@ def fit(path: Path) -> None:
     print(f"choices as they are: {_lost(rows, properties)}")
     for size in plan.TIMES:
         some = [row for row in rows if row.size == size]
-        print(f"heads of {size}: {len(some)} times, rms error {descend(size, some, properties.as_fitted):.1%}")
+        print(f"heads of {size}: {len(some)} times, rms error {descend(size, some, properties.as_fitted, STEPS):.1%}")
         print(f"    {plan.TIMES[size]}")
     print(f"choices as fitted: {_lost(rows, properties)}")
 
 
-def descend(size: int, rows: Sequence[Row], properties: DeviceProperties, steps: int = STEPS) -> float:
+def descend(size: int, rows: Sequence[Row], properties: DeviceProperties, steps: int) -> float:
     """Leaves in TIMES[size] what makes choices lose least, and a tenth as much estimates err, as far as steps by chance
     find it. Returns the rms error."""
     planned = [plans(row.load, properties)[row.shape][1] for row in rows]

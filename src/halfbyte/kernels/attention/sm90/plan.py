@@ -44,8 +44,8 @@ class Times(NamedTuple):
 
 # By the size of a head. benchmarks/attention_plans.py prints them, which fits them to its record.
 TIMES = {
-    64: Times(3.013, 1.065, 0.0071, 0.3002, 2.198, 0.3579, 6.801, 1.42),
-    128: Times(3.013, 1.065, 0.0071, 0.3002, 2.198, 0.3579, 6.801, 1.42),
+    64: Times(1.5665, 1.0542, 0.0818, 0.3297, 1.6375, 0.5019, 8.8569, 1.0),
+    128: Times(1.9818, 1.248, 0.0633, 0.7963, 2.2078, 0.4385, 10.6423, 1.0),
 }
 
 
