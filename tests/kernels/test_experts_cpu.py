@@ -96,8 +96,8 @@ def test_any_shape(count: int, n: int, steps: int, ids: list[int], threads: int,
 
 def test_the_same_bits_with_any_number_of_threads() -> None:
     """Experts of one row and of very many share the threads."""
-    q = hb.quantize(torch.randn(16, 130, 1024))
-    x, expert = torch.randn(300, 1024).bfloat16(), torch.cat((torch.zeros(280).int(), torch.arange(-2, 18).int()))
+    q = hb.quantize(torch.randn(16, 130, 1152))
+    x, expert = torch.randn(300, 1152).bfloat16(), torch.cat((torch.zeros(280).int(), torch.arange(-2, 18).int()))
     outs, threads = [], torch.get_num_threads()
     try:
         for number in (1, 2, 3, 7):

@@ -106,6 +106,7 @@ def test_rows_of_x(format: str, dtype: torch.dtype, m: int) -> None:
 @formats
 def test_rows_of_the_weight(format: str, n: int) -> None:
     check(Weight(format, n, 256, 128), 5, torch.float32, with_bias=True)
+    check(Weight(format, n, 1280, 128), 13, torch.bfloat16, with_bias=True)
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
@@ -149,7 +150,14 @@ def test_any_shape(
 
 
 @pytest.mark.parametrize(
-    ("k", "dtype"), [(256, torch.float32), (256, torch.bfloat16), (96, torch.float32), (99, torch.float32)]
+    ("k", "dtype"),
+    [
+        (256, torch.float32),
+        (256, torch.bfloat16),
+        (2432, torch.bfloat16),  # where eight rows of x come in parts of K, of which the last one is short
+        (96, torch.float32),
+        (99, torch.float32),
+    ],
 )
 @formats
 def test_a_row_does_not_know_of_others(format: str, k: int, dtype: torch.dtype) -> None:
@@ -163,8 +171,8 @@ def test_a_row_does_not_know_of_others(format: str, k: int, dtype: torch.dtype) 
 
 
 def test_the_same_bits_with_any_number_of_threads() -> None:
-    weight = Weight("nf4", 4099, 1024, 64, nested=True)
-    x = torch.randn(9, 1024).bfloat16()
+    weight = Weight("nf4", 4099, 1152, 64, nested=True)
+    x = torch.randn(9, 1152).bfloat16()
     outs = []
     threads = torch.get_num_threads()
     try:

@@ -15,13 +15,13 @@ import torch
 # on which torch's fp16 and fp32 products are faster, too.
 MOST_FUSED_ROWS = {
     "AMX": {torch.bfloat16: 16, torch.float16: 36, torch.float32: 48},
-    "AVX512-BF16": {torch.bfloat16: 80, torch.float16: 1024, torch.float32: 1024},
+    "AVX512-BF16": {torch.bfloat16: 48, torch.float16: 1024, torch.float32: 1024},
     "AVX512": {torch.bfloat16: 56, torch.float16: 1024, torch.float32: 1024},
     "AVX2": {torch.bfloat16: 32, torch.float16: 32, torch.float32: 32},
 }
 OTHERWISE = 8
 # A bf16 weight of so many numbers is still in the cache when torch multiplies, and pays from fewer rows on.
-CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, {"AVX512-BF16": 48}
+CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, {"AVX512-BF16": 32}
 OTHERWISE_CACHED = 16
 
 

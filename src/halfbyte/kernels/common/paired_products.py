@@ -9,6 +9,9 @@ and four instructions of 32 multiply-adds (`vdpbf16ps`) for each row of x; x is 
 out. Sums of 128 weights are scaled in fp32, those of each block by its own scale: two neighbouring lanes of W are one
 of the sums, so a sum has eight neighbouring weights, which share a scale.
 
+With eight rows of x and more, a part of K stays in the first cache while 32 rows of W are multiplied with it; what they
+have then waits in memory for the next part. x is laid out tile by tile, so that a tile reads what lies side by side.
+
 The codebook is multiplied by a factor that makes its rounding to bf16 harmless (linear/codebook.py), and results by one
 over that factor. Each output is summed in sixteen lanes, along K; at last the lanes are added in pairs. That order
 depends neither on how many rows a group has, nor on a row's place, nor on the threads: the same bits, always.
@@ -48,6 +51,9 @@ BYTES, WEIGHTS, LANES, WORDS = 64, 128, 16, 32
 # cache: the first has too few requests on their way for a thread to read at the speed of memory.
 ROWS, COLUMNS, AHEAD, SECOND = 2, 8, 6, 2
 
+# With so many rows of x, their part of so many steps stays in the first cache while so many rows of W meet it.
+HELD, PANEL = 8, 32
+
 SINCE = 16  # LLVM's version that has the instruction with this signature
 
 
@@ -81,57 +87,79 @@ def multiply(
     matrices: Any, first: Any,
 ) -> Any:  # fmt: skip
     """As `multiply` of products.py, of x [T, K] bf16, contiguous. factor: of the codebook."""
-    m, k = x.shape
-    ordered, y = np.empty((m, k), np.int16), np.empty((len(source), n), np.float32)
+    k = x.shape[1]
+    ordered = torch.empty(len(source) * k, dtype=torch.int16).numpy()
+    y = np.empty((len(source), n), np.float32)
     bits = x.view(torch.int16).numpy()
-    parallel(_reorder, m, max(1, GRAIN // k), bits, order_of(format.low_first), ordered)
+    parallel(_reorder, len(source), max(1, GRAIN // k), bits, source, first, order_of(format.low_first), ordered)
     unit = 64 if block_size >= 64 else 32
     begins = begins_of(first, lambda rows: _cost(rows) * tiles_of(n, ROWS))
     total = int(begins[-1])
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
     *scales, _ = weight  # without the codebook
     table, inverse = table_of(format.codebook, factor), np.float32(1 / factor)
-    arguments = matrices, first, begins, *scales, table, inverse, unit, ordered, source, y
+    arguments = matrices, first, begins, *scales, table, inverse, unit, ordered, k, y
     parallel(_multiply, total, grain, *arguments, region=_multiply_together)
     return y
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def _reorder(begin, end, x, order, out):
-    """Rows of x, each step in `order`."""
-    for row in range(begin, end):
-        for first in range(0, x.shape[1], WEIGHTS):
-            for place in range(WEIGHTS):
-                out[row, first + place] = x[row, first + order[place]]
+def _reorder(begin, end, x, source, firsts, order, out):
+    """x of results `begin` to before `end` as tiles read it: step by step, in each the tile's rows, in `order`."""
+    k = x.shape[1]
+    group = 0
+    for place in range(begin, end):
+        while firsts[group + 1] <= place:
+            group += 1
+        top, rest = firsts[group], firsts[group + 1] - firsts[group]
+        columns = COLUMNS
+        while place >= top + rest // columns * columns:
+            top += rest // columns * columns
+            rest %= columns
+            columns //= 2
+        inside = (place - top) % columns
+        to = (place - inside) * k + inside * WEIGHTS
+        for first in range(0, k, WEIGHTS):
+            for number in range(WEIGHTS):
+                out[to + first * columns + number] = x[source[place], first + order[number]]
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def _multiply(
     begin, end, matrices, firsts, begins, packed, flat, codes, code, absmax, offset, nested_log2, log2, table, inverse,
-    unit, x, source, out,
+    unit, x, k, out,
 ):  # fmt: skip
     """The tiles of W that begin from `begin` to before `end`. Scales are `flat` or, if that is empty, the five after
     it."""
-    n, k = out.shape[1], x.shape[1]
+    n, steps = out.shape[1], k // WEIGHTS
     units = k // unit
-    scales = np.empty(ROWS * units, np.float32)
+    scales, sums = np.empty(PANEL * units, np.float32), np.empty(PANEL * COLUMNS * LANES, np.float32)
+    given = packed, scales, units, table, inverse, x, out, sums
     for group in range(len(matrices)):
         first, last, origin = firsts[group], firsts[group + 1], matrices[group] * n
         cost = _cost(last - first)
         low = origin + rows_before(begin - begins[group], cost, ROWS)
         high = origin + min(rows_before(end - begins[group], cost, ROWS), n)
-        for row in range(low, high, ROWS):
-            decode_scales(scales, row, ROWS, origin + n, k, unit, log2, flat, codes, code, absmax, offset, nested_log2)
-            column = first
-            while column < last:
-                if unit == 64:
-                    column += _tile_of_any(
-                        2, last - column, packed, row, origin, scales, units, table, inverse, x, source, column, out
-                    )
-                else:
-                    column += _tile_of_any(
-                        4, last - column, packed, row, origin, scales, units, table, inverse, x, source, column, out
-                    )
+        panel = PANEL if last - first >= COLUMNS else ROWS
+        for top in range(low, high, panel):
+            decode_scales(scales, top, panel, origin + n, k, unit, log2, flat, codes, code, absmax, offset, nested_log2)
+            bottom, column = min(top + panel, high), first
+            while last - column >= COLUMNS:
+                for step in range(0, steps, HELD):
+                    until = min(step + HELD, steps)
+                    for row in range(top, bottom, ROWS):
+                        if unit == 64:
+                            _tile(COLUMNS, 2, given, row, origin, column, row - top, step, until)
+                        else:
+                            _tile(COLUMNS, 4, given, row, origin, column, row - top, step, until)
+                column += COLUMNS
+            for row in range(top, bottom, ROWS):
+                rest = column
+                while rest < last:
+                    if unit == 64:
+                        rest += _tile_of_fewer(2, last - rest, given, row, origin, rest, row - top, steps)
+                    else:
+                        rest += _tile_of_fewer(4, last - rest, given, row, origin, rest, row - top, steps)
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
@@ -146,80 +174,111 @@ def _cost(rows):
 
 
 @njit(inline="always")
-def _tile_of_any(blocks, rest, packed, row, origin, scales, units, table, inverse, x, source, column, out):
-    """A tile of as many rows of x as there is code for; returns how many."""
-    if rest >= 8:
-        _tile(8, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out)
-        return 8
+def _tile_of_fewer(blocks, rest, given, row, origin, column, of_panel, steps):
+    """All of a tile of as many rows of x, less than COLUMNS, as there is code for; returns how many."""
     if rest >= 4:
-        _tile(4, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out)
+        _tile(4, blocks, given, row, origin, column, of_panel, 0, steps)
         return 4
     if rest >= 2:
-        _tile(2, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out)
+        _tile(2, blocks, given, row, origin, column, of_panel, 0, steps)
         return 2
-    _tile(1, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out)
+    _tile(1, blocks, given, row, origin, column, of_panel, 0, steps)
     return 1
 
 
 @intrinsic(prefer_literal=True)
-def _tile(typing_context, columns, blocks, packed, row, origin, scales, units, table, inverse, x, source, column, out):
-    """out[column:][:columns, row - origin:][:, :ROWS], of `units` scales a row, `blocks` of them a step; columns and
-    blocks are literals. origin: the row of the stack that column 0 of `out` belongs to."""
+def _tile(typing_context, columns, blocks, given, row, origin, column, of_panel, step, until):
+    """Steps `step` to before `until` of out[column:][:columns, row - origin:][:, :ROWS]; columns and blocks are
+    literals, blocks being the scales of a step. origin: the row of the stack that column 0 of `out` belongs to.
+    of_panel: the row's number in `scales`, and in `sums`, where those of COLUMNS rows of x wait for their next steps.
+    With fewer columns a tile has all steps."""
     at = types.intp
-    signature = types.void(columns, blocks, packed, at, at, scales, at, table, types.float32, x, source, at, out)
+    signature = types.void(columns, blocks, given, at, at, at, at, at, at)
     columns, blocks = columns.literal_value, blocks.literal_value
     vector, words = ir.VectorType(F32, LANES), ir.VectorType(I16, WORDS)
     pairs = ir.VectorType(BF16, WORDS)
 
     def lower(context, builder, signature, arguments):
-        _, _, packed, row, origin, scales, units, table, inverse, x, source, column, out = (
+        kinds, (_, _, values, row, origin, column, of_panel, begin, until) = signature.args[2].types, arguments
+        packed, scales, units, table, inverse, x, out, sums = (
             context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else value
-            for kind, value in zip(signature.args, arguments, strict=True)
+            for kind, value in zip(kinds, cgutils.unpack_tuple(builder, values), strict=True)
         )
-        k, n = builder.extract_value(x.shape, 1), builder.extract_value(out.shape, 1)
+        n = builder.extract_value(out.shape, 1)
+        steps = builder.udiv(units, I64(blocks))
+        k = builder.mul(steps, I64(WEIGHTS))
         last = builder.sub(builder.add(origin, n), I64(1))
         rows = [builder.add(row, I64(r)) for r in range(ROWS)]
         rows = [builder.select(builder.icmp_signed("<", r, last), r, last) for r in rows]
         places = [builder.add(column, I64(c)) for c in range(columns)]
         weights_of = [builder.gep(packed.data, [builder.lshr(builder.mul(r, k), I64(1))]) for r in rows]
-        scales_of = [builder.gep(scales.data, [builder.mul(units, I64(r))]) for r in range(ROWS)]
-        x_rows = [builder.load(builder.gep(source.data, [place])) for place in places]
-        x_of = [builder.gep(x.data, [builder.mul(x_row, k)]) for x_row in x_rows]
-
-        values = load(builder, table.data, I16, WORDS)
+        scales_of = [builder.gep(scales.data, [builder.mul(units, builder.add(of_panel, I64(r)))]) for r in range(ROWS)]
+        own_x = builder.gep(x.data, [builder.mul(column, k)])
+        numbers = load(builder, table.data, I16, WORDS)
         lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [lane * blocks // LANES for lane in range(LANES)])
         zero = ir.Constant(vector, [0.0] * LANES)
         totals = [[cgutils.alloca_once_value(builder, zero) for _ in places] for _ in rows]
-        with cgutils.for_range(builder, builder.udiv(k, I64(WEIGHTS))) as loop:
-            step = loop.index
-            byte, weight = builder.mul(step, I64(BYTES)), builder.mul(step, I64(WEIGHTS))
+        every = [(r, c) for r in range(ROWS) for c in range(columns)]
+
+        def kept(r, c):
+            at = builder.add(builder.mul(of_panel, I64(COLUMNS * LANES)), I64((r * columns + c) * LANES))
+            return builder.gep(sums.data, [at])
+
+        for r, c in every:
+            builder.store(zero, totals[r][c])
+        if columns == COLUMNS:
+            with builder.if_then(builder.icmp_signed(">", begin, I64(0))):
+                for r, c in every:
+                    builder.store(load(builder, kept(r, c), F32, LANES), totals[r][c])
+        # With many rows LLVM would keep all of x in registers from one row of W to the next, and spill sums for it. It
+        # knows nothing of these zeros.
+        unknown = ir.FunctionType(I64, [I64])
+        apart = [
+            builder.asm(unknown, "", "=r,0", [I64(0)], side_effect=True) if columns == COLUMNS else I64(0) for _ in rows
+        ]
+        with cgutils.for_range(builder, builder.sub(until, begin)) as loop:
+            step = builder.add(loop.index, begin)
+            byte = builder.mul(step, I64(BYTES))
             ahead = builder.add(byte, builder.mul(k, I64(ROWS * AHEAD // 2)))
-            found, here = [], []
             for r in range(ROWS):
                 prefetch(builder, builder.gep(weights_of[r], [ahead]), SECOND)
                 lane = load(builder, builder.gep(weights_of[r], [byte]), I16, WORDS)
                 indices = [lane, *(shift_right(builder, lane, bits) for bits in (4, 8, 12))]
-                permuted = [call(builder, "llvm.x86.avx512.permvar.hi.512", words, values, i) for i in indices]
-                found.append([builder.bitcast(one, pairs) for one in permuted])
+                permuted = [call(builder, "llvm.x86.avx512.permvar.hi.512", words, numbers, i) for i in indices]
+                found = [builder.bitcast(one, pairs) for one in permuted]
                 scale = load(builder, builder.gep(scales_of[r], [builder.mul(step, I64(blocks))]), F32, blocks)
-                here.append(builder.shuffle_vector(scale, scale, lanes))
-            for c in range(columns):
-                xs = [
-                    load(builder, builder.gep(x_of[c], [builder.add(weight, I64(WORDS * i))]), I16, WORDS)
-                    for i in range(4)
-                ]
-                xs = [builder.bitcast(one, pairs) for one in xs]
-                for r in range(ROWS):
+                here = builder.shuffle_vector(scale, scale, lanes)
+                of_x = builder.add(builder.mul(step, I64(columns * WEIGHTS)), apart[r])
+                for c in range(columns):
                     total = zero
-                    for weights, eight in zip(found[r], xs, strict=True):
+                    for i, weights in enumerate(found):
+                        eight = load(
+                            builder, builder.gep(own_x, [builder.add(of_x, I64(c * WEIGHTS + WORDS * i))]), I16, WORDS
+                        )
+                        eight = builder.bitcast(eight, pairs)
                         total = call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", vector, total, weights, eight)
-                    total = call(builder, "llvm.fmuladd.v16f32", vector, total, here[r], builder.load(totals[r][c]))
+                    total = call(builder, "llvm.fmuladd.v16f32", vector, total, here, builder.load(totals[r][c]))
                     builder.store(total, totals[r][c])
-        for r in range(ROWS):
-            for c in range(columns):
+
+        def keep():
+            for r, c in every:
+                to = builder.bitcast(kept(r, c), vector.as_pointer())
+                builder.store(builder.load(totals[r][c]), to, align=4)
+
+        def end():
+            for r, c in every:
                 total = builder.fmul(add_up(builder, builder.load(totals[r][c])), inverse)
                 place = builder.add(builder.mul(places[c], n), builder.sub(rows[r], origin))
                 builder.store(total, builder.gep(out.data, [place]))
+
+        if columns == COLUMNS:
+            with builder.if_else(builder.icmp_signed("<", until, steps)) as (goes_on, ends):
+                with goes_on:
+                    keep()
+                with ends:
+                    end()
+        else:
+            end()
         return context.get_dummy_value()
 
     return signature, lower
