@@ -9,7 +9,7 @@ and four instructions of 32 multiply-adds (`vdpbf16ps`) for each row of x; x is 
 out. Sums of 128 weights are scaled in fp32, those of each block by its own scale: two neighbouring lanes of W are one
 of the sums, so a sum has eight neighbouring weights, which share a scale.
 
-With eight rows of x and more, a part of K stays in the first cache while 32 rows of W are multiplied with it; what they
+With eight rows of x and more, a part of K stays in the first cache while 64 rows of W are multiplied with it; what they
 have then waits in memory for the next part. x is laid out tile by tile, so that a tile reads what lies side by side.
 
 The codebook is multiplied by a factor that makes its rounding to bf16 harmless (linear/codebook.py), and results by one
@@ -52,7 +52,7 @@ BYTES, WEIGHTS, LANES, WORDS = 64, 128, 16, 32
 ROWS, COLUMNS, AHEAD, SECOND = 2, 8, 6, 2
 
 # With so many rows of x, their part of so many steps stays in the first cache while so many rows of W meet it.
-HELD, PANEL = 8, 32
+HELD, PANEL = 8, 64
 
 SINCE = 16  # LLVM's version that has the instruction with this signature
 
