@@ -76,10 +76,8 @@ def table_of(codebook: tuple[float, ...], factor: float) -> Any:
 
 @cache
 def order_of(low_first: bool) -> Any:
-    """Which weights of a step come out in which order: of every lane the first of its four, then of every lane the
-    second, ..."""
-    nibbles = (0, 1, 2, 3) if low_first else (1, 0, 3, 2)
-    return np.array([4 * word + nibble for nibble in nibbles for word in range(WORDS)])
+    """In which order the four weights of a lane come out: of every lane one, then of every lane the next one, ..."""
+    return np.array((0, 1, 2, 3) if low_first else (1, 0, 3, 2))
 
 
 def multiply(
@@ -88,7 +86,7 @@ def multiply(
 ) -> Any:  # fmt: skip
     """As `multiply` of products.py, of x [T, K] bf16, contiguous. factor: of the codebook."""
     k = x.shape[1]
-    ordered = torch.empty(len(source) * k, dtype=torch.int16).numpy()
+    ordered = torch.empty(len(source) * k, dtype=torch.int16, device="cpu").numpy()
     y = np.empty((len(source), n), np.float32)
     bits = x.view(torch.int16).numpy()
     parallel(_reorder, len(source), max(1, GRAIN // k), bits, source, first, order_of(format.low_first), ordered)
@@ -119,9 +117,12 @@ def _reorder(begin, end, x, source, firsts, order, out):
             columns //= 2
         inside = (place - top) % columns
         to = (place - inside) * k + inside * WEIGHTS
+        row = x[source[place]]
         for first in range(0, k, WEIGHTS):
-            for number in range(WEIGHTS):
-                out[to + first * columns + number] = x[source[place], first + order[number]]
+            for part in range(len(order)):
+                own = to + first * columns + part * WORDS
+                for word in range(WORDS):
+                    out[own + word] = row[first + len(order) * word + order[part]]
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
