@@ -24,6 +24,7 @@ from halfbyte import eager
 from halfbyte.formats.parts import group_parts
 from halfbyte.formats.weight import FLOAT_DTYPES
 from halfbyte.kernels.common import paired_products
+from halfbyte.kernels.common.fused_rows import dense_dtype
 from halfbyte.kernels.linear import reference
 from halfbyte.kernels.linear.plan import plan
 from halfbyte.measure.error import relative_error
@@ -182,6 +183,7 @@ def test_plans() -> None:
         assert plan(1, 4096, 4096, bf16, "cpu", False, capability).kernel == "fused"
         assert plan(most, 4096, 4096, bf16, "cpu", False, capability).kernel == "fused"
         assert plan(most + 1, 4096, 4096, bf16, "cpu", False, capability).kernel == "dense"
+        assert dense_dtype(bf16, capability) is (torch.float32 if capability == "AVX2" else bf16)
         assert plan(10_000, 64, 33, bf16, "cpu", True, capability).kernel == "fused"
         assert plan(1, 64, 33, bf16, "cpu", False, capability).kernel == "dense"
         assert plan(min(most, 16), 384, 384, bf16, "cpu", False, capability).kernel == "fused"

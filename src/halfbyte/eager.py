@@ -21,6 +21,7 @@ from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability, properties_of
+from halfbyte.kernels.common.fused_rows import dense_dtype
 from halfbyte.kernels.linear import halves
 from halfbyte.kernels.linear import reference as products
 from halfbyte.kernels.linear.plan import plan as plan_linear
@@ -147,6 +148,8 @@ def _linear_elsewhere(
         out = rows.new_empty((len(rows), n))
         kernels = backend("linear", device_type)
         kernels.linear(rows, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out, batch_invariant)
+    elif kernel == "dense" and kind == "cpu" and (wide := dense_dtype(x.dtype, cpu_capability())) is not x.dtype:
+        return linear(given.to(wide), q, None if bias is None else bias.to(wide), False).to(x.dtype)
     elif kernel == "dense" and kind == "cpu" and (panel := _panel_rows(q)) < n:
         return _linear_in_panels(given, q, bias, panel)
     else:
@@ -186,8 +189,9 @@ def linear_backward(grad: Tensor, q: QuantizedWeight) -> Tensor:
         multiply = cuda_products().backward(grad, q) if grad.is_cuda else None
         if multiply is not None:
             return cast(Tensor, multiply(aligned(plain(grad))))
-        weight = dequantize(q, q.scale.new_empty(q.shape, dtype=grad.dtype))
-        return products.linear(grad, weight.t(), None).contiguous()
+        wide = dense_dtype(grad.dtype, cpu_capability()) if grad.device.type == "cpu" else grad.dtype
+        weight = dequantize(q, q.scale.new_empty(q.shape, dtype=wide))
+        return products.linear(grad.to(wide), weight.t(), None).to(grad.dtype).contiguous()
 
 
 def linear_group(x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> list[Tensor] | None:

@@ -20,6 +20,7 @@ from halfbyte.eager import aligned, backend, dequantize, on, plain
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability
+from halfbyte.kernels.common.fused_rows import dense_dtype
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.experts import reference, router_reference
 from halfbyte.kernels.experts.block import Block
@@ -172,8 +173,11 @@ def _multiply(
             x, source, way.fused, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out, target
         )
 
+    wide = dense_dtype(x.dtype, cpu_capability()) if kind == "cpu" else x.dtype
+
     def multiply(rows: Tensor, expert: int) -> Tensor:
-        return products.linear(rows, dense_expert(q, expert, x.dtype), None if bias is None else bias[expert])
+        own_bias = None if bias is None else bias[expert].to(wide)
+        return products.linear(rows.to(wide), dense_expert(q, expert, wide), own_bias).to(x.dtype)
 
     reference.grouped_linear(x, source, way.dense, multiply, out, target)
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 import halfbyte as hb
-from halfbyte import eager
+from halfbyte import eager, eager_experts, experts
 from halfbyte.kernels.dequantize import cpu
 from halfbyte.kernels.linear import panels
 
@@ -68,6 +68,29 @@ def test_no_dense_weight_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     right = functional.linear(x, hb.dequantize(q))
     monkeypatch.setattr(eager, "dequantize", None)  # of a whole weight
     torch.testing.assert_close(hb.linear(x, q), right)
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits_in_fp32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs where torch is slow in 16 bits: the product and its gradient are those in fp32, rounded once; so are
+    those of experts."""
+    for module in (eager, eager_experts):
+        monkeypatch.setattr(module, "cpu_capability", lambda: "AVX2")
+    q, bias = hb.quantize(torch.randn(300, 64)), torch.randn(300).to(dtype)
+    x, grad = torch.randn(2, 50, 64).to(dtype).requires_grad_(), torch.randn(2, 50, 300).to(dtype)
+    wide = x.detach().float().requires_grad_()
+    y, right = hb.linear(x, q, bias), hb.linear(wide, q, bias.float())
+    y.backward(grad)
+    right.backward(grad.float())
+    assert torch.equal(y, right.to(dtype))
+    assert x.grad is not None
+    assert wide.grad is not None
+    assert torch.equal(x.grad, wide.grad.to(dtype))
+    stack, expert = hb.quantize(torch.randn(2, 40, 64)), torch.arange(100) % 2
+    rows = x.detach().view(100, 64)
+    found = experts.grouped_linear(rows, stack, expert)
+    assert torch.equal(found, experts.grouped_linear(rows.float(), stack, expert).to(dtype))
 
 
 def test_few_large_panels() -> None:

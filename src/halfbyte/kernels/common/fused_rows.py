@@ -1,4 +1,5 @@
-"""From how many rows of x on a CPU multiplies with a dense weight: measured once, for `linear` and for experts.
+"""From how many rows of x on a CPU multiplies with a dense weight, and in which dtype: measured once, for `linear` and
+for experts.
 
 The fused kernel decodes every weight again for each four rows of x, and multiplies in fp32 (products.py); or for each
 eight, and multiplies bf16 numbers in pairs (paired_products.py). Making the dense weight costs as much for one row of x
@@ -23,6 +24,14 @@ OTHERWISE = 8
 # A bf16 weight of so many numbers is still in the cache when torch multiplies, and pays from fewer rows on.
 CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, {"AVX512-BF16": 32}
 OTHERWISE_CACHED = 16
+
+# CPUs for which torch multiplies numbers of 16 bits with plain loops, and those of fp32 by a library that knows how.
+IN_FP32 = frozenset({"AVX2"})
+
+
+def dense_dtype(dtype: torch.dtype, cpu_capability: str) -> torch.dtype:
+    """The dtype in which a dense weight is multiplied with x of `dtype`; results are rounded once, to that of x."""
+    return torch.float32 if cpu_capability in IN_FP32 else dtype
 
 
 def most_fused_rows(n: int, k: int, dtype: torch.dtype, cpu_capability: str) -> int:
