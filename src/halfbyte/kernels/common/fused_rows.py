@@ -25,13 +25,17 @@ OTHERWISE = 8
 CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, {"AVX512-BF16": 32}
 OTHERWISE_CACHED = 16
 
-# CPUs for which torch multiplies numbers of 16 bits with plain loops, and those of fp32 by a library that knows how.
-IN_FP32 = frozenset({"AVX2"})
+# What torch multiplies with plain loops, where it has a library for fp32.
+IN_FP32 = {
+    "AVX512-BF16": {torch.float16},
+    "AVX512": {torch.float16},
+    "AVX2": {torch.float16, torch.bfloat16},
+}
 
 
 def dense_dtype(dtype: torch.dtype, cpu_capability: str) -> torch.dtype:
     """The dtype in which a dense weight is multiplied with x of `dtype`; results are rounded once, to that of x."""
-    return torch.float32 if cpu_capability in IN_FP32 else dtype
+    return torch.float32 if dtype in IN_FP32.get(cpu_capability, ()) else dtype
 
 
 def most_fused_rows(n: int, k: int, dtype: torch.dtype, cpu_capability: str) -> int:
