@@ -11,18 +11,16 @@ queries, keys and values ahead, and that of the output behind, whose time withou
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from fitting import lost, main, read
+from fitting import compile_all, lost, main, read, write
 from rich.progress import track
 from torch import Tensor
 
@@ -34,7 +32,6 @@ from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.sm90 import launch, plan
 from halfbyte.kernels.attention.sm90.plan import ClusterPlan
 from halfbyte.kernels.attention.spans import spans_of
-from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.fusion import Beside, Residual
 from halfbyte.measure.records import device_name
@@ -109,17 +106,16 @@ def measure(path: Path, device: torch.device, properties: DeviceProperties) -> N
         for load in loads()
         for one in candidates(load, properties).values()
     }  # fmt: skip
-    with ThreadPoolExecutor() as pool:
-        list(track(pool.map(nvrtc.cubin, variants), "compiling", len(variants)))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(Row._fields)
-        for heads in HEADS:
-            products = Products(heads, device)
-            of_heads = [load for load in loads() if load[:3] == heads]
-            for load in track(of_heads, " x ".join(map(str, heads))):
-                writer.writerows(_rows_of(load, products, device, properties))
-                file.flush()
+    compile_all(variants)
+    write(path, Row._fields, _parts(device, properties))
+
+
+def _parts(device: torch.device, properties: DeviceProperties) -> Iterator[Iterator[Row]]:
+    for heads in HEADS:
+        products = Products(heads, device)
+        of_heads = [load for load in loads() if load[:3] == heads]
+        for load in track(of_heads, " x ".join(map(str, heads))):
+            yield _rows_of(load, products, device, properties)
 
 
 class Products:

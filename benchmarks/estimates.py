@@ -16,13 +16,13 @@ import csv
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from fitting import compile_all
 from rich.progress import track
 from torch.nn import functional
 
@@ -142,8 +142,7 @@ def measure(path: Path, sms: Sequence[int], every: int, device: torch.device, pr
     measurement = Measurement(device, properties, sms, frozenset() if whole else _known(path))
     chosen = list(weights())[::every]
     variants = {variant for weight in chosen for variant in measurement.variants(weight)}
-    with ThreadPoolExecutor() as pool:
-        list(track(pool.map(nvrtc.cubin, variants), "compiling", len(variants)))
+    compile_all(variants)
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         if whole:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from rich.progress import track
 
+from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.linear.tune import h200
 
@@ -76,6 +79,22 @@ def fit_to(constants: Sequence[Constant], rows: Sequence[R], estimate: Callable[
     found = least_squares(errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.1)
     before, after = (float(np.sqrt(np.mean(np.square(errors(values))))) for values in (start, found.x))
     return f"rms error {before:.1%} -> {after:.1%}"
+
+
+def compile_all(variants: Collection[nvrtc.Variant]) -> None:
+    """Side by side, before anything is timed."""
+    with ThreadPoolExecutor() as pool:
+        list(track(pool.map(nvrtc.cubin, variants), "compiling", len(variants)))
+
+
+def write(path: Path, columns: Sequence[str], parts: Iterable[Iterable[Sequence[Any]]]) -> None:
+    """A file anew: its columns, and the rows of each part as soon as they are there."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        for rows in parts:
+            writer.writerows(rows)
+            file.flush()
 
 
 def read(path: Path, row: Callable[..., R], columns: Sequence[str]) -> list[R]:

@@ -12,24 +12,21 @@ against.
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from fitting import Constant, fit_to, lost, main, read
+from fitting import Constant, compile_all, fit_to, lost, main, read, write
 from rich.progress import track
 from torch.nn import functional
 
 import halfbyte as hb
 from halfbyte.bench.dequantize import input_sets
 from halfbyte.bench.predictions import problem, properties_named
-from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.dispatch import dense_microseconds
 from halfbyte.kernels.linear.kernel import run
@@ -101,15 +98,9 @@ def measure(path: Path, device: torch.device, properties: DeviceProperties) -> N
         for back in (False, True)
         for plan in candidates(m, o, back, properties)
     }
-    with ThreadPoolExecutor() as pool:
-        list(track(pool.map(nvrtc.cubin, variants), "compiling", len(variants)))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(Row._fields)
-        for name in WEIGHTS:
-            for shape in track(SHAPES, f"measuring {name}"):
-                writer.writerows(_rows_of_weight(name, *shape, device, properties))
-                file.flush()
+    compile_all(variants)
+    weights = ((name, *shape) for name in WEIGHTS for shape in track(SHAPES, f"measuring {name}"))
+    write(path, Row._fields, (_rows_of_weight(*weight, device, properties) for weight in weights))
 
 
 def _rows_of_weight(name: str, n: int, k: int, device: torch.device, properties: DeviceProperties) -> Iterator[Row]:

@@ -10,23 +10,20 @@ pairs that are sorted ahead; `back` are those of gradients with the transposes.
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from fitting import Constant, fit_to, lost, main, read
+from fitting import Constant, compile_all, fit_to, lost, main, read, write
 from rich.progress import track
 from torch import Tensor
 
 from halfbyte.bench.mixtures import DTYPE, MODELS, Stack, choices
 from halfbyte.bench.predictions import problem, properties_named
-from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.experts.sort import sort
 from halfbyte.kernels.linear import grouped
@@ -120,18 +117,17 @@ def measure(path: Path, device: torch.device, properties: DeviceProperties) -> N
         for product in products()
         for plan in candidates(product, properties)
     }
-    with ThreadPoolExecutor() as pool:
-        list(track(pool.map(nvrtc.cubin, variants), "compiling", len(variants)))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(Row._fields)
-        for model, format in STACKS:
-            for part in PARTS:
-                stack = Stack(getattr(MODELS[model], part), format, device, most_copies=MOST_INPUTS)
-                of_stack = [product for product in products() if product[:3] == (model, format, part)]
-                for product in track(of_stack, f"{model} {format} {part}"):
-                    writer.writerows(_rows_of(product, stack, device, properties))
-                    file.flush()
+    compile_all(variants)
+    write(path, Row._fields, _parts(device, properties))
+
+
+def _parts(device: torch.device, properties: DeviceProperties) -> Iterator[Iterator[Row]]:
+    for model, format in STACKS:
+        for part in PARTS:
+            stack = Stack(getattr(MODELS[model], part), format, device, most_copies=MOST_INPUTS)
+            of_stack = [product for product in products() if product[:3] == (model, format, part)]
+            for product in track(of_stack, f"{model} {format} {part}"):
+                yield _rows_of(product, stack, device, properties)
 
 
 def _grouping(product: Product) -> Grouping:

@@ -9,21 +9,18 @@ the choice of each loses against the fastest plan that was measured. Weights are
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from fitting import Constant, fit_to, lost, main, read
+from fitting import Constant, compile_all, fit_to, lost, main, read, write
 from rich.progress import track
 
 import halfbyte as hb
 from halfbyte.bench.dequantize import input_sets
 from halfbyte.bench.predictions import problem, properties_named
-from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import UNIT_K, span_of
@@ -100,14 +97,9 @@ def measure(path: Path, device: torch.device, properties: DeviceProperties) -> N
     """Writes the file anew."""
     every = [(problem("nf4", 64, True, *shape), m) for shape in SHAPES for m in ROWS]
     variants = {streamk.variant(o, plan, properties) for o, m in every for plan in plans(m, o, properties)}
-    with ThreadPoolExecutor() as pool:
-        list(track(pool.map(nvrtc.cubin, variants), "compiling", len(variants)))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(Row._fields)
-        for shape in track(SHAPES, "measuring"):
-            writer.writerows(_rows_of_weight(*shape, device, properties))
-            file.flush()
+    compile_all(variants)
+    parts = (_rows_of_weight(*shape, device, properties) for shape in track(SHAPES, "measuring"))
+    write(path, Row._fields, parts)
 
 
 def _rows_of_weight(n: int, k: int, device: torch.device, properties: DeviceProperties) -> Iterator[Row]:

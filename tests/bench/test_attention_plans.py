@@ -83,7 +83,7 @@ def test_measure(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(script, "device_name", lambda device: H100)
     monkeypatch.setattr(script, "spans_of", lambda mask, texts: None)
     monkeypatch.setattr(script.launch, "attend", attend)
-    monkeypatch.setattr(script.nvrtc, "cubin", lambda variant: b"")
+    monkeypatch.setattr("halfbyte.kernels.common.nvrtc.cubin", lambda variant: b"")
     path = tmp_path / "attention-plans.csv"
     script.measure(path, torch.device("cpu"), properties_named(H100))
     rows = rows_of(script, path)

@@ -75,7 +75,7 @@ def test_measure(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(script, "TOKENS", (32, 600))
     monkeypatch.setattr(script, "device_name", lambda device: H100)
     monkeypatch.setattr(script.grouped, "bind", bind)
-    monkeypatch.setattr(script.nvrtc, "cubin", lambda variant: b"")
+    monkeypatch.setattr("halfbyte.kernels.common.nvrtc.cubin", lambda variant: b"")
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     path = tmp_path / "grouped-plans.csv"
     script.measure(path, torch.device("cpu"), properties_named(H100))

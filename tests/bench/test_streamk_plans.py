@@ -84,7 +84,7 @@ def test_measure(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(script, name, value)
     monkeypatch.setattr(script, "input_sets", lambda nbytes, device: 1)
     monkeypatch.setattr(script, "device_name", lambda device: H100)
-    monkeypatch.setattr(script.nvrtc, "cubin", lambda variant: b"")
+    monkeypatch.setattr("halfbyte.kernels.common.nvrtc.cubin", lambda variant: b"")
     path = tmp_path / "streamk-plans.csv"
     script.measure(path, torch.device("cpu"), properties_named(H100))
     rows = rows_of(script, path)
