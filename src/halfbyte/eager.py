@@ -148,7 +148,7 @@ def _linear_elsewhere(
         out = rows.new_empty((len(rows), n))
         kernels = backend("linear", device_type)
         kernels.linear(rows, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out, batch_invariant)
-    elif kernel == "dense" and kind == "cpu" and (wide := dense_dtype(x.dtype, cpu_capability())) is not x.dtype:
+    elif kernel == "dense" and (wide := dense_dtype_for(x)) is not x.dtype:
         return linear(given.to(wide), q, None if bias is None else bias.to(wide), False).to(x.dtype)
     elif kernel == "dense" and kind == "cpu" and (panel := _panel_rows(q)) < n:
         return _linear_in_panels(given, q, bias, panel)
@@ -158,6 +158,11 @@ def _linear_elsewhere(
             return products.linear(given, weight, bias).contiguous()
         out = products.linear_in_tiles(rows, weight, bias)
     return out.view(*x.shape[:-1], n)
+
+
+def dense_dtype_for(x: Tensor) -> torch.dtype:
+    """The dtype in which a dense weight is multiplied with x."""
+    return dense_dtype(x.dtype, cpu_capability()) if x.device.type == "cpu" else x.dtype
 
 
 def _panel_rows(q: QuantizedWeight) -> int:
@@ -189,7 +194,7 @@ def linear_backward(grad: Tensor, q: QuantizedWeight) -> Tensor:
         multiply = cuda_products().backward(grad, q) if grad.is_cuda else None
         if multiply is not None:
             return cast(Tensor, multiply(aligned(plain(grad))))
-        wide = dense_dtype(grad.dtype, cpu_capability()) if grad.device.type == "cpu" else grad.dtype
+        wide = dense_dtype_for(grad)
         weight = dequantize(q, q.scale.new_empty(q.shape, dtype=wide))
         return products.linear(grad.to(wide), weight.t(), None).to(grad.dtype).contiguous()
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from halfbyte.eager import aligned, backend, dequantize, on, plain
+from halfbyte.eager import aligned, backend, dense_dtype_for, dequantize, on, plain
 from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability
-from halfbyte.kernels.common.fused_rows import dense_dtype
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.experts import reference, router_reference
 from halfbyte.kernels.experts.block import Block
@@ -173,7 +172,7 @@ def _multiply(
             x, source, way.fused, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out, target
         )
 
-    wide = dense_dtype(x.dtype, cpu_capability()) if kind == "cpu" else x.dtype
+    wide = dense_dtype_for(x)
 
     def multiply(rows: Tensor, expert: int) -> Tensor:
         own_bias = None if bias is None else bias[expert].to(wide)

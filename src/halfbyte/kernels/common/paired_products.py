@@ -143,8 +143,9 @@ def _multiply(
         high = origin + min(rows_before(end - begins[group], cost, ROWS), n)
         panel = PANEL if last - first >= COLUMNS else ROWS
         for top in range(low, high, panel):
-            decode_scales(scales, top, panel, origin + n, k, unit, log2, flat, codes, code, absmax, offset, nested_log2)
             bottom, column = min(top + panel, high), first
+            rows = tiles_of(bottom - top, ROWS) * ROWS
+            decode_scales(scales, top, rows, origin + n, k, unit, log2, flat, codes, code, absmax, offset, nested_log2)
             while last - column >= COLUMNS:
                 for step in range(0, steps, HELD):
                     until = min(step + HELD, steps)
@@ -225,8 +226,6 @@ def _tile(typing_context, columns, blocks, given, row, origin, column, of_panel,
             at = builder.add(builder.mul(of_panel, I64(COLUMNS * LANES)), I64((r * columns + c) * LANES))
             return builder.gep(sums.data, [at])
 
-        for r, c in every:
-            builder.store(zero, totals[r][c])
         if columns == COLUMNS:
             with builder.if_then(builder.icmp_signed(">", begin, I64(0))):
                 for r, c in every:
