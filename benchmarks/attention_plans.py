@@ -80,7 +80,7 @@ def plans(load: Load, properties: DeviceProperties) -> dict[Shape, tuple[float, 
     """Every plan with its estimate."""
     heads, shared, size, texts, tokens = load
     rows = heads // shared
-    every = plan.every_plan(properties, size, rows, counts=True)
+    every = plan.every_plan(properties, size, rows)
     estimates = ((plan.microseconds(one, properties, texts * shared, tokens, size, rows), one) for one in every)
     return {shape_of(one): (estimate, one) for estimate, one in estimates}
 

@@ -31,7 +31,7 @@ def test_constants_are_those_of_the_record(script: ModuleType) -> None:
     """What they choose is among the fastest that were measured, and it is what attention is launched with."""
     rows = rows_of(script, RECORD)
     properties = properties_named(rows[0].device)
-    assert float(script._lost(rows, properties).split("mean ")[1].split(",")[0]) < 1.005
+    assert float(script._lost(rows, properties).split("mean ")[1].split(",")[0]) < 1.015
     for heads, shared, size, texts, tokens in {row.load for row in rows}:
         every = script.plans((heads, shared, size, texts, tokens), properties)
         chosen = cluster_plan(properties, texts * shared, tokens, size, heads // shared)
@@ -42,7 +42,7 @@ def test_constants_are_those_of_the_record(script: ModuleType) -> None:
 def test_a_fit_finds_what_was_lost(script: ModuleType) -> None:
     rows = [row for row in rows_of(script, RECORD) if row.size == 64]
     properties = properties_named(rows[0].device).as_fitted
-    plan.TIMES[64] = plan.TIMES[64]._replace(in_memory=0.0001, alone=6.0)
+    plan.TIMES[64] = plan.TIMES[64]._replace(meeting=0.0001, part=0.6)
     before = script._lost(rows, properties)
     error = script.descend(64, rows, properties, steps=600)
     assert error < 0.15

@@ -78,7 +78,7 @@ def test_long_caches(size: int, texts: int, group: int, new: int, way: str, dtyp
     "plan", [(1, 8, 4), (1, 2, 16), (2, 4, 2), (1, 8, 16, True), (1, 4, 32, True), (2, 2, 8, True), (1, 2, 3, True)]
 )
 def test_every_way_to_meet(plan: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
-    """In a CTA, a cluster, and memory, one launch after the other, whose counters are left as they were."""
+    """In a CTA, a cluster, and memory, one launch after the other, which leaves room for the next."""
     clusters = pytest.importorskip("halfbyte.kernels.attention.sm90.launch")
     texts, shared, group, tokens = 3, 4, 4 * plan[0], 3000
     mask = causal([(3, 2100), (1000, 1001), (0, tokens)], 1, tokens)
@@ -231,7 +231,7 @@ def attention_of(attend: Attend, mask: Tensor, layers: int) -> Callable[[], list
 
 @both
 def test_a_graph_follows_its_mask(attend: Attend) -> None:
-    """A bucket that fills: the same graph reads more and more, and the counters of parts are ready every time."""
+    """A bucket that fills: the same graph reads more and more, and where parts meet is ready every time."""
     mask = causal([(0, 1), (7, 20)], 1, 4096)
     attention = attention_of(attend, mask, 3)
     graph, results = captured(attention)

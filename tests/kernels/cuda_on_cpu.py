@@ -30,7 +30,9 @@ FUNCTIONS = {
     " multiply_add(sum, {a0, a1, a2, a3}, b0, b1, FP16); }",
     "load_partial(const float4": "float4 load_partial(const float4* from) { return let_others(), *from; }",
     "load_route": "uint4 load_route(const uint4* from) { return *from; }",
-    "store_partial": "void store_partial(float4* to, float4 value) { *to = value; }",
+    "load_partial(const float2": "float2 load_partial(const float2* from) { return let_others(), *from; }",
+    "store_partial(float4": "void store_partial(float4* to, float4 value) { *to = value; }",
+    "store_partial(float2": "void store_partial(float2* to, float2 value) { *to = value; }",
     "weighted": "u32 weighted(u32 word, u32 weights, u32 adds) {"
     " const auto one = [&](u32 at) { return narrow(unpack(word >> at) * ((adds ? 1 : 0) + unpack(weights >> at))); };"
     " return one(0) | u32(one(16)) << 16; }",
@@ -95,7 +97,6 @@ FUNCTIONS = {
     "meet": "",
     "send(u32 place": "void send(u32 at, u32 rank, float2 pair) {"
     " stored(address_in(u32(__cvta_generic_to_shared(memory)) + at, rank), pair); }",
-    "load_partial(const float2": "float2 load_partial(const float2* from) { return *from; }",
     "count(int": "u32 count(int* counter) { return (*counter)++; }",
     "store_sums_at": "void store_sums_at(u32 at, float4 value) { stored(at, value); }",
     "multiply_add": "template <int Sums> void multiply_add(float (&sum)[Sums], u32 a0, u32 a1, u32 a2, u32 a3,"

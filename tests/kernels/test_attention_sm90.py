@@ -3,6 +3,7 @@ that it computes the right thing on a CPU."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 import struct
@@ -36,6 +37,7 @@ from halfbyte.kernels.attention.spans import WIDTH
 from halfbyte.kernels.common.device import properties_for
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.common.nvrtc import Variant, compile_cubin
+from halfbyte.kernels.linear.workspace import Workspace
 
 BF16, F16 = torch.bfloat16, torch.float16
 BOUND = {BF16: 2.0**-6, F16: 2.0**-9}  # weights and results are rounded to it
@@ -58,8 +60,11 @@ def on_cpu(
     texts, heads, new, size = query.shape
     shared = keys.shape[1]
     out = torch.full((texts + 1, new, heads, size), 777.0, dtype=query.dtype)
-    sums = torch.full((plan.sums(texts * shared, heads // shared * new, size),), float("nan"))
-    told = launch.arguments(query, keys, values, mask, 0.09, softcap, sinks, spans, fresh, sums, out)
+    sums = plan.sums(texts * shared, heads // shared * new, size)
+    workspace = Workspace(sums, query.device)
+    first = workspace.take(sums)  # by a launch ahead
+    (ctypes.c_float * sums).from_address(first[0])[:] = [7.0] * sums
+    told = launch.arguments(query, keys, values, mask, 0.09, softcap, sinks, spans, fresh, workspace.take(sums), out)
     group, kinds = heads // shared, (launch.mask_kind(mask), launch.sinks_kind(None if sinks is None else sinks.dtype))
     variant = launch.variant(
         H200, group, new, size, plan, True, query.dtype, *kinds, spans is not None, bool(softcap), fresh is not None,
@@ -70,11 +75,13 @@ def on_cpu(
         norms = [norm.weight for norm in (fresh.query_norm, fresh.key_norm) if norm is not None]
         readable += [fresh.cos, fresh.sin, fresh.slot, *norms]
     shared_bytes = plan.shared_bytes(group * new, size, 0 if fresh is None else new)
-    shape = Shape(texts * shared, plan.threads(group * new), shared_bytes, y=plan.ctas, cluster=plan.cluster)
+    grid = launch.grid(texts * shared, plan)
+    together = plan.ctas if plan.in_memory else 1
+    shape = Shape(grid[0], plan.threads(group * new), shared_bytes, y=grid[1], cluster=plan.cluster, together=together)
     bits = struct.pack("".join(launch.LAYOUT), *told)
     assert cuda_on_cpu.run(folder, variant, "attend", bits, shape, readable) == 0
     assert (out[texts:] == 777).all()
-    assert spans is None or not spans[:, 2:].any()  # counters are as they were found
+    assert set((ctypes.c_int32 * sums).from_address(first[0])) <= {-1}  # room for the next launch
     return out[:texts]
 
 
@@ -254,8 +261,8 @@ def meet_in_memory(
     held = paged.PagedCache(keys, values, table, torch.tensor(lengths, dtype=torch.int32), slots)
     told = paged.arguments(query, key, value, held, None, sums, counters, out, 0.09, 0.0, window)
     variant = kind.variant(H200, plan, overlaps=False)
-    columns, threads = texts * shared + plan.helpers // plan.ctas, plan.threads(group)
-    shape_of = Shape(columns, threads, plan.shared_bytes(group, size, 1), y=plan.ctas, cluster=plan.cluster)
+    x, y = launch.grid(texts * shared, plan)
+    shape_of = Shape(x, plan.threads(group), plan.shared_bytes(group, size, 1), y=y, cluster=plan.cluster)
     bits = struct.pack("".join(launch.LAYOUT), *told)
     assert cuda_on_cpu.run(folder, variant, "attend", bits, shape_of, [pages, table, held.lengths, slots]) == 0
     assert (out[texts:] == 777).all()
@@ -312,19 +319,15 @@ def test_random_batches_of_pages(tmp_path: Path) -> None:
     rows=st.integers(1, MOST_ROWS),
     capability=st.sampled_from([90, 100, 120]),
     sms=st.integers(8, 200),
-    counts=st.booleans(),
 )
-def test_every_plan_fits(
-    heads: int, tokens: int, size: int, rows: int, capability: int, sms: int, counts: bool
-) -> None:
+def test_every_plan_fits(heads: int, tokens: int, size: int, rows: int, capability: int, sms: int) -> None:
     properties = replace(properties_for(f"sm_{capability}"), sms=sms)
-    plan = cluster_plan(properties, heads, tokens, size, rows, counts)
+    plan = cluster_plan(properties, heads, tokens, size, rows)
     if plan is None:
         assert rows > 16
         assert tokens > 4096 or (rows > 32 and heads * tokens > 65536)
         return
     assert plan.threads(rows) <= 512
-    assert counts or not plan.in_memory
     assert plan.cluster <= (16 if capability == 90 else 8)
     assert plan.shared_bytes(rows, size, min(rows, 8)) <= properties.shared_memory
     assert plan.columns * 8 * plan.row_tiles(rows) >= rows
@@ -401,8 +404,8 @@ def test_what_other_kernels_compute() -> None:
     assert cluster_plan(MI300X, 8, 300, 128, 4) is None
     query, cache = torch.zeros(1, 4, 1, 128, dtype=BF16), torch.zeros(1, 2, 9, 128, dtype=BF16)
     odd = torch.zeros(1, 4, 1, 132, dtype=BF16)[..., :128]  # heads that do not lie at multiples of 16 bytes
-    assert launch.plan_for(odd, cache, cache, None, None) is None
-    assert launch.plan_for(query, cache, cache[..., :64], None, None) is None
+    assert launch.plan_for(odd, cache, cache, None) is None
+    assert launch.plan_for(query, cache, cache[..., :64], None) is None
     for kind in (
         paged.Kind(torch.float32, 8, 2, 64, 16),
         paged.Kind(BF16, 8, 2, 96, 16),

@@ -1,9 +1,10 @@
 """`halfbyte bench attention`: few new tokens of each text over caches that are filled wholly or by a part.
 
-Every result is held against fp64. The floor is the time of reading the filled keys and values once. Peers: torch's
-scaled_dot_product_attention, given the mask as transformers gives it; the same over the filled tokens alone and without
-a mask, which no static cache can have, for the best that its kernels reach; and what transformers computes where there
-is a soft cap or a sink, in torch's operations.
+Every result is held against fp64. The floor is the time of reading the filled keys and values once, by the bandwidth of
+a copy, and by a kernel that reads them and does nothing else ("reading"). Peers: torch's scaled_dot_product_attention,
+given the mask as transformers gives it; the same over the filled tokens alone and without a mask, which no static cache
+can have, for the best that its kernels reach; and what transformers computes where there is a soft cap or a sink, in
+torch's operations.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def _name(load: Load) -> str:
 
 
 def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch.device) -> Case:
+    from halfbyte.bench import reading
     from halfbyte.kernels.attention.attend import attend
     from halfbyte.kernels.attention.spans import spans_of
 
@@ -108,6 +110,7 @@ def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch
     providers: dict[str, Provider] = {
         OURS: lambda i: ours(*inputs[i], spans=spans),
         "with its spans": lambda i: ours(*inputs[i]),
+        "reading": lambda i: reading.highest(*inputs[i][1:], load.filled),
     }
     if heads.softcap or heads.sinks:
         providers["eager"] = lambda i: reference.attend(*inputs[i], mask, scale, heads.softcap, sinks)
@@ -139,7 +142,7 @@ def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch
         "dtype": str(dtype).removeprefix("torch."), "inputs": sets,
     }  # fmt: skip
     bytes_of_ends = 2 * load.texts * load.new * heads.queries * heads.size * dtype.itemsize
-    right = dict.fromkeys(providers, exact)
+    right = dict.fromkeys(providers, exact) | {"reading": lambda i: reading.right(*inputs[i][1:], load.filled)}
     return Case(name, moved + bytes_of_ends, sets, providers, right, check, device, facts, error_of)
 
 

@@ -47,7 +47,7 @@ def attend(
     """
     if spans is None and mask is not None:
         spans = spans_of(mask, len(query))
-    plan = clusters.plan_for(query, keys, values, fresh, spans)
+    plan = clusters.plan_for(query, keys, values, fresh)
     if plan is None:
         return triton.attend(
             query, keys, values, mask, scale, softcap=softcap, sinks=sinks, spans=spans, fresh=fresh, settled=settled

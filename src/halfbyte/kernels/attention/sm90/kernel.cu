@@ -20,10 +20,9 @@
 //
 // Work. Some CTAs have one head of keys of one text. Their warps take blocks in turn, each with sums, a highest score
 // and the sum of weights of its own, as in flash decoding (arXiv:2311.01282). The warps of a CTA meet in its shared
-// memory. CTAs of a cluster then send what their warps have together to each other, and each adds up a share of the
-// result. Clusters of many warps do not fit on all multiprocessors, so for long caches of few heads CTAs leave it in
-// memory, and the last one to do so adds up. The order is always the same: so the same input gives the same bits. The
-// next block is on its way while one is computed (meet.cuh).
+// memory. CTAs then send what their warps have together to each other, and each adds up a share of the result: through
+// the shared memory of a cluster (meet.cuh), or through memory, where any number finds room (in_memory.cuh). The order
+// is always the same: so the same input gives the same bits. The next block is on its way while one is computed.
 //
 // The tokens of a text may lie in pages, as servers keep them; the last one is new. How many there are only the device
 // knows. So texts that are longer than others have helpers (share.cuh), whom their clusters meet in memory.
@@ -52,7 +51,7 @@
 //   mma_k                  16
 
 #include "fresh.cuh"
-#include "meet.cuh"
+#include "in_memory.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_constant__ Arguments a) {
   const u32 lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
@@ -99,6 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   u16* own = reinterpret_cast<u16*>(memory + 4 * row_tile * NEW * SIZE);  // keys, and behind them values
   Fresh fresh;
   const bool has_own = Config::puts && text.has_own(part);
+  if constexpr (EXCHANGES) clear_stale<THREADS>(a);
   if (has_own) fresh.load(a, text, part, which, head, group, member);
   uint4 query[COLUMNS][KEY_PARTS];
 #pragma unroll
@@ -143,13 +143,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   __syncthreads();
   if (IN_MEMORY && here.meets_in_memory()) {
     const InMemory there(a, here);
-    pass_on(there, row_tile, of_tile, here.rank, lane);
-    if (is_last(a, here)) add_up(a, there, row_tile, of_tile, 0, here, sinks, lane);
+    pass_on(there, row_tile, of_tile, lane);
+    if constexpr (EXCHANGES) add_up_shared(a, there, here);
+    else if (is_last(a, here)) add_up_alone(a, there, here);
   } else if constexpr (CLUSTER == 1) {
     add_up(a, OfWarps(), row_tile, of_tile, 0, here, sinks, lane);
   } else {
     wait_for_cluster();  // every CTA has begun, and so has shared memory
-    pass_on(OfCluster(), row_tile, of_tile, here.rank, lane);
+    pass_on(ToCluster{here.rank}, row_tile, of_tile, lane);
     sync_cluster();
     add_up(a, OfCluster(), row_tile, of_tile, here.rank, here, sinks, lane);
   }

@@ -12,22 +12,21 @@ from torch import Tensor
 
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.sm90.plan import ClusterPlan, cluster_plan
-from halfbyte.kernels.attention.spans import COUNTERS, WIDTH, lowest
+from halfbyte.kernels.attention.spans import WIDTH, lowest
 from halfbyte.kernels.common import compiler
 from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, driver, kernels
 from halfbyte.kernels.common.nvrtc import Constant, Variant, compile_ahead, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
+from halfbyte.kernels.linear import workspace
 
 ALIGNED = 16  # bytes, of a load
-LAYOUT = ("", "17Q20q4I6f", "")  # Arguments in work.cuh
+LAYOUT = ("", "18Q21q4I6f", "")  # Arguments in work.cuh
 launches: ThreadCache[Hashable, tuple[Launch, Arguments]] = ThreadCache()
 
 
-def plan_for(
-    query: Tensor, keys: Tensor, values: Tensor, fresh: Fresh | None, spans: Tensor | None
-) -> ClusterPlan | None:
+def plan_for(query: Tensor, keys: Tensor, values: Tensor, fresh: Fresh | None) -> ClusterPlan | None:
     """The plan, or None where this kernel is not for them. They are such as `attend` supports."""
     texts, heads, new, size = query.shape
     shared, tokens = keys.shape[1], keys.shape[2]
@@ -39,8 +38,7 @@ def plan_for(
         tensors += [norm.weight for norm in (fresh.query_norm, fresh.key_norm) if norm is not None]
     if values.shape[3] != size or not all(map(is_aligned, tensors)) or driver() is None or compiler.find() is None:
         return None
-    counts = spans is not None and shared <= COUNTERS
-    return cluster_plan(properties_of(query.get_device()), texts * shared, tokens, size, heads // shared * new, counts)
+    return cluster_plan(properties_of(query.get_device()), texts * shared, tokens, size, heads // shared * new)
 
 
 def is_aligned(tensor: Tensor) -> bool:
@@ -80,9 +78,10 @@ def attend(
         return launch_of(index, variants[0], texts * shared, heads // shared * new, plan), Arguments(LAYOUT, (), ())
 
     launch, told = launches.get(key, make)
-    sums = query.new_empty(plan.sums(texts * shared, heads // shared * new, size), dtype=torch.float32)
-    told.set(*arguments(query, keys, values, mask, scale, softcap, sinks, spans, fresh, sums, out))
-    launch(torch._C._cuda_getCurrentRawStream(index), told.parameters)
+    stream, sums = torch._C._cuda_getCurrentRawStream(index), plan.sums(texts * shared, heads // shared * new, size)
+    taken = workspace.take(query.device, stream, sums) if sums else (0, 0, 0)
+    told.set(*arguments(query, keys, values, mask, scale, softcap, sinks, spans, fresh, taken, out))
+    launch(stream, told.parameters)
     return out
 
 
@@ -96,10 +95,12 @@ def arguments(
     sinks: Tensor | None,
     spans: Tensor | None,
     fresh: Fresh | None,
-    sums: Tensor,
+    taken: tuple[int, int, int],
     out: Tensor,
 ) -> tuple[Any, ...]:
-    """What work.cuh's Arguments hold. The query stands for tensors that there are not, and is not read as such."""
+    """What work.cuh's Arguments hold. The query stands for tensors that there are not, and is not read as such. taken:
+    what `workspace.take` says."""
+    sums, stale, count = taken
     new: tuple[Tensor, ...] = (query,) * 7
     strides: tuple[int, ...] = (0,) * 8
     numbers: tuple[float, ...] = (0.0,) * 3
@@ -109,12 +110,11 @@ def arguments(
         strides = *added.stride()[:3], *values_added.stride()[:3], fresh.cos_text, cos.stride(1)
         numbers = of["QUERY_EPSILON"], of["KEY_EPSILON"], of["OFFSET"]
     others = (query if tensor is None else tensor for tensor in (mask, spans, None, sinks))
-    counters = 0 if spans is None else spans.data_ptr() + 2 * spans.itemsize
     steps = (0, 0) if mask is None else (0 if len(mask) == 1 else mask.stride(0), mask.stride(2))
     return (
-        *(tensor.data_ptr() for tensor in (query, *new, keys, values, *others, sums)), counters, out.data_ptr(),
+        *(tensor.data_ptr() for tensor in (query, *new, keys, values, *others)), sums, stale, 0, out.data_ptr(),
         *query.stride()[:3], *keys.stride()[:2], *values.stride()[:2], *steps, *strides,
-        *(0, 0, 0), keys.shape[2], keys.shape[1], WIDTH, 0, scale, softcap or 0.0,
+        *(0, 0, 0), count // 4, keys.shape[2], keys.shape[1], WIDTH, 0, scale, softcap or 0.0,
         0.0 if mask is None else lowest(mask), *numbers,
     )  # fmt: skip
 
@@ -170,9 +170,14 @@ def launch_of(index: int, compiled: Variant, heads: int, rows: int, plan: Cluste
     shared = int(dict(compiled.constants)["shared_bytes"])
     (function,) = kernels(index, compiled, (("attend", shared),), wide=plan.cluster > MOST_CLUSTER)
     cluster = plan.cluster if plan.cluster > 1 else 0
-    return Launch(
-        function, (heads + plan.helpers // plan.ctas, plan.ctas), plan.threads(rows), shared, cluster, overlaps=True
-    )
+    return Launch(function, grid(heads, plan), plan.threads(rows), shared, cluster, overlaps=True)
+
+
+def grid(heads: int, plan: ClusterPlan) -> tuple[int, int]:
+    """CTAs along x and y, as share.cuh finds a head of keys and a CTA of it there. heads: of keys, of all texts."""
+    if plan.in_memory:
+        return heads * plan.ctas, 1
+    return heads + plan.helpers // plan.ctas, plan.ctas
 
 
 @cache

@@ -158,11 +158,11 @@ def arguments(
     page_step, token_step, head_step, _ = keys.stride()
     tensors = (
         query, key, value, query, query, query, query, slots, keys, values, query, lengths, table,
-        query if sinks is None else sinks, sums, counters, out,
+        query if sinks is None else sinks,
     )  # fmt: skip
     return (
-        *(tensor.data_ptr() for tensor in tensors),
+        *(tensor.data_ptr() for tensor in tensors), sums.data_ptr(), 0, counters.data_ptr(), out.data_ptr(),
         *query.stride()[:2], 0, 0, head_step, 0, head_step, 0, 0, *key.stride()[:2], 0, *value.stride()[:2], 0, 0, 0,
-        table.stride(0), page_step, token_step,
-        cache.tokens, key.shape[1], key.shape[1], window, scale, softcap, 0.0, 0.0, 0.0, 0.0,
+        table.stride(0), page_step, token_step, 0,
+        cache.tokens, key.shape[1], 0, window, scale, softcap, 0.0, 0.0, 0.0, 0.0,
     )  # fmt: skip

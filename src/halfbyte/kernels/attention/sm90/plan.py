@@ -28,15 +28,14 @@ OF_A_MULTIPROCESSOR = 65536
 
 
 class Times(NamedTuple):
-    """µs: a launch; a block, while nothing else is waited for; each part that is added up; a meeting, of a cluster or
-    in memory, and each tile of rows of a wide cluster. MB a µs from memory; and how a block's two times add up: the
-    exponent of their norm."""
+    """µs: a launch; a block, while nothing else is waited for; each warp or CTA whose sums are added up; a meeting of
+    CTAs, and each tile of rows of a wide cluster. MB a µs from memory; and how a block's two times add up: the exponent
+    of their norm."""
 
     start: float
     alone: float
     part: float
     meeting: float
-    in_memory: float
     wide: float
     memory: float
     overlap: float
@@ -44,8 +43,8 @@ class Times(NamedTuple):
 
 # By the size of a head. benchmarks/attention_plans.py prints them, which fits them to its record.
 TIMES = {
-    64: Times(1.5665, 1.0542, 0.0818, 0.3297, 1.6375, 0.5019, 8.8569, 1.0),
-    128: Times(1.9818, 1.248, 0.0633, 0.7963, 2.2078, 0.4385, 10.6423, 1.0),
+    64: Times(1.0971, 1.1296, 0.0558, 1.1608, 0.2439, 7.9587, 1.0),
+    128: Times(1.178, 1.382, 0.051, 1.5061, 0.3462, 7.5188, 1.3703),
 }
 
 
@@ -90,26 +89,23 @@ class ClusterPlan:
         return self.row_tiles(rows) * of_tile
 
     def sums(self, heads: int, rows: int, size: int) -> int:
-        """Numbers that CTAs leave in memory, in pairs. heads: of keys, of all texts."""
-        of_tile = 2 * self.columns * (32 * size // 8 + 8)
+        """Numbers that CTAs leave in memory, as in_memory.cuh lays them out, a multiple of four. heads: of keys, of all
+        texts."""
         parts = heads * self.ctas + self.helpers if self.helpers or self.in_memory else 0
-        return parts * self.row_tiles(rows) * of_tile
+        return -(-parts * rows * (size + 2) // 4) * 4
 
 
 @lru_cache(1 << 14)
-def cluster_plan(
-    properties: DeviceProperties, heads: int, tokens: int, size: int, rows: int, counts: bool = True
-) -> ClusterPlan | None:
+def cluster_plan(properties: DeviceProperties, heads: int, tokens: int, size: int, rows: int) -> ClusterPlan | None:
     """heads: of keys, of all texts. tokens: of the cache, as long as it can be. size: of a head. rows: heads that share
-    keys, times new tokens. counts: there are counters for CTAs that meet in memory. None where this kernel is not for
-    them."""
+    keys, times new tokens. None where this kernel is not for them."""
     if properties.ptx < HOPPER or size not in SIZES or not 0 < rows <= MOST_ROWS:
         return None
     if rows > SHARED_ROWS and tokens > MOST_TOKENS[size]:
         return None
     if rows > MANY_ROWS and heads * tokens > MOST_OF_ALL_HEADS[size]:
         return None
-    plans = every_plan(properties, size, rows, counts)
+    plans = every_plan(properties, size, rows)
     estimates = ((microseconds(plan, properties, heads, tokens, size, rows), plan) for plan in plans)
     return min(estimates, key=lambda one: one[0])[1]
 
@@ -120,7 +116,7 @@ def pages_plan(properties: DeviceProperties, heads: int, tokens: int, size: int,
     if properties.ptx < HOPPER or size not in SIZES or not 0 < rows <= MOST_ROWS:
         return None
     usual = min(tokens, USUAL_TOKENS)
-    plans = every_plan(properties, size, rows, False)
+    plans = every_plan(properties, size, rows, in_memory=())
     first = min(plans, key=lambda plan: microseconds(plan, properties, heads, usual, size, rows))
     if tokens <= BLOCK * first.token_warps * first.ctas * ENOUGH_TURNS:
         return first  # no text is too long for it
@@ -129,10 +125,12 @@ def pages_plan(properties: DeviceProperties, heads: int, tokens: int, size: int,
     return replace(first, helpers=helpers, turns=ENOUGH_TURNS, at_once=at_once)
 
 
-def every_plan(properties: DeviceProperties, size: int, rows: int, counts: bool) -> Iterator[ClusterPlan]:
+def every_plan(
+    properties: DeviceProperties, size: int, rows: int, in_memory: tuple[int, ...] = IN_MEMORY
+) -> Iterator[ClusterPlan]:
     # More than eight CTAs are a cluster only where that is known to be allowed.
     widest = max(CLUSTERS) if properties.capability == HOPPER else MOST_CLUSTER
-    ways = [(ctas, False) for ctas in CLUSTERS if ctas <= widest] + [(ctas, True) for ctas in IN_MEMORY if counts]
+    ways = [(ctas, True) for ctas in in_memory] + [(ctas, False) for ctas in CLUSTERS if ctas <= widest]
     for warps, way in product(TOKEN_WARPS, ways):
         plan = ClusterPlan(1 if rows <= 8 else 2, warps, *way)
         fits = plan.shared_bytes(rows, size, min(rows, MOST_NEW)) <= properties.shared_memory
@@ -153,7 +151,7 @@ def microseconds(
     reading = warps * megabytes / (times.memory * properties.rates.bandwidth)
     block = math.pow(math.pow(times.alone, times.overlap) + math.pow(reading, times.overlap), 1 / times.overlap)
     blocks, parts = -(-tokens // (BLOCK * plan.ctas * plan.token_warps)), plan.ctas + plan.token_warps
-    meeting = (times.in_memory if plan.in_memory else times.meeting if plan.ctas > 1 else 0) + (
-        times.wide * plan.row_tiles(rows) if plan.cluster > MOST_CLUSTER else 0
-    )
+    meeting = times.meeting if plan.ctas > 1 else 0
+    if plan.cluster > MOST_CLUSTER:
+        meeting += times.wide * plan.row_tiles(rows)
     return times.start + -(-heads // at_once) * (blocks * block + times.part * parts + meeting)

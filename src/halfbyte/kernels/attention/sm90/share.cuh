@@ -16,7 +16,9 @@ struct Part {
   bool exists = true;
 
   __device__ Part(const Arguments& a, u32 lane) {
-    which = blockIdx.x / a.heads, head = blockIdx.x % a.heads, rank = Config::ctas == 1 ? 0 : blockIdx.y;
+    const u32 of_all = EXCHANGES ? blockIdx.x / CTAS : blockIdx.x;
+    which = of_all / a.heads, head = of_all % a.heads;
+    rank = EXCHANGES ? blockIdx.x % CTAS : Config::ctas == 1 ? 0 : blockIdx.y;
     if constexpr (HELPERS > 0) find(a, (gridDim.x - HELPERS / CLUSTER) / a.heads, lane);
   }
 

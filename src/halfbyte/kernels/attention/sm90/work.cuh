@@ -1,7 +1,7 @@
 // What a launch and a text are, and the words that the rest is written in.
 
 #include "linear/device/mma.cuh"
-#include "linear/device/ptx.cuh"
+#include "linear/device/partials.cuh"
 
 constexpr u32 SIZE = Config::size, NEW = Config::fresh, ROWS = Config::group * NEW, COLUMNS = Config::columns;
 constexpr u32 ROW_TILES = (ROWS + 8 * COLUMNS - 1) / (8 * COLUMNS), TOKEN_WARPS = Config::token_warps;
@@ -11,7 +11,7 @@ constexpr bool AHEAD = SIZE * COLUMNS <= 128;  // registers hold keys and values
 // CTAs that share a head of keys of a text, at most: a cluster, or those that meet in memory, as helpers do, share.cuh.
 constexpr u32 CLUSTER = Config::in_memory ? 1 : Config::ctas, HELPERS = Config::helpers;
 constexpr u32 CTAS = HELPERS > 0 ? 32 : Config::ctas;
-constexpr bool IN_MEMORY = CTAS > CLUSTER;
+constexpr bool IN_MEMORY = CTAS > CLUSTER, EXCHANGES = IN_MEMORY && HELPERS == 0;  // see in_memory.cuh
 // Pairs of sums of a lane, and how many of them a CTA of the cluster adds up.
 constexpr u32 PAIRS = 2 * SUM_TILES * COLUMNS, SLOTS = (PAIRS + CLUSTER - 1) / CLUSTER;
 constexpr u32 ROTARY = Config::rotary;
@@ -30,14 +30,15 @@ struct Arguments {
   const u8* mask;
   const int *spans, *pages;  // of pages, `spans` are the lengths of texts
   const void* sinks;
-  float2* sums;
-  int* counters;  // of texts and heads, zeros
+  float2* sums;   // that CTAs leave for others
+  float4* stale;  // those of the launch before, which this one overwrites with SENTINEL
+  int* counters;  // of texts in pages and heads, zeros
   u16* out;
   // From one to the next, in numbers.
   long long query_text, query_head, query_new, key_text, key_head, value_text, value_head, mask_text, mask_new;
   long long new_key_text, new_key_head, new_key_new, new_value_text, new_value_head, new_value_new, cos_text, cos_new;
-  long long pages_text, page_step, token_step;
-  u32 tokens, heads, counters_text, window;
+  long long pages_text, page_step, token_step, stale_count;
+  u32 tokens, heads, spans_text, window;
   float scale, cap, lowest, query_epsilon, key_epsilon, offset;
 };
 
@@ -59,16 +60,11 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
   return turned;
 }
-// Sums to a CTA of the cluster, and those that another has left in memory; and counts up, which comes behind all that
-// the CTA has written, and before all that it reads.
+// Sums to a CTA of the cluster; and counts up, which comes behind all that the CTA has written, and before all that it
+// reads.
 __device__ __forceinline__ void send(u32 place, u32 rank, float2 pair) {
   const u32 address = address_in(u32(__cvta_generic_to_shared(memory)) + place, rank);
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair.x), "f"(pair.y) : "memory");
-}
-__device__ __forceinline__ float2 load_partial(const float2* from) {
-  float2 pair;
-  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "l"(from));
-  return pair;
 }
 __device__ __forceinline__ u32 count(int* counter) {
   u32 before;
@@ -114,8 +110,8 @@ struct Text {
       const Seen seen(a, text);
       first = seen.first, end = seen.end;
     } else if constexpr (Config::spans) {  // a caller's own may say more than there is
-      first = max(settled(a.spans + text * a.counters_text), 0);
-      end = min(u32(max(settled(a.spans + text * a.counters_text + 1), 0)), a.tokens);
+      first = max(settled(a.spans + text * a.spans_text), 0);
+      end = min(u32(max(settled(a.spans + text * a.spans_text + 1), 0)), a.tokens);
     }
     own = behind_own = 0;
     u32 from = first, to = end;

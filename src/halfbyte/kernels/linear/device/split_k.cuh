@@ -8,36 +8,10 @@
 //   share_out       CTAs that have equal parts of one tile, and end at once: through a workspace in memory
 //   fix_up          CTAs of any tile: through the workspace, too
 //
-// Each number of the workspace is a SENTINEL until the sum is there, so no counter and no barrier says that it is.
+// No counter and no barrier says that a sum is in the workspace: see device/partials.cuh.
 
-#include "ptx.cuh"
+#include "partials.cuh"
 #include "scheduler.cuh"
-
-constexpr u32 SENTINEL = ~0u;  // a NaN that no sum is: those of the hardware are 0x7fffffff
-__device__ __forceinline__ float4 load_partial(const float4* from) {
-  float4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "l"(from)
-               : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_partial(float4* to, float4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
-}
-__device__ __forceinline__ bool is_missing(float4 v) {
-  return __float_as_uint(v.x) == SENTINEL || __float_as_uint(v.y) == SENTINEL || __float_as_uint(v.z) == SENTINEL ||
-         __float_as_uint(v.w) == SENTINEL;
-}
-
-// Makes room for the next launch: what the one before has left.
-template <u32 Threads, class Arguments> __device__ __forceinline__ void clear_stale(const Arguments& a) {
-  for (u32 i = blockIdx.x * Threads + threadIdx.x; i < a.stale_count; i += gridDim.x * Threads) {
-    const float missing = __uint_as_float(SENTINEL);
-    a.stale[i] = make_float4(missing, missing, missing, missing);
-  }
-}
 
 // Of the CTA in its cluster.
 __device__ __forceinline__ u32 own_rank() { return Config::cluster > 1 ? blockIdx.y : 0; }
