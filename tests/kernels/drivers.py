@@ -20,12 +20,12 @@ from routes import routes_of
 
 import halfbyte as hb
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
-from halfbyte.kernels.common import driver, tensor_map
+from halfbyte.kernels.common import driver, tensor_map, workspace
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.experts import reference as stacks
 from halfbyte.kernels.experts import sort
-from halfbyte.kernels.linear import cache, cuda, grouped, kernel, laid_out, reach, side_by_side, workspace
+from halfbyte.kernels.linear import cache, cuda, grouped, kernel, laid_out, reach, side_by_side
 from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.kernels.linear.simt import launch as exact

@@ -37,7 +37,7 @@ from halfbyte.kernels.attention.spans import WIDTH
 from halfbyte.kernels.common.device import properties_for
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.common.nvrtc import Variant, compile_cubin
-from halfbyte.kernels.linear.workspace import Workspace
+from halfbyte.kernels.common.workspace import Workspace
 
 BF16, F16 = torch.bfloat16, torch.float16
 BOUND = {BF16: 2.0**-6, F16: 2.0**-9}  # weights and results are rounded to it

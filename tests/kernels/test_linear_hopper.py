@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfbyte as hb
-from halfbyte.kernels.common import nvrtc
+from halfbyte.kernels.common import nvrtc, workspace
 from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
-from halfbyte.kernels.linear import kernel, workspace
+from halfbyte.kernels.linear import kernel
 from halfbyte.kernels.linear.dispatch import choose, choose_group
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import plan_for

@@ -15,8 +15,8 @@ import torch
 from drivers import BF16, F16, F32, Driver, make, pretend, right
 from gpus import A100, H200
 
-from halfbyte.kernels.common import driver, nvrtc
-from halfbyte.kernels.linear import cache, cuda, workspace
+from halfbyte.kernels.common import driver, nvrtc, workspace
+from halfbyte.kernels.linear import cache, cuda
 from halfbyte.kernels.linear.dispatch import GroupChoice
 from halfbyte.kernels.linear.kernel import plan_for, run
 from halfbyte.kernels.linear.problem import problem_of

@@ -10,12 +10,12 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from halfbyte.kernels.common import workspace
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels
 from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.common.thread_cache import ThreadCache
-from halfbyte.kernels.linear import workspace
 from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from halfbyte.kernels.common import workspace
 from halfbyte.kernels.common.device import properties_of
-from halfbyte.kernels.linear import laid_out, workspace
+from halfbyte.kernels.linear import laid_out
 from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct
 from halfbyte.kernels.linear.laid_out import GroupPlan, LaidOutKernel, Told, WithPlan, scale_loads

@@ -13,13 +13,12 @@ from torch import Tensor
 from halfbyte.kernels.attention.fresh import Fresh
 from halfbyte.kernels.attention.sm90.plan import ClusterPlan, cluster_plan
 from halfbyte.kernels.attention.spans import WIDTH, lowest
-from halfbyte.kernels.common import compiler
+from halfbyte.kernels.common import compiler, workspace
 from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, driver, kernels
 from halfbyte.kernels.common.nvrtc import Constant, Variant, compile_ahead, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
-from halfbyte.kernels.linear import workspace
 
 ALIGNED = 16  # bytes, of a load
 LAYOUT = ("", "18Q21q4I6f", "")  # Arguments in work.cuh

@@ -29,7 +29,8 @@ __device__ __forceinline__ bool is_missing(float2 v) {
   return __float_as_uint(v.x) == SENTINEL || __float_as_uint(v.y) == SENTINEL;
 }
 __device__ __forceinline__ bool is_missing(float4 v) {
-  return is_missing(make_float2(v.x, v.y)) || is_missing(make_float2(v.z, v.w));
+  return __float_as_uint(v.x) == SENTINEL || __float_as_uint(v.y) == SENTINEL || __float_as_uint(v.z) == SENTINEL ||
+         __float_as_uint(v.w) == SENTINEL;
 }
 
 // Makes room for the next launch: what the one before has left.

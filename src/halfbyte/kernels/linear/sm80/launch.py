@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from halfbyte.kernels.common import workspace
 from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
-from halfbyte.kernels.linear import workspace
 from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.kernel import Product
 from halfbyte.kernels.linear.problem import Addresses, Problem

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 
 from halfbyte.formats.spec import FORMATS
+from halfbyte.kernels.common import workspace
 from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch
 from halfbyte.kernels.common.nvrtc import Constant, Variant, read_source
 from halfbyte.kernels.common.thread_cache import ThreadCache
-from halfbyte.kernels.linear import workspace
 from halfbyte.kernels.linear.aligned import make_launches, pitch_of
 from halfbyte.kernels.linear.codebook import exact_codebook
 from halfbyte.kernels.linear.kernel import GroupedProduct, Product

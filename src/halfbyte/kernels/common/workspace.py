@@ -1,5 +1,5 @@
-"""Workspaces for the partial sums of CTAs that share tiles (sm90_streamk): a thread keeps its own, and each CUDA graph
-that it captures has one."""
+"""Workspaces for the partial sums of CTAs that share a result, in products and in attention: a thread keeps its own,
+and each CUDA graph that it captures has one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LEAST = 1 << 18  # sums that a workspace has room for
 
 
 class Workspace:
-    """Memory for partial sums, in two halves. A launch finds its half filled with the sentinel (see
-    sm90_streamk/work.cuh). It leaves its sums behind for the next launch to clear, which works in the other half."""
+    """Memory for partial sums, in two halves. A launch finds its half filled with the sentinel of
+    linear/device/partials.cuh. It leaves its sums behind for the next launch to clear, which works in the other half."""
 
     __slots__ = ("_addresses", "_left", "_tensor", "count")
 
