@@ -17,8 +17,9 @@ LEAST = 1 << 18  # sums that a workspace has room for
 
 
 class Workspace:
-    """Memory for partial sums, in two halves. A launch finds its half filled with the sentinel of
-    linear/device/partials.cuh. It leaves its sums behind for the next launch to clear, which works in the other half."""
+    """Memory for partial sums, in two halves. A launch finds its half filled with the sentinel (see
+    linear/device/partials.cuh). It leaves its sums behind for the next launch, which works in the other half, to clear.
+    """
 
     __slots__ = ("_addresses", "_left", "_tensor", "count")
 
