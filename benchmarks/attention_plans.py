@@ -39,8 +39,8 @@ from halfbyte.measure.timing import time_all
 
 HEADS = ((32, 8, 128), (32, 4, 128), (32, 32, 128), (64, 8, 64))  # of queries, of keys, and their size
 CACHES = (
-    (1, 288), (8, 288), (32, 288), (1, 1024), (1, 2048), (8, 2048), (1, 4096), (1, 8192), (2, 8192), (4, 8192),
-    (8, 8192), (1, 32768),
+    (1, 288), (8, 288), (32, 288), (1, 512), (8, 512), (1, 1024), (8, 1024), (1, 2048), (8, 2048), (1, 4096),
+    (1, 8192), (2, 8192), (4, 8192), (8, 8192), (1, 32768),
 )  # fmt: skip
 HIDDEN, DTYPE = 2048, torch.bfloat16
 MOST_BYTES, MOST_OVER = 8 << 30, 2.0  # of caches that are read in turn; and times the lowest estimate a plan's may be

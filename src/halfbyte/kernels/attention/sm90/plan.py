@@ -28,23 +28,24 @@ OF_A_MULTIPROCESSOR = 65536
 
 
 class Times(NamedTuple):
-    """µs: a launch; a block, while nothing else is waited for; each warp or CTA whose sums are added up; a meeting of
-    CTAs, and each tile of rows of a wide cluster. MB a µs from memory; and how a block's two times add up: the exponent
-    of their norm."""
+    """µs: a launch; a block, while nothing else is waited for; each part that is added up, a warp's or in memory a
+    CTA's; each CTA of a cluster; a meeting of a cluster, and one in memory. MB a µs from memory; and how a block's two
+    times add up: the exponent of their norm."""
 
     start: float
     alone: float
     part: float
+    cta: float
     meeting: float
-    wide: float
+    in_memory: float
     memory: float
     overlap: float
 
 
 # By the size of a head. benchmarks/attention_plans.py prints them, which fits them to its record.
 TIMES = {
-    64: Times(1.0971, 1.1296, 0.0558, 1.1608, 0.2439, 7.9587, 1.0),
-    128: Times(1.178, 1.382, 0.051, 1.5061, 0.3462, 7.5188, 1.3703),
+    64: Times(1.4206, 1.0891, 0.022, 0.107, 0.579, 1.8534, 7.2556, 1.0128),
+    128: Times(0.9936, 1.6433, 0.0498, 0.1597, 0.7091, 1.5875, 5.8486, 2.0854),
 }
 
 
@@ -150,8 +151,9 @@ def microseconds(
     warps, megabytes = min(heads, at_once) * plan.ctas * plan.token_warps, 4e-6 * BLOCK * size
     reading = warps * megabytes / (times.memory * properties.rates.bandwidth)
     block = math.pow(math.pow(times.alone, times.overlap) + math.pow(reading, times.overlap), 1 / times.overlap)
-    blocks, parts = -(-tokens // (BLOCK * plan.ctas * plan.token_warps)), plan.ctas + plan.token_warps
-    meeting = times.meeting if plan.ctas > 1 else 0
-    if plan.cluster > MOST_CLUSTER:
-        meeting += times.wide * plan.row_tiles(rows)
-    return times.start + -(-heads // at_once) * (blocks * block + times.part * parts + meeting)
+    blocks, meeting = -(-tokens // (BLOCK * plan.ctas * plan.token_warps)), times.part * plan.token_warps
+    if plan.in_memory:
+        meeting += times.in_memory + times.part * plan.ctas
+    elif plan.ctas > 1:
+        meeting += times.meeting + times.cta * plan.ctas
+    return times.start + -(-heads // at_once) * (blocks * block + meeting)
