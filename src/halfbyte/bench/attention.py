@@ -108,6 +108,7 @@ def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch
     ours = partial(attend, mask=mask, scale=scale, softcap=heads.softcap, sinks=sinks)
     # As in a step: what stands ahead in the stream has not written the cache, nor, but for the first layer, the spans.
     spans = spans_of(mask, load.texts)
+    torch.cuda.synchronize(device)
     providers: dict[str, Provider] = {
         OURS: lambda i: ours(*inputs[i], spans=spans, settled=True),
         "with its spans": lambda i: ours(*inputs[i]),
