@@ -111,7 +111,10 @@ def cluster_plan(properties: DeviceProperties, heads: int, tokens: int, size: in
     plans = every_plan(properties, size, rows)
     estimates = ((microseconds(plan, properties, heads, tokens, size, rows), plan) for plan in plans)
     best = min(estimates, key=lambda one: one[0])[1]
-    return replace(best, beside=math.gcd(heads, MOST_BESIDE // best.ctas)) if best.in_memory else best
+    if not best.in_memory:
+        return best
+    room = min(MOST_BESIDE, best.resident(rows, size) * properties.sms)
+    return replace(best, beside=math.gcd(heads, room // best.ctas))
 
 
 @lru_cache(1 << 14)
