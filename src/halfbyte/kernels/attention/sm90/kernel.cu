@@ -39,7 +39,6 @@
 //   columns                groups of eight rows of queries that a warp has
 //   token_warps, ctas      warps of a CTA that share rows; CTAs that share a head of keys of a text
 //   in_memory              whether those meet in memory, and are no cluster
-//   beside                 heads whose CTAs start in turn, if they meet in memory
 //   page                   tokens of a page, a multiple of 16; 0: a text's tokens lie one behind the other
 //   helpers                CTAs of the launch that help long texts in pages, a multiple of ctas
 //   turns, at_once         blocks of a warp that are not too many for one; CTAs that the GPU has room for

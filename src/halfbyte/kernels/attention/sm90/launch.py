@@ -155,7 +155,7 @@ def variant(
     rotary, halves, query_norm, key_norm = turning
     constants: dict[str, Constant] = {
         "x": TYPES[dtype], "size": size, "group": group, "fresh": new, "columns": plan.columns,
-        "token_warps": plan.token_warps, "ctas": plan.ctas, "in_memory": plan.in_memory, "beside": plan.beside, "helpers": plan.helpers,
+        "token_warps": plan.token_warps, "ctas": plan.ctas, "in_memory": plan.in_memory, "helpers": plan.helpers,
         "turns": plan.turns, "at_once": plan.at_once, "mask": mask, "spans": spans,
         "sinks": sinks, "capped": capped, "puts": puts, "rotary": rotary, "halves": halves,
         "query_norm": query_norm, "key_norm": key_norm, "early": settled, "overlaps": overlaps, "mma_k": 16,

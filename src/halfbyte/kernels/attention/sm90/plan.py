@@ -16,7 +16,6 @@ SIZES = (64, 128)  # of a head; of 256, sums and two blocks are more than regist
 BLOCK = 16  # tokens that a warp takes at once
 TOKEN_WARPS, CLUSTERS = (8, 4, 2), (1, 2, 4, MOST_CLUSTER, 16)
 IN_MEMORY = (2, 4, 8, 16, 32)  # CTAs that meet there
-MOST_BESIDE = 64  # CTAs of heads that start in turn; those of a head wait for each other, so all of them must have room
 MOST_THREADS, MOST_ROWS, MOST_NEW = 512, 64, 8
 # Of more than 16 rows several warps read each block. In long caches they fall out of step, and the block comes several
 # times. Caches with more tokens are Triton's, and those with more of all heads where there are more than 32 rows.
@@ -65,7 +64,6 @@ class ClusterPlan:
     helpers: int = 0
     turns: int = 1
     at_once: int = 1
-    beside: int = 1
 
     @property
     def cluster(self) -> int:
@@ -110,11 +108,7 @@ def cluster_plan(properties: DeviceProperties, heads: int, tokens: int, size: in
         return None
     plans = every_plan(properties, size, rows)
     estimates = ((microseconds(plan, properties, heads, tokens, size, rows), plan) for plan in plans)
-    best = min(estimates, key=lambda one: one[0])[1]
-    if not best.in_memory:
-        return best
-    room = min(MOST_BESIDE, best.resident(rows, size) * properties.sms)
-    return replace(best, beside=math.gcd(heads, room // best.ctas))
+    return min(estimates, key=lambda one: one[0])[1]
 
 
 @lru_cache(1 << 14)

@@ -16,10 +16,9 @@ struct Part {
   bool exists = true;
 
   __device__ Part(const Arguments& a, u32 lane) {
-    constexpr u32 BESIDE = Config::beside, ALL = BESIDE * CTAS;
-    const u32 of_all = EXCHANGES ? blockIdx.x / ALL * BESIDE + blockIdx.x % BESIDE : blockIdx.x;
+    const u32 of_all = EXCHANGES ? blockIdx.x / CTAS : blockIdx.x;
     which = of_all / a.heads, head = of_all % a.heads;
-    rank = EXCHANGES ? blockIdx.x % ALL / BESIDE : Config::ctas == 1 ? 0 : blockIdx.y;
+    rank = EXCHANGES ? blockIdx.x % CTAS : Config::ctas == 1 ? 0 : blockIdx.y;
     if constexpr (HELPERS > 0) find(a, (gridDim.x - HELPERS / CLUSTER) / a.heads, lane);
   }
 
