@@ -116,6 +116,8 @@ CASES = [
     (64, 3, 1, F16, (1, 2, 16)),  # more CTAs than a lane's pairs
     (128, 4, 1, BF16, (1, 2, 8, True)),
     (64, 5, 5, F16, (2, 2, 3, True)),
+    (256, 2, 1, BF16, (1, 2, 4, True)),
+    (256, 4, 2, F16, (1, 3, 2)),
 ]
 
 
@@ -146,6 +148,8 @@ NEW_TOKENS = [
     (128, 4, 8, BF16, (2, 2, 2), 128, False, True, 42),  # in two blocks
     (64, 8, 3, F16, (2, 1, 1), 32, False, True, 98),  # the last of them behind the end
     (128, 2, 1, BF16, (1, 2, 4, True), 96, False, False, 64),
+    (256, 2, 1, BF16, (1, 2, 4, True), 256, False, True, 71),
+    (256, 8, 1, F16, (1, 2, 2), 64, True, False, 3),
 ]
 
 
@@ -458,3 +462,22 @@ def test_compiles_into_registers(capability: int, dtype: torch.dtype, tmp_path: 
         assert has_room(used, plan, rows, size), (plan, used)
         ahead = names[: names.index("ACQBULK")].count("LDG")
         assert ahead > 8 if settled else ahead == 0
+    for group, new, turning in [(2, 1, (256, False, True, True)), (8, 1, (64, False, True, True)), (1, 4, (0,) * 4)]:
+        plan, puts = ClusterPlan(1, 8, 16 if group == 2 else 4, group == 2), turning[0] > 0
+        made = launch.variant(
+            properties,
+            group,
+            new,
+            256,
+            plan,
+            True,
+            dtype,
+            2,
+            0,
+            True,
+            group == 2,
+            puts,
+            (turning[0], *map(bool, turning[1:])),
+        )
+        used, _ = used_by(made)
+        assert used["STACK"] == used["LOCAL"] == 0, (plan, used)

@@ -108,7 +108,8 @@ def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch
     ours = partial(attend, mask=mask, scale=scale, softcap=heads.softcap, sinks=sinks)
     # As in a step: what stands ahead in the stream has not written the cache, nor, but for the first layer, the spans.
     spans = spans_of(mask, load.texts)
-    torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # or the spans would not be settled when they are first read
     providers: dict[str, Provider] = {
         OURS: lambda i: ours(*inputs[i], spans=spans, settled=True),
         "with its spans": lambda i: ours(*inputs[i]),

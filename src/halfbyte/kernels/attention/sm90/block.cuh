@@ -16,10 +16,12 @@ struct Keys {
     }
   }
 };
+// A piece of a block's values.
 struct Values {
+  static constexpr u32 VALUE_PARTS = PIECE / 64;
   uint4 of[4][VALUE_PARTS];
   __device__ static u32 token(u32 i, u32 member) { return 2 * member + i % 2 + i / 2 * 8; }
-  __device__ __forceinline__ void load(const Text& text, u32 base, u32 page, u32 group, u32 member) {
+  __device__ __forceinline__ void load(const Text& text, u32 base, u32 page, u32 piece, u32 group, u32 member) {
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
       const u32 number = base + token(i, member);
@@ -27,7 +29,7 @@ struct Values {
       const auto at = text.place(number, page);
 #pragma unroll
       for (u32 j = 0; j < VALUE_PARTS; j++)
-        of[i][j] = there ? load_settled(text.values + at + 64 * j + 8 * group) : make_uint4(0, 0, 0, 0);
+        of[i][j] = there ? load_settled(text.values + at + PIECE * piece + 64 * j + 8 * group) : make_uint4(0, 0, 0, 0);
     }
   }
   // Number `place` of this lane's, of tokens 2 i and 2 i + 1.

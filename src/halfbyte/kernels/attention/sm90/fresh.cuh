@@ -80,8 +80,10 @@ __device__ __forceinline__ void fetch(const u16* norm, u32 lane) {
 // A new token's key and value, as lane (group, member) of the warp whose blocks have its slot makes them of token
 // number `group`. They wait in shared memory for the block's turn, and go into the cache.
 struct Fresh {
+  static constexpr bool HOLDS_VALUE = PIECES == 1;  // from the start, where registers suffice
   Head key;
-  uint4 value[KEY_PARTS];
+  const u16* value_at;
+  uint4 value[HOLDS_VALUE ? KEY_PARTS : 1];
   u32 number;
   bool ours;
   __device__ __forceinline__ void load(const Arguments& a, const Text& text, u32 part, u32 which, u32 head, u32 group,
@@ -91,8 +93,11 @@ struct Fresh {
     ours = group < NEW && token < text.behind_own && text.turn_of(token) % text.parts == part;
     key.load(a.new_keys + which * a.new_key_text + head * a.new_key_head + number * a.new_key_new, ours, member);
     const u16* from = a.new_values + which * a.new_value_text + head * a.new_value_head + number * a.new_value_new;
+    if constexpr (!HOLDS_VALUE) value_at = from;
+    else
 #pragma unroll
-    for (u32 j = 0; j < KEY_PARTS; j++) value[j] = ours ? load_new(from + 32 * j + 8 * member) : make_uint4(0, 0, 0, 0);
+      for (u32 j = 0; j < KEY_PARTS; j++)
+        value[j] = ours ? load_new(from + 32 * j + 8 * member) : make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void put(const Arguments& a, const Text& text, const Angles& angles, u16* own, bool writes,
                                       u32 member) const {
@@ -102,19 +107,19 @@ struct Fresh {
 #pragma unroll
       for (u32 j = 0; j < KEY_PARTS; j++) {
         const u32 place = 32 * j + 8 * member;
+        const uint4 of_value = HOLDS_VALUE ? value[HOLDS_VALUE ? j : 0] : load_new(value_at + place);
         *reinterpret_cast<uint4*>(own + number * SIZE + place) = turned[j];
-        *reinterpret_cast<uint4*>(own + (NEW + number) * SIZE + place) = value[j];
+        *reinterpret_cast<uint4*>(own + (NEW + number) * SIZE + place) = of_value;
         if (!writes || !text.has_slot()) continue;
         *reinterpret_cast<uint4*>(text.keys + text.place_of_new(number) + place) = turned[j];
-        *reinterpret_cast<uint4*>(text.values + text.place_of_new(number) + place) = value[j];
+        *reinterpret_cast<uint4*>(text.values + text.place_of_new(number) + place) = of_value;
       }
     }
     __syncwarp();
   }
 };
 // New tokens take their places in a block.
-__device__ __forceinline__ void replace(const Text& text, Keys& keys, Values& values, const u16* own, u32 base,
-                                        u32 group, u32 member) {
+__device__ __forceinline__ void replace(const Text& text, Keys& keys, const u16* own, u32 base, u32 group, u32 member) {
 #pragma unroll
   for (u32 half = 0; half < 2; half++) {
     const u32 token = base + group + 8 * half;
@@ -123,12 +128,16 @@ __device__ __forceinline__ void replace(const Text& text, Keys& keys, Values& va
     for (u32 j = 0; j < KEY_PARTS; j++)
       keys.of[half][j] = *reinterpret_cast<const uint4*>(own + (token - text.own) * SIZE + 32 * j + 8 * member);
   }
+}
+__device__ __forceinline__ void replace(const Text& text, Values& values, u32 piece, const u16* own, u32 base,
+                                        u32 group, u32 member) {
 #pragma unroll
   for (u32 i = 0; i < 4; i++) {
     const u32 token = base + Values::token(i, member);
     if (!text.is_own(token)) continue;
 #pragma unroll
-    for (u32 j = 0; j < VALUE_PARTS; j++)
-      values.of[i][j] = *reinterpret_cast<const uint4*>(own + (NEW + token - text.own) * SIZE + 64 * j + 8 * group);
+    for (u32 j = 0; j < Values::VALUE_PARTS; j++)
+      values.of[i][j] =
+          *reinterpret_cast<const uint4*>(own + (NEW + token - text.own) * SIZE + PIECE * piece + 64 * j + 8 * group);
   }
 }

@@ -30,7 +30,10 @@
 // A new token takes the place of what its slot of the cache holds, in the registers of the warp whose block has the
 // slot, which also writes it. Nobody reads a slot that is written.
 //
-// Needs sm_90 (with a cluster of one, sm_80), SIZE 64 or 128, and pointers and strides that are multiples of 16
+// Heads of 256 numbers: values come in two pieces, the second one once keys are multiplied, and queries wait in shared
+// memory, or registers would not suffice. Their rows have one column, and plan.py does not choose them yet.
+//
+// Needs sm_90 (with a cluster of one, sm_80), SIZE 64, 128 or 256, and pointers and strides that are multiples of 16
 // bytes.
 //
 // Config:
@@ -70,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   Keys keys;
   Values values;
   Shifts shifts;
-  keys.load(text, next, page, group, member);
-  if constexpr (AHEAD) values.load(text, next, page, group, member);
+  if constexpr (PIECES == 1) keys.load(text, next, page, group, member);
+  if constexpr (AHEAD) values.load(text, next, page, 0, group, member);
   u32 page_ahead = text.page_at(turn + text.parts);  // so that it is there when the block's turn is near
   shifts.load(a, text, next, group, first_row + 2 * member);
   fetch_block(a, text, turn + text.parts, lane);
@@ -100,39 +103,48 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   Fresh fresh;
   const bool has_own = Config::puts && text.has_own(part);
   if constexpr (EXCHANGES) clear_stale<THREADS>(a);
-  if (has_own) fresh.load(a, text, part, which, head, group, member);
-  uint4 query[COLUMNS][KEY_PARTS];
+  if (PIECES == 1 && has_own) fresh.load(a, text, part, which, head, group, member);
+  Query query;
 #pragma unroll
   for (u32 column = 0; column < COLUMNS; column++) {
+    uint4(&turned)[KEY_PARTS] = query.of[Query::IN_SHARED ? 0 : column];
     if constexpr (Config::puts)
-      heads[column].turn<Config::query_norm>(query[column], angles[column], a.query_norm, a.query_epsilon, a.offset,
-                                             member);
+      heads[column].turn<Config::query_norm>(turned, angles[column], a.query_norm, a.query_epsilon, a.offset, member);
     else
 #pragma unroll
-      for (u32 j = 0; j < KEY_PARTS; j++) query[column][j] = heads[column].of[j];
+      for (u32 j = 0; j < KEY_PARTS; j++) turned[j] = heads[column].of[j];
+    if constexpr (Query::IN_SHARED) query.put_down(column, row_tile, warp / ROW_TILES, lane);
   }
   if (has_own) {
+    if constexpr (PIECES > 1) fresh.load(a, text, part, which, head, group, member);
     if constexpr (NEW > 1) angles[0].load(a, which, fresh.number, member);
     fresh.put(a, text, angles[0], own, row_tile == 0, member);
   }
 
   //: what is new is turned
+  if constexpr (PIECES > 1) keys.load(text, next, page, group, member);
   Sums sums;
   while (turn < text.blocks) {
     const u32 base = next, of_base = page;
     turn += text.parts, next = text.token_at(turn), page = page_ahead;
     page_ahead = text.page_at(turn + text.parts);
-    if constexpr (!AHEAD) values.load(text, base, of_base, group, member);
-    if (has_own && base < text.behind_own && base + BLOCK > text.own)
-      replace(text, keys, values, own, base, group, member);
+    const bool replaces = has_own && base < text.behind_own && base + BLOCK > text.own;
+    if constexpr (!AHEAD) values.load(text, base, of_base, 0, group, member);
+    if (replaces) replace(text, keys, own, base, group, member), replace(text, values, 0, own, base, group, member);
     float score[COLUMNS][4];
-    multiply(score, keys, query);
+    multiply(score, keys, query, row_tile, warp / ROW_TILES, lane);
     if constexpr (AHEAD) keys.load(text, next, page, group, member);
+    Values others;
+    if constexpr (PIECES > 1) {
+      others.load(text, base, of_base, 1, group, member);
+      if (replaces) replace(text, others, 1, own, base, group, member);
+    }
     u32 operand[COLUMNS][2];
     sums.weigh(operand, score, shifts, a);
     shifts.load(a, text, next, group, first_row + 2 * member);
-    sums.add(values, operand);
-    if constexpr (AHEAD) values.load(text, next, page, group, member);
+    sums.add(values, 0, operand);
+    if constexpr (PIECES > 1) sums.add(others, 1, operand);
+    if constexpr (AHEAD) values.load(text, next, page, 0, group, member);
     else keys.load(text, next, page, group, member);
   }
 

@@ -1,30 +1,8 @@
-// Where sums meet: those of a CTA's warps in its shared memory, then those of a cluster's CTAs in theirs.
-//
-// A lane has PAIRS pairs of neighbouring sums. Number (column * SUM_TILES + n) * 2 + i has row 2 member + i of a column
-// of eight rows. The order in which parts are added up is always the same.
+// Where sums meet: those of a CTA's warps in its shared memory, then those of a cluster's CTAs in theirs. The order in
+// which parts are added up is always the same.
 
 #include "share.cuh"
 #include "sums.cuh"
-
-// So many parts have pairs of sums, lane by lane, and of each row the highest score and the sum of weights, which so
-// many CTAs add up. In shared memory, from byte `At` on.
-template <u32 At, u32 Slots, u32 Parts, u32 AddedBy> struct Meeting {
-  static constexpr u32 PARTS = Parts, ADDED_BY = AddedBy, STATISTICS = At + Slots * ROW_TILES * Parts * 256;
-  static constexpr u32 END = STATISTICS + ROW_TILES * Parts * COLUMNS * 64;
-  __device__ static u32 pair_at(u32 slot, u32 tile, u32 part, u32 lane) {
-    return At + (((slot * ROW_TILES + tile) * Parts + part) * 32 + lane) * 8;
-  }
-  __device__ static u32 statistics_at(u32 tile, u32 part, u32 row) {
-    return STATISTICS + ((tile * Parts + part) * 8 * COLUMNS + row) * 8;
-  }
-  __device__ static float2& own(u32 place) { return *reinterpret_cast<float2*>(memory + place); }
-  __device__ float2 pair(u32 slot, u32 tile, u32 part, u32 lane) const { return own(pair_at(slot, tile, part, lane)); }
-  __device__ float2 statistics(u32 tile, u32 part, u32 row) const { return own(statistics_at(tile, part, row)); }
-};
-// Behind the keys and values of new tokens: that of a CTA's warps, and that of the cluster's CTAs.
-using OfWarps = Meeting<Config::puts ? 4 * ROW_TILES * NEW * SIZE : 0, PAIRS, TOKEN_WARPS, 1>;
-using OfCluster = Meeting<OfWarps::END, SLOTS, CLUSTER, CLUSTER>;
-static_assert((CLUSTER > 1 ? OfCluster::END : OfWarps::END) == Config::shared_bytes, "launch.py asks for as much");
 
 // What each part of a row counts for in what they have together.
 template <class At> struct Shares {
@@ -137,8 +115,10 @@ template <class To> __device__ __forceinline__ void pass_on(const To& to, u32 ti
 // The result: the two numbers of a row that a lane of this group has in a tile of sums.
 __device__ __forceinline__ void store_result(const Arguments& a, const Part& own, u32 row, u32 tile, u32 group,
                                              float2 sum, float weights) {
-  const u32 head = own.head * Config::group + row / NEW, of = tile / 2 * 2 + tile % 2 * SUM_TILES;
-  u16* out = a.out + ((u64(own.which) * NEW + row % NEW) * a.heads * Config::group + head) * SIZE;
+  const u32 head = own.head * Config::group + row / NEW;
+  const u32 piece = PIECES > 1 ? tile / PIECE_TILES : 0, number = tile - piece * PIECE_TILES;
+  const u32 of = number / 2 * 2 + number % 2 * PIECE_TILES;
+  u16* out = a.out + ((u64(own.which) * NEW + row % NEW) * a.heads * Config::group + head) * SIZE + piece * PIECE;
   const float all = fmaxf(weights, 1.f);  // the highest score's weight alone is 1
   *reinterpret_cast<u32*>(out + 64 * (of / 8) + 8 * group + of % 8) = pack(sum.x / all, sum.y / all);
 }
