@@ -168,7 +168,9 @@ def sm80_plan(m: int, problem: Problem, properties: DeviceProperties) -> Sm80Pla
         return None
     columns = next((columns for columns in h200.SM80_COLUMNS if 8 * columns >= m), max(h200.SM80_COLUMNS))
     for shapes in (h200.SM80_SHAPES[columns], h200.SM80_SMALL_SHAPES.get(columns, ())):
-        plans = [plan for shape in shapes if (plan := _plan(columns, shape, m, problem, properties)) is not None]
+        plans = [
+            plan for shape in shapes if (plan := plan_of_shape(columns, shape, m, problem, properties)) is not None
+        ]
         if plans:
             return min(plans, key=lambda plan: plan.microseconds)
     return None
@@ -179,7 +181,7 @@ def every_shape(columns: int) -> tuple[tuple[int, ...], ...]:
     return *h200.SM80_SHAPES[columns], *h200.SM80_SMALL_SHAPES.get(columns, ())
 
 
-def _plan(
+def plan_of_shape(
     columns: int, shape: tuple[int, ...], m: int, problem: Problem, properties: DeviceProperties
 ) -> Sm80Plan | None:
     """A shape of tune/h200.py as a plan."""
@@ -196,11 +198,11 @@ def with_stages(shape: Sm80Plan, m: int, problem: Problem, properties: DevicePro
     for stages in range(h200.SM80_STAGES, 2, -1):
         plan = replace(shape, stages=stages)
         if is_valid(plan, m, problem, properties):
-            return replace(plan, microseconds=_microseconds(plan, m, problem, properties))
+            return replace(plan, microseconds=estimate(plan, m, problem, properties))
     return None
 
 
-def _microseconds(plan: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties) -> float:
+def estimate(plan: Sm80Plan, m: int, problem: Problem, properties: DeviceProperties) -> float:
     """The estimated time: of what must be read, and of the busiest multiprocessor's stages. Tensor cores of GeForce
     cards take four times as long as those of an A100.
 
