@@ -16,6 +16,7 @@ from halfbyte.eager_fused import rms_norm
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.experts import choose, cuda, reference, router_reference
 from halfbyte.kernels.experts.block import Block
+from halfbyte.kernels.linear.tune import h200
 
 from .conftest import BF16, DEVICE, F16, F32, captured, error, poisoned, sixteen_bits
 
@@ -168,6 +169,37 @@ def test_ids_of_both_kinds_and_other_streams() -> None:
         found = hb.moe(x, ids.int(), weights, gate_up, down)
     torch.cuda.current_stream().wait_stream(side)
     assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
+@pytest.mark.parametrize("tokens", [1, 4, 20])
+def test_down_may_begin_early(tokens: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer after layer, each with ids of its own that a kernel has just made, replay after replay with another x: the
+    same bits as where it begins when gate and up have ended."""
+    experts, inner, hidden, k = sizes
+    block = Block(stack(experts, 2 * inner, hidden, "nf4", BF16), stack(experts, hidden, inner, "nf4", BF16), "silu")
+    routers = [(random(experts, hidden) / hidden**0.5).to(BF16) for _ in range(12)]
+    x = random(tokens, hidden)
+
+    def layers() -> Tensor:
+        y = x
+        for router in routers:
+            ids, weights = eager_experts.choose(y, router, None, k, True, True, F32)
+            added = cuda.moe(y, ids, weights, block)
+            assert added is not None
+            y = y + added
+        return y
+
+    captures = []
+    for early in (False, True):
+        monkeypatch.setattr(h200, "ROUTED_EARLY", early)
+        captures.append(captured(layers))
+    for _ in range(20):
+        x.copy_(random(tokens, hidden))
+        for graph, _ in captures:
+            graph.replay()
+        (_, right), (_, found) = captures
+        assert torch.equal(found, right)
 
 
 @pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True)], ids=["normalized", "all", "best"])

@@ -29,6 +29,7 @@ FUNCTIONS = {
     "mma": "void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {"
     " multiply_add(sum, {a0, a1, a2, a3}, b0, b1, FP16); }",
     "load_partial(const float4": "float4 load_partial(const float4* from) { return let_others(), *from; }",
+    "load_id": "template <class Id> Id load_id(const Id* from) { return *from; }",
     "load_route": "uint4 load_route(const uint4* from) { return *from; }",
     "load_partial(const float2": "float2 load_partial(const float2* from) { return let_others(), *from; }",
     "store_partial(float4": "void store_partial(float4* to, float4 value) { *to = value; }",

@@ -171,13 +171,21 @@ def test_experts(
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 40])  # with up to 32 pairs, and with more
-@pytest.mark.parametrize("activation", ["silu", ""])
-def test_pairs_of_experts(hopper: Driver, activation: str, tokens: int) -> None:
-    _check_experts(hopper, tokens, 512, BF16, "nf4", {}, activation)
+@pytest.mark.parametrize(("activation", "early"), [("silu", False), ("silu", True), ("", False)])
+def test_pairs_of_experts(hopper: Driver, activation: str, early: bool, tokens: int) -> None:
+    """Also where W is asked for before x is there, all stages at once."""
+    _check_experts(hopper, tokens, 512, BF16, "nf4", {}, activation, early)
 
 
 def _check_experts(
-    hopper: Driver, tokens: int, k: int, dtype: torch.dtype, format: str, options: dict[str, Any], activation: str
+    hopper: Driver,
+    tokens: int,
+    k: int,
+    dtype: torch.dtype,
+    format: str,
+    options: dict[str, Any],
+    activation: str,
+    early: bool = False,
 ) -> None:
     torch.manual_seed(0)
     experts, n = 5, 64
@@ -185,7 +193,7 @@ def _check_experts(
     x, bias = torch.randn(tokens, k).to(dtype), torch.randn(experts, n).to(dtype)
     ids = torch.randint(-1, experts + 1, (tokens, 2), dtype=torch.int32 if activation else torch.int64)
     ids[1::3] = 2
-    found = _routed(hopper, x, ids, q, bias, activation)
+    found = _routed(hopper, x, ids, q, bias, activation, early)
     wanted = ((ids >= 0) & (ids < experts)).flatten()
     assert activation or not found[~wanted].any()
 
@@ -200,12 +208,14 @@ def _check_experts(
     check(found[wanted], expected(F64), expected(dtype))
 
 
-def _routed(there: Driver, x: Tensor, ids: Tensor, q: hb.QuantizedWeight, bias: Tensor, activation: str) -> Tensor:
+def _routed(
+    there: Driver, x: Tensor, ids: Tensor, q: hb.QuantizedWeight, bias: Tensor, activation: str, early: bool
+) -> Tensor:
     """The results of all pairs of tokens [T, K] and their ids [T, k], zeros where an id is no expert."""
     experts, n, _ = q.shape
     flat = decode.rows_of(q)
     problem = problem_of(x, flat, bias.flatten())
-    plan = decode.plan_routed(ids.numel(), problem, experts, activation, False, SMALL)
+    plan = decode.plan_routed(ids.numel(), problem, experts, activation, False, SMALL, early)
     assert plan is not None
     plan = replace(plan, neighbours=2)
     there.readable = parts_of(flat)

@@ -16,7 +16,7 @@ from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.experts import combine, cuda, reference, serves
 from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear import reach
-from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.problem import Problem, addresses
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import is_valid
 from halfbyte.kernels.linear.sm90_decode.routed import PAIRS
@@ -81,6 +81,18 @@ def test_what_is_not_supported() -> None:
     assert plan(dtype=F32) is None
     assert plan(block_size=32, scale=BF16, nested=0) is None
     assert decode.plan_routed(8, problem(512, 1024), 8, "", False, A100) is None
+
+
+def test_who_begins_early_clears_nothing(gpu: Driver) -> None:
+    o = problem(4 * 64, 512)
+    plan = decode.plan_routed(8, o, 4, "", True, H200, early=True)
+    assert plan is not None
+    assert plan.static_weights
+    assert plan.first_stages == plan.stages
+    q = hb.quantize(torch.randn(4, 64, 512))
+    routing = decode.Routing(4, 1, True, clears=True)
+    with pytest.raises(ValueError, match="may not clear results"):
+        decode.bind_routed(torch.device("cuda", 0), o, addresses(decode.rows_of(q)), routing, plan)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])

@@ -29,6 +29,7 @@ from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_decode.routed import room_for, routed_microseconds
+from halfbyte.kernels.linear.tune import h200
 
 products: ThreadCache[Hashable, tuple[RoutedProduct | None]] = ThreadCache()
 better_sorted: ThreadCache[Hashable, tuple[bool]] = ThreadCache()
@@ -68,7 +69,8 @@ def moe(
         return None
     down = block.down
     inner = _product(x, block.gate_up, block.gate_up_bias, pairs, top_k_index, k, block.activation)
-    outer = _product(x, down, block.down_bias, pairs, top_k_index, 1, wide=True)
+    # When it begins ids are known: the kernel ahead has waited for those who made them.
+    outer = _product(x, down, block.down_bias, pairs, top_k_index, 1, wide=True, early=h200.ROUTED_EARLY)
     fits = inner is not None and outer is not None
     if not fits or _is_better_sorted(x, block.stacks, pairs):
         found = grouped.moe(x, top_k_index, top_k_weights, block, residual)
@@ -102,14 +104,15 @@ def _product(
     activation: str = "",
     wide: bool = False,
     clears: bool = False,
+    early: bool = False,
 ) -> RoutedProduct | None:
     """The product with a stack, of so many pairs, kept from call to call."""
     room = room_for(pairs)
     if pairs == 0 or room == 0 or min(q.shape) == 0:
         return None
     routing = decode.Routing(q.shape[0], per_row, ids.dtype is torch.int64, clears)
-    key = (cache.key(x, q, bias, False), room, routing, activation, wide)
-    return products.get(key, lambda: (_bind(x, q, bias, room, routing, activation, wide),))[0]
+    key = (cache.key(x, q, bias, False), room, routing, activation, wide, early)
+    return products.get(key, lambda: (_bind(x, q, bias, room, routing, activation, wide, early),))[0]
 
 
 def _is_better_sorted(x: Tensor, stacks: Sequence[QuantizedWeight], pairs: int) -> bool:
@@ -138,8 +141,10 @@ def variants(
     experts."""
     pairs, both = tokens * k, (gate_up, down)
     if room := room_for(pairs):
-        kinds = ((gate_up, activation, False), (down, "", True))
-        plans = [decode.plan_routed(room, o, experts, gates, wide, properties) for o, gates, wide in kinds]
+        kinds = ((gate_up, activation, False, False), (down, "", True, h200.ROUTED_EARLY))
+        plans = [
+            decode.plan_routed(room, o, experts, gates, wide, properties, early) for o, gates, wide, early in kinds
+        ]
         found = [decode.variant(o, plan, properties) for o, plan in zip(both, plans, strict=True) if plan is not None]
         if len(found) == len(both) and not is_better_sorted(pairs, experts, both, properties):
             return found
@@ -147,12 +152,19 @@ def variants(
 
 
 def _bind(
-    x: Tensor, q: QuantizedWeight, bias: Tensor | None, room: int, routing: Any, activation: str, wide: bool
+    x: Tensor,
+    q: QuantizedWeight,
+    bias: Tensor | None,
+    room: int,
+    routing: Any,
+    activation: str,
+    wide: bool,
+    early: bool,
 ) -> RoutedProduct | None:
     properties = properties_of(x.get_device())
     if reach.without_kernels(properties) is not None:
         return None
     rows = decode.rows_of(q)
     problem = problem_of(x, rows, bias)
-    plan = decode.plan_routed(room, problem, q.shape[0], activation, wide, properties)
+    plan = decode.plan_routed(room, problem, q.shape[0], activation, wide, properties, early)
     return None if plan is None else decode.bind_routed(x.device, problem, addresses(rows), routing, plan)

@@ -177,19 +177,30 @@ def rows_of(q: QuantizedWeight) -> QuantizedWeight:
 
 
 def plan_routed(
-    pairs: int, o: Problem, experts: int, activation: str, wide: bool, properties: DeviceProperties
+    pairs: int,
+    o: Problem,
+    experts: int,
+    activation: str,
+    wide: bool,
+    properties: DeviceProperties,
+    early: bool = False,
 ) -> DecodePlan | None:
     """The plan for pairs of a token and an expert of a stack, whose rows are all those of `o`, or None where this
-    kernel does not support it."""
+    kernel does not support it. The rest is as for `routed_plan`."""
     if not _supports(o):
         return None
-    return routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, wide, properties)
+    return routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, wide, properties, early)
 
 
 def bind_routed(
     device: torch.device, o: Problem, weight: Addresses, routing: Routing, plan: DecodePlan
 ) -> RoutedProduct:
-    """The products of pairs with the experts of a stack, on the current device."""
+    """The products of pairs with the experts of a stack, on the current device.
+
+    Raises ValueError for a plan that begins early and results that are to be cleared: others may still read them.
+    """
+    if plan.static_weights and routing.clears:
+        raise ValueError(f"{plan} begins before the kernel ahead ends, and may not clear results")
     rows = o.n // routing.experts
     tiles = rows // (ROWS * plan.tiles_at_once)
     compiled = variant(o, plan, properties_of(device.index))

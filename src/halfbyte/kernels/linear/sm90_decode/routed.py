@@ -30,11 +30,20 @@ def room_for(pairs: int) -> int:
 
 
 def routed_plan(
-    pairs: int, experts: int, n: int, k: int, scales: Scales, activation: str, wide: bool, properties: DeviceProperties
+    pairs: int,
+    experts: int,
+    n: int,
+    k: int,
+    scales: Scales,
+    activation: str,
+    wide: bool,
+    properties: DeviceProperties,
+    early: bool = False,
 ) -> DecodePlan | None:
     """The plan for so many pairs of a token and one of the experts [n, k], or None where this kernel is not for them.
 
     activation: of interleaved rows, or of gate rows that come before the up rows of an expert. wide: results are fp32.
+    early: ids are there when the kernel begins, if not x, so that all stages of W are asked for before x is there.
     As many CTAs share a multiprocessor as fit with enough stages: one that changes its x waits for it. A warp holds x
     of two units, or, where K is long enough, of twice as many blocks of one unit.
     """
@@ -49,7 +58,8 @@ def routed_plan(
         experts=-(-experts // 32) * 32, pairs=room, wide=wide, neighbours=h200.ROUTED_NEIGHBOURS,
     )  # fmt: skip
     plans = (plan for width in slices for plan in _routed_shapes(found, width, k, scales))
-    return next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
+    plan = next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
+    return replace(plan, static_weights=True, first_stages=plan.stages) if early and plan is not None else plan
 
 
 def _routed_shapes(plan: DecodePlan, width: int, k: int, scales: Scales) -> Iterator[DecodePlan]:

@@ -14,13 +14,21 @@ __device__ __forceinline__ u32 pair_of(u32 shared, u32 unit, u32 column) {
   return load_short(shared + UNIT_PAIRS + 2 * (unit * WIDTH + column));
 }
 
+// An id, which with static_weights another kernel may have written just before this one began.
+template <class Id> __device__ __forceinline__ Id load_id(const Id* from) {
+  if constexpr (!Config::static_weights) return *from;
+  Id id;
+  if constexpr (sizeof(Id) == 8) asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(id) : "l"(from));
+  else asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(id) : "l"(from));
+  return id;
+}
 // The experts of the pairs lane, 32 + lane, … or NOBODY. All loads go at once: none is behind a branch, and none is
 // looked at before the last has been asked for.
 template <class Id, u32 N>
 __device__ __forceinline__ void load_experts(const Arguments& a, u32 (&expert)[N], u32 lane) {
   Id ids[N];
 #pragma unroll
-  for (u32 i = 0; i < N; i++) ids[i] = static_cast<const Id*>(a.ids)[min(32 * i + lane, a.pairs - 1)];
+  for (u32 i = 0; i < N; i++) ids[i] = load_id(static_cast<const Id*>(a.ids) + min(32 * i + lane, a.pairs - 1));
 #pragma unroll
   for (u32 i = 0; i < N; i++) expert[i] = 32 * i + lane < a.pairs && ids[i] < a.experts ? u32(ids[i]) : NOBODY;
 }
