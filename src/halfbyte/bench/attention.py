@@ -1,5 +1,7 @@
 """`halfbyte bench attention`: few new tokens of each text over caches that are filled wholly or by a part.
 
+It is called as by a layer of a step, behind the first: it turns new tokens and puts them into the cache on the way. The
+angles are 0, so that peers, whose cache has these tokens already, get the same.
 Every result is held against fp64. The floor is the time of reading the filled keys and values once, by the bandwidth of
 a copy, and by a kernel that reads them and does nothing else ("reading"). Peers: torch's scaled_dot_product_attention,
 given the mask as transformers gives it; the same over the filled tokens alone and without a mask, which no static cache
@@ -87,6 +89,7 @@ def _name(load: Load) -> str:
 def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch.device) -> Case:
     from halfbyte.bench import reading
     from halfbyte.kernels.attention.attend import attend
+    from halfbyte.kernels.attention.fresh import Fresh
     from halfbyte.kernels.attention.spans import spans_of
 
     def random(*shape: int) -> Tensor:
@@ -105,14 +108,26 @@ def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch
     mask = (place <= load.filled - load.new + row).expand(load.texts, 1, load.new, load.tokens)
     sinks = random(heads.queries) if heads.sinks else None
     scale = heads.size**-0.5
-    ours = partial(attend, mask=mask, scale=scale, softcap=heads.softcap, sinks=sinks)
-    # As in a step: what stands ahead in the stream has not written the cache, nor, but for the first layer, the spans.
     spans = spans_of(mask, load.texts)
+    cos = torch.ones((1, load.new, heads.size), dtype=dtype, device=device)
+    begin = load.filled - load.new
+    slot = torch.tensor(begin, dtype=torch.int64, device=device)
+    fresh = [
+        Fresh(*(cache[:, :, begin : load.filled].clone() for cache in caches), cos, cos - 1, slot)
+        for _, *caches in inputs
+    ]
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # or the spans would not be settled when they are first read
+
+    def ours(i: int, spans: Tensor | None) -> Tensor:
+        return attend(
+            *inputs[i], mask, scale, softcap=heads.softcap, sinks=sinks, spans=spans, fresh=fresh[i],
+            settled=spans is not None,
+        )  # fmt: skip
+
     providers: dict[str, Provider] = {
-        OURS: lambda i: ours(*inputs[i], spans=spans, settled=True),
-        "with its spans": lambda i: ours(*inputs[i]),
+        OURS: lambda i: ours(i, spans),
+        "with its spans": lambda i: ours(i, None),
         "reading": lambda i: reading.highest(*inputs[i][1:], load.filled),
     }
     if heads.softcap or heads.sinks:
