@@ -112,9 +112,9 @@ def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch
     cos = torch.ones((1, load.new, heads.size), dtype=dtype, device=device)
     begin = load.filled - load.new
     slot = torch.tensor(begin, dtype=torch.int64, device=device)
+    new = slice(begin, load.filled)
     fresh = [
-        Fresh(*(cache[:, :, begin : load.filled].clone() for cache in caches), cos, cos - 1, slot)
-        for _, *caches in inputs
+        Fresh(keys[:, :, new].clone(), values[:, :, new].clone(), cos, cos - 1, slot) for _, keys, values in inputs
     ]
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # or the spans would not be settled when they are first read
