@@ -193,6 +193,7 @@ def test_down_may_begin_early(tokens: int, sizes: tuple[int, ...], monkeypatch: 
     captures = []
     for early in (False, True):
         monkeypatch.setattr(h200, "ROUTED_EARLY", early)
+        cuda.products.entries.clear()
         captures.append(captured(layers))
     for _ in range(20):
         x.copy_(random(tokens, hidden))

@@ -31,6 +31,7 @@ from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import is_valid
+from halfbyte.kernels.linear.tune import h200
 
 __all__ = ["hopper"]
 pytestmark = [needs_compiler, pytest.mark.slow]
@@ -172,8 +173,11 @@ def test_experts(
 
 @pytest.mark.parametrize("tokens", [1, 16, 40])  # with up to 32 pairs, and with more
 @pytest.mark.parametrize(("activation", "early"), [("silu", False), ("silu", True), ("", False)])
-def test_pairs_of_experts(hopper: Driver, activation: str, early: bool, tokens: int) -> None:
+def test_pairs_of_experts(
+    hopper: Driver, activation: str, early: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where W is asked for before x is there, all stages at once."""
+    monkeypatch.setattr(h200, "ROUTED_EARLY", True)
     _check_experts(hopper, tokens, 512, BF16, "nf4", {}, activation, early)
 
 

@@ -20,6 +20,7 @@ from halfbyte.kernels.linear.problem import Problem, addresses
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import is_valid
 from halfbyte.kernels.linear.sm90_decode.routed import PAIRS
+from halfbyte.kernels.linear.tune import h200
 
 #         experts, I, H, experts of a token
 MODELS = {
@@ -83,7 +84,8 @@ def test_what_is_not_supported() -> None:
     assert decode.plan_routed(8, problem(512, 1024), 8, "", False, A100) is None
 
 
-def test_who_begins_early_clears_nothing(gpu: Driver) -> None:
+def test_who_begins_early_clears_nothing(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h200, "ROUTED_EARLY", True)
     o = problem(4 * 64, 512)
     plan = decode.plan_routed(8, o, 4, "", True, H200, early=True)
     assert plan is not None

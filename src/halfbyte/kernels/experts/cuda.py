@@ -29,7 +29,6 @@ from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_decode.routed import room_for, routed_microseconds
-from halfbyte.kernels.linear.tune import h200
 
 products: ThreadCache[Hashable, tuple[RoutedProduct | None]] = ThreadCache()
 better_sorted: ThreadCache[Hashable, tuple[bool]] = ThreadCache()
@@ -70,7 +69,7 @@ def moe(
     down = block.down
     inner = _product(x, block.gate_up, block.gate_up_bias, pairs, top_k_index, k, block.activation)
     # When it begins ids are known: the kernel ahead has waited for those who made them.
-    outer = _product(x, down, block.down_bias, pairs, top_k_index, 1, wide=True, early=h200.ROUTED_EARLY)
+    outer = _product(x, down, block.down_bias, pairs, top_k_index, 1, wide=True, early=True)
     fits = inner is not None and outer is not None
     if not fits or _is_better_sorted(x, block.stacks, pairs):
         found = grouped.moe(x, top_k_index, top_k_weights, block, residual)
@@ -141,7 +140,7 @@ def variants(
     experts."""
     pairs, both = tokens * k, (gate_up, down)
     if room := room_for(pairs):
-        kinds = ((gate_up, activation, False, False), (down, "", True, h200.ROUTED_EARLY))
+        kinds = ((gate_up, activation, False, False), (down, "", True, True))
         plans = [
             decode.plan_routed(room, o, experts, gates, wide, properties, early) for o, gates, wide, early in kinds
         ]

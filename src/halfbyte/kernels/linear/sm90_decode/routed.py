@@ -59,7 +59,9 @@ def routed_plan(
     )  # fmt: skip
     plans = (plan for width in slices for plan in _routed_shapes(found, width, k, scales))
     plan = next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
-    return replace(plan, static_weights=True, first_stages=plan.stages) if early and plan is not None else plan
+    if plan is None or not (early and h200.ROUTED_EARLY):
+        return plan
+    return replace(plan, static_weights=True, first_stages=plan.stages)
 
 
 def _routed_shapes(plan: DecodePlan, width: int, k: int, scales: Scales) -> Iterator[DecodePlan]:
