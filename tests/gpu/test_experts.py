@@ -88,9 +88,17 @@ def activate(both: Tensor, activation: str) -> Tensor:
     return (act(gate) if act else torch.nn.functional.gelu(gate, approximate=approximate)) * up
 
 
+@pytest.fixture(params=[0, 8], ids=["apart", "combined"])
+def _adding_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a launch of its own, and where results are made."""
+    monkeypatch.setattr(h200, "ROUTED_COMBINES", request.param)
+    cuda.combined.entries.clear()
+
+
 @pytest.mark.parametrize(("format", "options"), KINDS, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @sixteen_bits
+@pytest.mark.usefixtures("_adding_up")
 def test_a_block(sizes: tuple[int, ...], dtype: torch.dtype, format: str, options: dict[str, Any]) -> None:
     """The error is not above that of dequantized experts in transformers' order; replays give the same bits."""
     experts, inner, hidden, k = sizes
@@ -173,6 +181,7 @@ def test_ids_of_both_kinds_and_other_streams() -> None:
 
 @pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
 @pytest.mark.parametrize("tokens", [1, 4, 20])
+@pytest.mark.usefixtures("_adding_up")
 def test_down_may_begin_early(tokens: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer after layer, each with ids of its own that a kernel has just made, replay after replay with another x: the
     same bits as where it begins when gate and up have ended."""
@@ -194,6 +203,7 @@ def test_down_may_begin_early(tokens: int, sizes: tuple[int, ...], monkeypatch: 
     for early in (False, True):
         monkeypatch.setattr(h200, "ROUTED_EARLY", early)
         cuda.products.entries.clear()
+        cuda.combined.entries.clear()
         captures.append(captured(layers))
     for _ in range(20):
         x.copy_(random(tokens, hidden))

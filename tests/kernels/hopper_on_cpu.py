@@ -73,7 +73,8 @@ class Driver:
         cluster = next((one.value[1] for one in attributes if one.id == driver._CLUSTER_DIMENSION), 1)
         x, y, z = told.grid
         assert min(x, y, z) > 0
-        together = int(dict(variant.constants).get("shares", 1)) if name == "multiply" else 1
+        constants = dict(variant.constants)
+        together = int(constants.get("shares", 1)) if name == "multiply" else x if constants.get("combines") else 1
         shape = Shape(x, told.block[0], told.shared, y, z, cluster, together)
         bits = ctypes.string_at(parameters[0], cuda_on_cpu.size_of(self.folder, variant, name))
         wrong = cuda_on_cpu.run(self.folder, variant, name, bits, shape, self.readable)

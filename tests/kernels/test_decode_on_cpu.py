@@ -229,3 +229,45 @@ def _routed(
     multiply(0, address(x), address(ids), address(bias), address(out), ids.numel())
     assert (out[-1] == 777).all()
     return out[:-1]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+@pytest.mark.parametrize(("k", "dtype", "narrow"), [(512, BF16, True), (2880, F16, False), (5120, BF16, False)])
+def test_experts_are_added_up(
+    hopper: Driver, k: int, dtype: torch.dtype, narrow: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the launch that makes their results, twice in a row: pairs whose id is no expert are left out; a residual."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(h200, "ROUTED_COMBINES", 8)
+    monkeypatch.setattr(h200, "ROUTED_EARLY", tokens == 7)
+    experts, n, top_k = 5, 64, 3
+    q = weight(experts, n, k=k, dtype=dtype, format="nf4")
+    x, bias = torch.randn(tokens * top_k, k).to(dtype), torch.randn(experts, n).to(dtype)
+    ids = torch.randint(-1, experts + 1, (tokens, top_k), dtype=torch.int32 if narrow else torch.int64)
+    shares = torch.rand(tokens, top_k).to(dtype if narrow else F32)
+    residual = torch.randn(tokens, n).to(dtype) if narrow else None
+    flat = decode.rows_of(q)
+    problem = problem_of(x, flat, bias.flatten())
+    plan = decode.plan_routed(ids.numel(), problem, experts, "", True, SMALL, early=True, top_k=top_k)
+    assert plan is not None
+    assert plan.combines == top_k
+    assert plan.static_weights is (tokens == 7)
+    hopper.readable = parts_of(flat)
+    routing = decode.Routing(experts, 1, not narrow)
+    multiply = decode.bind_combined(DEVICE, problem, addresses(flat), routing, replace(plan, neighbours=2))
+    dense = hb.dequantize(q, F32).double()
+    for turn in range(2):
+        x.mul_(1 - turn / 2)
+        sums = decode.Sums(address(shares), narrow, address(residual), 0.5)
+        out = torch.full((tokens + 1, n), 777.0, dtype=dtype)
+        multiply(0, address(x), address(ids), address(bias), address(out), ids.numel(), sums)
+        right = torch.zeros(tokens, n, dtype=F64)
+        for token in range(tokens):
+            for j, e in enumerate(ids[token].tolist()):
+                if 0 <= e < experts:
+                    row = dense[e] @ x[token * top_k + j].double() + bias[e].double()
+                    right[token] += shares[token, j].double() * row
+        if residual is not None:
+            right = residual.double() + 0.5 * right
+        assert (out[tokens:] == 777).all()
+        assert float((out[:tokens].double() - right).norm()) <= 2.0**-8 * float(right.norm())

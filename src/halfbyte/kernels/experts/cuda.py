@@ -9,7 +9,7 @@ pairs of a token then have to meet in one CTA.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,14 @@ from halfbyte.kernels.experts import grouped
 from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.linear import cache, reach
 from halfbyte.kernels.linear.fusion import Residual
-from halfbyte.kernels.linear.kernel import RoutedProduct
+from halfbyte.kernels.linear.kernel import CombinedProduct, RoutedProduct
 from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_decode.routed import room_for, routed_microseconds
 
 products: ThreadCache[Hashable, tuple[RoutedProduct | None]] = ThreadCache()
+combined: ThreadCache[Hashable, tuple[CombinedProduct | None]] = ThreadCache()
 better_sorted: ThreadCache[Hashable, tuple[bool]] = ThreadCache()
 
 
@@ -69,28 +70,55 @@ def moe(
     down = block.down
     inner = _product(x, block.gate_up, block.gate_up_bias, pairs, top_k_index, k, block.activation)
     # When it begins ids are known: the kernel ahead has waited for those who made them.
-    outer = _product(x, down, block.down_bias, pairs, top_k_index, 1, wide=True, early=True)
-    fits = inner is not None and outer is not None
+    summed = _combined(x, down, block.down_bias, pairs, top_k_index)
+    outer = None if summed else _product(x, down, block.down_bias, pairs, top_k_index, 1, wide=True, early=True)
+    fits = inner is not None and (outer or summed) is not None
     if not fits or _is_better_sorted(x, block.stacks, pairs):
         found = grouped.moe(x, top_k_index, top_k_weights, block, residual)
         if not fits or found is not None:
             return found
     assert inner is not None
+    hidden, out = x.new_empty((pairs, down.shape[2])), x.new_empty((tokens, down.shape[1]))
+    _launch(inner, x, top_k_index, block.gate_up_bias, hidden, pairs)
+    if summed is not None:
+        added, factor = (0, 1.0) if residual is None else (residual.value.data_ptr(), residual.factor)
+        sums = decode.Sums(top_k_weights.data_ptr(), top_k_weights.itemsize == 2, added, factor)
+        _launch(summed, hidden, top_k_index, block.down_bias, out, pairs, sums)
+        return out
     assert outer is not None
     from halfbyte.kernels.experts.combine import combine
 
-    hidden, y = x.new_empty((pairs, down.shape[2])), x.new_empty((pairs, down.shape[1]), dtype=torch.float32)
-    out = x.new_empty((tokens, down.shape[1]))
-    _launch(inner, x, top_k_index, block.gate_up_bias, hidden, pairs)
+    y = x.new_empty((pairs, down.shape[1]), dtype=torch.float32)
     _launch(outer, hidden, top_k_index, block.down_bias, y, pairs)
     combine(y, top_k_index, top_k_weights, out, down.shape[0], residual)
     return out
 
 
-def _launch(product: RoutedProduct, x: Tensor, ids: Tensor, bias: Tensor | None, out: Tensor, pairs: int) -> None:
+def _launch(
+    product: Callable[..., None], x: Tensor, ids: Tensor, bias: Tensor | None, out: Tensor, pairs: int, *sums: Any
+) -> None:
     stream = torch._C._cuda_getCurrentRawStream(x.get_device())
     at = 0 if bias is None else bias.data_ptr()
-    product(stream, x.data_ptr(), ids.data_ptr(), at, out.data_ptr(), pairs)
+    product(stream, x.data_ptr(), ids.data_ptr(), at, out.data_ptr(), pairs, *sums)
+
+
+def _combined(x: Tensor, down: QuantizedWeight, bias: Tensor | None, pairs: int, ids: Tensor) -> CombinedProduct | None:
+    """Of down, whose results are added up at once, kept from call to call; None where the planner has them added up by
+    a launch of its own."""
+    room = room_for(pairs)
+    if pairs == 0 or room == 0 or min(down.shape) == 0 or reach.without_kernels(properties_of(x.get_device())):
+        return None
+    routing = decode.Routing(down.shape[0], 1, ids.dtype is torch.int64)
+
+    def bind() -> tuple[CombinedProduct | None]:
+        rows = decode.rows_of(down)
+        o, properties = problem_of(x, rows, bias), properties_of(x.get_device())
+        plan = decode.plan_routed(room, o, down.shape[0], "", True, properties, early=True, top_k=ids.shape[1])
+        if plan is None or not plan.combines:
+            return (None,)
+        return (decode.bind_combined(x.device, o, addresses(rows), routing, plan),)
+
+    return combined.get((cache.key(x, down, bias, False), room, routing, ids.shape[1]), bind)[0]
 
 
 def _product(
@@ -140,9 +168,9 @@ def variants(
     experts."""
     pairs, both = tokens * k, (gate_up, down)
     if room := room_for(pairs):
-        kinds = ((gate_up, activation, False, False), (down, "", True, True))
         plans = [
-            decode.plan_routed(room, o, experts, gates, wide, properties, early) for o, gates, wide, early in kinds
+            decode.plan_routed(room, gate_up, experts, activation, False, properties),
+            decode.plan_routed(room, down, experts, "", True, properties, early=True, top_k=k),
         ]
         found = [decode.variant(o, plan, properties) for o, plan in zip(both, plans, strict=True) if plan is not None]
         if len(found) == len(both) and not is_better_sorted(pairs, experts, both, properties):

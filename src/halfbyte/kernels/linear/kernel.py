@@ -37,6 +37,9 @@ MlpProduct = Callable[[int, int, int, int, int, Sequence[int], int], None]
 # how many pairs of a token and an expert there are.
 RoutedProduct = Callable[[int, int, int, int, int, int], None]
 
+# The same; and how the results of a token are added up.
+CombinedProduct = Callable[[int, int, int, int, int, int, Any], None]
+
 # The stream, the addresses of x, of the routes of sorted pairs, of bias (0: none) and out, how many rows x has, and how
 # many pairs share one, or 0 where its rows are sorted.
 GroupedProduct = Callable[[int, int, int, int, int, int, int], None]

@@ -63,6 +63,7 @@
 //   static_weights               W was written long ago
 //   experts, pairs, wide         of a stack, 0 for one weight; the most pairs; whether results are fp32
 //   neighbours                   CTAs that take the tiles of a run in turn, of a stack
+//   combines                     experts of a token, whose results are added up (combine.cuh); 0: they are not
 
 #include "norm.cuh"
 #include "produce.cuh"
@@ -311,6 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
       //: the kernel ahead is done
+      clear_left(a, thread);
       return codes;
     } else {
       if constexpr (!Config::computes)
@@ -318,6 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
       if (threadIdx.x == 0) launch_dependents();
+      clear_left(a, thread);
       return Codes(a, thread);
     }
   };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common import workspace
 from halfbyte.kernels.common.cuda_types import TYPES
 from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.driver import Arguments, Launch, kernels
@@ -21,7 +23,7 @@ from halfbyte.kernels.common.tensor_map import tensor_map
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear.codebook import unit_and_codebook
 from halfbyte.kernels.linear.fusion import ALONE, Fusion
-from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product, RoutedProduct
+from halfbyte.kernels.linear.kernel import CombinedProduct, FusedProduct, GroupProduct, Product, RoutedProduct
 from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
 from halfbyte.kernels.linear.sm90_decode.plan import (
     BLOCK,
@@ -37,6 +39,7 @@ from halfbyte.kernels.linear.sm90_decode.routed import routed_plan
 
 NAME = "sm90_decode"
 MOST_PARTS = 3  # weights of one launch: q, k and v
+SUMS = "5QIIf12x"  # Combining in work.cuh
 launches: ThreadCache[Hashable, Launch] = ThreadCache()
 
 
@@ -184,12 +187,13 @@ def plan_routed(
     wide: bool,
     properties: DeviceProperties,
     early: bool = False,
+    top_k: int = 0,
 ) -> DecodePlan | None:
     """The plan for pairs of a token and an expert of a stack, whose rows are all those of `o`, or None where this
     kernel does not support it. The rest is as for `routed_plan`."""
     if not _supports(o):
         return None
-    return routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, wide, properties, early)
+    return routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, wide, properties, early, top_k)
 
 
 def bind_routed(
@@ -201,6 +205,46 @@ def bind_routed(
     """
     if plan.static_weights and routing.clears:
         raise ValueError(f"{plan} begins before the kernel ahead ends, and may not clear results")
+    launch, arguments, _ = _bound(device, o, weight, routing, plan, 0)
+
+    def multiply(stream: int, x: int, ids: int, bias: int, out: int, pairs: int) -> None:
+        arguments.set(x, 0, 0, ids, bias, out, 8 * plan.m_tiles, pairs)
+        launch(stream, arguments.parameters)
+
+    return multiply
+
+
+class Sums(NamedTuple):
+    """How a token's experts are added up. shares, narrow: the address of the weights of pairs, of 16 bits or of 32.
+    added, factor: the address of what the factor times the sum is added to, or 0."""
+
+    shares: int
+    narrow: bool
+    added: int = 0
+    factor: float = 1.0
+
+
+def bind_combined(
+    device: torch.device, o: Problem, weight: Addresses, routing: Routing, plan: DecodePlan
+) -> CombinedProduct:
+    """The same, of a plan that combines: `out` has a row for each token, of the type of x."""
+    launch, arguments, memory = _bound(device, o, weight, routing, plan, struct.calcsize(SUMS))
+    tail = struct.Struct(SUMS)
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+
+    def multiply(stream: int, x: int, ids: int, bias: int, out: int, pairs: int, sums: Sums) -> None:
+        there, left, count = workspace.take(device, stream, pairs * (o.n // routing.experts))
+        tail.pack_into(memory, 0, there, left, out, sums.shares, sums.added, count // 4, sums.narrow, sums.factor)
+        arguments.set(x, 0, 0, ids, bias, 0, 8 * plan.m_tiles, pairs)
+        launch(stream, parameters)
+
+    return multiply
+
+
+def _bound(
+    device: torch.device, o: Problem, weight: Addresses, routing: Routing, plan: DecodePlan, ahead: int
+) -> tuple[Launch, Arguments, Any]:
+    """The launch, its arguments but for those that change, and the memory where these lie behind so many bytes."""
     rows = o.n // routing.experts
     tiles = rows // (ROWS * plan.tiles_at_once)
     compiled = variant(o, plan, properties_of(device.index))
@@ -208,13 +252,8 @@ def bind_routed(
     unit, codebook = unit_and_codebook(o.format, o.dtype)
     facts = (routing.experts, rows, routing.per_row, routing.wide_ids, routing.clears)
     sizes = (o.n, 0, tiles, o.k, *facts, unit, 0.0, 0.0, 1.0, codebook)
-    arguments = Arguments(layout(1), _described(plan, o, weight), sizes)
-
-    def multiply(stream: int, x: int, ids: int, bias: int, out: int, pairs: int) -> None:
-        arguments.set(x, 0, 0, ids, bias, out, 8 * plan.m_tiles, pairs)
-        launch(stream, arguments.parameters)
-
-    return multiply
+    memory = ctypes.create_string_buffer(ahead + struct.calcsize("".join(layout(1))))
+    return launch, Arguments(layout(1), _described(plan, o, weight), sizes, memory, ahead), memory
 
 
 def _routed_launch(index: int, o: Problem, plan: DecodePlan, compiled: Variant) -> Launch:

@@ -1,5 +1,6 @@
 // The reducer warps of kernel.cu: they add up what the multiplying warps and the CTAs of a cluster have, and store it.
 
+#include "combine.cuh"
 #include "norm.cuh"
 #include "walk.cuh"
 
@@ -12,7 +13,9 @@ __device__ __forceinline__ void store_pairs(const Arguments& a, u32 shared, cons
   if (Config::bias && a.result[0].bias)
     v.x += unpack(bias.x), v.y += unpack(bias.y), v.z += unpack(bias.z), v.w += unpack(bias.w);
   if (pair == NOBODY) return;
-  if constexpr (Config::wide) {
+  if constexpr (TOP_K > 0) {
+    give(a, pair, row, v);
+  } else if constexpr (Config::wide) {
     *reinterpret_cast<float4*>(reinterpret_cast<float*>(a.result[0].y) + u64(pair) * a.expert_rows + row) = v;
   } else if constexpr (PAIRED) {
     if (tile.half == 0) store_sums(kept, v);
@@ -135,4 +138,6 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
       }
     }
   }
+  if constexpr (TOP_K > 0)
+    if (rank == 0) combine(a, lane);
 }

@@ -39,11 +39,13 @@ def routed_plan(
     wide: bool,
     properties: DeviceProperties,
     early: bool = False,
+    top_k: int = 0,
 ) -> DecodePlan | None:
     """The plan for so many pairs of a token and one of the experts [n, k], or None where this kernel is not for them.
 
     activation: of interleaved rows, or of gate rows that come before the up rows of an expert. wide: results are fp32.
     early: ids are there when the kernel begins, if not x, so that all stages of W are asked for before x is there.
+    top_k: experts of a token, where their results are to be added up; the plan says whether it does so.
     As many CTAs share a multiprocessor as fit with enough stages: one that changes its x waits for it. A warp holds x
     of two units, or, where K is long enough, of twice as many blocks of one unit.
     """
@@ -59,9 +61,11 @@ def routed_plan(
     )  # fmt: skip
     plans = (plan for width in slices for plan in _routed_shapes(found, width, k, scales))
     plan = next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
-    if plan is None or not (early and h200.ROUTED_EARLY):
-        return plan
-    return replace(plan, static_weights=True, first_stages=plan.stages)
+    if plan is None:
+        return None
+    if early and h200.ROUTED_EARLY:
+        plan = replace(plan, static_weights=True, first_stages=plan.stages)
+    return replace(plan, combines=top_k) if top_k <= h200.ROUTED_COMBINES else plan
 
 
 def _routed_shapes(plan: DecodePlan, width: int, k: int, scales: Scales) -> Iterator[DecodePlan]:

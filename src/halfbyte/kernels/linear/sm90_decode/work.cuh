@@ -4,6 +4,7 @@
 #include "device/epilogue.cuh"
 #include "device/integers.cuh"
 #include "device/mma.cuh"
+#include "device/partials.cuh"
 #include "device/pipeline.cuh"
 #include "device/scale.cuh"
 
@@ -120,7 +121,19 @@ struct Result {
   const unsigned short* bias;  // null for none
   unsigned short* y;           // fp32 with Config::wide
 };
-struct Arguments {
+// Of tokens whose experts are added up here: what pairs give, in a workspace (device/partials.cuh); what the launch
+// before left there; results; weights of pairs, of 16 bits or 32; what a factor times the sums is added to, or null.
+template <bool There> struct Combining {};
+template <> struct Combining<true> {
+  float4 *sums, *stale;
+  unsigned short* out;
+  const void* shares;
+  const unsigned short* added;
+  u32 stale_count, narrow;
+  float factor;
+};
+constexpr u32 TOP_K = Config::combines;  // experts of a token, or 0
+struct Arguments : Combining<(TOP_K > 0)> {
   Weight weight[Config::parts];
   const unsigned short *x, *norm, *residual;  // norm: weights of x's norm; residual: [m, n]; null for none
   const void* ids;                            // of experts, a pair of a token and an expert after the other
