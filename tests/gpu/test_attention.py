@@ -98,6 +98,21 @@ def test_every_way_to_meet(plan: tuple[int, ...], size: int, dtype: torch.dtype)
     assert not spans[:, 2:].any()
 
 
+@needs_hopper
+@pytest.mark.parametrize("plan", [(1, 8, 16, True), (1, 4, 32, True), (1, 8, 4)])
+def test_no_number_is_a_sum(plan: tuple[int, ...]) -> None:
+    """Of a text whose keys and values are no numbers: CTAs wait for sums of certain bits, which these are not."""
+    clusters = pytest.importorskip("halfbyte.kernels.attention.sm90.launch")
+    tokens = 3000
+    mask = causal([(0, tokens), (0, tokens)], 1, tokens)
+    query, caches = random(2, 16, 1, 128), random(2, 2, 4, tokens, 128)
+    right = clusters.attend(query, *caches, mask, 0.09, None, None, spans_of(mask, 2), None, False, ClusterPlan(*plan))
+    caches[:, 1].view(torch.int16).fill_(-1)
+    found = clusters.attend(query, *caches, mask, 0.09, None, None, spans_of(mask, 2), None, False, ClusterPlan(*plan))
+    assert torch.equal(found[0], right[0])
+    assert not found[1].isfinite().any()
+
+
 @both
 @sixteen_bits
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
