@@ -152,6 +152,20 @@ def test_linear_of_many_rows() -> None:
             right = -right
 
 
+@pytest.mark.parametrize("format", ["nf4", "int4"])
+def test_memory_beside_inputs_and_results(format: str) -> None:
+    """At most 8 MiB for 2,048 rows of a large weight, at whichever time: x laid out, or sums that CTAs share."""
+    n, k, m = 28672, 8192, 2048
+    q, x = weight(n, k, format=format), torch.randn((m, k), device=DEVICE).to(BF16)
+    hb.linear(x, q)  # a workspace is made the first time, and stays
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = hb.linear(x, q)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before - y.nbytes <= 8 << 20
+
+
 def test_more_than_two_to_the_31_weights() -> None:
     """The last rows are those of a weight of their own."""
     k, tail = 8192, 130
