@@ -128,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
     const u32 base = next, of_base = page;
     turn += text.parts, next = text.token_at(turn), page = page_ahead;
     page_ahead = text.page_at(turn + text.parts);
-    const bool replaces = has_own && base < text.behind_own && base + BLOCK > text.own;
     if constexpr (!AHEAD) values.load(text, base, of_base, 0, group, member);
+    const bool replaces = has_own && base < text.behind_own && base + BLOCK > text.own;
     if (replaces) replace(text, keys, own, base, group, member), replace(text, values, 0, own, base, group, member);
     float score[COLUMNS][4];
     multiply(score, keys, query, row_tile, warp / ROW_TILES, lane);
