@@ -78,7 +78,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   u32 page_ahead = text.page_at(turn + text.parts);  // so that it is there when the block's turn is near
   shifts.load(a, text, next, group, first_row + 2 * member);
   fetch_block(a, text, turn + text.parts, lane);
-  if (threadIdx.x == 0) fetch_ends(a, own_part);
   Angles angles[COLUMNS];
   if constexpr (Config::puts)
 #pragma unroll

@@ -31,12 +31,6 @@ template <class At> struct Shares {
     return sum;
   }
 };
-// Asks for what the end needs and nobody has touched: to find where a page of memory lies takes as long as the meeting.
-__device__ __forceinline__ void fetch_ends(const Arguments& a, const Part& own) {
-  prefetch_to_l2(a.out + (u64(own.which) * NEW * a.heads + own.head) * Config::group * SIZE);
-  if constexpr (Config::sinks > 0)
-    prefetch_to_l2(static_cast<const u8*>(a.sinks) + own.head * Config::group * (Config::sinks * 2));
-}
 // The score of a row that has no value, or NONE.
 __device__ __forceinline__ float sink_of(const Arguments& a, const Part& own, u32 row) {
   const u32 head = own.head * Config::group + min(row, ROWS - 1) / NEW;
