@@ -92,7 +92,7 @@ def activate(both: Tensor, activation: str) -> Tensor:
 def _adding_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a launch of its own, and where results are made."""
     monkeypatch.setattr(h200, "ROUTED_COMBINES", request.param)
-    cuda.combined.entries.clear()
+    cuda.products.entries.clear()
 
 
 @pytest.mark.parametrize(("format", "options"), KINDS, ids=str)
@@ -203,7 +203,6 @@ def test_down_may_begin_early(tokens: int, sizes: tuple[int, ...], monkeypatch: 
     for early in (False, True):
         monkeypatch.setattr(h200, "ROUTED_EARLY", early)
         cuda.products.entries.clear()
-        cuda.combined.entries.clear()
         captures.append(captured(layers))
     for _ in range(20):
         x.copy_(random(tokens, hidden))

@@ -9,8 +9,8 @@ pairs of a token then have to meet in one CTA.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,15 @@ from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_decode.routed import room_for, routed_microseconds
 
-products: ThreadCache[Hashable, tuple[RoutedProduct | None]] = ThreadCache()
-combined: ThreadCache[Hashable, tuple[CombinedProduct | None]] = ThreadCache()
+
+class Bound(NamedTuple):
+    """combines: the product adds up what the experts of a token give, and takes a `Sums`, which says how, as well."""
+
+    multiply: RoutedProduct | CombinedProduct
+    combines: bool
+
+
+products: ThreadCache[Hashable, tuple[Bound | None]] = ThreadCache()
 better_sorted: ThreadCache[Hashable, tuple[bool]] = ThreadCache()
 
 
@@ -70,22 +77,21 @@ def moe(
     down = block.down
     inner = _product(x, block.gate_up, block.gate_up_bias, pairs, top_k_index, k, block.activation)
     # When it begins ids are known: the kernel ahead has waited for those who made them.
-    summed = _combined(x, down, block.down_bias, pairs, top_k_index)
-    outer = None if summed else _product(x, down, block.down_bias, pairs, top_k_index, 1, wide=True, early=True)
-    fits = inner is not None and (outer or summed) is not None
+    outer = _product(x, down, block.down_bias, pairs, top_k_index, 1, wide=True, early=True, top_k=k)
+    fits = inner is not None and outer is not None
     if not fits or _is_better_sorted(x, block.stacks, pairs):
         found = grouped.moe(x, top_k_index, top_k_weights, block, residual)
         if not fits or found is not None:
             return found
     assert inner is not None
+    assert outer is not None
     hidden, out = x.new_empty((pairs, down.shape[2])), x.new_empty((tokens, down.shape[1]))
     _launch(inner, x, top_k_index, block.gate_up_bias, hidden, pairs)
-    if summed is not None:
+    if outer.combines:
         added, factor = (0, 1.0) if residual is None else (residual.value.data_ptr(), residual.factor)
         sums = decode.Sums(top_k_weights.data_ptr(), top_k_weights.itemsize == 2, added, factor)
-        _launch(summed, hidden, top_k_index, block.down_bias, out, pairs, sums)
+        _launch(outer, hidden, top_k_index, block.down_bias, out, pairs, sums)
         return out
-    assert outer is not None
     from halfbyte.kernels.experts.combine import combine
 
     y = x.new_empty((pairs, down.shape[1]), dtype=torch.float32)
@@ -94,31 +100,10 @@ def moe(
     return out
 
 
-def _launch(
-    product: Callable[..., None], x: Tensor, ids: Tensor, bias: Tensor | None, out: Tensor, pairs: int, *sums: Any
-) -> None:
+def _launch(product: Bound, x: Tensor, ids: Tensor, bias: Tensor | None, out: Tensor, pairs: int, *sums: Any) -> None:
     stream = torch._C._cuda_getCurrentRawStream(x.get_device())
     at = 0 if bias is None else bias.data_ptr()
-    product(stream, x.data_ptr(), ids.data_ptr(), at, out.data_ptr(), pairs, *sums)
-
-
-def _combined(x: Tensor, down: QuantizedWeight, bias: Tensor | None, pairs: int, ids: Tensor) -> CombinedProduct | None:
-    """Of down, whose results are added up at once, kept from call to call; None where the planner has them added up by
-    a launch of its own."""
-    room = room_for(pairs)
-    if pairs == 0 or room == 0 or min(down.shape) == 0 or reach.without_kernels(properties_of(x.get_device())):
-        return None
-    routing = decode.Routing(down.shape[0], 1, ids.dtype is torch.int64)
-
-    def bind() -> tuple[CombinedProduct | None]:
-        rows = decode.rows_of(down)
-        o, properties = problem_of(x, rows, bias), properties_of(x.get_device())
-        plan = decode.plan_routed(room, o, down.shape[0], "", True, properties, early=True, top_k=ids.shape[1])
-        if plan is None or not plan.combines:
-            return (None,)
-        return (decode.bind_combined(x.device, o, addresses(rows), routing, plan),)
-
-    return combined.get((cache.key(x, down, bias, False), room, routing, ids.shape[1]), bind)[0]
+    product.multiply(stream, x.data_ptr(), ids.data_ptr(), at, out.data_ptr(), pairs, *sums)
 
 
 def _product(
@@ -132,14 +117,16 @@ def _product(
     wide: bool = False,
     clears: bool = False,
     early: bool = False,
-) -> RoutedProduct | None:
+    top_k: int = 0,
+) -> Bound | None:
     """The product with a stack, of so many pairs, kept from call to call."""
     room = room_for(pairs)
     if pairs == 0 or room == 0 or min(q.shape) == 0:
         return None
     routing = decode.Routing(q.shape[0], per_row, ids.dtype is torch.int64, clears)
-    key = (cache.key(x, q, bias, False), room, routing, activation, wide, early)
-    return products.get(key, lambda: (_bind(x, q, bias, room, routing, activation, wide, early),))[0]
+    told = activation, wide, early, top_k
+    key = (cache.key(x, q, bias, False), room, routing, told)
+    return products.get(key, lambda: (_bind(x, q, bias, room, routing, *told),))[0]
 
 
 def _is_better_sorted(x: Tensor, stacks: Sequence[QuantizedWeight], pairs: int) -> bool:
@@ -187,11 +174,15 @@ def _bind(
     activation: str,
     wide: bool,
     early: bool,
-) -> RoutedProduct | None:
+    top_k: int,
+) -> Bound | None:
     properties = properties_of(x.get_device())
     if reach.without_kernels(properties) is not None:
         return None
     rows = decode.rows_of(q)
     problem = problem_of(x, rows, bias)
-    plan = decode.plan_routed(room, problem, q.shape[0], activation, wide, properties, early)
-    return None if plan is None else decode.bind_routed(x.device, problem, addresses(rows), routing, plan)
+    plan = decode.plan_routed(room, problem, q.shape[0], activation, wide, properties, early, top_k)
+    if plan is None:
+        return None
+    bind = decode.bind_combined if plan.combines else decode.bind_routed
+    return Bound(bind(x.device, problem, addresses(rows), routing, plan), plan.combines > 0)

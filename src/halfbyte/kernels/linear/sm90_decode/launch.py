@@ -227,7 +227,7 @@ class Sums(NamedTuple):
 def bind_combined(
     device: torch.device, o: Problem, weight: Addresses, routing: Routing, plan: DecodePlan
 ) -> CombinedProduct:
-    """The same, of a plan that combines: `out` has a row for each token, of the type of x."""
+    """As `bind_routed`, of a plan that combines: results have a row for each token, of the type of x."""
     launch, arguments, memory = _bound(device, o, weight, routing, plan, struct.calcsize(SUMS))
     tail = struct.Struct(SUMS)
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
