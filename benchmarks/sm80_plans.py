@@ -33,7 +33,7 @@ from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm80 import launch as sm80
-from halfbyte.kernels.linear.sm80.plan import Sm80Plan, estimate, plan_of_shape, sm80_plan
+from halfbyte.kernels.linear.sm80.plan import Sm80Plan, columns_of, estimate, plan_of_shape, sm80_plan
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.records import device_name
 from halfbyte.measure.timing import time_all
@@ -81,11 +81,6 @@ def problem_of(format: str, n: int, k: int) -> Problem:
     found = problem(format, *FORMATS[format], n, k)
     scale = torch.float16 if found.scale is found.dtype else found.scale
     return replace(found, dtype=torch.float16, scale=scale)
-
-
-def columns_of(m: int) -> int:
-    """Groups of eight rows of x in a tile."""
-    return next((columns for columns in h200.SM80_COLUMNS if 8 * columns >= m), max(h200.SM80_COLUMNS))
 
 
 def plans(m: int, o: Problem, properties: DeviceProperties) -> dict[Shape, Sm80Plan]:

@@ -105,12 +105,12 @@ def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch
     ]
     place = torch.arange(load.tokens, dtype=torch.int64, device=device)
     row = torch.arange(load.new, dtype=torch.int64, device=device)[:, None]
-    mask = (place <= load.filled - load.new + row).expand(load.texts, 1, load.new, load.tokens)
+    begin = load.filled - load.new
+    mask = (place <= begin + row).expand(load.texts, 1, load.new, load.tokens)
     sinks = random(heads.queries) if heads.sinks else None
     scale = heads.size**-0.5
     spans = spans_of(mask, load.texts)
     cos = torch.ones((1, load.new, heads.size), dtype=dtype, device=device)
-    begin = load.filled - load.new
     slot = torch.tensor(begin, dtype=torch.int64, device=device)
     new = slice(begin, load.filled)
     fresh = [

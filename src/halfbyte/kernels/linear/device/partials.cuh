@@ -33,10 +33,14 @@ __device__ __forceinline__ bool is_missing(float4 v) {
          __float_as_uint(v.w) == SENTINEL;
 }
 
-// Makes room for the next launch: what the one before has left.
-template <u32 Threads, class Arguments> __device__ __forceinline__ void clear_stale(const Arguments& a) {
-  for (u32 i = blockIdx.x * Threads + threadIdx.x; i < a.stale_count; i += gridDim.x * Threads) {
+// Makes room for the next launch: what the one before has left, by this thread of so many.
+template <class Arguments> __device__ __forceinline__ void clear_stale(const Arguments& a, u32 thread, u32 threads) {
+  for (u32 i = thread; i < a.stale_count; i += threads) {
     const float missing = __uint_as_float(SENTINEL);
     a.stale[i] = make_float4(missing, missing, missing, missing);
   }
+}
+// By all threads of a grid without height.
+template <u32 Threads, class Arguments> __device__ __forceinline__ void clear_stale(const Arguments& a) {
+  clear_stale(a, blockIdx.x * Threads + threadIdx.x, gridDim.x * Threads);
 }

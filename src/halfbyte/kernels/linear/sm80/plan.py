@@ -166,7 +166,7 @@ def sm80_plan(m: int, problem: Problem, properties: DeviceProperties) -> Sm80Pla
     shape only where no other fits."""
     if m < 1 or properties.ptx < 80 or problem.k % 32:
         return None
-    columns = next((columns for columns in h200.SM80_COLUMNS if 8 * columns >= m), max(h200.SM80_COLUMNS))
+    columns = columns_of(m)
     for shapes in (h200.SM80_SHAPES[columns], h200.SM80_SMALL_SHAPES.get(columns, ())):
         plans = [
             plan for shape in shapes if (plan := plan_of_shape(columns, shape, m, problem, properties)) is not None
@@ -174,6 +174,11 @@ def sm80_plan(m: int, problem: Problem, properties: DeviceProperties) -> Sm80Pla
         if plans:
             return min(plans, key=lambda plan: plan.microseconds)
     return None
+
+
+def columns_of(m: int) -> int:
+    """Groups of eight rows of x in a tile, for x [m, K]."""
+    return next((columns for columns in h200.SM80_COLUMNS if 8 * columns >= m), max(h200.SM80_COLUMNS))
 
 
 def every_shape(columns: int) -> tuple[tuple[int, ...], ...]:

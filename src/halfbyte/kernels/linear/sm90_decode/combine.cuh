@@ -5,15 +5,6 @@
 
 #include "routes.cuh"
 
-// Makes room for the next launch that combines.
-template <class Arguments> __device__ __forceinline__ void clear_left(const Arguments& a, u32 thread) {
-  if constexpr (TOP_K > 0) {
-    const float none = __uint_as_float(SENTINEL);
-    for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * PREPARING + thread; i < a.stale_count;
-         i += gridDim.x * gridDim.y * PREPARING)
-      a.stale[i] = make_float4(none, none, none, none);
-  }
-}
 // Results of four rows of W by a pair.
 template <class Arguments> __device__ __forceinline__ void give(const Arguments& a, u32 pair, u32 row, float4 v) {
   store_partial(a.sums + (u64(pair) * a.expert_rows + row) / 4, v);

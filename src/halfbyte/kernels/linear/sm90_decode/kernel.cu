@@ -300,6 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   if constexpr (Config::cluster > 1) arrive_cluster();
 
   const u32 thread = threadIdx.x - (warp > Config::warps ? 32 : 0);
+  const u32 preparing = (blockIdx.y * gridDim.x + blockIdx.x) * PREPARING + thread;  // among those of all CTAs
   const bool prepares = warp != Config::warps && warp <= Config::warps + Config::reducers;
   const auto prepare = [&] {
     if constexpr (Config::static_weights) {
@@ -312,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
       //: the kernel ahead is done
-      clear_left(a, thread);
+      if constexpr (TOP_K > 0) clear_stale(a, preparing, gridDim.x * gridDim.y * PREPARING);
       return codes;
     } else {
       if constexpr (!Config::computes)
@@ -320,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
       if (threadIdx.x == 0) launch_dependents();
-      clear_left(a, thread);
+      if constexpr (TOP_K > 0) clear_stale(a, preparing, gridDim.x * gridDim.y * PREPARING);
       return Codes(a, thread);
     }
   };
