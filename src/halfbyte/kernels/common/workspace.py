@@ -51,13 +51,15 @@ kept = _Kept()
 
 
 def take(device: torch.device, stream: int, count: int) -> tuple[int, int, int]:
-    """What `Workspace.take` says, for a launch on this stream.
+    """What `Workspace.take` says, for a launch on this stream; zeros for one that wants no sums.
 
     Launches of a thread on a stream follow each other and share a workspace. So do those that one capture sees on a
     stream, but with nobody else: the graph may be replayed beside anything. It fills its workspace itself, once in
     every replay, in memory of its own; to keep that is necessary only until the capture ends. Where nothing may be kept
     even so long, each launch has a workspace.
     """
+    if count == 0:
+        return 0, 0, 0
     make: Callable[[int, torch.device], Workspace]
     if torch.cuda.is_current_stream_capturing():
         if _is_of_graph_trees(device):

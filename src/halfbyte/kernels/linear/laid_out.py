@@ -165,7 +165,7 @@ class Part(NamedTuple):
     def __call__(
         self, stream: int, x: int, bias: int, out: int, laid_out: int, m: int, is_laid_out: bool = False, other: int = 0
     ) -> None:
-        partial, left, count = workspace.take(self.device, stream, self.partial) if self.partial else (0, 0, 0)
+        partial, left, count = workspace.take(self.device, stream, self.partial)
         self.told.set(x, bias, out, laid_out, partial, left, other, count // 4, m)
         if self.laid_out and not is_laid_out:
             self.lay_out(stream, self.told.arguments.parameters)

@@ -110,7 +110,7 @@ def _bind_one_launch(
     def run(stream: int, x: int, m: int, results: Iterable[int], norm: int = 0) -> None:
         place = torch.empty(x_bytes, dtype=torch.uint8, device=device) if x_bytes else None
         at = 0 if place is None else place.data_ptr()
-        sums_at, left, count = workspace.take(device, stream, partial) if partial else (0, 0, 0)
+        sums_at, left, count = workspace.take(device, stream, partial)
         addresses = iter(results)
         for part, before in zip(told, room, strict=False):
             bias, out = next(addresses), next(addresses)

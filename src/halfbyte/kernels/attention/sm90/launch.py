@@ -78,7 +78,7 @@ def attend(
 
     launch, told = launches.get(key, make)
     stream, sums = torch._C._cuda_getCurrentRawStream(index), plan.sums(texts * shared, heads // shared * new, size)
-    taken = workspace.take(query.device, stream, sums) if sums else (0, 0, 0)
+    taken = workspace.take(query.device, stream, sums)
     told.set(*arguments(query, keys, values, mask, scale, softcap, sinks, spans, fresh, taken, out))
     launch(stream, told.parameters)
     return out

@@ -53,7 +53,7 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
     pitch = pitch_of(problem.n)
 
     def multiply(stream: int, dy: int, bias: int, dx: int, m: int) -> None:
-        sums, stale, count = workspace.take(device, stream, partial) if partial else (0, 0, 0)
+        sums, stale, count = workspace.take(device, stream, partial)
         copy = None
         if pitch != problem.n:
             copy = torch.empty(m * pitch, dtype=problem.dtype, device=device)

@@ -69,7 +69,7 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
     length, pitch = row_and_pitch(problem, plan)
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
-        sums, stale, count = workspace.take(device, stream, partial) if partial else (0, 0, 0)
+        sums, stale, count = workspace.take(device, stream, partial)
         copy = None
         if pitch != length:
             copy = torch.empty(m * pitch, dtype=problem.dtype, device=device)
