@@ -54,6 +54,11 @@ struct Has {
     told = load_partial(from + InMemory::PAIRS_OF_PART + pair / InMemory::OF_ROW), sum = load_partial(from + pair);
   }
   __device__ bool is_there() const { return !is_missing(told) && !is_missing(sum); }
+  // Into sums that are weighed by the highest score of all.
+  __device__ __forceinline__ void add_to(float& weights, float2& total, float highest) const {
+    const float of = weight_of(told.x, highest);
+    weights += of * told.y, total.x += of * sum.x, total.y += of * sum.y;
+  }
 };
 // The result: of all pairs as many as every CTA adds up. Eight lanes have pairs that lie side by side, and each four of
 // lanes have some of the parts of a pair: so looking takes few sectors of L2, which others still read through, and few
@@ -83,10 +88,7 @@ __device__ __forceinline__ void add_up_shared(const Arguments& a, const InMemory
     float weights = 0;
     float2 sum = {0, 0};
 #pragma unroll
-    for (u32 i = 0; i < OF_LANE; i++) {
-      const float of = weight_of(has[i].told.x, highest);
-      weights += of * has[i].told.y, sum.x += of * has[i].sum.x, sum.y += of * has[i].sum.y;
-    }
+    for (u32 i = 0; i < OF_LANE; i++) has[i].add_to(weights, sum, highest);
 #pragma unroll
     for (u32 by = 8; by < 32; by *= 2) {
       weights += __shfl_xor_sync(~0u, weights, by);
@@ -116,10 +118,7 @@ __device__ __forceinline__ void add_up_alone(const Arguments& a, const InMemory&
       const float shrunk = weight_of(highest, higher);
       weights *= shrunk, sum.x *= shrunk, sum.y *= shrunk, highest = higher;
 #pragma unroll
-      for (u32 i = 0; i < AT_ONCE; i++) {
-        const float of = weight_of(has[i].told.x, highest);
-        weights += of * has[i].told.y, sum.x += of * has[i].sum.x, sum.y += of * has[i].sum.y;
-      }
+      for (u32 i = 0; i < AT_ONCE; i++) has[i].add_to(weights, sum, highest);
     }
     store_result(a, own, row, pair / 8 % SUM_TILES, pair % 8, sum, weights);
   }
