@@ -114,7 +114,7 @@ def _rows_of_weight(format: str, n: int, k: int, device: torch.device, propertie
 
     def quantized() -> hb.QuantizedWeight:
         weight = torch.randn((n, k), dtype=torch.float32, device=device).to(o.dtype)
-        return hb.quantize(weight, format, block_size=o.block_size)
+        return hb.quantize(weight, format)
 
     sets = input_sets(quantized().nbytes, device)
     qs = [quantized() for _ in range(sets)]

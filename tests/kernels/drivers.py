@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,6 +44,14 @@ def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
     return torch.frombuffer(bytes_there, dtype=dtype).view(shape)
 
 
+class Facts(NamedTuple):
+    """Of a kernel: weights that a launch is for, whether it copies x as it is, and experts whose results it adds up."""
+
+    parts: int
+    copies: int
+    combines: int
+
+
 class Driver:
     """Kernels in Python. `like` is the weight that is multiplied, as far as its addresses do not say it."""
 
@@ -56,8 +64,8 @@ class Driver:
         self.grouping: Grouping | None = None  # of a stack whose pairs are sorted
         self.tile_m = 0  # of those
         self.names = [b""]
-        self.parts = [0]  # weights that a launch of each is for
-        self.copies = [False]  # whether it copies x as it is
+        self.loaded: list[Facts] = []  # modules
+        self.facts = [Facts(0, 0, 0)]  # of the kernel with each name
         self.seen: list[tuple[Any, int]] = []  # kernel and rows of x
         self.capture = 0  # the number of the one that all streams are in
         self.others: list[bytes] = []  # names of kernels before and after products
@@ -80,14 +88,13 @@ class Driver:
         return 0 if threading.get_ident() in self.bound else 201
 
     def cuModuleLoadData(self, module: Any, code: bytes) -> int:
-        module._obj.value = int(code)
+        module._obj.value = len(self.loaded)
+        self.loaded.append(Facts(*map(int, code.split())))
         return self._lack_of_context()
 
     def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
         self.names.append(name)
-        parts, copies = divmod(module.value, 2)
-        self.parts.append(parts)
-        self.copies.append(bool(copies))
+        self.facts.append(self.loaded[module.value or 0])
         function._obj.value = len(self.names) - 1
         return 0
 
@@ -118,14 +125,21 @@ class Driver:
             self.others.append(self.names[function.value])
             return 0
         if kernel is decode:
-            self._decode(ctypes.string_at(parameters[0], struct.calcsize("".join(decode.layout(len(self.group) or 1)))))
+            combines = self.facts[function.value].combines
+            ahead = struct.calcsize(decode.SUMS) if combines else 0
+            size = struct.calcsize("".join(decode.layout(len(self.group) or 1)))
+            arguments = ctypes.string_at(parameters[0] + ahead, size)
+            if combines:
+                self._combined(ctypes.string_at(parameters[0], ahead), arguments, combines)
+            else:
+                self._decode(arguments)
             return 0
         if self.grouping is not None:
             layout = laid_out.COPIED_LAYOUT if self.grouping.ordered else laid_out.LAYOUT
             self._grouped(ctypes.string_at(parameters[0], struct.calcsize("".join(layout))))
             return 0
-        for part in range(self.parts[function.value]):
-            copies = self.copies[function.value]
+        copies = bool(self.facts[function.value].copies)
+        for part in range(self.facts[function.value].parts):
             size = struct.calcsize("".join(laid_out.COPIED_LAYOUT if copies else laid_out.LAYOUT))
             self._one_product(kernel, parameters[0] + part * size, copies)
         return 0
@@ -197,6 +211,27 @@ class Driver:
             products = [memory(residual, (m, sizes[0]), self.dtype) + factor * products[0]]
         for part, y in enumerate(products):
             memory(results[2 * part + 1], (m, sizes[part]), self.dtype).copy_(y)
+
+    def _combined(self, sums: bytes, arguments: bytes, top_k: int) -> None:
+        """Pairs of tokens with so many experts each, whose results are weighted and added up."""
+        _, _, out, shares, added, _, narrow, factor = struct.unpack(decode.SUMS, sums)
+        before, changing, after = decode.layout(1)
+        at = struct.calcsize(before)
+        *first, ids, bias, nowhere, m, pairs = struct.unpack_from(changing, arguments, at)
+        assert nowhere == 0
+        sizes = struct.unpack_from(after, arguments, struct.calcsize(before + changing))
+        experts, n, wide_ids = sizes[4], sizes[5], sizes[7]
+        rows = torch.zeros(pairs, n)
+        somewhere = bytearray(arguments)
+        struct.pack_into(changing, somewhere, at, *first, ids, bias, rows.data_ptr(), m, pairs)
+        self._decode(bytes(somewhere))
+        chosen = memory(ids, (pairs,), torch.int64 if wide_ids else torch.int32)
+        known = (chosen >= 0) & (chosen < experts)
+        weights = memory(shares, (pairs,), self.dtype if narrow else F32).float() * known
+        total = factor * torch.einsum("tjn,tj->tn", rows.view(-1, top_k, n), weights.view(-1, top_k))
+        if added:
+            total = total + memory(added, tuple(total.shape), self.dtype)
+        memory(out, tuple(total.shape), self.dtype).copy_(total)
 
     def _routed(
         self, addresses: Sequence[int], x: int, ids: int, bias: int, out: int, pairs: int, n: int, tiles: int, k: int,
@@ -304,9 +339,10 @@ def order_of(k: int, span: int) -> torch.Tensor:
 
 
 def _code(variant: Variant) -> bytes:
-    """What cuModuleLoadData is given of a variant: how many weights it is for, and whether it copies x."""
+    """What cuModuleLoadData is given of a variant: its facts."""
     constants = dict(variant.constants)
-    return b"%d" % (2 * int(constants.get("parts", 1)) + bool(constants.get("copies_x", False)))
+    facts = Facts(constants.get("parts", 1), constants.get("copies_x", 0), constants.get("combines", 0))
+    return b"%d %d %d" % tuple(map(int, facts))
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, properties: DeviceProperties) -> Iterator[Driver]:

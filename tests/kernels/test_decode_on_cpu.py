@@ -238,7 +238,6 @@ def test_experts_are_added_up(
 ) -> None:
     """In the launch that makes their results, twice in a row: pairs whose id is no expert are left out; a residual."""
     torch.manual_seed(0)
-    monkeypatch.setattr(h200, "ROUTED_COMBINES", 8)
     monkeypatch.setattr(h200, "ROUTED_EARLY", tokens == 7)
     experts, n, top_k = 5, 64, 3
     q = weight(experts, n, k=k, dtype=dtype, format="nf4")
@@ -248,7 +247,7 @@ def test_experts_are_added_up(
     residual = torch.randn(tokens, n).to(dtype) if narrow else None
     flat = decode.rows_of(q)
     problem = problem_of(x, flat, bias.flatten())
-    plan = decode.plan_routed(ids.numel(), problem, experts, "", True, SMALL, early=True, top_k=top_k)
+    plan = decode.plan_routed(ids.numel(), problem, experts, "", True, SMALL, early=True, combines=top_k)
     assert plan is not None
     assert plan.combines == top_k
     assert plan.static_weights is (tokens == 7)

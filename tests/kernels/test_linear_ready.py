@@ -350,7 +350,7 @@ def test_threads_have_arguments_of_their_own(gpu: Driver, shape: tuple[int, int]
 def test_choices_are_pure(gpu: Driver) -> None:
     """The variant that a call takes is the one which is foretold from sizes alone."""
     loaded: list[nvrtc.Variant] = []
-    gpu_cubin: Callable[[nvrtc.Variant], bytes] = lambda variant: loaded.append(variant) or b"1"  # noqa: E731
+    gpu_cubin: Callable[[nvrtc.Variant], bytes] = lambda variant: loaded.append(variant) or b"1 0 0"  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "cubin", gpu_cubin)
         from halfbyte import warm

@@ -2,9 +2,8 @@
 grouped.py's.
 
 The kernel is `linear`'s for few rows (kernels/linear/sm90_decode). It finds on the device which experts are wanted,
-reads those alone, and needs neither a sort nor the host, so CUDA graphs can capture it. A launch of its own adds up
-what a token's experts give: done where the products are made, it took three times as long at 64 tokens, because all the
-pairs of a token then have to meet in one CTA.
+reads those alone, and needs neither a sort nor the host, so CUDA graphs can capture it. What a token's experts give is
+added up by the launch that makes it, or where there are many tokens by one of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from halfbyte.kernels.linear.kernel import CombinedProduct, RoutedProduct
 from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
-from halfbyte.kernels.linear.sm90_decode.routed import room_for, routed_microseconds
+from halfbyte.kernels.linear.sm90_decode.routed import combined, room_for, routed_microseconds
 
 
 class Bound(NamedTuple):
@@ -65,8 +64,8 @@ def grouped_linear_backward(grad: Tensor, q: QuantizedWeight, expert: Tensor) ->
 def moe(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, block: Block, residual: Residual | None = None
 ) -> Tensor | None:
-    """The experts of each token of x [T, H], weighted and added up, of few in three launches; None where no kernel is
-    for it. A residual [T, H] is what the sums are added to.
+    """The experts of each token of x [T, H], weighted and added up, of few in two or three launches; None where no
+    kernel is for it. A residual [T, H] is what the sums are added to.
 
     All contiguous, x and biases aligned to 16 bytes, on the current device. top_k_weights: fp32, or of x's dtype.
     """
@@ -77,7 +76,9 @@ def moe(
     down = block.down
     inner = _product(x, block.gate_up, block.gate_up_bias, pairs, top_k_index, k, block.activation)
     # When it begins ids are known: the kernel ahead has waited for those who made them.
-    outer = _product(x, down, block.down_bias, pairs, top_k_index, 1, wide=True, early=True, top_k=k)
+    outer = _product(
+        x, down, block.down_bias, pairs, top_k_index, 1, wide=True, early=True, combines=combined(tokens, k)
+    )
     fits = inner is not None and outer is not None
     if not fits or _is_better_sorted(x, block.stacks, pairs):
         found = grouped.moe(x, top_k_index, top_k_weights, block, residual)
@@ -117,14 +118,14 @@ def _product(
     wide: bool = False,
     clears: bool = False,
     early: bool = False,
-    top_k: int = 0,
+    combines: int = 0,
 ) -> Bound | None:
     """The product with a stack, of so many pairs, kept from call to call."""
     room = room_for(pairs)
     if pairs == 0 or room == 0 or min(q.shape) == 0:
         return None
     routing = decode.Routing(q.shape[0], per_row, ids.dtype is torch.int64, clears)
-    told = activation, wide, early, top_k
+    told = activation, wide, early, combines
     key = (cache.key(x, q, bias, False), room, routing, told)
     return products.get(key, lambda: (_bind(x, q, bias, room, routing, *told),))[0]
 
@@ -157,7 +158,7 @@ def variants(
     if room := room_for(pairs):
         plans = [
             decode.plan_routed(room, gate_up, experts, activation, False, properties),
-            decode.plan_routed(room, down, experts, "", True, properties, early=True, top_k=k),
+            decode.plan_routed(room, down, experts, "", True, properties, early=True, combines=combined(tokens, k)),
         ]
         found = [decode.variant(o, plan, properties) for o, plan in zip(both, plans, strict=True) if plan is not None]
         if len(found) == len(both) and not is_better_sorted(pairs, experts, both, properties):
@@ -174,14 +175,14 @@ def _bind(
     activation: str,
     wide: bool,
     early: bool,
-    top_k: int,
+    combines: int,
 ) -> Bound | None:
     properties = properties_of(x.get_device())
     if reach.without_kernels(properties) is not None:
         return None
     rows = decode.rows_of(q)
     problem = problem_of(x, rows, bias)
-    plan = decode.plan_routed(room, problem, q.shape[0], activation, wide, properties, early, top_k)
+    plan = decode.plan_routed(room, problem, q.shape[0], activation, wide, properties, early, combines)
     if plan is None:
         return None
     bind = decode.bind_combined if plan.combines else decode.bind_routed

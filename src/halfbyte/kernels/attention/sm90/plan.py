@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from halfbyte.kernels.common.device import HOPPER, MOST_CLUSTER, DeviceProperties
 
-SIZES = (64, 128)  # of a head; of 256, sums and two blocks are more than registers hold
+PAGES_SIZES = (64, 128)  # of a head, of a cache in pages
 BLOCK = 16  # tokens that a warp takes at once
 TOKEN_WARPS, CLUSTERS = (8, 4, 2), (1, 2, 4, MOST_CLUSTER, 16)
 IN_MEMORY = (2, 4, 8, 16, 32)  # CTAs that meet there
@@ -23,7 +23,10 @@ SHARED_ROWS, MOST_TOKENS = 16, {64: 4096, 128: 8192}
 MANY_ROWS, MOST_OF_ALL_HEADS = 32, {64: 1 << 20, 128: 1 << 16}
 USUAL_TOKENS = 2048  # of a text in pages, for which the cluster of a head is chosen
 ENOUGH_TURNS, HELPERS = 16, 4 / 5  # see ClusterPlan, and how many there are for a place of a CTA, as share.cuh wants it
-REGISTERS = {(64, 1): 128, (64, 2): 176, (128, 1): 256, (128, 2): 256}  # of a thread, by size and columns, at most
+# Of heads of 256, Triton's kernel is faster where a text has few rows and all have few tokens.
+FEW_ROWS, FEW_TOKENS = 2, {256: 1 << 13}
+# Of a thread, by the size of a head and columns, at most. Of other heads no registers hold the sums and two blocks.
+REGISTERS = {(64, 1): 128, (64, 2): 176, (128, 1): 256, (128, 2): 256, (256, 1): 256}
 OF_A_MULTIPROCESSOR = 65536
 
 
@@ -46,6 +49,7 @@ class Times(NamedTuple):
 TIMES = {
     64: Times(1.4206, 1.0891, 0.022, 0.107, 0.579, 1.8534, 7.2556, 1.0128),
     128: Times(0.9936, 1.6433, 0.0498, 0.1597, 0.7091, 1.5875, 5.8486, 2.0854),
+    256: Times(3.1194, 2.9366, 0.079, 0.2332, 0.9878, 2.218, 5.6366, 1.6817),
 }
 
 
@@ -100,7 +104,9 @@ class ClusterPlan:
 def cluster_plan(properties: DeviceProperties, heads: int, tokens: int, size: int, rows: int) -> ClusterPlan | None:
     """heads: of keys, of all texts. tokens: of the cache, as long as it can be. size: of a head. rows: heads that share
     keys, times new tokens. None where this kernel is not for them."""
-    if properties.ptx < HOPPER or size not in SIZES or not 0 < rows <= MOST_ROWS:
+    if properties.ptx < HOPPER or (size, columns_of(rows)) not in REGISTERS or not 0 < rows <= MOST_ROWS:
+        return None
+    if rows <= FEW_ROWS and heads * tokens <= FEW_TOKENS.get(size, 0):
         return None
     if rows > SHARED_ROWS and tokens > MOST_TOKENS[size]:
         return None
@@ -114,7 +120,7 @@ def cluster_plan(properties: DeviceProperties, heads: int, tokens: int, size: in
 @lru_cache(1 << 14)
 def pages_plan(properties: DeviceProperties, heads: int, tokens: int, size: int, rows: int) -> ClusterPlan | None:
     """Likewise, of a cache in pages, in which every text may have any number of tokens, up to `tokens`."""
-    if properties.ptx < HOPPER or size not in SIZES or not 0 < rows <= MOST_ROWS:
+    if properties.ptx < HOPPER or size not in PAGES_SIZES or not 0 < rows <= MOST_ROWS:
         return None
     usual = min(tokens, USUAL_TOKENS)
     plans = every_plan(properties, size, rows, in_memory=())
@@ -126,6 +132,10 @@ def pages_plan(properties: DeviceProperties, heads: int, tokens: int, size: int,
     return replace(first, helpers=helpers, turns=ENOUGH_TURNS, at_once=at_once)
 
 
+def columns_of(rows: int) -> int:
+    return 1 if rows <= 8 else 2
+
+
 def every_plan(
     properties: DeviceProperties, size: int, rows: int, in_memory: tuple[int, ...] = IN_MEMORY
 ) -> Iterator[ClusterPlan]:
@@ -133,7 +143,7 @@ def every_plan(
     widest = max(CLUSTERS) if properties.capability == HOPPER else MOST_CLUSTER
     ways = [(ctas, True) for ctas in in_memory] + [(ctas, False) for ctas in CLUSTERS if ctas <= widest]
     for warps, way in product(TOKEN_WARPS, ways):
-        plan = ClusterPlan(1 if rows <= 8 else 2, warps, *way)
+        plan = ClusterPlan(columns_of(rows), warps, *way)
         fits = plan.shared_bytes(rows, size, min(rows, MOST_NEW)) <= properties.shared_memory
         if fits and plan.threads(rows) <= MOST_THREADS:
             yield plan

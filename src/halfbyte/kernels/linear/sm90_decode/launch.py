@@ -187,13 +187,13 @@ def plan_routed(
     wide: bool,
     properties: DeviceProperties,
     early: bool = False,
-    top_k: int = 0,
+    combines: int = 0,
 ) -> DecodePlan | None:
     """The plan for pairs of a token and an expert of a stack, whose rows are all those of `o`, or None where this
     kernel does not support it. The rest is as for `routed_plan`."""
     if not _supports(o):
         return None
-    return routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, wide, properties, early, top_k)
+    return routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, wide, properties, early, combines)
 
 
 def bind_routed(

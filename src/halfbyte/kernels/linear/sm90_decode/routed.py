@@ -39,13 +39,13 @@ def routed_plan(
     wide: bool,
     properties: DeviceProperties,
     early: bool = False,
-    top_k: int = 0,
+    combines: int = 0,
 ) -> DecodePlan | None:
     """The plan for so many pairs of a token and one of the experts [n, k], or None where this kernel is not for them.
 
     activation: of interleaved rows, or of gate rows that come before the up rows of an expert. wide: results are fp32.
     early: ids are there when the kernel begins, if not x, so that all stages of W are asked for before x is there.
-    top_k: experts of a token, where their results are to be added up; the plan says whether it does so.
+    combines: experts of a token, where the launch adds up what they give.
     As many CTAs share a multiprocessor as fit with enough stages: one that changes its x waits for it. A warp holds x
     of two units, or, where K is long enough, of twice as many blocks of one unit.
     """
@@ -63,9 +63,14 @@ def routed_plan(
     plan = next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
     if plan is None:
         return None
-    if early and h200.ROUTED_EARLY:
-        plan = replace(plan, static_weights=True, first_stages=plan.stages)
-    return replace(plan, combines=top_k) if top_k <= h200.ROUTED_COMBINES else plan
+    plan = replace(plan, combines=combines)
+    return replace(plan, static_weights=True, first_stages=plan.stages) if early and h200.ROUTED_EARLY else plan
+
+
+def combined(tokens: int, top_k: int) -> int:
+    """The experts of a token whose results are added up in the launch that makes them, or 0: with more tokens, those of
+    one are made too far apart, and a launch of its own takes less time."""
+    return top_k if tokens <= top_k <= h200.ROUTED_COMBINES else 0
 
 
 def _routed_shapes(plan: DecodePlan, width: int, k: int, scales: Scales) -> Iterator[DecodePlan]:

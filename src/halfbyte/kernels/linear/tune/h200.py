@@ -60,8 +60,8 @@ ROUTED_SLICE, ROUTED_LONG_SLICE, ROUTED_LONG = 4, 8, 31
 ROUTED_WARPS, ROUTED_RESIDENT, ROUTED_SM_WARPS = 16, 3, 20
 ROUTED_STAGES, ROUTED_FEWEST_STAGES = 4, 3
 ROUTED_NEIGHBOURS = 12  # CTAs that take the tiles of a run in turn
-ROUTED_EARLY = False  # whether down asks for W before gate and up have ended: to be timed
-ROUTED_COMBINES = 0  # up to so many experts of a token are added up where they are made: to be timed
+ROUTED_EARLY = True  # whether down asks for W before gate and up have ended
+ROUTED_COMBINES = 8  # up to so many experts of a token are added up where they are made, if there are no more tokens
 # Groups of eight rows of x to blocks of K that a warp holds x for, and the most warps of a CTA.
 DECODE_SLICES = {1: (8, 16), 2: (4, 16), 4: (4, 8)}
 # The same to the most warps of each of two CTAs that share a multiprocessor.
