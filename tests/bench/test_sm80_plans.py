@@ -15,8 +15,9 @@ from halfbyte.kernels.linear.sm80.plan import Sm80Plan, is_valid, sm80_plan
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.timing import Timing
 
-from .conftest import rows_of, script_of_planner
+from .conftest import BENCHMARKS, rows_of, script_of_planner
 
+RECORD = BENCHMARKS / "results/h200/sm80-plans.csv"
 H200 = "NVIDIA H200"
 
 
@@ -37,6 +38,13 @@ def test_plans_fit(format: str, m: int, script: ModuleType) -> None:
     assert chosen is not None
     assert found[script.shape_of(chosen)] == chosen
     assert set(found) - set(h200.SM80_SHAPES[chosen.columns])
+
+
+def test_constants_are_those_of_the_record(script: ModuleType) -> None:
+    """What they choose is among the fastest that were measured."""
+    rows = [row for row in rows_of(script, RECORD) if row.local == 0]
+    told = script._lost(rows, properties_named(rows[0].device))
+    assert float(told.split("mean ")[1].split(",")[0]) < 1.02
 
 
 def test_measure_and_fit(

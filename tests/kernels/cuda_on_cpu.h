@@ -150,6 +150,7 @@ extern "C" float expf(float), exp2f(float), tanhf(float), erff(float), fmaf(floa
 extern "C" float fmaxf(float, float), fminf(float, float), fabsf(float);
 template <class T> T min(T a, T b) { return a < b ? a : b; }
 template <class T> T max(T a, T b) { return a > b ? a : b; }
+inline float __fdividef(float a, float b) { return a / b; }
 inline unsigned min(unsigned a, int b) { return min(a, unsigned(b)); }
 inline unsigned min(int a, unsigned b) { return min(unsigned(a), b); }
 inline unsigned __float_as_uint(float value) {

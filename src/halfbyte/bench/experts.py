@@ -7,7 +7,8 @@ has them, and of x, the result and the router; flops those of the products.
 
 In the two products halfbyte finds on its own which rows belong to which expert. Peers are given rows that are sorted
 already, and only their products are timed; "halfbyte, sorted ahead" is halfbyte's product under that condition. Whole
-blocks run as CUDA graphs wherever CUDA can capture them, and contain all of that.
+blocks contain all of that. They follow each other on one CUDA graph, as in a step of a model, wherever CUDA can capture
+them.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def _block(
 
     left_out: dict[str, str] = {}
     providers = {
-        provider: _in_graphs(provider, function, len(chosen), device, left_out)
+        provider: _in_a_graph(provider, function, len(chosen), device, left_out)
         for provider, function in ((OURS, ours), (DENSE, dense))
     }
     right: dict[str, Exact] = {
@@ -222,21 +223,27 @@ def _exact_blocks(
     return (y.view(len(choice.x), mixture.top_k, -1) * choice.weights.double().unsqueeze(-1)).sum(1)
 
 
-def _in_graphs(name: str, provider: Provider, sets: int, device: torch.device, left_out: dict[str, str]) -> Provider:
-    """A provider as one CUDA graph for each input, so that a pass of many kernels is queued at once; as it is where
-    CUDA refuses."""
+def _in_a_graph(name: str, provider: Provider, sets: int, device: torch.device, left_out: dict[str, str]) -> Provider:
+    """A provider as one CUDA graph of all inputs, which runs when it is called with the first; as it is where CUDA
+    refuses."""
     if device.type != "cuda":
         return provider
-    graphs = []
     try:
         with current(device):
             for index in range(sets):
                 provider(index)  # what is compiled once, is compiled now
-                graphs.append(Captured(partial(provider, index), device))
+            graph = Captured(lambda: [provider(index) for index in range(sets)], device)
     except RuntimeError as error:
         left_out[f"a CUDA graph of {name}"] = first_line(error)
         return provider
-    return lambda index: graphs[index].replay()
+    results: list[Tensor] = []
+
+    def run(index: int) -> Tensor:
+        if index == 0:
+            results[:] = graph.replay()
+        return results[index]
+
+    return run
 
 
 def _check(result: Tensor, right: Tensor, bound: float) -> str | None:

@@ -31,7 +31,7 @@
 // slot, which also writes it. Nobody reads a slot that is written.
 //
 // Heads of 256 numbers: values come in two pieces, the second one once keys are multiplied, and queries wait in shared
-// memory, or registers would not suffice. Their rows have one column, and plan.py does not choose them yet.
+// memory, or registers would not suffice. Their rows have one column.
 //
 // Needs sm_90 (with a cluster of one, sm_80), SIZE 64, 128 or 256, and pointers and strides that are multiples of 16
 // bytes.
@@ -77,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   if constexpr (AHEAD) values.load(text, next, page, 0, group, member);
   u32 page_ahead = text.page_at(turn + text.parts);  // so that it is there when the block's turn is near
   shifts.load(a, text, next, group, first_row + 2 * member);
+  if constexpr (PIECES > 1) fetch_block(a, text, turn, lane);
   fetch_block(a, text, turn + text.parts, lane);
   Angles angles[COLUMNS];
   if constexpr (Config::puts)

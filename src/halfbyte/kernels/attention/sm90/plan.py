@@ -24,7 +24,7 @@ MANY_ROWS, MOST_OF_ALL_HEADS = 32, {64: 1 << 20, 128: 1 << 16}
 USUAL_TOKENS = 2048  # of a text in pages, for which the cluster of a head is chosen
 ENOUGH_TURNS, HELPERS = 16, 4 / 5  # see ClusterPlan, and how many there are for a place of a CTA, as share.cuh wants it
 # Of heads of 256, Triton's kernel is faster where a text has few rows and all have few tokens.
-FEW_ROWS, FEW_TOKENS = 2, {256: 1 << 13}
+FEW_ROWS, FEW_TOKENS = 2, {256: 1 << 12}
 # Of a thread, by the size of a head and columns, at most. Of other heads no registers hold the sums and two blocks.
 REGISTERS = {(64, 1): 128, (64, 2): 176, (128, 1): 256, (128, 2): 256, (256, 1): 256}
 OF_A_MULTIPROCESSOR = 65536

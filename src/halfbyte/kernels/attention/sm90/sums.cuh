@@ -52,7 +52,7 @@ struct Sums {
         for (u32 half = 0; half < 2; half++) {
           float one = score[column][2 * half + i];
           if constexpr (Config::capped)  // cap · tanh(score / cap)
-            one = a.cap * LOG2E * (1 - 2 / (exp2f(one * (2 * LOG2E * a.scale / a.cap)) + 1));
+            one = a.cap * LOG2E * (1 - __fdividef(2, exp2f(one * (2 * LOG2E * a.scale / a.cap)) + 1));
           else one *= a.scale * LOG2E;
           two[half] = one + shifts.at(half, column, i);
         }
