@@ -1,7 +1,8 @@
 """`halfbyte bench attention`: few new tokens of each text over caches that are filled wholly or by a part.
 
 It is called as by a layer of a step, behind the first: it turns new tokens and puts them into the cache on the way. The
-angles are 0, so that peers, whose cache has these tokens already, get the same.
+angles are 0, so that peers, whose cache has these tokens already, get the same. All calls have the same queries and new
+tokens, and each a cache of its own: in a step L2 has what projections have just written, and no keys and values.
 Every result is held against fp64. The floor is the time of reading the filled keys and values once, by the bandwidth of
 a copy, and by a kernel that reads them and does nothing else ("reading"). Peers: torch's scaled_dot_product_attention,
 given the mask as transformers gives it; the same over the filled tokens alone and without a mask, which no static cache
@@ -99,29 +100,28 @@ def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch
     allocated = moved * load.tokens // load.filled
     sets = max(1, min(input_sets(moved, device), MOST_BYTES // allocated))
     shape = (load.texts, heads.keys, load.tokens, heads.size)
-    inputs = [
-        (random(load.texts, load.new, heads.queries, heads.size).transpose(1, 2), random(*shape), random(*shape))
-        for _ in range(sets)
-    ]
+    begin = load.filled - load.new
+    query = random(load.texts, load.new, heads.queries, heads.size).transpose(1, 2)
+    added = [random(load.texts, heads.keys, load.new, heads.size) for _ in range(2)]
+    inputs = [(query, random(*shape), random(*shape)) for _ in range(sets)]
+    for _, *caches in inputs:
+        for tokens, new in zip(caches, added, strict=True):
+            tokens[:, :, begin : load.filled] = new
     place = torch.arange(load.tokens, dtype=torch.int64, device=device)
     row = torch.arange(load.new, dtype=torch.int64, device=device)[:, None]
-    begin = load.filled - load.new
     mask = (place <= begin + row).expand(load.texts, 1, load.new, load.tokens)
     sinks = random(heads.queries) if heads.sinks else None
     scale = heads.size**-0.5
     spans = spans_of(mask, load.texts)
     cos = torch.ones((1, load.new, heads.size), dtype=dtype, device=device)
     slot = torch.tensor(begin, dtype=torch.int64, device=device)
-    new = slice(begin, load.filled)
-    fresh = [
-        Fresh(keys[:, :, new].clone(), values[:, :, new].clone(), cos, cos - 1, slot) for _, keys, values in inputs
-    ]
+    fresh = Fresh(*added, cos, cos - 1, slot)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # or the spans would not be settled when they are first read
 
     def ours(i: int, spans: Tensor | None) -> Tensor:
         return attend(
-            *inputs[i], mask, scale, softcap=heads.softcap, sinks=sinks, spans=spans, fresh=fresh[i],
+            *inputs[i], mask, scale, softcap=heads.softcap, sinks=sinks, spans=spans, fresh=fresh,
             settled=spans is not None,
         )  # fmt: skip
 
