@@ -3,34 +3,47 @@
 #include "work.cuh"
 
 struct Keys {
-  uint4 of[2][KEY_PARTS];
-  __device__ __forceinline__ void load(const Text& text, u32 base, u32 page, u32 group, u32 member) {
+  static constexpr u32 PARTS = KEY_PARTS;
+  uint4 of[2][PARTS];
+  // Calls `each` for each 16 bytes: which they are, where, and whether they are to be read.
+  template <class Each>
+  __device__ static __forceinline__ void for_each(const Text& text, u32 base, u32 page, u32 group, u32 member,
+                                                  const Each& each) {
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
       const u32 token = base + group + 8 * half;
       const bool there = text.is_known(token) & !text.is_own(token);
       const auto at = text.place(token, page);
 #pragma unroll
-      for (u32 j = 0; j < KEY_PARTS; j++)
-        of[half][j] = there ? load_settled(text.keys + at + 32 * j + 8 * member) : make_uint4(0, 0, 0, 0);
+      for (u32 j = 0; j < PARTS; j++) each(half, j, text.keys + at + 32 * j + 8 * member, there);
     }
   }
+  __device__ __forceinline__ void load(const Text& text, u32 base, u32 page, u32 group, u32 member) {
+    for_each(text, base, page, group, member, [&](u32 half, u32 j, const u16* from, bool there) {
+      of[half][j] = there ? load_settled(from) : make_uint4(0, 0, 0, 0);
+    });
+  }
 };
-// A piece of a block's values.
 struct Values {
-  static constexpr u32 VALUE_PARTS = PIECE / 64;
-  uint4 of[4][VALUE_PARTS];
+  static constexpr u32 PARTS = VALUE_PARTS;
+  uint4 of[4][PARTS];
   __device__ static u32 token(u32 i, u32 member) { return 2 * member + i % 2 + i / 2 * 8; }
-  __device__ __forceinline__ void load(const Text& text, u32 base, u32 page, u32 piece, u32 group, u32 member) {
+  template <class Each>
+  __device__ static __forceinline__ void for_each(const Text& text, u32 base, u32 page, u32 group, u32 member,
+                                                  const Each& each) {
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
       const u32 number = base + token(i, member);
       const bool there = text.is_known(number) & !text.is_own(number);
       const auto at = text.place(number, page);
 #pragma unroll
-      for (u32 j = 0; j < VALUE_PARTS; j++)
-        of[i][j] = there ? load_settled(text.values + at + PIECE * piece + 64 * j + 8 * group) : make_uint4(0, 0, 0, 0);
+      for (u32 j = 0; j < PARTS; j++) each(i, j, text.values + at + 64 * j + 8 * group, there);
     }
+  }
+  __device__ __forceinline__ void load(const Text& text, u32 base, u32 page, u32 group, u32 member) {
+    for_each(text, base, page, group, member, [&](u32 i, u32 j, const u16* from, bool there) {
+      of[i][j] = there ? load_settled(from) : make_uint4(0, 0, 0, 0);
+    });
   }
   // Number `place` of this lane's, of tokens 2 i and 2 i + 1.
   __device__ __forceinline__ u32 pair(u32 i, u32 place) const {

@@ -36,10 +36,10 @@ struct Head {
       if constexpr (LOADS) loaded[j] = exists && d < ROTARY ? load_new(from + other(d)) : zero;
     }
   }
-  // Normed and turned. All four members of a group must come.
-  template <bool Norms>
-  __device__ __forceinline__ void turn(uint4 (&to)[KEY_PARTS], const Angles& angles, const u16* norm, float epsilon,
-                                       float offset, u32 member) const {
+  // Normed and turned, part by part, to who takes it. All four members of a group must come.
+  template <bool Norms, class Take>
+  __device__ __forceinline__ void turn(const Angles& angles, const u16* norm, float epsilon, float offset, u32 member,
+                                       const Take& take) const {
     float factor = 1;
     if constexpr (Norms) {
       float squares = 0;
@@ -51,24 +51,28 @@ struct Head {
       squares += __shfl_xor_sync(~0u, squares, 2);
       factor = rsqrtf(squares / SIZE + epsilon);
     }
+    uint4 weights[Norms ? KEY_PARTS : 1];
+    if constexpr (Norms)
+#pragma unroll
+      for (u32 j = 0; j < KEY_PARTS; j++) weights[j] = load_settled(norm + 32 * j + 8 * member);
 #pragma unroll
     for (u32 j = 0; j < KEY_PARTS; j++) {
       const u32 d = 32 * j + 8 * member;
-      uint4 weights, of_others;
-      if constexpr (Norms) weights = load_settled(norm + d), of_others = load_settled(norm + other(d));
+      uint4 of_others;
+      if constexpr (Norms) of_others = LOADS ? load_settled(norm + other(d)) : weights[other(32 * j) / 32];
       float number[8];
 #pragma unroll
       for (u32 i = 0; i < 8; i++) {
         float x = number_at(of[j], i), y = number_at(others(j), i);
         if constexpr (Norms) {
-          x *= factor * (offset + number_at(weights, i));
+          x *= factor * (offset + number_at(weights[j], i));
           y *= factor * (offset + number_at(of_others, i));
         }
         const float turned = x * number_at(angles.cos[j], i) + (d < ROTARY / 2 ? -y : y) * number_at(angles.sin[j], i);
         number[i] = d < ROTARY ? turned : x;
       }
-      to[j] = make_uint4(pack(number[0], number[1]), pack(number[2], number[3]), pack(number[4], number[5]),
-                         pack(number[6], number[7]));
+      take(j, make_uint4(pack(number[0], number[1]), pack(number[2], number[3]), pack(number[4], number[5]),
+                         pack(number[6], number[7])));
     }
   }
 };
@@ -80,10 +84,8 @@ __device__ __forceinline__ void fetch(const u16* norm, u32 lane) {
 // A new token's key and value, as lane (group, member) of the warp whose blocks have its slot makes them of token
 // number `group`. They wait in shared memory for the block's turn, and go into the cache.
 struct Fresh {
-  static constexpr bool HOLDS_VALUE = PIECES == 1;  // from the start, where registers suffice
   Head key;
-  const u16* value_at;
-  uint4 value[HOLDS_VALUE ? KEY_PARTS : 1];
+  uint4 value[KEY_PARTS];
   u32 number;
   bool ours;
   __device__ __forceinline__ void load(const Arguments& a, const Text& text, u32 part, u32 which, u32 head, u32 group,
@@ -93,28 +95,24 @@ struct Fresh {
     ours = group < NEW && token < text.behind_own && text.turn_of(token) % text.parts == part;
     key.load(a.new_keys + which * a.new_key_text + head * a.new_key_head + number * a.new_key_new, ours, member);
     const u16* from = a.new_values + which * a.new_value_text + head * a.new_value_head + number * a.new_value_new;
-    if constexpr (!HOLDS_VALUE) value_at = from;
-    else
 #pragma unroll
-      for (u32 j = 0; j < KEY_PARTS; j++)
-        value[j] = ours ? load_new(from + 32 * j + 8 * member) : make_uint4(0, 0, 0, 0);
+    for (u32 j = 0; j < KEY_PARTS; j++) value[j] = ours ? load_new(from + 32 * j + 8 * member) : make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void put(const Arguments& a, const Text& text, const Angles& angles, u16* own, bool writes,
                                       u32 member) const {
-    uint4 turned[KEY_PARTS];
-    key.turn<Config::key_norm>(turned, angles, a.key_norm, a.key_epsilon, a.offset, member);
-    if (ours) {
+    const bool stores = ours & writes & text.has_slot();
+    key.turn<Config::key_norm>(angles, a.key_norm, a.key_epsilon, a.offset, member, [&](u32 j, uint4 turned) {
+      const u32 place = 32 * j + 8 * member;
+      if (ours) *reinterpret_cast<uint4*>(own + number * SIZE + place) = turned;
+      if (stores) *reinterpret_cast<uint4*>(text.keys + text.place_of_new(number) + place) = turned;
+    });
+    if (ours)
 #pragma unroll
       for (u32 j = 0; j < KEY_PARTS; j++) {
         const u32 place = 32 * j + 8 * member;
-        const uint4 of_value = HOLDS_VALUE ? value[HOLDS_VALUE ? j : 0] : load_new(value_at + place);
-        *reinterpret_cast<uint4*>(own + number * SIZE + place) = turned[j];
-        *reinterpret_cast<uint4*>(own + (NEW + number) * SIZE + place) = of_value;
-        if (!writes || !text.has_slot()) continue;
-        *reinterpret_cast<uint4*>(text.keys + text.place_of_new(number) + place) = turned[j];
-        *reinterpret_cast<uint4*>(text.values + text.place_of_new(number) + place) = of_value;
+        *reinterpret_cast<uint4*>(own + (NEW + number) * SIZE + place) = value[j];
+        if (stores) *reinterpret_cast<uint4*>(text.values + text.place_of_new(number) + place) = value[j];
       }
-    }
     __syncwarp();
   }
 };
@@ -129,15 +127,14 @@ __device__ __forceinline__ void replace(const Text& text, Keys& keys, const u16*
       keys.of[half][j] = *reinterpret_cast<const uint4*>(own + (token - text.own) * SIZE + 32 * j + 8 * member);
   }
 }
-__device__ __forceinline__ void replace(const Text& text, Values& values, u32 piece, const u16* own, u32 base,
-                                        u32 group, u32 member) {
+__device__ __forceinline__ void replace(const Text& text, Values& values, const u16* own, u32 base, u32 group,
+                                        u32 member) {
 #pragma unroll
   for (u32 i = 0; i < 4; i++) {
     const u32 token = base + Values::token(i, member);
     if (!text.is_own(token)) continue;
 #pragma unroll
-    for (u32 j = 0; j < Values::VALUE_PARTS; j++)
-      values.of[i][j] =
-          *reinterpret_cast<const uint4*>(own + (NEW + token - text.own) * SIZE + PIECE * piece + 64 * j + 8 * group);
+    for (u32 j = 0; j < VALUE_PARTS; j++)
+      values.of[i][j] = *reinterpret_cast<const uint4*>(own + (NEW + token - text.own) * SIZE + 64 * j + 8 * group);
   }
 }

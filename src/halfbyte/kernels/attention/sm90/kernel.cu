@@ -30,8 +30,8 @@
 // A new token takes the place of what its slot of the cache holds, in the registers of the warp whose block has the
 // slot, which also writes it. Nobody reads a slot that is written.
 //
-// Heads of 256 numbers: values come in two pieces, the second one once keys are multiplied, and queries wait in shared
-// memory, or registers would not suffice. Their rows have one column.
+// Heads of 256 numbers: registers hold the keys or the values of one block, and those of the next ones are on their way
+// to shared memory (waiting.cuh). Their rows have one column.
 //
 // Needs sm_90 (with a cluster of one, sm_80), SIZE 64, 128 or 256, and pointers and strides that are multiples of 16
 // bytes.
@@ -55,6 +55,7 @@
 
 #include "fresh.cuh"
 #include "in_memory.cuh"
+#include "waiting.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_constant__ Arguments a) {
   const u32 lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
@@ -73,12 +74,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   Keys keys;
   Values values;
   Shifts shifts;
-  if constexpr (PIECES == 1) keys.load(text, next, page, group, member);
-  if constexpr (AHEAD) values.load(text, next, page, 0, group, member);
+  const Waiting waiting(warp, lane);
+  u32 slot = 0;
+  if constexpr (WAITS) {
+    waiting.ask<Keys>(text, turn, 0, group, member);
+    waiting.ask<Values>(text, turn, 1, group, member);
+    waiting.ask<Keys>(text, turn + text.parts, 2, group, member);
+  } else {
+    keys.load(text, next, page, group, member);
+    if constexpr (AHEAD) values.load(text, next, page, group, member);
+  }
   u32 page_ahead = text.page_at(turn + text.parts);  // so that it is there when the block's turn is near
   shifts.load(a, text, next, group, first_row + 2 * member);
-  if constexpr (PIECES > 1) fetch_block(a, text, turn, lane);
-  fetch_block(a, text, turn + text.parts, lane);
+  if constexpr (!WAITS) fetch_block(a, text, turn + text.parts, lane);
   Angles angles[COLUMNS];
   if constexpr (Config::puts)
 #pragma unroll
@@ -103,55 +111,62 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   Fresh fresh;
   const bool has_own = Config::puts && text.has_own(part);
   if constexpr (EXCHANGES) clear_stale<THREADS>(a);
-  if (PIECES == 1 && has_own) fresh.load(a, text, part, which, head, group, member);
-  Query query;
+  if (has_own) fresh.load(a, text, part, which, head, group, member);
+  uint4 query[COLUMNS][KEY_PARTS];
 #pragma unroll
   for (u32 column = 0; column < COLUMNS; column++) {
-    uint4(&turned)[KEY_PARTS] = query.of[Query::IN_SHARED ? 0 : column];
     if constexpr (Config::puts)
-      heads[column].turn<Config::query_norm>(turned, angles[column], a.query_norm, a.query_epsilon, a.offset, member);
+      heads[column].turn<Config::query_norm>(angles[column], a.query_norm, a.query_epsilon, a.offset, member,
+                                             [&](u32 j, uint4 turned) { query[column][j] = turned; });
     else
 #pragma unroll
-      for (u32 j = 0; j < KEY_PARTS; j++) turned[j] = heads[column].of[j];
-    if constexpr (Query::IN_SHARED) query.put_down(column, row_tile, warp / ROW_TILES, lane);
+      for (u32 j = 0; j < KEY_PARTS; j++) query[column][j] = heads[column].of[j];
   }
   if (has_own) {
-    if constexpr (PIECES > 1) fresh.load(a, text, part, which, head, group, member);
-    if constexpr (NEW > 1) angles[0].load(a, which, fresh.number, member);
+    // The same once more, of large heads: registers cannot keep them.
+    if constexpr (NEW > 1 || WAITS) angles[0].load(a, which, fresh.number, member);
     fresh.put(a, text, angles[0], own, row_tile == 0, member);
   }
 
   //: what is new is turned
-  if constexpr (PIECES > 1) keys.load(text, next, page, group, member);
   Sums sums;
   while (turn < text.blocks) {
     const u32 base = next, of_base = page;
     turn += text.parts, next = text.token_at(turn), page = page_ahead;
     page_ahead = text.page_at(turn + text.parts);
-    if constexpr (!AHEAD) values.load(text, base, of_base, 0, group, member);
+    if constexpr (WAITS) waiting.take(keys, slot);
+    else if constexpr (!AHEAD) values.load(text, base, of_base, group, member);
     const bool replaces = has_own && base < text.behind_own && base + BLOCK > text.own;
-    if (replaces) replace(text, keys, own, base, group, member), replace(text, values, 0, own, base, group, member);
-    float score[COLUMNS][4];
-    multiply(score, keys, query, row_tile, warp / ROW_TILES, lane);
-    if constexpr (AHEAD) keys.load(text, next, page, group, member);
-    Values others;
-    if constexpr (PIECES > 1) {
-      others.load(text, base, of_base, 1, group, member);
-      if (replaces) replace(text, others, 1, own, base, group, member);
+    if (replaces) {
+      replace(text, keys, own, base, group, member);
+      if constexpr (!WAITS) replace(text, values, own, base, group, member);
     }
+    float score[COLUMNS][4];
+    multiply(score, keys, query);
+    if constexpr (WAITS) waiting.ask<Values>(text, turn, slot, group, member), slot = Waiting::behind(slot);
+    else if constexpr (AHEAD) keys.load(text, next, page, group, member);
     u32 operand[COLUMNS][2];
     sums.weigh(operand, score, shifts, a);
     shifts.load(a, text, next, group, first_row + 2 * member);
-    sums.add(values, 0, operand);
-    if constexpr (PIECES > 1) sums.add(others, 1, operand);
-    if constexpr (AHEAD) values.load(text, next, page, 0, group, member);
-    else keys.load(text, next, page, group, member);
+    if constexpr (WAITS) {
+      waiting.take(values, slot);
+      if (replaces) replace(text, values, own, base, group, member);
+    }
+    sums.add(values, operand);
+    if constexpr (WAITS) {
+      waiting.ask<Keys>(text, turn + text.parts, slot, group, member), slot = Waiting::behind(slot);
+    } else if constexpr (AHEAD) {
+      values.load(text, next, page, group, member);
+    } else {
+      keys.load(text, next, page, group, member);
+    }
   }
 
   //: the last block is multiplied
   const Part here = HELPERS > 0 ? Part(a, lane) : own_part;  // found anew, as registers were for the loop
   const u32 of_tile = warp / ROW_TILES;
   const Sinks sinks(a, here, row_tile, lane);
+  if constexpr (WAITS) waiting.close();
   leave(sums, row_tile, of_tile, lane);
   __syncthreads();
   if (IN_MEMORY && here.meets_in_memory()) {

@@ -110,9 +110,8 @@ template <class To> __device__ __forceinline__ void pass_on(const To& to, u32 ti
 __device__ __forceinline__ void store_result(const Arguments& a, const Part& own, u32 row, u32 tile, u32 group,
                                              float2 sum, float weights) {
   const u32 head = own.head * Config::group + row / NEW;
-  const u32 piece = PIECES > 1 ? tile / PIECE_TILES : 0, number = tile - piece * PIECE_TILES;
-  const u32 of = number / 2 * 2 + number % 2 * PIECE_TILES;
-  u16* out = a.out + ((u64(own.which) * NEW + row % NEW) * a.heads * Config::group + head) * SIZE + piece * PIECE;
+  const u32 of = tile / 2 * 2 + tile % 2 * SUM_TILES;
+  u16* out = a.out + ((u64(own.which) * NEW + row % NEW) * a.heads * Config::group + head) * SIZE;
   const float all = fmaxf(weights, 1.f);  // the highest score's weight alone is 1
   *reinterpret_cast<u32*>(out + 64 * (of / 8) + 8 * group + of % 8) = pack(sum.x / all, sum.y / all);
 }

@@ -14,6 +14,7 @@ from halfbyte.kernels.common.device import HOPPER, MOST_CLUSTER, DevicePropertie
 
 PAGES_SIZES = (64, 128)  # of a head, of a cache in pages
 BLOCK = 16  # tokens that a warp takes at once
+HALVES = {256: 3}  # of blocks of each warp, keys or values, that are on their way to shared memory
 TOKEN_WARPS, CLUSTERS = (8, 4, 2), (1, 2, 4, MOST_CLUSTER, 16)
 IN_MEMORY = (2, 4, 8, 16, 32)  # CTAs that meet there
 MOST_THREADS, MOST_ROWS, MOST_NEW = 512, 64, 8
@@ -88,7 +89,8 @@ class ClusterPlan:
         """new: tokens that are put into the cache. work.cuh lays it out, and does not compile where this sum is another
         than its own."""
         pairs, statistics = size // 8 * self.columns, 64 * self.columns
-        of_tile = 4 * new * size + self.token_warps * (256 * pairs + statistics)
+        meeting = self.token_warps * (256 * pairs + statistics)
+        of_tile = 4 * new * size + max(meeting, self.token_warps * HALVES.get(size, 0) * 2 * BLOCK * size)
         if self.cluster > 1:
             of_tile += self.cluster * (256 * -(-pairs // self.cluster) + statistics)
         return self.row_tiles(rows) * of_tile

@@ -1,4 +1,5 @@
-// What is where in shared memory: keys and values of new tokens, and behind them sums that meet.
+// What is where in shared memory: keys and values of new tokens, and behind them sums that meet, which lie where halves
+// of blocks have been.
 //
 // A lane has PAIRS pairs of neighbouring sums. Number (column * SUM_TILES + n) * 2 + i has row 2 member + i of a column
 // of eight rows.
@@ -20,7 +21,11 @@ template <u32 At, u32 Slots, u32 Parts, u32 AddedBy> struct Meeting {
   __device__ float2 pair(u32 slot, u32 tile, u32 part, u32 lane) const { return own(pair_at(slot, tile, part, lane)); }
   __device__ float2 statistics(u32 tile, u32 part, u32 row) const { return own(statistics_at(tile, part, row)); }
 };
-// Behind the keys and values of new tokens: that of a CTA's warps, and that of the cluster's CTAs.
-using OfWarps = Meeting<Config::puts ? 4 * ROW_TILES * NEW * SIZE : 0, PAIRS, TOKEN_WARPS, 1>;
-using OfCluster = Meeting<OfWarps::END, SLOTS, CLUSTER, CLUSTER>;
-static_assert((CLUSTER > 1 ? OfCluster::END : OfWarps::END) == Config::shared_bytes, "launch.py asks for as much");
+// Behind the keys and values of new tokens: that of a CTA's warps, where halves of blocks have waited (waiting.cuh), and
+// that of the cluster's CTAs.
+constexpr u32 BEHIND_NEW = Config::puts ? 4 * ROW_TILES * NEW * SIZE : 0;
+using OfWarps = Meeting<BEHIND_NEW, PAIRS, TOKEN_WARPS, 1>;
+constexpr u32 BEHIND_HALVES = BEHIND_NEW + WARPS * HALVES * HALF_BYTES;
+constexpr u32 BEHIND_WARPS = OfWarps::END > BEHIND_HALVES ? OfWarps::END : BEHIND_HALVES;
+using OfCluster = Meeting<BEHIND_WARPS, SLOTS, CLUSTER, CLUSTER>;
+static_assert((CLUSTER > 1 ? OfCluster::END : BEHIND_WARPS) == Config::shared_bytes, "launch.py asks for as much");

@@ -3,28 +3,6 @@
 #include "block.cuh"
 #include "shared.cuh"
 
-// A lane's part of the queries. Of large heads it waits where the warp's own sums will meet others: registers are few.
-struct Query {
-  static constexpr bool IN_SHARED = PIECES > 1;
-  uint4 of[IN_SHARED ? 1 : COLUMNS][KEY_PARTS];
-  static_assert(!IN_SHARED || 2 * COLUMNS * KEY_PARTS <= PAIRS, "a part takes as much as two pairs of sums");
-  __device__ static float2& half(u32 column, u32 j, u32 i, u32 tile, u32 part, u32 lane) {
-    return OfWarps::own(OfWarps::pair_at(2 * (column * KEY_PARTS + j) + i, tile, part, lane));
-  }
-  __device__ __forceinline__ void put_down(u32 column, u32 tile, u32 part, u32 lane) const {
-#pragma unroll
-    for (u32 j = 0; j < KEY_PARTS; j++) {
-      half(column, j, 0, tile, part, lane) = make_float2(__uint_as_float(of[0][j].x), __uint_as_float(of[0][j].y));
-      half(column, j, 1, tile, part, lane) = make_float2(__uint_as_float(of[0][j].z), __uint_as_float(of[0][j].w));
-    }
-  }
-  __device__ __forceinline__ uint4 at(u32 column, u32 j, u32 tile, u32 part, u32 lane) const {
-    if constexpr (!IN_SHARED) return of[column][j];
-    const float2 low = half(column, j, 0, tile, part, lane), high = half(column, j, 1, tile, part, lane);
-    return make_uint4(__float_as_uint(low.x), __float_as_uint(low.y), __float_as_uint(high.x), __float_as_uint(high.y));
-  }
-};
-
 // A warp's sums so far, of rows 2 member and 2 member + 1 of each group of eight: over all lanes but for the weights,
 // which are this lane's own.
 struct Sums {
@@ -71,20 +49,20 @@ struct Sums {
       operand[column][1] = transposed(pack(weight[2], weight[3]));
     }
   }
-  __device__ __forceinline__ void add(const Values& values, u32 piece, const u32 (&operand)[COLUMNS][2]) {
+  __device__ __forceinline__ void add(const Values& values, const u32 (&operand)[COLUMNS][2]) {
 #pragma unroll
-    for (u32 tile = 0; tile < PIECE_TILES; tile++) {
-      const u32 a0 = values.pair(0, tile), a1 = values.pair(0, tile + PIECE_TILES), a2 = values.pair(1, tile),
-                a3 = values.pair(1, tile + PIECE_TILES);
+    for (u32 tile = 0; tile < SUM_TILES; tile++) {
+      const u32 a0 = values.pair(0, tile), a1 = values.pair(0, tile + SUM_TILES), a2 = values.pair(1, tile),
+                a3 = values.pair(1, tile + SUM_TILES);
 #pragma unroll
       for (u32 column = 0; column < COLUMNS; column++)
-        mma(of[column][piece * PIECE_TILES + tile], a0, a1, a2, a3, operand[column][0], operand[column][1]);
+        mma(of[column][tile], a0, a1, a2, a3, operand[column][0], operand[column][1]);
     }
   }
 };
 
-__device__ __forceinline__ void multiply(float (&score)[COLUMNS][4], const Keys& keys, const Query& query, u32 row_tile,
-                                         u32 of_tile, u32 lane) {
+__device__ __forceinline__ void multiply(float (&score)[COLUMNS][4], const Keys& keys,
+                                         const uint4 (&query)[COLUMNS][KEY_PARTS]) {
   float second[COLUMNS][4];  // an MMA waits for the one before it with the same sums
 #pragma unroll
   for (u32 column = 0; column < COLUMNS; column++)
@@ -94,7 +72,7 @@ __device__ __forceinline__ void multiply(float (&score)[COLUMNS][4], const Keys&
   for (u32 j = 0; j < KEY_PARTS; j++)
 #pragma unroll
     for (u32 column = 0; column < COLUMNS; column++) {
-      const uint4 upper = keys.of[0][j], lower = keys.of[1][j], x = query.at(column, j, row_tile, of_tile, lane);
+      const uint4 upper = keys.of[0][j], lower = keys.of[1][j], x = query[column][j];
       mma(score[column], upper.x, lower.x, upper.y, lower.y, x.x, x.y);
       mma(second[column], upper.z, lower.z, upper.w, lower.w, x.z, x.w);
     }

@@ -2,14 +2,17 @@
 
 #include "linear/device/mma.cuh"
 #include "linear/device/partials.cuh"
+#include "linear/device/ring.cuh"
 
 constexpr u32 SIZE = Config::size, NEW = Config::fresh, ROWS = Config::group * NEW, COLUMNS = Config::columns;
 constexpr u32 ROW_TILES = (ROWS + 8 * COLUMNS - 1) / (8 * COLUMNS), TOKEN_WARPS = Config::token_warps;
 constexpr u32 WARPS = ROW_TILES * TOKEN_WARPS, THREADS = 32 * WARPS;
-constexpr u32 KEY_PARTS = SIZE / 32, SUM_TILES = SIZE / 16, BLOCK = 16;
+constexpr u32 KEY_PARTS = SIZE / 32, VALUE_PARTS = SIZE / 64, SUM_TILES = SIZE / 16, BLOCK = 16;
 constexpr bool AHEAD = SIZE * COLUMNS <= 128;  // registers hold keys and values of a block at once
-// Values come in pieces of so many numbers: of larger heads, the second one once keys are done with.
-constexpr u32 PIECE = SIZE > 128 ? 128 : SIZE, PIECES = SIZE / PIECE, PIECE_TILES = PIECE / 16;
+// Of larger heads keys and values of blocks wait in shared memory, so many halves of blocks of each warp.
+constexpr bool WAITS = SIZE > 128;
+constexpr u32 HALVES = WAITS ? 3 : 0, HALF_BYTES = 2 * BLOCK * SIZE;
+static_assert(!WAITS || (Config::page == 0 && COLUMNS == 1), "plan.py has no others");
 // CTAs that share a head of keys of a text, at most: a cluster, or those that meet in memory, as helpers do, share.cuh.
 constexpr u32 CLUSTER = Config::in_memory ? 1 : Config::ctas, HELPERS = Config::helpers;
 constexpr u32 CTAS = HELPERS > 0 ? 32 : Config::ctas;
