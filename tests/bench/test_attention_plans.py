@@ -31,7 +31,7 @@ def test_constants_are_those_of_the_record(script: ModuleType) -> None:
     """What they choose is among the fastest that were measured, and it is what attention is launched with."""
     rows = rows_of(script, RECORD)
     properties = properties_named(rows[0].device)
-    assert float(script._lost(rows, properties).split("mean ")[1].split(",")[0]) < 1.01
+    assert float(script._lost(rows, properties).split("mean ")[1].split(",")[0]) < 1.015
     for heads, shared, size, texts, tokens in {row.load for row in rows}:
         every = script.plans((heads, shared, size, texts, tokens), properties)
         chosen = cluster_plan(properties, texts * shared, tokens, size, heads // shared)

@@ -115,7 +115,7 @@ def _case(name: str, heads: Heads, load: Load, dtype: torch.dtype, device: torch
     spans = spans_of(mask, load.texts)
     cos = torch.ones((1, load.new, heads.size), dtype=dtype, device=device)
     slot = torch.tensor(begin, dtype=torch.int64, device=device)
-    fresh = Fresh(*added, cos, cos - 1, slot)
+    fresh = Fresh(added[0], added[1], cos, cos - 1, slot)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # or the spans would not be settled when they are first read
 

@@ -16,7 +16,7 @@ class Waiting {
   __device__ __forceinline__ void ask(const Text& text, u32 turn, u32 slot, u32 group, u32 member) const {
     const u32 to = u32(__cvta_generic_to_shared(memory)) + own + slot * HALF_BYTES;
     Half::for_each(text, text.token_at(turn), 0, group, member, [&](u32 i, u32 j, const u16* from, bool there) {
-      copy_async(to + (i * Half::PARTS + j) * PIECES, from, there);
+      copy_async_cached(to + (i * Half::PARTS + j) * PIECES, from, there);
     });
     close_group();
   }
