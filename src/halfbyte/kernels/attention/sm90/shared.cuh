@@ -21,7 +21,7 @@ template <u32 At, u32 Slots, u32 Parts, u32 AddedBy> struct Meeting {
   __device__ float2 pair(u32 slot, u32 tile, u32 part, u32 lane) const { return own(pair_at(slot, tile, part, lane)); }
   __device__ float2 statistics(u32 tile, u32 part, u32 row) const { return own(statistics_at(tile, part, row)); }
 };
-// Behind the keys and values of new tokens: that of a CTA's warps, where halves of blocks have waited (waiting.cuh), and
+// Behind the new tokens' keys and values: that of a CTA's warps, where halves of blocks have waited (waiting.cuh), then
 // that of the cluster's CTAs.
 constexpr u32 BEHIND_NEW = Config::puts ? 4 * ROW_TILES * NEW * SIZE : 0;
 using OfWarps = Meeting<BEHIND_NEW, PAIRS, TOKEN_WARPS, 1>;
