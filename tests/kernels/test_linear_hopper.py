@@ -501,8 +501,8 @@ def test_a_launch_finds_its_workspace_full_of_sentinels(counts: list[int]) -> No
         return torch.frombuffer(there, dtype=torch.int32)[:count]
 
     for count in counts:
-        partial, left, left_count = space.take(4 * count)
+        partial, left, fours = space.take(4 * count)
         assert (numbers(partial, 4 * count) == -1).all()
         numbers(partial, 4 * count).fill_(7)  # what the launch does
-        numbers(left, left_count).fill_(-1)
+        numbers(left, 4 * fours).fill_(-1)
     assert not torch.equal(numbers(partial, 4 * count), numbers(left, 4 * count))

@@ -30,10 +30,11 @@ class Workspace:
         self._left = 0
 
     def take(self, count: int) -> tuple[int, int, int]:
-        """The address for so many sums; the address of those to be cleared, and how many these are."""
+        """The address for so many sums, a multiple of four; the address of those to be cleared, and how many times four
+        these are."""
         partial, left = self._addresses
         self._addresses = left, partial
-        taken = partial, left, self._left
+        taken = partial, left, self._left // 4
         self._left = count
         return taken
 

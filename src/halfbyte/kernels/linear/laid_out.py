@@ -165,8 +165,8 @@ class Part(NamedTuple):
     def __call__(
         self, stream: int, x: int, bias: int, out: int, laid_out: int, m: int, is_laid_out: bool = False, other: int = 0
     ) -> None:
-        partial, left, count = workspace.take(self.device, stream, self.partial)
-        self.told.set(x, bias, out, laid_out, partial, left, other, count // 4, m)
+        partial, left, fours = workspace.take(self.device, stream, self.partial)
+        self.told.set(x, bias, out, laid_out, partial, left, other, fours, m)
         if self.laid_out and not is_laid_out:
             self.lay_out(stream, self.told.arguments.parameters)
         self.multiply(stream, self.told.arguments.parameters)

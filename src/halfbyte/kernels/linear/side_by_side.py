@@ -110,11 +110,11 @@ def _bind_one_launch(
     def run(stream: int, x: int, m: int, results: Iterable[int], norm: int = 0) -> None:
         place = torch.empty(x_bytes, dtype=torch.uint8, device=device) if x_bytes else None
         at = 0 if place is None else place.data_ptr()
-        sums_at, left, count = workspace.take(device, stream, partial)
+        sums_at, left, fours = workspace.take(device, stream, partial)
         addresses = iter(results)
         for part, before in zip(told, room, strict=False):
             bias, out = next(addresses), next(addresses)
-            part.set(x, bias, out, at, sums_at + before if partial else 0, left, norm, count // 4, m)
+            part.set(x, bias, out, at, sums_at + before if partial else 0, left, norm, fours, m)
         if place is not None:
             lay_out(stream, parameters)
         multiply(stream, parameters)

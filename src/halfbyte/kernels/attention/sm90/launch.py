@@ -99,7 +99,7 @@ def arguments(
 ) -> tuple[Any, ...]:
     """What work.cuh's Arguments hold. The query stands for tensors that there are not, and is not read as such. taken:
     what `workspace.take` says."""
-    sums, stale, count = taken
+    sums, stale, fours = taken
     new: tuple[Tensor, ...] = (query,) * 7
     strides: tuple[int, ...] = (0,) * 8
     numbers: tuple[float, ...] = (0.0,) * 3
@@ -113,7 +113,7 @@ def arguments(
     return (
         *(tensor.data_ptr() for tensor in (query, *new, keys, values, *others)), sums, stale, 0, out.data_ptr(),
         *query.stride()[:3], *keys.stride()[:2], *values.stride()[:2], *steps, *strides,
-        *(0, 0, 0), count // 4, keys.shape[2], keys.shape[1], WIDTH, 0, scale, softcap or 0.0,
+        *(0, 0, 0), fours, keys.shape[2], keys.shape[1], WIDTH, 0, scale, softcap or 0.0,
         0.0 if mask is None else lowest(mask), *numbers,
     )  # fmt: skip
 

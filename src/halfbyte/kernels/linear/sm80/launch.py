@@ -45,8 +45,8 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
     told, partial = Arguments(LAYOUT, *arguments(m, problem, weight, plan)), plan.partial_sums(m, problem)
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
-        sums, stale, count = workspace.take(device, stream, partial)
-        told.set(x, bias, out, sums, stale, count // 4, m)
+        sums, stale, fours = workspace.take(device, stream, partial)
+        told.set(x, bias, out, sums, stale, fours, m)
         launch(stream, told.parameters)
 
     return multiply

@@ -53,11 +53,11 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
     pitch = pitch_of(problem.n)
 
     def multiply(stream: int, dy: int, bias: int, dx: int, m: int) -> None:
-        sums, stale, count = workspace.take(device, stream, partial)
+        sums, stale, fours = workspace.take(device, stream, partial)
         copy = None
         if pitch != problem.n:
             copy = torch.empty(m * pitch, dtype=problem.dtype, device=device)
-        told.set(dy, dy if copy is None else copy.data_ptr(), dx, sums, stale, count // 4, m)
+        told.set(dy, dy if copy is None else copy.data_ptr(), dx, sums, stale, fours, m)
         if copy is not None:
             aligns(stream, told.parameters)
         multiplies(stream, told.parameters)

@@ -69,11 +69,11 @@ def bind(device: torch.device, m: int, problem: Problem, weight: Addresses, plan
     length, pitch = row_and_pitch(problem, plan)
 
     def multiply(stream: int, x: int, bias: int, out: int, m: int) -> None:
-        sums, stale, count = workspace.take(device, stream, partial)
+        sums, stale, fours = workspace.take(device, stream, partial)
         copy = None
         if pitch != length:
             copy = torch.empty(m * pitch, dtype=problem.dtype, device=device)
-        told.set(x, x if copy is None else copy.data_ptr(), bias, out, 0, sums, stale, count // 4, m)
+        told.set(x, x if copy is None else copy.data_ptr(), bias, out, 0, sums, stale, fours, m)
         if copy is not None:
             aligns(stream, told.parameters)
         multiplies(stream, told.parameters)

@@ -233,8 +233,8 @@ def bind_combined(
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
 
     def multiply(stream: int, x: int, ids: int, bias: int, out: int, pairs: int, sums: Sums) -> None:
-        there, left, count = workspace.take(device, stream, pairs * (o.n // routing.experts))
-        tail.pack_into(memory, 0, there, left, out, sums.shares, sums.added, count // 4, sums.narrow, sums.factor)
+        there, left, fours = workspace.take(device, stream, pairs * (o.n // routing.experts))
+        tail.pack_into(memory, 0, there, left, out, sums.shares, sums.added, fours, sums.narrow, sums.factor)
         arguments.set(x, 0, 0, ids, bias, 0, 8 * plan.m_tiles, pairs)
         launch(stream, parameters)
 
