@@ -1,6 +1,6 @@
 """Attention of one to eight new tokens of each text: which kernel computes it.
 
-On GPUs with clusters that is CUDA's (sm90/), for heads of 64 and 128; elsewhere Triton's (triton.py).
+On GPUs with clusters that is CUDA's (sm90/), for heads of 64, 128 and 256; elsewhere Triton's (triton.py).
 """
 
 from __future__ import annotations
