@@ -88,10 +88,12 @@ def activate(both: Tensor, activation: str) -> Tensor:
     return (act(gate) if act else torch.nn.functional.gelu(gate, approximate=approximate)) * up
 
 
-@pytest.fixture(params=[False, True], ids=["apart", "combined"])
+@pytest.fixture(params=[(False, 1), (True, 1), (True, 3)], ids=["apart", "combined", "teams"])
 def _adding_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a launch of its own, and where results are made, however many tokens there are."""
-    monkeypatch.setattr(cuda, "combined", lambda tokens, top_k: top_k if request.param else 0)
+    """By a launch of its own, and where results are made, however many tokens there are, also by teams."""
+    combines, teams = request.param
+    monkeypatch.setattr(cuda, "combined", lambda tokens, top_k: top_k if combines else 0)
+    monkeypatch.setattr(h200, "ROUTED_TEAMS", teams)
     cuda.products.entries.clear()
 
 
