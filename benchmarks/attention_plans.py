@@ -37,14 +37,8 @@ from halfbyte.kernels.linear.fusion import Beside, Residual
 from halfbyte.measure.records import device_name
 from halfbyte.measure.timing import time_all
 
-HEADS = (
-    (32, 8, 128),
-    (32, 4, 128),
-    (32, 32, 128),
-    (64, 8, 64),
-    (16, 8, 256),
-    (16, 2, 256),
-)  # of queries, of keys, and their size
+# Of queries, of keys, and their size.
+HEADS = ((32, 8, 128), (32, 4, 128), (32, 32, 128), (64, 8, 64), (16, 8, 256), (16, 2, 256))
 CACHES = (
     (1, 288), (8, 288), (32, 288), (1, 512), (8, 512), (1, 1024), (8, 1024), (1, 2048), (8, 2048), (1, 4096),
     (1, 8192), (2, 8192), (4, 8192), (8, 8192), (1, 32768),

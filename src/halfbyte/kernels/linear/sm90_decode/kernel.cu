@@ -305,14 +305,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   const u32 thread = threadIdx.x - team * TEAM_WARPS * 32 - (warp > Config::warps ? 32 : 0);
   const u32 preparing = (blockIdx.y * all_teams() + team_number()) * PREPARING + thread;  // among those of all CTAs
   const bool prepares = warp != Config::warps && warp <= Config::warps + Config::reducers;
+  const auto tabulate = [&] {  // all teams make the table together
+    constexpr u32 BY = PREPARING / 32;
+    if constexpr (!Config::computes)
+      make_table<TEAMS * BY>(table, a.codebook, Config::low_first, team * BY + thread / 32, lane);
+  };
   const auto prepare = [&] {
     if constexpr (Config::static_weights) {
       if (threadIdx.x == 0) launch_dependents();
       const Codes codes(a, thread);
       if (Config::norm && warp < Config::warps) prefetch_norm(a, first_block, warp, lane);
-      if constexpr (!Config::computes)
-        make_table<TEAMS * PREPARING / 32>(table, a.codebook, Config::low_first, team * (PREPARING / 32) + thread / 32,
-                                           lane);
+      tabulate();
       codes.store(shared, thread);
       if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
@@ -320,9 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       if constexpr (TOP_K > 0) clear_stale(a, preparing, all_teams() * gridDim.y * PREPARING);
       return codes;
     } else {
-      if constexpr (!Config::computes)
-        make_table<TEAMS * PREPARING / 32>(table, a.codebook, Config::low_first, team * (PREPARING / 32) + thread / 32,
-                                           lane);
+      tabulate();
       if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
       if (threadIdx.x == 0) launch_dependents();
