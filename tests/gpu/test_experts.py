@@ -88,12 +88,10 @@ def activate(both: Tensor, activation: str) -> Tensor:
     return (act(gate) if act else torch.nn.functional.gelu(gate, approximate=approximate)) * up
 
 
-@pytest.fixture(params=[(False, 1), (True, 1), (True, 3)], ids=["apart", "combined", "teams"])
+@pytest.fixture(params=[False, True], ids=["apart", "combined"])
 def _adding_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a launch of its own, and where results are made, however many tokens there are, also by teams."""
-    combines, teams = request.param
-    monkeypatch.setattr(cuda, "combined", lambda tokens, top_k: top_k if combines else 0)
-    monkeypatch.setattr(h200, "ROUTED_TEAMS", teams)
+    """By a launch of its own, and where results are made, however many tokens there are."""
+    monkeypatch.setattr(cuda, "combined", lambda tokens, top_k: top_k if request.param else 0)
     cuda.products.entries.clear()
 
 

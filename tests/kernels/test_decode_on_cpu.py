@@ -173,13 +173,11 @@ def test_experts(
 
 @pytest.mark.parametrize("tokens", [1, 16, 40])  # with up to 32 pairs, and with more
 @pytest.mark.parametrize(("activation", "early"), [("silu", False), ("silu", True), ("", False)])
-@pytest.mark.parametrize("teams", [1, 3])
 def test_pairs_of_experts(
-    hopper: Driver, teams: int, activation: str, early: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+    hopper: Driver, activation: str, early: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where W is asked for before x is there, all stages at once; and where teams share a CTA's table."""
+    """Also where W is asked for before x is there, all stages at once."""
     monkeypatch.setattr(h200, "ROUTED_EARLY", True)
-    monkeypatch.setattr(h200, "ROUTED_TEAMS", teams)
     _check_experts(hopper, tokens, 512, BF16, "nf4", {}, activation, early)
 
 
@@ -223,7 +221,6 @@ def _routed(
     problem = problem_of(x, flat, bias.flatten())
     plan = decode.plan_routed(ids.numel(), problem, experts, activation, False, SMALL, early)
     assert plan is not None
-    assert plan.teams == h200.ROUTED_TEAMS
     plan = replace(plan, neighbours=2)
     there.readable = parts_of(flat)
     out = torch.full((ids.numel() + 1, n // (2 if activation else 1)), 777.0, dtype=x.dtype)
@@ -242,7 +239,6 @@ def test_experts_are_added_up(
     """In the launch that makes their results, twice in a row: pairs whose id is no expert are left out; a residual."""
     torch.manual_seed(0)
     monkeypatch.setattr(h200, "ROUTED_EARLY", tokens == 7)
-    monkeypatch.setattr(h200, "ROUTED_TEAMS", 2 if tokens == 7 else 1)
     experts, n, top_k = 5, 64, 3
     q = weight(experts, n, k=k, dtype=dtype, format="nf4")
     x, bias = torch.randn(tokens * top_k, k).to(dtype), torch.randn(experts, n).to(dtype)

@@ -13,7 +13,7 @@ template <class Arguments> __device__ __forceinline__ void give(const Arguments&
 template <class Arguments> __device__ __forceinline__ void combine(const Arguments& a, u32 lane) {
   const u32 fours = a.expert_rows / 4, all = a.pairs / TOP_K * fours;
 #pragma unroll 1
-  for (u32 i = team_number() * 32 + lane; i < all; i += all_teams() * 32) {
+  for (u32 i = blockIdx.x * 32 + lane; i < all; i += gridDim.x * 32) {
     const u32 token = i / fours, four = i % fours, first = token * TOP_K;
     bool known[TOP_K];
     float share[TOP_K];

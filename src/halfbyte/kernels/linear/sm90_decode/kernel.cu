@@ -63,7 +63,6 @@
 //   static_weights               W was written long ago
 //   experts, pairs, wide         of a stack, 0 for one weight; the most pairs; whether results are fp32
 //   neighbours                   CTAs that take the tiles of a run in turn, of a stack
-//   teams                        of warps that share a CTA's table, of a stack; 1: the CTA is one
 //   combines                     experts of a token, whose results are added up (combine.cuh); 0: they are not
 
 #include "norm.cuh"
@@ -290,11 +289,9 @@ struct Codes {  // what a thread carries of the nested scales' codes, from memor
 extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
     decode(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 table = u32(__cvta_generic_to_shared(memory)), lane = threadIdx.x % 32;
-  const u32 of_cta = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
-  const u32 team = TEAMS > 1 ? of_cta / TEAM_WARPS : 0, warp = of_cta - team * TEAM_WARPS;
-  const u32 shared = table + team * OF_TEAM;
-  if ((table & 0xffffffu) != BASE) __trap();  // in a cluster the top byte is the CTA's rank
+  const u32 shared = u32(__cvta_generic_to_shared(memory)), lane = threadIdx.x % 32;
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that all lanes have the same
+  if ((shared & 0xffffffu) != BASE) __trap();              // in a cluster the top byte is the CTA's rank
   //: begins
   const u32 first_block = blockIdx.y * BLOCKS;
   if (warp == Config::warps && lane == 0) init_barriers(shared);
@@ -302,13 +299,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   // Nobody sends anything to a CTA that has not made its barriers; its own copies of W need not wait for others.
   if constexpr (Config::cluster > 1) arrive_cluster();
 
-  const u32 thread = threadIdx.x - team * TEAM_WARPS * 32 - (warp > Config::warps ? 32 : 0);
-  const u32 preparing = (blockIdx.y * all_teams() + team_number()) * PREPARING + thread;  // among those of all CTAs
+  const u32 thread = threadIdx.x - (warp > Config::warps ? 32 : 0);
+  const u32 preparing = (blockIdx.y * gridDim.x + blockIdx.x) * PREPARING + thread;  // among those of all CTAs
   const bool prepares = warp != Config::warps && warp <= Config::warps + Config::reducers;
-  const auto tabulate = [&] {  // all teams make the table together
-    constexpr u32 BY = PREPARING / 32;
+  const auto tabulate = [&] {
     if constexpr (!Config::computes)
-      make_table<TEAMS * BY>(table, a.codebook, Config::low_first, team * BY + thread / 32, lane);
+      make_table<Config::warps + Config::reducers>(shared, a.codebook, Config::low_first, thread / 32, lane);
   };
   const auto prepare = [&] {
     if constexpr (Config::static_weights) {
@@ -320,14 +316,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
       //: the kernel ahead is done
-      if constexpr (TOP_K > 0) clear_stale(a, preparing, all_teams() * gridDim.y * PREPARING);
+      if constexpr (TOP_K > 0) clear_stale(a, preparing, gridDim.x * gridDim.y * PREPARING);
       return codes;
     } else {
       tabulate();
       if constexpr (Config::cluster > 1) wait_for_cluster();
       wait_for_prior_kernel();
       if (threadIdx.x == 0) launch_dependents();
-      if constexpr (TOP_K > 0) clear_stale(a, preparing, all_teams() * gridDim.y * PREPARING);
+      if constexpr (TOP_K > 0) clear_stale(a, preparing, gridDim.x * gridDim.y * PREPARING);
       return Codes(a, thread);
     }
   };

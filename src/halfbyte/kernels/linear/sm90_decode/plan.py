@@ -21,9 +21,8 @@ BLOCK = 64  # weights that are summed up before they are scaled
 EXPONENT_BLOCK = 32  # weights that share an exponent
 ROWS = 16  # rows of W in a tile
 MOST_ROWS = 64  # of x
-MOST_STAGES, MOST_WARPS, MOST_THREADS = 8, 16, 1024
+MOST_STAGES, MOST_WARPS = 8, 16
 NARROW_CHUNK = 32  # bytes of a row that a tensor copy brings at a time where K has no larger power of two in it
-TABLE_BYTES = 256 * 256  # of shared memory, whatever is looked up there
 RESERVED = 1024  # bytes of shared memory that the system takes for each CTA
 
 
@@ -89,7 +88,6 @@ class DecodePlan:
     wide: bool = False  # results are fp32
     neighbours: int = 1  # CTAs that take the tiles of a run in turn
     combines: int = 0  # experts of a token, which are added up; 0: they are not
-    teams: int = 1  # of warps that share a CTA's table, of a stack
     microseconds: float = field(default=0.0, compare=False)
 
     @property
@@ -100,7 +98,7 @@ class DecodePlan:
     @property
     def threads(self) -> int:
         """Of a CTA: a warp that feeds, one or two that add up. Registers are handed over by four warps at a time."""
-        return self.teams * 32 * (self.warps + (4 if self.registers else 1 + self.reducers))
+        return 32 * (self.warps + (4 if self.registers else 1 + self.reducers))
 
     @property
     def blocks(self) -> int:
@@ -124,13 +122,10 @@ class DecodePlan:
         ahead = -(-(1024 * self.parts + barriers + sums) // 1024) * 1024
         scaling = tiles * (ROWS * self.scale_row(scales) + 128 * scales.nested)
         scaling += self.blocks * scales.halves // self.joined * 80
-        whole = TABLE_BYTES + ahead + self.stages * stage + scaling
+        whole = 256 * 256 + ahead + self.stages * stage + scaling
         if self.experts == 0:
             return whole
-        of_stack = -(-whole // 16) * 16 + 16 + 4 * self.experts + self.pairs * (2 + 16 * self.m_tiles)
-        if self.teams == 1:
-            return of_stack
-        return TABLE_BYTES + self.teams * (-(-(of_stack - TABLE_BYTES) // 1024) * 1024)
+        return -(-whole // 16) * 16 + 16 + 4 * self.experts + self.pairs * (2 + 16 * self.m_tiles)
 
     def scale_row(self, scales: Scales) -> int:
         """Bytes of shared memory for the scales of a row."""
@@ -174,8 +169,6 @@ def is_valid(plan: DecodePlan, n: int, k: int, scales: Scales, properties: Devic
         and plan.first_stages >= 1
         and 1 <= plan.reducers <= 2
         and plan.m_tiles % plan.reducers == 0
-        and (plan.teams == 1 or (plan.experts > 0 and plan.cluster == 1 and plan.registers == 0))
-        and plan.threads <= MOST_THREADS
         and (plan.registers == 0 or (properties.ptx == 90 and _can_hand_over_registers(plan)))
         and plan.resident_ctas * (plan.shared_bytes(scales) + RESERVED) <= properties.shared_memory + RESERVED
     )

@@ -46,7 +46,7 @@ __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_blo
 
 // Pipeline barriers, table and codes are ready. The producer, which makes the barriers, comes here late, and so do the
 // others: waiting for each other at the beginning took 0.5 us.
-__device__ __forceinline__ void sync_all() { meet<1, TEAMS*(PREPARING + 32)>(); }
+__device__ __forceinline__ void sync_all() { meet<1, PREPARING + 32>(); }
 
 // The producer warp: it asks for a tile as soon as a stage is empty. At the start all stages are, but it asks for
 // first_stages only until the first is there: memory answers in any order, and the rest would delay what is needed

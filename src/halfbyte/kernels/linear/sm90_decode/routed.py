@@ -84,10 +84,6 @@ def _routed_shapes(plan: DecodePlan, width: int, k: int, scales: Scales) -> Iter
         window_scales=unaligned and cluster > 1,
         bulk_weights=cluster == 1 and weight_chunk(k) == NARROW_CHUNK,
     )  # fmt: skip
-    # With few warps a table takes more room than all else of a CTA, so teams share one.
-    if cluster == 1 and h200.ROUTED_TEAMS > 1 and warps <= h200.ROUTED_TEAM_WARPS:
-        for number in range(h200.ROUTED_STAGES, 1, -1):
-            yield replace(plan, teams=h200.ROUTED_TEAMS, stages=number)
     most = max(1, min(h200.ROUTED_RESIDENT, h200.ROUTED_SM_WARPS // (warps + 2)))
     for fewest, last in ((h200.ROUTED_FEWEST_STAGES, h200.ROUTED_STAGES), (2, h200.ROUTED_FEWEST_STAGES - 1)):
         for resident in range(most, 0, -1):

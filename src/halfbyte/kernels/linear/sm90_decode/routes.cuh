@@ -40,7 +40,7 @@ template <int N> __device__ __forceinline__ void clear_rows(const Arguments& a, 
     u32 nobodys = __ballot_sync(~0u, 32 * i + lane < a.pairs && expert[i] == NOBODY);
     for (; nobodys; nobodys &= nobodys - 1) {
       const u32 pair = 32 * i + __ffs(nobodys) - 1;
-      if (pair % all_teams() != team_number()) continue;
+      if (pair % gridDim.x != blockIdx.x) continue;
       uint4* row = reinterpret_cast<uint4*>(a.result[0].y + u64(pair) * a.expert_rows);
       for (u32 j = lane; j < a.expert_rows / 8; j += 32) row[j] = make_uint4(0, 0, 0, 0);
     }

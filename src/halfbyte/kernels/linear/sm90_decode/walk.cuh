@@ -19,9 +19,9 @@ class Walk {
       return;
     }
     const u32 all = load_number(shared + UNITS) * a.tiles;
-    const u32 own = team_number(), ctas = all_teams(), first = own / Config::neighbours * Config::neighbours;
-    turns = min(u32(Config::neighbours), ctas - first);
-    number = first * all / ctas + own % Config::neighbours, end = (first + turns) * all / ctas;
+    const u32 first = blockIdx.x / Config::neighbours * Config::neighbours;
+    turns = min(u32(Config::neighbours), gridDim.x - first);
+    number = first * all / gridDim.x + blockIdx.x % Config::neighbours, end = (first + turns) * all / gridDim.x;
     unit = number / a.tiles, tile = number % a.tiles;
   }
   __device__ __forceinline__ bool is_there() const {

@@ -9,12 +9,9 @@
 #include "device/scale.cuh"
 
 constexpr int TILE_N = 16, BLOCK_BYTES = 32;
-// Of a stack: teams of warps that share a CTA's table, and have all else to themselves, as if each was a CTA.
-constexpr u32 TEAMS = Config::teams;
 // setmaxnreg hands registers over by four warps at a time.
-constexpr int TEAM_WARPS = Config::warps + (Config::registers ? 4 : 1 + Config::reducers);
-constexpr int THREADS = TEAMS * TEAM_WARPS * 32;
-constexpr u32 PREPARING = (Config::warps + Config::reducers) * 32;  // threads of a team that build the table
+constexpr int THREADS = (Config::warps + (Config::registers ? 4 : 1 + Config::reducers)) * 32;
+constexpr u32 PREPARING = (Config::warps + Config::reducers) * 32;  // threads that build the table
 static_assert(Config::m_tiles % Config::reducers == 0 && Config::reducers <= 2, "each adds up as many columns");
 
 // Blocks of K: of a CTA, of a warp's step and of a step.
@@ -81,10 +78,7 @@ constexpr u32 UNIT_PAIRS = UNIT_EXPERT + 2 * Config::pairs;
 constexpr u32 END = UNIT_PAIRS + 2 * WIDTH * Config::pairs;
 static_assert(ROUTED || DECODED + Config::warps * DECODED_WARP == Config::shared_bytes,
               "plan.py reckons with other sizes");
-constexpr u32 OF_TEAM = swizzled(END - CODE);
-static_assert(!ROUTED || (TEAMS > 1 ? CODE + TEAMS * OF_TEAM : END) == Config::shared_bytes,
-              "plan.py reckons with other sizes");
-static_assert(TEAMS == 1 || (ROUTED && Config::cluster == 1 && Config::registers == 0), "teams are of a stack");
+static_assert(!ROUTED || END == Config::shared_bytes, "plan.py reckons with other sizes");
 static_assert(Config::slice <= 8 && EACH * 2 * Config::joined == Config::slice && STEP_SLICE % Config::joined == 0,
               "two lanes a row, whole scales");
 static_assert(BLOCKS <= 256, "a row's part has two scales of scales at most");
@@ -155,11 +149,6 @@ struct Arguments : Combining<(TOP_K > 0)> {
 __device__ __forceinline__ u32 code_at(u32 part, u32 i) { return CODE + 1024 * part + 4 * i; }
 
 __device__ __forceinline__ u32 row_bytes(const Arguments& a) { return a.k / 2; }  // of W
-
-// The number of a team, and of all.
-__device__ __forceinline__ u32 own_team() { return TEAMS > 1 ? threadIdx.x / (32 * TEAM_WARPS) : 0; }
-__device__ __forceinline__ u32 team_number() { return blockIdx.x * TEAMS + own_team(); }
-__device__ __forceinline__ u32 all_teams() { return gridDim.x * TEAMS; }
 
 // The first row of x of this CTA.
 __device__ __forceinline__ u32 first_row() { return Config::batches > 1 ? blockIdx.z * (8 * Config::m_tiles) : 0; }

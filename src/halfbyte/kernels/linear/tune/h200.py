@@ -59,7 +59,6 @@ DECODE_TIMES = {
 ROUTED_SLICE, ROUTED_LONG_SLICE, ROUTED_LONG = 4, 8, 31
 ROUTED_WARPS, ROUTED_RESIDENT, ROUTED_SM_WARPS = 16, 3, 20
 ROUTED_STAGES, ROUTED_FEWEST_STAGES = 4, 3
-ROUTED_TEAMS, ROUTED_TEAM_WARPS = 1, 3  # that share a CTA, of so many warps at most; to be timed
 ROUTED_NEIGHBOURS = 12  # CTAs that take the tiles of a run in turn
 ROUTED_EARLY = True  # whether down asks for W before gate and up have ended
 ROUTED_COMBINES = 8  # up to so many experts of a token are added up where they are made, if there are no more tokens
