@@ -45,7 +45,7 @@ FUNCTIONS = {
     "fetch_bytes(const void": "void fetch_bytes(const void* from, u32 bytes) { check(from, bytes); }",
     "kept": "u32 kept(u32 value) { return value; }",
     "copy_async": "void copy_async(u32 to, const void* from, bool exists) { copy(to, 16, from, exists); }",
-    "copy_async_cached": "void copy_async_cached(u32 to, const void* from, bool there) { copy(to, 16, from, there); }",
+    "copy_row_async": "void copy_row_async(u32 to, const void* from, bool there) { copy(to, 16, from, there); }",
     "copy_word_async": "void copy_word_async(u32 to, const u32* from) { copy(to, 4, from, true); }",
     "close_group": "void close_group() { close_copies(); }",
     "wait_for_groups": "",

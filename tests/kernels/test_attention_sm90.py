@@ -328,7 +328,7 @@ def test_every_plan_fits(heads: int, tokens: int, size: int, rows: int, capabili
     properties = replace(properties_for(f"sm_{capability}"), sms=sms)
     plan = cluster_plan(properties, heads, tokens, size, rows)
     if plan is None and size == 256:
-        assert rows > 8 or (rows <= 2 and heads * tokens <= 4096)
+        assert rows > 8
         return
     if plan is None:
         assert rows > 16
@@ -405,7 +405,6 @@ def test_what_the_kernel_reads_of_pages() -> None:
 
 def test_what_other_kernels_compute() -> None:
     assert cluster_plan(H200, 8, 300, 256, 9) is None
-    assert cluster_plan(H200, 8, 512, 256, 2) is None
     assert cluster_plan(H200, 8, 300, 80, 4) is None
     assert cluster_plan(H200, 8, 300, 128, 65) is None
     assert cluster_plan(properties_for("sm_89"), 8, 300, 128, 4) is None

@@ -2,49 +2,20 @@
 
 #include "work.cuh"
 
+// Which tokens a lane has, and which 16 bytes of their rows.
 struct Keys {
-  static constexpr u32 PARTS = KEY_PARTS;
-  uint4 of[2][PARTS];
-  // Calls `each` for each 16 bytes: which they are, where, and whether they are to be read.
-  template <class Each>
-  __device__ static __forceinline__ void for_each(const Text& text, u32 base, u32 page, u32 group, u32 member,
-                                                  const Each& each) {
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-      const u32 token = base + group + 8 * half;
-      const bool there = text.is_known(token) & !text.is_own(token);
-      const auto at = text.place(token, page);
-#pragma unroll
-      for (u32 j = 0; j < PARTS; j++) each(half, j, text.keys + at + 32 * j + 8 * member, there);
-    }
-  }
-  __device__ __forceinline__ void load(const Text& text, u32 base, u32 page, u32 group, u32 member) {
-    for_each(text, base, page, group, member, [&](u32 half, u32 j, const u16* from, bool there) {
-      of[half][j] = there ? load_settled(from) : make_uint4(0, 0, 0, 0);
-    });
-  }
+  static constexpr u32 TOKENS = 2, PARTS = KEY_PARTS;
+  uint4 of[TOKENS][PARTS];
+  __device__ static u32 token(u32 half, u32 group, u32) { return group + 8 * half; }
+  __device__ static u32 piece(u32 j, u32, u32 member) { return 4 * j + member; }
+  __device__ static u16* rows(const Text& text) { return text.keys; }
 };
 struct Values {
-  static constexpr u32 PARTS = VALUE_PARTS;
-  uint4 of[4][PARTS];
-  __device__ static u32 token(u32 i, u32 member) { return 2 * member + i % 2 + i / 2 * 8; }
-  template <class Each>
-  __device__ static __forceinline__ void for_each(const Text& text, u32 base, u32 page, u32 group, u32 member,
-                                                  const Each& each) {
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-      const u32 number = base + token(i, member);
-      const bool there = text.is_known(number) & !text.is_own(number);
-      const auto at = text.place(number, page);
-#pragma unroll
-      for (u32 j = 0; j < PARTS; j++) each(i, j, text.values + at + 64 * j + 8 * group, there);
-    }
-  }
-  __device__ __forceinline__ void load(const Text& text, u32 base, u32 page, u32 group, u32 member) {
-    for_each(text, base, page, group, member, [&](u32 i, u32 j, const u16* from, bool there) {
-      of[i][j] = there ? load_settled(from) : make_uint4(0, 0, 0, 0);
-    });
-  }
+  static constexpr u32 TOKENS = 4, PARTS = VALUE_PARTS;
+  uint4 of[TOKENS][PARTS];
+  __device__ static u32 token(u32 i, u32, u32 member) { return 2 * member + i % 2 + i / 2 * 8; }
+  __device__ static u32 piece(u32 j, u32 group, u32) { return 8 * j + group; }
+  __device__ static u16* rows(const Text& text) { return text.values; }
   // Number `place` of this lane's, of tokens 2 i and 2 i + 1.
   __device__ __forceinline__ u32 pair(u32 i, u32 place) const {
     const u32 low = word_of(of[2 * i][place / 8], place % 8 / 2),
@@ -52,6 +23,18 @@ struct Values {
     return __byte_perm(low, high, place % 2 ? 0x7632 : 0x5410);
   }
 };
+template <class Half>
+__device__ __forceinline__ void load(Half& half, const Text& text, u32 base, u32 page, u32 group, u32 member) {
+#pragma unroll
+  for (u32 i = 0; i < Half::TOKENS; i++) {
+    const u32 token = base + Half::token(i, group, member);
+    const auto at = text.place(token, page);
+#pragma unroll
+    for (u32 j = 0; j < Half::PARTS; j++)
+      half.of[i][j] = text.is_in_cache(token) ? load_settled(Half::rows(text) + at + 8 * Half::piece(j, group, member))
+                                              : make_uint4(0, 0, 0, 0);
+  }
+}
 // Asks L2 for the keys and values of the block whose turn it is. By a warp.
 __device__ __forceinline__ void fetch_bytes(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

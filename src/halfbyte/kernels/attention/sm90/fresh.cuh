@@ -131,7 +131,7 @@ __device__ __forceinline__ void replace(const Text& text, Values& values, const 
                                         u32 member) {
 #pragma unroll
   for (u32 i = 0; i < 4; i++) {
-    const u32 token = base + Values::token(i, member);
+    const u32 token = base + Values::token(i, group, member);
     if (!text.is_own(token)) continue;
 #pragma unroll
     for (u32 j = 0; j < VALUE_PARTS; j++)

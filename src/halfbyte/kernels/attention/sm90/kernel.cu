@@ -77,12 +77,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   const Waiting waiting(warp, lane);
   u32 slot = 0;
   if constexpr (WAITS) {
-    waiting.ask<Keys>(text, turn, 0, group, member);
-    waiting.ask<Values>(text, turn, 1, group, member);
-    waiting.ask<Keys>(text, turn + text.parts, 2, group, member);
+    waiting.ask<Keys>(text, turn, 0);
+    waiting.ask<Values>(text, turn, 1);
+    waiting.ask<Keys>(text, turn + text.parts, 2);
   } else {
-    keys.load(text, next, page, group, member);
-    if constexpr (AHEAD) values.load(text, next, page, group, member);
+    load(keys, text, next, page, group, member);
+    if constexpr (AHEAD) load(values, text, next, page, group, member);
   }
   u32 page_ahead = text.page_at(turn + text.parts);  // so that it is there when the block's turn is near
   shifts.load(a, text, next, group, first_row + 2 * member);
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
     turn += text.parts, next = text.token_at(turn), page = page_ahead;
     page_ahead = text.page_at(turn + text.parts);
     if constexpr (WAITS) waiting.take(keys, slot);
-    else if constexpr (!AHEAD) values.load(text, base, of_base, group, member);
+    else if constexpr (!AHEAD) load(values, text, base, of_base, group, member);
     const bool replaces = has_own && base < text.behind_own && base + BLOCK > text.own;
     if (replaces) {
       replace(text, keys, own, base, group, member);
@@ -143,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
     }
     float score[COLUMNS][4];
     multiply(score, keys, query);
-    if constexpr (WAITS) waiting.ask<Values>(text, turn, slot, group, member), slot = Waiting::behind(slot);
-    else if constexpr (AHEAD) keys.load(text, next, page, group, member);
+    if constexpr (WAITS) waiting.ask<Values>(text, turn, slot), slot = Waiting::behind(slot);
+    else if constexpr (AHEAD) load(keys, text, next, page, group, member);
     u32 operand[COLUMNS][2];
     sums.weigh(operand, score, shifts, a);
     shifts.load(a, text, next, group, first_row + 2 * member);
@@ -154,11 +154,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
     }
     sums.add(values, operand);
     if constexpr (WAITS) {
-      waiting.ask<Keys>(text, turn + text.parts, slot, group, member), slot = Waiting::behind(slot);
+      waiting.ask<Keys>(text, turn + text.parts, slot), slot = Waiting::behind(slot);
     } else if constexpr (AHEAD) {
-      values.load(text, next, page, group, member);
+      load(values, text, next, page, group, member);
     } else {
-      keys.load(text, next, page, group, member);
+      load(keys, text, next, page, group, member);
     }
   }
 

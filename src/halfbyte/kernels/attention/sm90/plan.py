@@ -24,8 +24,6 @@ SHARED_ROWS, MOST_TOKENS = 16, {64: 4096, 128: 8192}
 MANY_ROWS, MOST_OF_ALL_HEADS = 32, {64: 1 << 20, 128: 1 << 16}
 USUAL_TOKENS = 2048  # of a text in pages, for which the cluster of a head is chosen
 ENOUGH_TURNS, HELPERS = 16, 4 / 5  # see ClusterPlan, and how many there are for a place of a CTA, as share.cuh wants it
-# Of heads of 256, Triton's kernel is faster where a text has few rows and all have few tokens.
-FEW_ROWS, FEW_TOKENS = 2, {256: 1 << 12}
 # Of a thread, by the size of a head and columns, at most. Of other heads no registers hold the sums and two blocks.
 REGISTERS = {(64, 1): 128, (64, 2): 176, (128, 1): 256, (128, 2): 256, (256, 1): 256}
 OF_A_MULTIPROCESSOR = 65536
@@ -50,7 +48,7 @@ class Times(NamedTuple):
 TIMES = {
     64: Times(1.4206, 1.0891, 0.022, 0.107, 0.579, 1.8534, 7.2556, 1.0128),
     128: Times(0.9936, 1.6433, 0.0498, 0.1597, 0.7091, 1.5875, 5.8486, 2.0854),
-    256: Times(2.4056, 3.2451, 0.0543, 0.0542, 1.7675, 2.7254, 5.8811, 1.6107),
+    256: Times(2.1053, 1.9244, 0.0287, 0.1112, 2.3401, 2.9763, 5.059, 1.8893),
 }
 
 
@@ -107,8 +105,6 @@ def cluster_plan(properties: DeviceProperties, heads: int, tokens: int, size: in
     """heads: of keys, of all texts. tokens: of the cache, as long as it can be. size: of a head. rows: heads that share
     keys, times new tokens. None where this kernel is not for them."""
     if properties.ptx < HOPPER or (size, columns_of(rows)) not in REGISTERS or not 0 < rows <= MOST_ROWS:
-        return None
-    if rows <= FEW_ROWS and heads * tokens <= FEW_TOKENS.get(size, 0):
         return None
     if rows > SHARED_ROWS and tokens > MOST_TOKENS[size]:
         return None

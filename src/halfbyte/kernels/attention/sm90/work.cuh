@@ -148,6 +148,7 @@ struct Text {
   }
   __device__ bool is_own(u32 token) const { return Config::puts & (own <= token) & (token < behind_own); }
   __device__ bool is_known(u32 token) const { return (first <= token) & (token < end); }
+  __device__ bool is_in_cache(u32 token) const { return is_known(token) & !is_own(token); }
   // The page of the block whose turn it is, and where a token of a page lies, from `keys` and `values` on.
   __device__ u32 page_at(u32 turn) const {
     if constexpr (PAGE > 0) return turn < blocks ? settled(pages + token_at(turn) / DIVISOR) : 0;

@@ -8,10 +8,9 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, bool exists
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
                : "memory");
 }
-// The same through L1: where lanes copy pieces of several rows at once, and the next instruction those beside them, it
-// has both in one line.
-__device__ __forceinline__ void copy_async_cached(u32 to, const void* from, bool exists) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+// The same where a warp copies a whole row, of which nothing is left to bring.
+__device__ __forceinline__ void copy_row_async(u32 to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 // The same of four bytes, that exist.
 __device__ __forceinline__ void copy_word_async(u32 to, const u32* from) {
