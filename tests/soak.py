@@ -2,7 +2,8 @@
 
 Small random models of several families take turns. A call is drawn from the seed and its number alone. Checked are:
 
-- the tokens are those of transformers' own loop without graphs;
+- the tokens are those of transformers' own loop without graphs, up to where two tokens' scores are equal but for their
+  last digits, as once in some 50,000 tokens they are;
 - what a model keeps between calls stays within its share, and `release` frees it;
 - memory does not grow from the middle of the run to its end.
 
@@ -42,6 +43,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"prompt_lookup_num_tokens": 3},
 )
 FORGETS = 60  # a model is restored, and taken again, once in so many calls; released, twice as often
+TIE = 1e-6  # of the highest score
 GROWTH = 48 << 20  # bytes that allocators of the host may need and a leak of a tensor a call would soon pass
 
 
@@ -83,11 +85,29 @@ def check(call: Call, model: Any) -> Iterator[str]:
     inputs, options = prompt(call.texts, call.tokens, call.padding), OPTIONS[call.options]
     found = generate(model, inputs, max_new_tokens=call.new, **options)
     right = plainly(model, inputs, max_new_tokens=call.new, **options)
-    if not torch.equal(found, right):
+    if not torch.equal(found, right) and not parts_at_ties(found, model, inputs, max_new_tokens=call.new, **options):
         yield f"tokens differ: {found.tolist()} instead of {right.tolist()}"
     limit = steps.SHARE * steps.total_bytes(DEVICE)
     if kept_by(model) > limit:
         yield f"{kept_by(model)} bytes are kept, the share is {limit:.0f}"
+
+
+def parts_at_ties(found: torch.Tensor, model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> bool:
+    """Whether each text's first token that differs has the score of the right one, but for the last digits."""
+    if "num_beams" in options:
+        return False
+    plain = plainly(model, inputs, **options, return_dict_in_generate=True, output_scores=True)
+    width, begin = min(found.shape[1], plain.sequences.shape[1]), inputs["input_ids"].shape[1]
+    differs = found[:, :width] != plain.sequences[:, :width]
+    ties = []
+    for text in differs.any(1).nonzero().view(-1).tolist():
+        first = int(differs[text].int().argmax())
+        scores = plain.scores[first - begin][text] if first >= begin else None
+        chosen = [sequences[text, first] for sequences in (found, plain.sequences)]
+        ties.append(
+            scores is not None and bool((scores[chosen[0]] - scores[chosen[1]]).abs() < TIE * scores.max().abs())
+        )
+    return bool(ties) and all(ties)
 
 
 def kept_by(model: Any) -> int:

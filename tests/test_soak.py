@@ -48,3 +48,16 @@ def test_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "kept behind release" in behind
     assert "tokens differ" in tokens
     assert "the share is" in share
+
+
+def test_only_ties_are_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = soak.Call("llama", 2, 5, 1, 4, 0, "")
+    inputs = soak.prompt(call.texts, call.tokens, call.padding)
+    model = make("llama")
+    tokens = soak.plainly(model, inputs, max_new_tokens=call.new)
+    tokens[1, 6:] = 3
+    assert not soak.parts_at_ties(tokens, model, inputs, max_new_tokens=call.new)
+    monkeypatch.setattr(soak, "TIE", 1e6)
+    assert soak.parts_at_ties(tokens, model, inputs, max_new_tokens=call.new)
+    tokens[0, 0] = 3  # of the prompt
+    assert not soak.parts_at_ties(tokens, model, inputs, max_new_tokens=call.new)

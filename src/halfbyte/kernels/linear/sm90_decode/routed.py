@@ -55,9 +55,11 @@ def routed_plan(
         return None
     is_long = k // BLOCK > h200.ROUTED_LONG and weight_chunk(k) > NARROW_CHUNK
     slices = (h200.ROUTED_LONG_SLICE, h200.ROUTED_SLICE) if is_long else (h200.ROUTED_SLICE,)
+    has_few = n // (ROWS * halves) <= h200.ROUTED_FEW_TILES
+    neighbours = h200.ROUTED_FEW_NEIGHBOURS if has_few else h200.ROUTED_NEIGHBOURS
     found = DecodePlan(
         1, warps=0, slice=0, stages=2, cluster=1, activation=activation,
-        experts=-(-experts // 32) * 32, pairs=room, wide=wide, neighbours=h200.ROUTED_NEIGHBOURS,
+        experts=-(-experts // 32) * 32, pairs=room, wide=wide, neighbours=neighbours,
     )  # fmt: skip
     plans = (plan for width in slices for plan in _routed_shapes(found, width, k, scales))
     plan = next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
