@@ -20,7 +20,7 @@ struct InMemory {
   __device__ InMemory(const Arguments& a, const Part& part) : rank(part.rank), ctas(part.ctas), heads(a.heads) {
     const u64 head = u64(part.which) * heads + part.head;
     from = a.sums + head * (OF_HEAD * OF_PART);
-    first_helper = u64(gridDim.x - HELPERS / CLUSTER) * CLUSTER + part.first_helper + part.head - head * CLUSTER;
+    first_helper = u64(gridDim.x - CLUSTERS_OF_HELPERS) * CLUSTER + part.first_helper + part.head - head * CLUSTER;
   }
   __device__ float2* of(u32 part) const {
     if (HELPERS > 0 && part >= CLUSTER) return from + (first_helper + (part - CLUSTER) * heads) * OF_PART;

@@ -1,12 +1,13 @@
 // Which CTAs share a head of keys of a text.
 //
 // With a static cache that is known ahead. Of a cache in pages only the device knows how long texts are. There each
-// head of a text has a cluster, and behind all clusters come helpers. Where the warps of a cluster would have more
-// blocks than warps have in the mean, and enough of them to be worth it, helpers take a part. They are dealt out to
-// texts in order, as many to each of a text's heads. Lengths alone decide, so everybody finds the same.
-
+// head of a text has a cluster, and before all clusters come helpers, so that a long text is begun at once. Where the
+// warps of a cluster would have more blocks than warps have in the mean, and enough of them to be worth it, helpers
+// take a part. They are dealt out to texts in order, as many to each of a text's heads. Lengths alone decide, so
+// everybody finds the same.
 #include "work.cuh"
 
+constexpr u32 CLUSTERS_OF_HELPERS = HELPERS / CLUSTER;
 constexpr u32 ENOUGH = TOKEN_WARPS * Config::turns;  // blocks, which are not too many for a CTA
 
 // Of the CTA whose number is `rank` among `ctas`.
@@ -16,17 +17,17 @@ struct Part {
   bool exists = true;
 
   __device__ Part(const Arguments& a, u32 lane) {
-    const u32 of_all = EXCHANGES ? blockIdx.x / CTAS : blockIdx.x;
+    const u32 of_all = EXCHANGES ? blockIdx.x / CTAS : blockIdx.x - CLUSTERS_OF_HELPERS;
     which = of_all / a.heads, head = of_all % a.heads;
     rank = EXCHANGES ? blockIdx.x % CTAS : Config::ctas == 1 ? 0 : blockIdx.y;
-    if constexpr (HELPERS > 0) find(a, (gridDim.x - HELPERS / CLUSTER) / a.heads, lane);
+    if constexpr (HELPERS > 0) find(a, (gridDim.x - CLUSTERS_OF_HELPERS) / a.heads, lane);
   }
 
   __device__ bool meets_in_memory() const { return HELPERS > 0 ? ctas > CLUSTER : IN_MEMORY; }
 
  private:
   __device__ void find(const Arguments& a, u32 texts, u32 lane) {
-    const bool helps = which >= texts;
+    const bool helps = blockIdx.x < CLUSTERS_OF_HELPERS;
     ctas = CLUSTER;
     if (!helps && Seen(a, which).blocks() <= CLUSTER * ENOUGH) return;
     u32 all = 0;
@@ -34,7 +35,7 @@ struct Part {
     all = __reduce_add_sync(~0u, all);
     // A quarter more than in the mean, so that there are helpers enough.
     const u32 share = max(u64(ENOUGH), u64(all) * a.heads * 5 / (4 * Config::at_once) + 1);
-    const u32 number = (blockIdx.x - texts * a.heads) * CLUSTER + rank;  // of a helper
+    const u32 number = blockIdx.x * CLUSTER + rank;  // of a helper
     exists = !helps;
     u32 ahead = 0;  // helpers of texts before, of each head
     for (u32 from = 0; from < texts; from += 32) {

@@ -125,7 +125,9 @@ class DecodePlan:
         whole = 256 * 256 + ahead + self.stages * stage + scaling
         if self.experts == 0:
             return whole
-        return -(-whole // 16) * 16 + 16 + 4 * self.experts + self.pairs * (2 + 16 * self.m_tiles)
+        width = 8 * self.m_tiles
+        units = (self.pairs + (width - 1) * min(self.pairs, self.experts)) // width
+        return -(-whole // 16) * 16 + 16 + -(-(4 * self.experts + 2 * units) // 16) * 16 + 2 * width * units
 
     def scale_row(self, scales: Scales) -> int:
         """Bytes of shared memory for the scales of a row."""

@@ -74,8 +74,11 @@ constexpr u32 DECODED_WARP = HALVES * Config::slice / Config::joined * DECODED_P
 constexpr u32 WIDTH = 8 * Config::m_tiles, NOBODY = 0xffff;
 constexpr u32 UNITS = (DECODED + Config::warps * DECODED_WARP + 15) / 16 * 16;
 constexpr u32 COUNT = UNITS + 16, UNIT_EXPERT = COUNT + 4 * Config::experts;
-constexpr u32 UNIT_PAIRS = UNIT_EXPERT + 2 * Config::pairs;
-constexpr u32 END = UNIT_PAIRS + 2 * WIDTH * Config::pairs;
+// At most each expert that has pairs, of which there are as many at most, has a last unit of a single one.
+constexpr u32 SINGLE = Config::pairs < Config::experts ? Config::pairs : Config::experts;
+constexpr u32 MOST_UNITS = (Config::pairs + (WIDTH - 1) * SINGLE) / WIDTH;
+constexpr u32 UNIT_PAIRS = (UNIT_EXPERT + 2 * MOST_UNITS + 15) / 16 * 16;
+constexpr u32 END = UNIT_PAIRS + 2 * WIDTH * MOST_UNITS;
 static_assert(ROUTED || DECODED + Config::warps * DECODED_WARP == Config::shared_bytes,
               "plan.py reckons with other sizes");
 static_assert(!ROUTED || END == Config::shared_bytes, "plan.py reckons with other sizes");
