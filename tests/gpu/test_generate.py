@@ -71,7 +71,7 @@ def test_a_bucket_is_captured_once(model: Any, graphs: list[int]) -> None:
 def test_memory_stays_within_the_share(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 64 << 20  # graphs keep some MB each, whatever the model
     monkeypatch.setattr(steps, "SHARE", limit / steps.total_bytes(DEVICE))
-    generate(model, 2, 9)
+    generate(model, 2, 900)  # after which the thread has a workspace
     pool = steps.pool_of(model)
     assert pool is not None
     host.release(model)

@@ -207,6 +207,9 @@ def test_workspaces_of_graphs(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     cuda.linear(x, q, None, False)
     assert graph not in workspace.kept.of_capture.values()
     assert gpu.workspaces[-1][2] == 0
+    workspace.forget_capture()
+    assert not workspace.kept.of_capture
+    cuda.linear(x, q, None, False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     cuda.linear(x, q, None, False)
     assert not workspace.kept.of_capture

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.kernels.common import workspace
 from halfbyte.kernels.common.switched import no_collection
 
 _streams: dict[int, torch.cuda.Stream] = {}  # that capture, by device; torch's own is on the device that captured first
@@ -40,6 +41,8 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
             torch.cuda.set_stream(stream)
             _end(pool)
         raise
+    finally:
+        workspace.forget_capture()
 
 
 def _end(pool: tuple[int, int]) -> None:

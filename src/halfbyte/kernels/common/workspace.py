@@ -71,12 +71,17 @@ def take(device: torch.device, stream: int, count: int) -> tuple[int, int, int]:
         there, make = kept.of_capture, Workspace
     else:
         if kept.capture:
-            kept.capture, kept.of_capture = 0, {}
+            forget_capture()
         there, make = kept.by_stream, _lasting
     found = there.get((device, stream))
     if found is None or found.count < count:
         there[device, stream] = found = make(max(count, LEAST), device)
     return found.take(count)
+
+
+def forget_capture() -> None:
+    """A capture of this thread has ended: its graph keeps the memory of its workspaces, the thread need not."""
+    kept.capture, kept.of_capture = 0, {}
 
 
 def _is_of_graph_trees(device: torch.device) -> bool:
