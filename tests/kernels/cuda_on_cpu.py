@@ -116,6 +116,7 @@ FUNCTIONS = {
     "copy_as": "void copy_as(u64, u32 to, const void* from, u32 bytes, u32 barrier) {"
     " copy_bulk(to, from, bytes, barrier); }",
     "copy_box": "",
+    "ask_for_box": "template <class... At> void ask_for_box(u64, At...) {}",
     "copy_box_as": "void copy_box_as(u64, u32 to, u64 map, u32 x, u32 y, u32 barrier) {"
     " copy_box(to, map, x, y, barrier); }",
     "leaving_first": "u64 leaving_first() { return 0; }",
@@ -137,6 +138,7 @@ FUNCTIONS = {
             ("publish_writes", ""),
             ("fence_registers", ""),
             ("prefetch_weights", "const Weight&, u32, u32"),
+            ("prefetch_bytes", "const void*, u32"),
             ("launch_dependents", ""),
             ("wait_for_prior_kernel", ""),
         )

@@ -31,19 +31,62 @@ __device__ __forceinline__ void copy_box(u32 to, u64 map, u32 x, u32 y, u32 z, u
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v), "r"(full)
       : "memory");
 }
-__device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const GroupedUnit& at, u32 full) {
-  const u32 row = first_row(at), expert = at.tile.expert;
+// Asks L2 for the same.
+__device__ __forceinline__ void ask_for_box(u64 map, u32 x, u32 y, u32 z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+__device__ __forceinline__ void ask_for_box(u64 map, u32 x, u32 y, u32 z, u32 u) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y), "r"(z),
+               "r"(u)
+               : "memory");
+}
+__device__ __forceinline__ void ask_for_box(u64 map, u32 x, u32 y, u32 z, u32 u, u32 v) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(x), "r"(y),
+               "r"(z), "r"(u), "r"(v)
+               : "memory");
+}
+// What is done with boxes of W that lie one behind the other in shared memory: they are copied there, or L2 is asked
+// for them.
+struct Copying {
+  u64 map;
+  u32 to, full;
+  __device__ __forceinline__ void box(u32 x, u32 y, u32 z) const { copy_box(to, map, x, y, z, full); }
+  __device__ __forceinline__ void box(u32 x, u32 y, u32 z, u32 u) const { copy_box(to, map, x, y, z, u, full); }
+  __device__ __forceinline__ void box(u32 x, u32 y, u32 z, u32 u, u32 v) const {
+    copy_box(to, map, x, y, z, u, v, full);
+  }
+};
+struct Prefetching {
+  u64 map;
+  u32 to = 0;
+  __device__ __forceinline__ void box(u32 x, u32 y, u32 z) const { ask_for_box(map, x, y, z); }
+  __device__ __forceinline__ void box(u32 x, u32 y, u32 z, u32 u) const { ask_for_box(map, x, y, z, u); }
+  __device__ __forceinline__ void box(u32 x, u32 y, u32 z, u32 u, u32 v) const { ask_for_box(map, x, y, z, u, v); }
+};
+// With a unit of an expert, from byte `byte` of its rows on; row: the tile's first.
+template <class Doing>
+__device__ __forceinline__ void with_boxes(Doing doing, u32 byte, u32 row, u32 depth, u32 expert) {
   if constexpr (Config::orders) {
-    for (u32 piece = row / 16; piece < (row + TILE_ROWS) / 16; piece++, to += 16 * (UNIT_K / 2)) {
+    for (u32 piece = row / 16; piece < (row + TILE_ROWS) / 16; piece++, doing.to += 16 * (UNIT_K / 2)) {
       const u32 in_turn = piece % (ORDER / 2), turn = piece / (ORDER / 2) * 4;
-      if constexpr (HALVES) copy_box(to, map, byte, 0, 2 * in_turn, turn, expert, full);
-      else copy_box(to, map, byte, 4 * in_turn, turn, expert, full);
+      if constexpr (HALVES) doing.box(byte, 0, 2 * in_turn, turn, expert);
+      else doing.box(byte, 4 * in_turn, turn, expert);
     }
   } else if constexpr (HALVES) {
-    copy_box(to, map, byte, 0, row / 2, expert, full);
+    doing.box(byte, 0, row / 2, expert);
   } else if constexpr (Config::back) {
-    copy_box(to, map, row / 2, at.depth * UNIT_K, expert, full);
+    doing.box(row / 2, depth * UNIT_K, expert);
   } else {
-    copy_box(to, map, byte, row, expert, full);
+    doing.box(byte, row, expert);
   }
+}
+__device__ __forceinline__ void copy_w(u32 to, u64 map, u32 byte, const GroupedUnit& at, u32 full) {
+  with_boxes(Copying{map, to, full}, byte, first_row(at), at.depth, at.tile.expert);
+}
+// While pairs are sorted memory is idle, and there are so many that most experts are wanted. So L2 is asked for the
+// first tile that a CTA of `multiply` has where each expert has one tile of pairs. It is read early on in any case.
+__device__ __forceinline__ void prefetch_likely(const Arguments& a, u32 cta) {
+  for (u32 depth = 0; depth < a.depth_units; depth++)
+    with_boxes(Prefetching{map_of(a)}, depth * (UNIT_K / 2), cta % a.row_tiles * TILE_ROWS, depth, cta / a.row_tiles);
 }
