@@ -88,6 +88,9 @@ CASES = {
         130, 130, 352, GemmPlan(160, 2, 3, 5, 2, 1, 160, in_order=True), F16, "int4", {"group_size": 32}
     ),
     "in order, exponents": Case(120, 256, 1024, GemmPlan(128, 2, 3, 5, 2, 2, 128, in_order=True), BF16, "mxfp4"),
+    "wide tiles": Case(350, 129, 768, GemmPlan(384, 2, 2, 2, 2, 1, 384)),
+    "wide tiles, computed": Case(330, 200, 1024, GemmPlan(320, 2, 3, 4, 3, 1, 640), F16, "int4", GROUPS),
+    "wide tiles, equal parts": Case(300, 256, 1024, GemmPlan(320, 2, 3, 2, 6, 1, 320, shares=3), BF16, "fp4"),
     "many rows, a cluster": Case(120, 128, 1024, GemmPlan(128, 2, 3, 3, 1, 4, 128)),
     "back": Case(40, 192, 320, GemmPlan(64, 2, 3, 3, 2, 1, 64, back=True)),
     "back, odd": Case(70, 77, 256, GemmPlan(96, 2, 3, 3, 2, 1, 96, back=True), F16, "int4", GROUPS),
@@ -144,6 +147,7 @@ FUSED: dict[str, tuple[Fusion, StreamKPlan | GemmPlan, dict[str, Any]]] = {
     "a pair, many rows": (SILU, GemmPlan(96, 2, 2, 3, 5, 1, 96, paired=True), {}),
     "a pair, in order": (SILU, GemmPlan(96, 2, 2, 3, 5, 1, 96, paired=True, in_order=True), {}),
     "a pair, many rows, permuted": (GELU, GemmPlan(256, 2, 2, 3, 3, 1, 256, paired=True), {"block_size": 32}),
+    "a pair, wide tiles": (GELU, GemmPlan(320, 2, 2, 2, 3, 1, 320, paired=True), {}),
     "a pair, many rows, a cluster": (SILU, GemmPlan(96, 2, 2, 3, 3, 2, 96, paired=True), {"block_size": 128}),
     "a norm": (NORM, StreamKPlan(16, 2, 3, 4, norm=True), {}),
     "a norm, a pair, equal parts": (

@@ -61,13 +61,17 @@ constexpr int NARROW_M = Config::tile_m < 64 ? 16 : (Config::tile_m + 63) / 64 *
 __device__ __forceinline__ bool is_narrow(const StreamUnit&) { return false; }
 __device__ __forceinline__ bool is_narrow(const GroupedUnit& at) { return at.tile.rows <= NARROW_M; }
 
-// The operands of a step by the first columns of x at `tile`, as many as there are sums for. adds: to these sums.
+// The operands of a step by the first columns of x at `tile`, as many as there are sums for; by half of them at a time
+// where an instruction does not reach. adds: to these sums.
 template <int Sums>
 __device__ __forceinline__ void multiply_step(float (&sums)[Sums], const u32 (&now)[OPERANDS], u32 tile, bool adds) {
+  constexpr int PARTS = Sums > sums_of(256) ? 2 : 1, PART = Sums / PARTS;
 #pragma unroll
   for (int i = 0; i < STEP_K / 16; i++)
-    multiply_add(sums, now[4 * i], now[4 * i + 1], now[4 * i + 2], now[4 * i + 3], descriptor(tile + 2 * i),
-                 i > 0 || adds);
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+      multiply_add(reinterpret_cast<float (&)[PART]>(sums[part * PART]), now[4 * i], now[4 * i + 1], now[4 * i + 2],
+                   now[4 * i + 3], descriptor(tile + part * (PART * 16) + 2 * i), i > 0 || adds);
   close_products();
 }
 
@@ -82,9 +86,11 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   Ring w(0), x(0);
   WorkUnit at(a, first);
   float total[SUMS];
-  u32 even[OPERANDS], odd[OPERANDS];  // A operands of two steps: one is multiplied while the next is decoded
-  u32 used = 0;                       // the barrier of the stage of x that is multiplied; 0: none
-  bool fresh = true;                  // the tile's sums are zero
+  // A operands of two steps: one is multiplied while the next is decoded. Of WIDE tiles there are registers for one;
+  // the other warpgroup multiplies meanwhile.
+  u32 even[OPERANDS], odd[OPERANDS];
+  u32 used = 0;       // the barrier of the stage of x that is multiplied; 0: none
+  bool fresh = true;  // the tile's sums are zero
   wait(shared() + W_FULL, 0);
   //: the first stage is there
   decoder.decode(even, codebook, shared() + W_AT, shared() + SCALE, 0);
@@ -106,9 +112,13 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       // are there at once: they come from no memory.
       if (step + 1 == UNIT_K / STEP_K) release(empty);
       // The step before is done: its stage of x is free, and its operands make room for the next.
-      wait_for_products<1>();
-      if (used) release(used);
-      used = shared() + X_EMPTY + 8 * x.at;
+      wait_for_products<WIDE ? 0 : 1>();
+      if constexpr (WIDE) {
+        release(shared() + X_EMPTY + 8 * x.at);
+      } else {
+        if (used) release(used);
+        used = shared() + X_EMPTY + 8 * x.at;
+      }
       x.next(Config::x_stages);
       if (step + 1 < UNIT_K / STEP_K) {
         decoder.decode(next, codebook, stage, scales, step + 1);
@@ -117,11 +127,12 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
         decoder.decode(next, codebook, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, 0);
       }
     };
-    turn(even, odd, 0), turn(odd, even, 1), turn(even, odd, 2), turn(odd, even, 3);
+    if constexpr (WIDE) turn(even, even, 0), turn(even, even, 1), turn(even, even, 2), turn(even, even, 3);
+    else turn(even, odd, 0), turn(odd, even, 1), turn(even, odd, 2), turn(odd, even, 3);
     fresh = false;
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
       wait_for_products<0>();
-      release(used);
+      if constexpr (!WIDE) release(used);
       used = 0;
       // In a cluster, and with equal shares, each CTA adds up and stores its own groups of eight rows of x.
       if constexpr (Config::cluster > 1) cluster_reduce<WARPS>(total, a, at, shared() + W_AT, warp, lane);

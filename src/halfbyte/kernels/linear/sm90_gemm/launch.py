@@ -21,7 +21,16 @@ from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.laid_out import copies_x, scale_loads, span_of, supports
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm.plan import GemmGroup, gemm_plan, group_plan, paired_plan
-from halfbyte.kernels.linear.sm90_gemm.shape import DIRECT, REGISTERS, SCATTERED_REGISTERS, TILES_M, GemmPlan
+from halfbyte.kernels.linear.sm90_gemm.shape import (
+    BACK_TILES_M,
+    DIRECT,
+    REGISTERS,
+    SCATTERED_REGISTERS,
+    WIDE_REGISTERS,
+    WIDE_TILES_M,
+    GemmPlan,
+    loads_words,
+)
 
 NAME = "sm90_gemm"
 
@@ -124,9 +133,10 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
     loads = "one" if plan.back else scale_loads(problem)
     # A producer of a cluster knows which part is its own, for which only the widest tiles leave no room.
-    alone = plan.cluster == 1 or (plan.tile_m == TILES_M[-1] and not plan.back)
-    usual = loads != "one" and not (loads == "across" and problem.nested) and alone
-    producer, consumer = REGISTERS[plan.warpgroups] if usual else SCATTERED_REGISTERS
+    alone = plan.cluster == 1 or (plan.tile_m == BACK_TILES_M[-1] and not plan.back)
+    usual = not plan.back and loads_words(problem) and alone
+    registers = WIDE_REGISTERS if plan.tile_m in WIDE_TILES_M else REGISTERS[plan.warpgroups]
+    producer, consumer = registers if usual else SCATTERED_REGISTERS
     return {
         "x": TYPES[problem.dtype], "low_first": problem.low_first,
         "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],

@@ -6,16 +6,18 @@ from dataclasses import dataclass, field, replace
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear.codebook import Numbers
-from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, can_be_numbered, span_of
+from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, can_be_numbered, scale_loads, span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.tune import h200
 
 STEP_K = 64  # of K, what x comes in
 REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
+WIDE_REGISTERS = (32, 240)  # the same of wide tiles
 SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a producer reads about experts
 GROUPED_BACK_REGISTERS = (72, 216)  # where it does both
-TILES_M = (96, 128, 160, 192, 224, 256)
-BACK_TILES_M = (32, 64, *TILES_M)  # there is no other kernel for few rows
+WIDE_TILES_M = (320, 384)  # registers hold their sums and the operands of one step
+TILES_M = (96, 128, 160, 192, 224, 256, *WIDE_TILES_M)
+BACK_TILES_M = (32, 64, 96, 128, 160, 192, 224, 256)  # there is no other kernel for few rows
 TABLE_BYTES = 256 * 256
 MOST_STAGES = 8  # that there are barriers for
 DIRECT = 8  # parts of a tile, at most, that its first CTA adds up one by one
@@ -79,7 +81,9 @@ class GemmPlan:
     @property
     def permutes(self) -> bool:
         """Of a lane's two rows of W one is looked up in registers: where it has one span, whose products with the scale
-        it keeps, or where x leaves little of shared memory's time."""
+        it keeps, or where x leaves little of shared memory's time. Of wide tiles no registers are left for that."""
+        if self.tile_m in WIDE_TILES_M:
+            return False
         wide = not self.back and not self.computes and self.tile_m >= h200.GEMM_PERMUTES_M
         return self.lane_spans or wide
 
@@ -104,6 +108,21 @@ def how_decoded(problem: Problem, back: bool, in_order: bool) -> tuple[Numbers, 
     """How weights of this kind are decoded, and whether each lane of a quad has a span of its own."""
     numbers = problem.numbers
     return numbers, numbers == "looked_up" and span_of(problem) == STEP_K and not back and not in_order
+
+
+def tiles_of(problem: Problem, back: bool = False) -> list[int]:
+    """Rows of x in a tile, of those that come into question: wide ones only where scales come by words, as their
+    producer has few registers."""
+    if back:
+        return list(BACK_TILES_M)
+    widest = h200.GEMM_WIDEST if loads_words(problem) else BACK_TILES_M[-1]
+    return [tile_m for tile_m in TILES_M if tile_m <= widest]
+
+
+def loads_words(problem: Problem) -> bool:
+    """Whether a lane loads the scales of a row, and what nested ones come from, without many registers."""
+    loads = scale_loads(problem)
+    return loads != "one" and not (loads == "across" and problem.nested)
 
 
 def x_stages(tile_m: int, problem: Problem) -> int:
@@ -139,6 +158,7 @@ def _fits(plan: GemmPlan, span: int, properties: DeviceProperties) -> bool:
     return (
         properties.ptx == 90
         and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
+        and (plan.tile_m not in WIDE_TILES_M or (plan.cluster == 1 and not plan.in_order))
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES

@@ -10,12 +10,12 @@ from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, copies_x
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm.shape import (
-    BACK_TILES_M,
     DIRECT,
-    TILES_M,
     W_STAGES,
+    WIDE_TILES_M,
     GemmPlan,
     how_decoded,
+    tiles_of,
     x_stages,
 )
 from halfbyte.kernels.linear.tune import h200
@@ -24,9 +24,9 @@ from halfbyte.kernels.linear.tune import h200
 def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) -> Iterator[GemmPlan]:
     """What comes into question, some of which may not be valid."""
     n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
-    for tile_m in narrowest(m, BACK_TILES_M if back else TILES_M):
+    for tile_m in narrowest(m, tiles_of(problem, back)):
         stages = W_STAGES, x_stages(tile_m, problem)
-        for in_order in (False,) if back else (False, True):
+        for in_order in (False,) if back or tile_m in WIDE_TILES_M else (False, True):
             numbers, spans = how_decoded(problem, back, in_order)
             kind = partial(GemmPlan, back=back, numbers=numbers, lane_spans=spans, in_order=in_order)
             for workers, cluster, shares, chunk in _ways(m, n, k, tile_m, properties, back, in_order):

@@ -15,6 +15,7 @@ constexpr int TILE_ROWS = Config::paired ? TILE_N / 2 : TILE_N;                 
 constexpr int UNIT_K = 256, STEP_K = 64;                                          // W comes by units, x by steps
 constexpr int SPANS = UNIT_K / Config::span, STEP_SPANS = STEP_K / Config::span;  // weights that share a scale
 constexpr int SUMS = sums_of(Config::tile_m);
+constexpr bool WIDE = Config::tile_m > 256;
 constexpr int OPERANDS = STEP_K / 4;  // registers of A a step
 
 // How many spans share a scale. No row begins within a block whose scale is loaded with others.

@@ -250,8 +250,9 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 
 # tile_m (rows of x) to µs a unit (256 of K), of weights that are looked up and of such as are computed. These tables,
 # and all numbers that benchmarks/gemm_plans.py prints, are fitted by it to its record.
-GEMM_UNIT = {96: 1.436, 128: 1.633, 160: 1.79, 192: 1.961, 224: 2.093, 256: 2.398}
-GEMM_COMPUTED_UNIT = {96: 1.194, 128: 1.345, 160: 1.589, 192: 1.777, 224: 2.001, 256: 2.321}
+GEMM_UNIT = {96: 1.436, 128: 1.633, 160: 1.79, 192: 1.961, 224: 2.093, 256: 2.398, 320: 3.0, 384: 3.6}
+GEMM_COMPUTED_UNIT = {96: 1.194, 128: 1.345, 160: 1.589, 192: 1.777, 224: 2.001, 256: 2.321, 320: 2.9, 384: 3.48}
+GEMM_WIDEST = 256  # rows of x of a tile, at most: wider ones are to be timed, and their units above are guesses
 # The same where x keeps the order of K.
 IN_ORDER_UNIT = {96: 1.6, 128: 1.814, 160: 1.996, 192: 2.19, 224: 2.448, 256: 2.634}
 IN_ORDER_COMPUTED_UNIT = {96: 1.327, 128: 1.507, 160: 1.717, 192: 1.906, 224: 2.131, 256: 2.391}
