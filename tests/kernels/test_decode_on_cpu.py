@@ -31,6 +31,7 @@ from halfbyte.kernels.linear.fusion import ALONE, Fusion
 from halfbyte.kernels.linear.problem import addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import is_valid
+from halfbyte.kernels.linear.sm90_decode.routed import Kind
 from halfbyte.kernels.linear.tune import h200
 
 __all__ = ["hopper"]
@@ -219,7 +220,7 @@ def _routed(
     experts, n, _ = q.shape
     flat = decode.rows_of(q)
     problem = problem_of(x, flat, bias.flatten())
-    plan = decode.plan_routed(ids.numel(), problem, experts, activation, False, SMALL, early)
+    plan = decode.plan_routed(ids.numel(), problem, experts, Kind(activation, early=early), SMALL)
     assert plan is not None
     plan = replace(plan, neighbours=2)
     there.readable = parts_of(flat)
@@ -247,7 +248,7 @@ def test_experts_are_added_up(
     residual = torch.randn(tokens, n).to(dtype) if narrow else None
     flat = decode.rows_of(q)
     problem = problem_of(x, flat, bias.flatten())
-    plan = decode.plan_routed(ids.numel(), problem, experts, "", True, SMALL, early=True, combines=top_k)
+    plan = decode.plan_routed(ids.numel(), problem, experts, Kind("", True, True, top_k), SMALL)
     assert plan is not None
     assert plan.combines == top_k
     assert plan.static_weights is (tokens == 7)

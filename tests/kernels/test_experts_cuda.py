@@ -19,7 +19,7 @@ from halfbyte.kernels.linear import reach
 from halfbyte.kernels.linear.problem import Problem, addresses
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.plan import is_valid
-from halfbyte.kernels.linear.sm90_decode.routed import PAIRS
+from halfbyte.kernels.linear.sm90_decode.routed import PAIRS, Kind
 from halfbyte.kernels.linear.tune import h200
 
 #         experts, I, H, experts of a token
@@ -49,7 +49,7 @@ def test_models_are_supported(model: str, pairs: int) -> None:
     experts, inner, hidden, _ = MODELS[model]
     for n, k, activation, wide in ((2 * inner, hidden, "silu", False), (hidden, inner, "", True)):
         o = problem(experts * n, k, **(MXFP4 if model == "gpt-oss-20b" else {}))
-        plan = decode.plan_routed(pairs, o, experts, activation, wide, H200)
+        plan = decode.plan_routed(pairs, o, experts, Kind(activation, wide), H200)
         assert plan is not None
         assert is_valid(plan, o.n, k, decode.scales_of(o), H200)
         assert pairs <= plan.pairs in PAIRS
@@ -69,7 +69,7 @@ def test_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_supported() -> None:
     def plan(pairs: int = 8, experts: int = 8, activation: str = "", n: int = 64, k: int = 1024, **changes: Any) -> Any:
-        return decode.plan_routed(pairs, problem(experts * n, k, **changes), experts, activation, False, H200)
+        return decode.plan_routed(pairs, problem(experts * n, k, **changes), experts, Kind(activation), H200)
 
     assert plan() is not None
     assert plan(pairs=513) is None
@@ -81,13 +81,13 @@ def test_what_is_not_supported() -> None:
     assert plan(n=80, activation="swiglu_oai") is not None
     assert plan(dtype=F32) is None
     assert plan(block_size=32, scale=BF16, nested=0) is None
-    assert decode.plan_routed(8, problem(512, 1024), 8, "", False, A100) is None
+    assert decode.plan_routed(8, problem(512, 1024), 8, Kind(), A100) is None
 
 
 def test_who_begins_early_clears_nothing(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(h200, "ROUTED_EARLY", True)
     o = problem(4 * 64, 512)
-    plan = decode.plan_routed(8, o, 4, "", True, H200, early=True)
+    plan = decode.plan_routed(8, o, 4, Kind(wide=True, early=True), H200)
     assert plan is not None
     assert plan.static_weights
     assert plan.first_stages == plan.stages
@@ -178,6 +178,6 @@ def test_it_compiles(model: str, which: str, tokens: int, dtype: torch.dtype) ->
     others = MXFP4 if model == "gpt-oss-20b" else {}
     o = problem(experts * n, depth, dtype=dtype, bias=which != "gate_up", **others)
     activation = {"gate_up": "silu", "interleaved": "swiglu_oai"}.get(which, "")
-    plan = decode.plan_routed(tokens * k, o, experts, activation, which == "down", H200)
+    plan = decode.plan_routed(tokens * k, o, experts, Kind(activation, which == "down"), H200)
     assert plan is not None
     assert len(nvrtc.cubin(decode.variant(o, plan, H200))) > 1000

@@ -27,7 +27,7 @@ from halfbyte.kernels.linear.kernel import CombinedProduct, RoutedProduct
 from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
-from halfbyte.kernels.linear.sm90_decode.routed import combined, room_for, routed_microseconds
+from halfbyte.kernels.linear.sm90_decode.routed import Kind, combined, room_for, routed_microseconds
 
 
 class Bound(NamedTuple):
@@ -44,7 +44,7 @@ better_sorted: ThreadCache[Hashable, tuple[bool]] = ThreadCache()
 def grouped_linear(x: Tensor, q: QuantizedWeight, expert: Tensor, bias: Tensor | None) -> Tensor | None:
     """x [S, K] times the expert of each row, plus its bias -> [S, N], zeros for ids that are out of range; None where
     no kernel is for it. All contiguous, x and bias aligned to 16 bytes, on the current device."""
-    product = _product(x, q, bias, len(x), expert, 1, clears=True)
+    product = _product(x, q, bias, len(x), expert, 1, Kind(), clears=True)
     if product is None or _is_better_sorted(x, (q,), len(x)):
         found = grouped.grouped_linear(x, q, expert, bias)
         if product is None or found is not None:
@@ -74,11 +74,9 @@ def moe(
     if slow.no_kernels("cuda") is not None:
         return None
     down = block.down
-    inner = _product(x, block.gate_up, block.gate_up_bias, pairs, top_k_index, k, block.activation)
-    # When it begins ids are known: the kernel ahead has waited for those who made them.
-    outer = _product(
-        x, down, block.down_bias, pairs, top_k_index, 1, wide=True, early=True, combines=combined(tokens, k)
-    )
+    first, second = kinds_of(tokens, k, block.activation)
+    inner = _product(x, block.gate_up, block.gate_up_bias, pairs, top_k_index, k, first)
+    outer = _product(x, down, block.down_bias, pairs, top_k_index, 1, second)
     fits = inner is not None and outer is not None
     if not fits or _is_better_sorted(x, block.stacks, pairs):
         found = grouped.moe(x, top_k_index, top_k_weights, block, residual)
@@ -101,6 +99,12 @@ def moe(
     return out
 
 
+def kinds_of(tokens: int, k: int, activation: str) -> tuple[Kind, Kind]:
+    """Of gate and up, and of down, with k experts of each token. When down begins ids are known: the kernel ahead has
+    waited for those who made them."""
+    return Kind(activation), Kind(wide=True, early=True, combines=combined(tokens, k))
+
+
 def _launch(product: Bound, x: Tensor, ids: Tensor, bias: Tensor | None, out: Tensor, pairs: int, *sums: Any) -> None:
     stream = torch._C._cuda_getCurrentRawStream(x.get_device())
     at = 0 if bias is None else bias.data_ptr()
@@ -114,20 +118,16 @@ def _product(
     pairs: int,
     ids: Tensor,
     per_row: int,
-    activation: str = "",
-    wide: bool = False,
+    kind: Kind,
     clears: bool = False,
-    early: bool = False,
-    combines: int = 0,
 ) -> Bound | None:
     """The product with a stack, of so many pairs, kept from call to call."""
     room = room_for(pairs)
     if pairs == 0 or room == 0 or min(q.shape) == 0:
         return None
     routing = decode.Routing(q.shape[0], per_row, ids.dtype is torch.int64, clears)
-    told = activation, wide, early, combines
-    key = (cache.key(x, q, bias, False), room, routing, told)
-    return products.get(key, lambda: (_bind(x, q, bias, room, routing, *told),))[0]
+    key = (cache.key(x, q, bias, False), room, routing, kind)
+    return products.get(key, lambda: (_bind(x, q, bias, room, routing, kind),))[0]
 
 
 def _is_better_sorted(x: Tensor, stacks: Sequence[QuantizedWeight], pairs: int) -> bool:
@@ -156,10 +156,8 @@ def variants(
     experts."""
     pairs, both = tokens * k, (gate_up, down)
     if room := room_for(pairs):
-        plans = [
-            decode.plan_routed(room, gate_up, experts, activation, False, properties),
-            decode.plan_routed(room, down, experts, "", True, properties, early=True, combines=combined(tokens, k)),
-        ]
+        kinds = kinds_of(tokens, k, activation)
+        plans = [decode.plan_routed(room, o, experts, kind, properties) for o, kind in zip(both, kinds, strict=True)]
         found = [decode.variant(o, plan, properties) for o, plan in zip(both, plans, strict=True) if plan is not None]
         if len(found) == len(both) and not is_better_sorted(pairs, experts, both, properties):
             return found
@@ -172,17 +170,14 @@ def _bind(
     bias: Tensor | None,
     room: int,
     routing: Any,
-    activation: str,
-    wide: bool,
-    early: bool,
-    combines: int,
+    kind: Kind,
 ) -> Bound | None:
     properties = properties_of(x.get_device())
     if reach.without_kernels(properties) is not None:
         return None
     rows = decode.rows_of(q)
     problem = problem_of(x, rows, bias)
-    plan = decode.plan_routed(room, problem, q.shape[0], activation, wide, properties, early, combines)
+    plan = decode.plan_routed(room, problem, q.shape[0], kind, properties)
     if plan is None:
         return None
     bind = decode.bind_combined if plan.combines else decode.bind_routed

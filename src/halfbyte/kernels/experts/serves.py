@@ -11,6 +11,7 @@ from halfbyte.kernels.experts.sort import MOST_EXPERTS
 from halfbyte.kernels.linear import grouped, reach
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
+from halfbyte.kernels.linear.sm90_decode.routed import Kind
 
 ONE_BY_ONE = "experts one by one: dequantize, then torch.matmul"
 
@@ -35,7 +36,7 @@ def _on_cuda(q: QuantizedWeight, properties: DeviceProperties) -> str:
     x = torch.empty(0, dtype=q.dtype if q.dtype.itemsize == 2 else torch.bfloat16, device=q.device)
     problem, experts = problem_of(x, decode.rows_of(q), None), q.shape[0]
     found = []
-    if decode.plan_routed(1, problem, experts, "", False, properties) is not None:
+    if decode.plan_routed(1, problem, experts, Kind(), properties) is not None:
         found.append(f"{decode.NAME} where tokens are few")
     plans = grouped.plan(1, experts, (problem,), properties) if experts <= MOST_EXPERTS else None
     if plans is not None:

@@ -35,7 +35,7 @@ from halfbyte.kernels.linear.sm90_decode.plan import (
     scale_chunk,
     weight_chunk,
 )
-from halfbyte.kernels.linear.sm90_decode.routed import routed_plan
+from halfbyte.kernels.linear.sm90_decode.routed import Kind, routed_plan
 
 NAME = "sm90_decode"
 MOST_PARTS = 3  # weights of one launch: q, k and v
@@ -179,21 +179,10 @@ def rows_of(q: QuantizedWeight) -> QuantizedWeight:
     return replace(q, packed=packed, scale=scale, shape=(experts * n, k))
 
 
-def plan_routed(
-    pairs: int,
-    o: Problem,
-    experts: int,
-    activation: str,
-    wide: bool,
-    properties: DeviceProperties,
-    early: bool = False,
-    combines: int = 0,
-) -> DecodePlan | None:
+def plan_routed(pairs: int, o: Problem, experts: int, kind: Kind, properties: DeviceProperties) -> DecodePlan | None:
     """The plan for pairs of a token and an expert of a stack, whose rows are all those of `o`, or None where this
-    kernel does not support it. The rest is as for `routed_plan`."""
-    if not _supports(o):
-        return None
-    return routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), activation, wide, properties, early, combines)
+    kernel does not support it."""
+    return routed_plan(pairs, experts, o.n // experts, o.k, scales_of(o), kind, properties) if _supports(o) else None
 
 
 def bind_routed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.problem import Problem
@@ -29,28 +30,27 @@ def room_for(pairs: int) -> int:
     return next((room for room in PAIRS if pairs <= room), 0)
 
 
+class Kind(NamedTuple):
+    """Of a product with a stack. activation: of interleaved rows, or of gate rows that come before the up rows of an
+    expert. wide: results are fp32. early: ids are there when the kernel begins, if not x, so that all stages of W are
+    asked for before x is there. combines: experts of a token, where the launch adds up what they give."""
+
+    activation: str = ""
+    wide: bool = False
+    early: bool = False
+    combines: int = 0
+
+
 def routed_plan(
-    pairs: int,
-    experts: int,
-    n: int,
-    k: int,
-    scales: Scales,
-    activation: str,
-    wide: bool,
-    properties: DeviceProperties,
-    early: bool = False,
-    combines: int = 0,
+    pairs: int, experts: int, n: int, k: int, scales: Scales, kind: Kind, properties: DeviceProperties
 ) -> DecodePlan | None:
     """The plan for so many pairs of a token and one of the experts [n, k], or None where this kernel is not for them.
 
-    activation: of interleaved rows, or of gate rows that come before the up rows of an expert. wide: results are fp32.
-    early: ids are there when the kernel begins, if not x, so that all stages of W are asked for before x is there.
-    combines: experts of a token, where the launch adds up what they give.
     As many CTAs share a multiprocessor as fit with enough stages: one that changes its x waits for it. A warp holds x
     of two units, or, where K is long enough, of twice as many blocks of one unit.
     """
     room = room_for(pairs)
-    halves = 2 if activation not in ("", SWIGLU_OAI) else 1
+    halves = 2 if kind.activation not in ("", SWIGLU_OAI) else 1
     if not (0 < pairs <= room and 0 < experts <= MOST_EXPERTS) or n % (ROWS * halves):
         return None
     is_long = k // BLOCK > h200.ROUTED_LONG and weight_chunk(k) > NARROW_CHUNK
@@ -58,16 +58,16 @@ def routed_plan(
     has_few = n // (ROWS * halves) <= h200.ROUTED_FEW_TILES
     neighbours = h200.ROUTED_FEW_NEIGHBOURS if has_few else h200.ROUTED_NEIGHBOURS
     found = DecodePlan(
-        1, warps=0, slice=0, stages=2, cluster=1, activation=activation,
-        experts=-(-experts // 32) * 32, pairs=room, wide=wide, neighbours=neighbours,
+        1, warps=0, slice=0, stages=2, cluster=1, activation=kind.activation,
+        experts=-(-experts // 32) * 32, pairs=room, wide=kind.wide, neighbours=neighbours,
     )  # fmt: skip
     plans = (plan for width in slices for plan in _routed_shapes(found, width, k, scales))
     plan = next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
     if plan is None:
         return None
     guesses = min(h200.ROUTED_GUESSED // (plan.tiles_at_once * ROWS * k // 2), 32 // (plan.tiles_at_once * plan.steps))
-    plan = replace(plan, combines=combines, guesses=0 if early else guesses)
-    return replace(plan, static_weights=True, first_stages=plan.stages) if early and h200.ROUTED_EARLY else plan
+    plan = replace(plan, combines=kind.combines, guesses=0 if kind.early else guesses)
+    return replace(plan, static_weights=True, first_stages=plan.stages) if kind.early and h200.ROUTED_EARLY else plan
 
 
 def combined(tokens: int, top_k: int) -> int:
