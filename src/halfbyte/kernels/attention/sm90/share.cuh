@@ -5,6 +5,7 @@
 // warps of a cluster would have more blocks than warps have in the mean, and enough of them to be worth it, helpers
 // take a part. They are dealt out to texts in order, as many to each of a text's heads. Lengths alone decide, so
 // everybody finds the same.
+
 #include "work.cuh"
 
 constexpr u32 CLUSTERS_OF_HELPERS = HELPERS / CLUSTER;
