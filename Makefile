@@ -40,7 +40,7 @@ quick: $(READY)  ## the tests but for those that take long, in under three minut
 	$(PARALLEL) -m "not slow and not compile_all"
 
 compile-all: $(READY)  ## every variant of the CUDA kernels that planners pick, for all GPUs, where `make test` takes a few
-	$(PARALLEL) -m compile_all
+	$(PARALLEL) -m compile_all --timeout 1800
 
 test-vllm: $(VLLM_VENV)/.ready  ## the tests of serving, in an environment of their own with vLLM for CPUs
 	$(VLLM_VENV)/bin/python -m pytest tests/serving --numprocesses 2 --dist loadgroup
