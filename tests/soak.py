@@ -2,8 +2,8 @@
 
 Small random models of several families take turns. A call is drawn from the seed and its number alone. Checked are:
 
-- the tokens are those of transformers' own loop without graphs, up to where two tokens' scores are equal but for their
-  last digits, as once in some 50,000 tokens they are;
+- the tokens are those of transformers' own loop without graphs, up to where two tokens' scores differ in their last
+  digits alone, which happens now and then;
 - what a model keeps between calls stays within its share, and `release` frees it;
 - memory does not grow from the middle of the run to its end.
 

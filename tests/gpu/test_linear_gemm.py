@@ -19,7 +19,7 @@ from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan, one_after_another
-from halfbyte.kernels.linear.sm90_gemm.shape import TILES_M, WIDE_TILES_M, GemmPlan, decoding, is_valid
+from halfbyte.kernels.linear.sm90_gemm.shape import TILES_M, WIDE_TILES_M, GemmPlan, decoding, is_valid, orders_of
 from halfbyte.kernels.linear.tune import h200
 
 from .conftest import BF16, DEVICE, F16, NOISE, captured, check_product, poisoned, sixteen_bits, weight
@@ -39,7 +39,16 @@ KINDS = (
 
 
 # Of a tile, how many CTAs are a cluster, and how many have equal parts.
-WAYS = pytest.mark.parametrize(("cluster", "shares"), [(1, 1), (2, 1), (3, 1), (1, 2), (1, 4)])
+EVERY_WAY = [(1, 1), (2, 1), (3, 1), (1, 2), (1, 4)]
+WAYS = pytest.mark.parametrize(("cluster", "shares"), EVERY_WAY)
+# Tiles with each way and order of x that there is for them.
+TILES = [
+    (tile_m, in_order, cluster, shares)
+    for tile_m in TILES_M
+    for in_order in orders_of(tile_m)
+    for cluster, shares in EVERY_WAY
+    if cluster == 1 or tile_m not in WIDE_TILES_M
+]
 
 
 def plan(
@@ -116,13 +125,9 @@ def test_what_is_read_is_not_overwritten(
     assert others == 0
 
 
-@WAYS
-@pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("tile_m", TILES_M)
+@pytest.mark.parametrize(("tile_m", "in_order", "cluster", "shares"), TILES)
 def test_error(tile_m: int, in_order: bool, cluster: int, shares: int) -> None:
     """Rows that fill no tile, tiles that several CTAs share, launches one after the other."""
-    if tile_m in WIDE_TILES_M and (in_order or cluster > 1):
-        pytest.skip("wide tiles have x laid out, and no cluster")
     for dtype, (n, k), (format, options) in ((BF16, (1029, 1024), KINDS[0]), (F16, (700, 5376), KINDS[5])):
         q = weight(n, k, format, dtype, **options)
         for m, chunk in ((1, 1 << 14), (tile_m + 1, 1 << 14), (3 * tile_m - 7, 2 * tile_m)):

@@ -42,7 +42,7 @@ FUNCTIONS = {
     "load_transposed": "void load_transposed(u32 (&to)[4], u32 at) { matrices(to, at, true); }",
     "transposed": "u32 transposed(u32 pair) { return turned(pair); }",
     "fetch(const u16*": "void fetch(const u16* norm, u32 lane) {}",
-    "fetch_bytes(const void": "void fetch_bytes(const void* from, u32 bytes) { check(from, bytes); }",
+    "prefetch_bytes": "void prefetch_bytes(const void* from, u32 bytes) { check(from, bytes); }",
     "kept": "u32 kept(u32 value) { return value; }",
     "copy_async": "void copy_async(u32 to, const void* from, bool exists) { copy(to, 16, from, exists); }",
     "copy_row_async": "void copy_row_async(u32 to, const void* from, bool there) { copy(to, 16, from, there); }",
@@ -116,7 +116,7 @@ FUNCTIONS = {
     "copy_as": "void copy_as(u64, u32 to, const void* from, u32 bytes, u32 barrier) {"
     " copy_bulk(to, from, bytes, barrier); }",
     "copy_box": "",
-    "ask_for_box": "template <class... At> void ask_for_box(u64, At...) {}",
+    "prefetch_box": "template <class... At> void prefetch_box(u64, At...) {}",
     "copy_box_as": "void copy_box_as(u64, u32 to, u64 map, u32 x, u32 y, u32 barrier) {"
     " copy_box(to, map, x, y, barrier); }",
     "leaving_first": "u64 leaving_first() { return 0; }",
@@ -134,11 +134,8 @@ FUNCTIONS = {
             ("prefetch_map", "const void*"),
             ("prefetch_line", "const u16*"),
             ("prefetch_to_l2", "const void*"),
-            ("prefetch_box", "u64, u32, u32"),
             ("publish_writes", ""),
             ("fence_registers", ""),
-            ("prefetch_weights", "const Weight&, u32, u32"),
-            ("prefetch_bytes", "const void*, u32"),
             ("launch_dependents", ""),
             ("wait_for_prior_kernel", ""),
         )

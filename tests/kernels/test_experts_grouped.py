@@ -32,7 +32,7 @@ from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import plan as gemm
-from halfbyte.kernels.linear.sm90_gemm.shape import BACK_TILES_M, TILES_M, W_STAGES, WIDE_TILES_M, GemmPlan, decoding
+from halfbyte.kernels.linear.sm90_gemm.shape import BACK_TILES_M, USUAL_TILES_M, W_STAGES, GemmPlan, decoding
 from halfbyte.kernels.linear.sm90_streamk import shape as streamk
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
 from halfbyte.kernels.linear.spread import most_tiles, usual_tiles, wanted
@@ -452,8 +452,7 @@ def test_the_way_back_compiles_into_registers(every: bool, tmp_path: Path) -> No
 def test_compiles_into_registers(every: bool, tmp_path: Path) -> None:
     import triton
 
-    tiles = [tile_m for tile_m in TILES_M if tile_m not in WIDE_TILES_M]
-    wide = [GemmPlan(tile_m, 2, W_STAGES, 3 * 256 // tile_m, 1, 1, tile_m) for tile_m in tiles]
+    wide = [GemmPlan(tile_m, 2, W_STAGES, 3 * 256 // tile_m, 1, 1, tile_m) for tile_m in USUAL_TILES_M]
     narrow = [StreamKPlan(tile_m, groups, 2, 1, chunk=tile_m) for tile_m, groups in h200.GROUPED_STREAMK]
     some = [(VARIANTS[0], narrow[0]), (VARIANTS[4], wide[1]), (VARIANTS[2], wide[-1]), (VARIANTS[3], narrow[-1])]
     for (o, activation, others), plan in product(VARIANTS, (*narrow, *wide)) if every else some:

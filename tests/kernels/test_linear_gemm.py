@@ -178,7 +178,7 @@ def test_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # What CTAs that go on to another tile leave on the stack where tiles are widest, in bytes: by the way, tile_m, cluster
 # and shares. With products kept for a unit that is five words a unit, of a loop that takes 2.4 µs for it. Of wide tiles
-# twenty words of 384 rows are loaded a unit, which takes 3.5 µs, and the rest at a tile's end.
+# fifteen words of 384 rows are loaded a unit, which should take 3.5 µs, and the rest at a tile's end.
 STACK = {(False, 256, 1, 1): 24, (True, 256, 1, 1): 8}
 WIDE_STACK = {320: 32, 384: 160}
 

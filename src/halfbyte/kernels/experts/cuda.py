@@ -164,14 +164,7 @@ def variants(
     return grouped.variants(pairs, experts, both, activation, properties)
 
 
-def _bind(
-    x: Tensor,
-    q: QuantizedWeight,
-    bias: Tensor | None,
-    room: int,
-    routing: Any,
-    kind: Kind,
-) -> Bound | None:
+def _bind(x: Tensor, q: QuantizedWeight, bias: Tensor | None, room: int, routing: Any, kind: Kind) -> Bound | None:
     properties = properties_of(x.get_device())
     if reach.without_kernels(properties) is not None:
         return None

@@ -36,13 +36,10 @@ __device__ __forceinline__ void load(Half& half, const Text& text, u32 base, u32
   }
 }
 // Asks L2 for the keys and values of the block whose turn it is. By a warp.
-__device__ __forceinline__ void fetch_bytes(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void fetch_block(const Arguments& a, const Text& text, u32 turn, u32 lane) {
   const u32 base = text.token_at(turn);
   if (PAGE == 0 && lane < 2 && turn < text.blocks && base < a.tokens)
-    fetch_bytes((lane == 0 ? text.keys : text.values) + base * SIZE, min(BLOCK, a.tokens - base) * SIZE * 2);
+    prefetch_bytes((lane == 0 ? text.keys : text.values) + base * SIZE, min(BLOCK, a.tokens - base) * SIZE * 2);
 }
 // What is added to scores, in their unit: 0, a mask's number, or NONE for what is not seen.
 struct Shifts {

@@ -31,38 +31,17 @@ __device__ __forceinline__ void copy_box(u32 to, u64 map, u32 x, u32 y, u32 z, u
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v), "r"(full)
       : "memory");
 }
-// Asks L2 for the same.
-__device__ __forceinline__ void ask_for_box(u64 map, u32 x, u32 y, u32 z) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
-               : "memory");
-}
-__device__ __forceinline__ void ask_for_box(u64 map, u32 x, u32 y, u32 z, u32 u) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y), "r"(z),
-               "r"(u)
-               : "memory");
-}
-__device__ __forceinline__ void ask_for_box(u64 map, u32 x, u32 y, u32 z, u32 u, u32 v) {
-  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(x), "r"(y),
-               "r"(z), "r"(u), "r"(v)
-               : "memory");
-}
 // What is done with boxes of W that lie one behind the other in shared memory: they are copied there, or L2 is asked
 // for them.
 struct Copying {
   u64 map;
   u32 to, full;
-  __device__ __forceinline__ void box(u32 x, u32 y, u32 z) const { copy_box(to, map, x, y, z, full); }
-  __device__ __forceinline__ void box(u32 x, u32 y, u32 z, u32 u) const { copy_box(to, map, x, y, z, u, full); }
-  __device__ __forceinline__ void box(u32 x, u32 y, u32 z, u32 u, u32 v) const {
-    copy_box(to, map, x, y, z, u, v, full);
-  }
+  template <class... At> __device__ __forceinline__ void box(At... at) const { copy_box(to, map, at..., full); }
 };
 struct Prefetching {
   u64 map;
   u32 to = 0;
-  __device__ __forceinline__ void box(u32 x, u32 y, u32 z) const { ask_for_box(map, x, y, z); }
-  __device__ __forceinline__ void box(u32 x, u32 y, u32 z, u32 u) const { ask_for_box(map, x, y, z, u); }
-  __device__ __forceinline__ void box(u32 x, u32 y, u32 z, u32 u, u32 v) const { ask_for_box(map, x, y, z, u, v); }
+  template <class... At> __device__ __forceinline__ void box(At... at) const { prefetch_box(map, at...); }
 };
 // With a unit of an expert, from byte `byte` of its rows on; row: the tile's first.
 template <class Doing>

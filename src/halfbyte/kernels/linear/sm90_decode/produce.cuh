@@ -29,12 +29,7 @@ __device__ __forceinline__ void copy_scales(u32 to, const Weight& w, u32 row, u3
 }
 
 __device__ __forceinline__ void prefetch_weights(const Weight& w, u32 row, u32 chunk) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {0, %1, %2}];" ::"l"(w.map), "r"(row), "r"(chunk)
-               : "memory");
-}
-
-__device__ __forceinline__ void prefetch_bytes(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+  prefetch_box(reinterpret_cast<u64>(w.map), 0, row, chunk);
 }
 
 // Prefetches the CTA's first tile to L2 while the kernel before still runs. That kernel may be the one that writes W:

@@ -74,7 +74,8 @@ constexpr u32 DECODED_WARP = HALVES * Config::slice / Config::joined * DECODED_P
 constexpr u32 WIDTH = 8 * Config::m_tiles, NOBODY = 0xffff;
 constexpr u32 UNITS = (DECODED + Config::warps * DECODED_WARP + 15) / 16 * 16;
 constexpr u32 COUNT = UNITS + 16, UNIT_EXPERT = COUNT + 4 * Config::experts;
-// At most each expert that has pairs, of which there are as many at most, has a last unit of a single one.
+// A unit is full but for the last of its expert. So there are most where each of these has a single pair, and no more
+// experts have any than there are pairs.
 constexpr u32 SINGLE = Config::pairs < Config::experts ? Config::pairs : Config::experts;
 constexpr u32 MOST_UNITS = (Config::pairs + (WIDTH - 1) * SINGLE) / WIDTH;
 constexpr u32 UNIT_PAIRS = (UNIT_EXPERT + 2 * MOST_UNITS + 15) / 16 * 16;

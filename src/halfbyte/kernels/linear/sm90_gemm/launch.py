@@ -22,10 +22,10 @@ from halfbyte.kernels.linear.laid_out import copies_x, scale_loads, span_of, sup
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm.plan import GemmGroup, gemm_plan, group_plan, paired_plan
 from halfbyte.kernels.linear.sm90_gemm.shape import (
-    BACK_TILES_M,
     DIRECT,
     REGISTERS,
     SCATTERED_REGISTERS,
+    USUAL_TILES_M,
     WIDE_REGISTERS,
     WIDE_TILES_M,
     GemmPlan,
@@ -133,7 +133,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
     """kernel.cu's Config."""
     loads = "one" if plan.back else scale_loads(problem)
     # A producer of a cluster knows which part is its own, for which only the widest tiles leave no room.
-    alone = plan.cluster == 1 or (plan.tile_m == BACK_TILES_M[-1] and not plan.back)
+    alone = plan.cluster == 1 or (plan.tile_m == USUAL_TILES_M[-1] and not plan.back)
     usual = not plan.back and loads_words(problem) and alone
     registers = WIDE_REGISTERS if plan.tile_m in WIDE_TILES_M else REGISTERS[plan.warpgroups]
     producer, consumer = registers if usual else SCATTERED_REGISTERS

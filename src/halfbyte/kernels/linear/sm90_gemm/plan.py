@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product, takewhile
+from itertools import takewhile
 from operator import itemgetter
 
 from halfbyte.kernels.common.device import DeviceProperties
@@ -17,12 +17,12 @@ from halfbyte.kernels.linear.sm90_gemm.shape import (
     NARROW_STAGES,
     TILES_M,
     W_STAGES,
-    WIDE_TILES_M,
     GemmPlan,
     decoding,
     is_grouped_valid,
     is_valid,
     narrow_m,
+    orders_of,
     tiles_of,
     x_stages,
 )
@@ -78,9 +78,8 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
         return None
     every, rates, found = side_by_side.merged(group), properties.rates, []
     depth, reading = -(-every.k // UNIT_K), every.megabytes / (h200.GEMM_BANDWIDTH * rates.bandwidth)
-    for tile_m, in_order in product(narrowest(m, tiles_of(every)), (False, True)):
-        if in_order and tile_m in WIDE_TILES_M:
-            continue
+    ways = ((tile_m, in_order) for tile_m in narrowest(m, tiles_of(every)) for in_order in orders_of(tile_m))
+    for tile_m, in_order in ways:
         shape = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m, every), 1, 1, tile_m, in_order=in_order)
         shape = decoding(shape, every)
         unit, x_tiles = units_of(shape)[tile_m], -(-m // tile_m)

@@ -15,9 +15,10 @@ REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
 WIDE_REGISTERS = (32, 240)  # the same of wide tiles
 SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a producer reads about experts
 GROUPED_BACK_REGISTERS = (72, 216)  # where it does both
+USUAL_TILES_M = (96, 128, 160, 192, 224, 256)
 WIDE_TILES_M = (320, 384)  # registers hold their sums and the operands of one step
-TILES_M = (96, 128, 160, 192, 224, 256, *WIDE_TILES_M)
-BACK_TILES_M = (32, 64, 96, 128, 160, 192, 224, 256)  # there is no other kernel for few rows
+TILES_M = (*USUAL_TILES_M, *WIDE_TILES_M)
+BACK_TILES_M = (32, 64, *USUAL_TILES_M)  # there is no other kernel for few rows
 TABLE_BYTES = 256 * 256
 MOST_STAGES = 8  # that there are barriers for
 DIRECT = 8  # parts of a tile, at most, that its first CTA adds up one by one
@@ -115,8 +116,13 @@ def tiles_of(problem: Problem, back: bool = False) -> list[int]:
     producer has few registers."""
     if back:
         return list(BACK_TILES_M)
-    widest = h200.GEMM_WIDEST if loads_words(problem) else BACK_TILES_M[-1]
+    widest = h200.GEMM_WIDEST if loads_words(problem) else USUAL_TILES_M[-1]
     return [tile_m for tile_m in TILES_M if tile_m <= widest]
+
+
+def orders_of(tile_m: int, back: bool = False) -> tuple[bool, ...]:
+    """Whether x may keep the order of K: no, yes or both. A tensor copy brings no more than 256 rows."""
+    return (False,) if back or tile_m in WIDE_TILES_M else (False, True)
 
 
 def loads_words(problem: Problem) -> bool:

@@ -12,9 +12,9 @@ from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm.shape import (
     DIRECT,
     W_STAGES,
-    WIDE_TILES_M,
     GemmPlan,
     how_decoded,
+    orders_of,
     tiles_of,
     x_stages,
 )
@@ -26,7 +26,7 @@ def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) ->
     n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
     for tile_m in narrowest(m, tiles_of(problem, back)):
         stages = W_STAGES, x_stages(tile_m, problem)
-        for in_order in (False,) if back or tile_m in WIDE_TILES_M else (False, True):
+        for in_order in orders_of(tile_m, back):
             numbers, spans = how_decoded(problem, back, in_order)
             kind = partial(GemmPlan, back=back, numbers=numbers, lane_spans=spans, in_order=in_order)
             for workers, cluster, shares, chunk in _ways(m, n, k, tile_m, properties, back, in_order):
