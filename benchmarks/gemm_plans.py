@@ -44,7 +44,7 @@ SHAPES = (
     *((1024, 4096), (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (5120, 25600)),
     *((28672, 8192), (5376, 4096)),
 )
-ROWS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096)
+ROWS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 960, 1024, 1280, 2048, 4096)
 WEIGHTS = {"nf4": ("nf4", 64, True), "int4": ("int4", 128, False)}
 DENSE, DENSE_ROWS = (0, 0, 0, 0, 0, 0), 512  # in place of a plan's shape; and from how many rows on
 MOST_SETS, MOST_EMPTY = 4, 1.45  # weights that are timed in turn; and by how much tiles may be larger than x
@@ -156,8 +156,8 @@ def fit(path: Path) -> None:
 def constants_forward() -> Iterator[Constant]:
     for name in ("GEMM_COPIED_START", "GEMM_START", "GEMM_LAYING", "GEMM_PART", "GEMM_TILE"):
         yield Constant(name)
-    yield from (Constant("GEMM_SHARE"), Constant("GEMM_SHARED", high=30.0))
-    yield from (Constant("GEMM_APART", low=0.9), Constant("GEMM_CLUSTER_START"), Constant("GEMM_REDUCE"))
+    yield from (Constant("GEMM_SHARED", high=30.0), Constant("GEMM_APART", low=0.9))
+    yield from (Constant("GEMM_CLUSTER_START"), Constant("GEMM_REDUCE"))
     for table in ("GEMM_UNIT", "GEMM_COMPUTED_UNIT", "IN_ORDER_UNIT", "IN_ORDER_COMPUTED_UNIT"):
         yield from (Constant(table, tile_m, low=0.5) for tile_m in getattr(h200, table))
 

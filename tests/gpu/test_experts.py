@@ -16,6 +16,7 @@ from halfbyte.eager_fused import rms_norm
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.experts import choose, cuda, reference, router_reference
 from halfbyte.kernels.experts.block import Block
+from halfbyte.kernels.linear.sm90_decode.routed import Kind
 from halfbyte.kernels.linear.tune import h200
 
 from .conftest import BF16, DEVICE, F16, F32, captured, error, poisoned, sixteen_bits
@@ -149,7 +150,7 @@ def test_grouped_linear(pairs: int) -> None:
         assert torch.equal(found, hb.grouped_linear(x, q, expert))
         with poisoned((pairs, 1040), BF16) as out:
             out.zero_()
-            product = cuda._product(x, q, None, pairs, expert, 1)
+            product = cuda._product(x, q, None, pairs, expert, 1, Kind())
             assert product is not None
             cuda._launch(product, x, expert, None, out, pairs)
         assert not out[~valid].any()

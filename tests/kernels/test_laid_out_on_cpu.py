@@ -88,7 +88,8 @@ CASES = {
         130, 130, 352, GemmPlan(160, 2, 3, 5, 2, 1, 160, in_order=True), F16, "int4", {"group_size": 32}
     ),
     "in order, exponents": Case(120, 256, 1024, GemmPlan(128, 2, 3, 5, 2, 2, 128, in_order=True), BF16, "mxfp4"),
-    "wide tiles": Case(350, 129, 768, GemmPlan(384, 2, 2, 2, 2, 1, 384)),
+    "wide tiles": Case(350, 129, 768, GemmPlan(320, 2, 2, 2, 2, 1, 640)),
+    "wide tiles, in order": Case(350, 129, 768, GemmPlan(320, 2, 2, 2, 2, 1, 640, in_order=True)),
     "wide tiles, computed": Case(330, 200, 1024, GemmPlan(320, 2, 3, 4, 3, 1, 640), F16, "int4", GROUPS),
     "wide tiles, equal parts": Case(300, 256, 1024, GemmPlan(320, 2, 3, 2, 6, 1, 320, shares=3), BF16, "fp4"),
     "many rows, a cluster": Case(120, 128, 1024, GemmPlan(128, 2, 3, 3, 1, 4, 128)),

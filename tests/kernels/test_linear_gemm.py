@@ -25,7 +25,12 @@ from halfbyte.kernels.linear.sm90_gemm.launch import constants, source
 from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan, one_after_another
 from halfbyte.kernels.linear.sm90_gemm.shape import (
     BACK_TILES_M,
+    GROUPED_BACK_REGISTERS,
+    REGISTERS,
+    SCATTERED_REGISTERS,
     TILES_M,
+    WIDE_REGISTERS,
+    WIDE_TILES_M,
     GemmPlan,
     decoding,
     is_valid,
@@ -158,29 +163,33 @@ def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(bound >= rows > bound - 128 for bound, *_, rows in calls)
 
 
-def test_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they are allowed, rows that fill one are decoded for once; W whose scales come one by one is not."""
-    monkeypatch.setattr(h200, "GEMM_WIDEST", 384)
-    gemm_plan.cache_clear()
-    for m, tile_m in ((300, 320), (384, 384), (500, 256)):
-        plan = gemm_plan(m, nf4(28672, 8192), H200)
+def test_wide_tiles() -> None:
+    """Rows that fill one are decoded for once; W whose scales come one by one has none."""
+    for m, n, tile_m in ((300, 28672, 320), (500, 28672, 256), (640, 8192, 320)):
+        plan = gemm_plan(m, nf4(n, 8192), H200)
         assert plan is not None
         assert plan.tile_m == tile_m, m
-        assert not plan.permutes or tile_m == 256
-    one_by_one = gemm_plan(384, Problem(BF16, 28672, 8192, "nf4", 32, torch.uint8, 256, align_scale=1), H200)
+    one_by_one = gemm_plan(300, Problem(BF16, 28672, 8192, "nf4", 32, torch.uint8, 256, align_scale=1), H200)
     assert one_by_one is None or one_by_one.tile_m <= 256
-    shape = GemmPlan(384, 2, 3, 2, 4, 1, 384)
-    assert is_valid(shape, 384, 512, 1024, 64, H200)
-    assert not is_valid(replace(shape, in_order=True), 384, 512, 1024, 64, H200)
-    assert not is_valid(replace(shape, cluster=2), 384, 512, 1024, 64, H200)
-    gemm_plan.cache_clear()
+    shape = GemmPlan(320, 2, 3, 2, 4, 1, 320)
+    assert is_valid(shape, 320, 512, 1024, 64, H200)
+    assert not is_valid(replace(shape, cluster=2), 320, 512, 1024, 64, H200)
+
+
+@pytest.mark.parametrize("registers", [REGISTERS[2], WIDE_REGISTERS, SCATTERED_REGISTERS, GROUPED_BACK_REGISTERS])
+def test_registers_are_there(registers: tuple[int, int]) -> None:
+    """Warpgroups that multiply take what the third leaves: where it is too little they would wait for ever. A launch
+    gives 384 threads 168 each, the most that a multiprocessor has by eights."""
+    producer, consumer = registers
+    assert producer + 2 * consumer <= 3 * (65536 // 384 // 8 * 8)
+    assert producer >= 24
 
 
 # What CTAs that go on to another tile leave on the stack where tiles are widest, in bytes: by the way, tile_m, cluster
 # and shares. With products kept for a unit that is five words a unit, of a loop that takes 2.4 µs for it. Of wide tiles
-# fifteen words of 384 rows are loaded a unit, which should take 3.5 µs, and the rest at a tile's end.
+# four words are loaded a unit by warps that multiply; the others are at a tile's end, and the producer's.
 STACK = {(False, 256, 1, 1): 24, (True, 256, 1, 1): 8}
-WIDE_STACK = {320: 32, 384: 160}
+WIDE_STACK = 96
 
 
 @pytest.mark.slow
@@ -194,16 +203,16 @@ def test_compiles_into_registers(every: bool, back: bool, tmp_path: Path) -> Non
     problems = (nf4(64, 1024), Problem(F16, 64, 1024, "int4", 32, F16), nf4(65, 960), of_fp4)
     ways = (1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (1, 4), (1, 16)
     tiles = BACK_TILES_M if back else TILES_M
-    shapes = [(tile_m, *way) for tile_m in tiles for way in ways if tile_m not in WIDE_STACK or way[0] == 1]
+    shapes = [(tile_m, *way) for tile_m in tiles for way in ways if tile_m not in WIDE_TILES_M or way[0] == 1]
     some = [(96, 1, 1, False), (256, 2, 1, not back), (160, 1, 4, False)]
     if not back:
-        some.append((384, 1, 1, False))
+        some.append((320, 1, 1, False))
     orders = (False,) if back else (False, True)
-    each = [(*shape, in_order) for shape in shapes for in_order in orders if not (in_order and shape[0] in WIDE_STACK)]
+    each = [(*shape, in_order) for shape in shapes for in_order in orders]
     cases = each if every else some
     for i, (tile_m, cluster, shares, in_order) in enumerate(cases):
         for problem in problems if every else problems[i : i + 1]:
-            if tile_m in WIDE_STACK and not loads_words(problem):
+            if tile_m in WIDE_TILES_M and not loads_words(problem):
                 continue
             plan = GemmPlan(tile_m, 2, 3, x_stages(tile_m, problem), 1, cluster, tile_m, back=back)
             plan = decoding(replace(plan, shares=shares, in_order=in_order), problem)
@@ -215,7 +224,7 @@ def test_compiles_into_registers(every: bool, back: bool, tmp_path: Path) -> Non
             found = {name: dict(re.findall(r"(\w+):(\d+)", used)) for name, used in kernels}
             assert found.keys() == {"multiply", "lay_out"}
             assert all(used["LOCAL"] == "0" for used in found.values()), (plan, problem)
-            most = STACK.get((back, tile_m, cluster, shares), WIDE_STACK.get(tile_m, 0))
+            most = STACK.get((back, tile_m, cluster, shares), WIDE_STACK if tile_m in WIDE_TILES_M else 0)
             assert all(int(used["STACK"]) <= most for used in found.values()), (plan, problem)
             assert not arrivals_with_reads_on_their_way(path, "multiply"), (plan, problem)
 

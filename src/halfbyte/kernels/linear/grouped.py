@@ -200,7 +200,6 @@ def constants(problem: Problem, grouping: Grouping, plan: StreamKPlan | GemmPlan
     of_experts: dict[str, Constant] = {
         "grouped": True, "activation": f"Activation::{grouping.activation or 'none'}", "wide": grouping.wide,
         "scatters": grouping.scatters, "orders": grouping.orders, "copies_x": grouping.ordered,
-        "guesses": h200.GROUPED_GUESSES and not plan.back and not grouping.ordered,
     }  # fmt: skip
     if isinstance(plan, StreamKPlan):
         return streamk.constants(problem, plan) | of_experts

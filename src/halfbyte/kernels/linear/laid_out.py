@@ -22,6 +22,7 @@ from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
 from halfbyte.kernels.linear.tune import h200
 
 UNIT_K = 256  # of K, a unit of work
+MOST_BOX = 256  # rows that a tensor copy brings
 MOST_SHARES = 16  # equal ones, of a tile: a thread has what they leave in registers
 NORM_PARTS = 4  # CTAs that lay a row out, normed, as device/lay_out.cuh has it
 SWIZZLED = 128  # bytes of a row of x that wgmma takes at a time
@@ -307,7 +308,8 @@ def fixed_arguments(
         (n, k, row_tiles, x_tiles, units, plan.workers),
         (unit, 1.0 if fusion.residual is None else fusion.residual, *(fusion.norm or (0.0, 0.0)), codebook),
     )
-    copied = (2 * k, (SWIZZLED, plan.tile_m)) if copies_x(o, plan) else None
+    of_box = plan.tile_m // -(-plan.tile_m // MOST_BOX)
+    copied = (2 * k, (SWIZZLED, of_box)) if copies_x(o, plan) else None
     laid_out = 0 if plan.resident or copied else x_tiles * units * plan.tile_m * UNIT_K * 2
     return FixedArguments((weights, *scales), sizes, factors, (x_tiles, units), laid_out, copied, fixes_up)
 

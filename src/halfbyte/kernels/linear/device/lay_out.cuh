@@ -3,7 +3,6 @@
 // those of one lane of a quad), LANE_SPANS (row_place.cuh), LAYS_UNITS (a thread has many loads on their way, as there
 // are threads enough), and `memory`, which is shared; its Arguments are device/laid_out.cuh's.
 
-#include "copy_w.cuh"
 #include "ptx.cuh"
 #include "rms_norm.cuh"
 #include "scale_rows.cuh"
@@ -176,8 +175,6 @@ __device__ __forceinline__ void lay_out_normed(const Arguments& a, u32 number, u
 extern "C" __global__ void __launch_bounds__(128) lay_out(const __grid_constant__ Launched launched) {
   if constexpr (Config::norm)
     if (threadIdx.x < launched.part[0].k / 64) prefetch_to_l2(launched.part[0].other + threadIdx.x * 64);
-  if constexpr (Config::guesses)
-    if (threadIdx.x == 0 && blockIdx.x < count_ctas(launched)) prefetch_likely(launched.part[0], blockIdx.x);
   //: begins to lay out
   // `multiply` waits for this kernel alone and reads W at once, so it may start only when all work before is done.
   wait_for_prior_kernel();

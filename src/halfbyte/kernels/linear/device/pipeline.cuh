@@ -80,16 +80,6 @@ __device__ __forceinline__ void prefetch_box(u64 map, u32 x, u32 y, u32 z) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
                : "memory");
 }
-__device__ __forceinline__ void prefetch_box(u64 map, u32 x, u32 y, u32 z, u32 u) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y), "r"(z),
-               "r"(u)
-               : "memory");
-}
-__device__ __forceinline__ void prefetch_box(u64 map, u32 x, u32 y, u32 z, u32 u, u32 v) {
-  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(x), "r"(y),
-               "r"(z), "r"(u), "r"(v)
-               : "memory");
-}
 // Numbers for a CTA of the cluster, and its barrier.
 __device__ __forceinline__ void send_sum(u32 to, float sum, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(sum),

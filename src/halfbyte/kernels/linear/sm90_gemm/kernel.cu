@@ -41,7 +41,6 @@
 //   x, scale, low_first, flushes             types; whether the first weight of a byte is in its low half; whether
 //                                            subnormal weights count as zero
 //   back, copies_x                           the result is dy @ W; x is copied as it is, not laid out
-//   guesses                                  L2 is asked for W before pairs are sorted
 //   grouped, activation                      of experts; what gates
 //   orders, wide, scatters                   results are in the order of the next product's x; are fp32; go to
 //                                            their pairs' rows

@@ -151,7 +151,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "activation": f"Activation::{plan.activation or 'none'}", "residual": False, "paired": plan.paired,
         "norm": False,
         "next_tile_m": 0, "next_span": 64,
-        "grouped": False, "guesses": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
+        "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
     }  # fmt: skip
 
 

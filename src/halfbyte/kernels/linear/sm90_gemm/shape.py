@@ -12,11 +12,11 @@ from halfbyte.kernels.linear.tune import h200
 
 STEP_K = 64  # of K, what x comes in
 REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
-WIDE_REGISTERS = (32, 240)  # the same of wide tiles
+WIDE_REGISTERS = (24, 240)  # the same of wide tiles
 SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a producer reads about experts
 GROUPED_BACK_REGISTERS = (72, 216)  # where it does both
 USUAL_TILES_M = (96, 128, 160, 192, 224, 256)
-WIDE_TILES_M = (320, 384)  # registers hold their sums and the operands of one step
+WIDE_TILES_M = (320,)  # registers hold their sums and the operands of one step
 TILES_M = (*USUAL_TILES_M, *WIDE_TILES_M)
 BACK_TILES_M = (32, 64, *USUAL_TILES_M)  # there is no other kernel for few rows
 TABLE_BYTES = 256 * 256
@@ -82,9 +82,7 @@ class GemmPlan:
     @property
     def permutes(self) -> bool:
         """Of a lane's two rows of W one is looked up in registers: where it has one span, whose products with the scale
-        it keeps, or where x leaves little of shared memory's time. Of wide tiles no registers are left for that."""
-        if self.tile_m in WIDE_TILES_M:
-            return False
+        it keeps, or where x leaves little of shared memory's time."""
         wide = not self.back and not self.computes and self.tile_m >= h200.GEMM_PERMUTES_M
         return self.lane_spans or wide
 
@@ -116,13 +114,12 @@ def tiles_of(problem: Problem, back: bool = False) -> list[int]:
     producer has few registers."""
     if back:
         return list(BACK_TILES_M)
-    widest = h200.GEMM_WIDEST if loads_words(problem) else USUAL_TILES_M[-1]
-    return [tile_m for tile_m in TILES_M if tile_m <= widest]
+    return list(TILES_M if loads_words(problem) else USUAL_TILES_M)
 
 
 def orders_of(tile_m: int, back: bool = False) -> tuple[bool, ...]:
-    """Whether x may keep the order of K: no, yes or both. A tensor copy brings no more than 256 rows."""
-    return (False,) if back or tile_m in WIDE_TILES_M else (False, True)
+    """Whether x may keep the order of K: no, yes or both."""
+    return (False,) if back else (False, True)
 
 
 def loads_words(problem: Problem) -> bool:
@@ -164,7 +161,7 @@ def _fits(plan: GemmPlan, span: int, properties: DeviceProperties) -> bool:
     return (
         properties.ptx == 90
         and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
-        and (plan.tile_m not in WIDE_TILES_M or (plan.cluster == 1 and not plan.in_order))
+        and (plan.tile_m not in WIDE_TILES_M or plan.cluster == 1)
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES

@@ -96,7 +96,7 @@ def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DevicePr
     if plan.shares > 1:
         _, whole = _ends(plan.tile_m)
         time = math.ceil(depth / plan.shares) * unit + whole / plan.shares
-        time += h200.GEMM_SHARE * plan.shares + h200.GEMM_SHARED * plan.tile_m / 256 * (1 - 1 / plan.shares)
+        time += h200.GEMM_SHARED * plan.tile_m / 256 * (1 - 1 / plan.shares)
     elif plan.cluster == 1:
         time = busiest(tiles, depth, plan.workers, plan.tile_m, unit)
     else:

@@ -16,7 +16,8 @@ constexpr int UNIT_K = 256, STEP_K = 64;                                        
 constexpr int SPANS = UNIT_K / Config::span, STEP_SPANS = STEP_K / Config::span;  // weights that share a scale
 constexpr int SUMS = sums_of(Config::tile_m);
 constexpr bool WIDE = Config::tile_m > 256;
-constexpr int OPERANDS = STEP_K / 4;  // registers of A a step
+constexpr int X_BOX = Config::tile_m / ((Config::tile_m + 255) / 256);  // rows of a tensor copy, 256 at most
+constexpr int OPERANDS = STEP_K / 4;                                    // registers of A a step
 
 // How many spans share a scale. No row begins within a block whose scale is loaded with others.
 constexpr int BLOCK_SPANS = (1 << Config::log_block) / Config::span;

@@ -36,7 +36,6 @@
 //   activation, residual, norm               what y is combined with, and x put through (device/laid_out.cuh)
 //   next_tile_m, next_span                   of a pair whose result is laid out for the product that reads it: that
 //                                            one's tile_m and span (device/laid_out.cuh)
-//   guesses                                  L2 is asked for W of experts before pairs are sorted
 //   grouped, wide, scatters                  of experts, whose `activation` is what gates: results are fp32; they go to
 //                                            their pairs' rows
 //   parts, paired                            weights that one launch multiplies with; they are gate and up, of which

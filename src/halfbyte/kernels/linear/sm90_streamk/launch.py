@@ -123,7 +123,7 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,
         "copies_x": False, "activation": f"Activation::{plan.activation or 'none'}",
         "next_tile_m": plan.next_tile_m, "next_span": plan.next_span or 64,
-        "grouped": False, "guesses": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
+        "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 # -- The dense weight --------------------------------------------------------------------------------------------------
 
 # µs: two launches; per million weights writing them, and reading them from L2 and memory; and the product's TFLOP/s.
-DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.707, 0.37, 0.816, 799.036
+DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.641, 0.387, 0.816, 789.643
 # How many times slower cuBLAS is where N is odd, and where it is even but no multiple of 8.
 DENSE_ODD, DENSE_EVEN = 7.5, 2.8
 # The most rows of x for which these kernels beat that on GPUs which have no other. Guesses.
@@ -61,8 +61,8 @@ ROUTED_WARPS, ROUTED_RESIDENT, ROUTED_SM_WARPS = 16, 3, 20
 ROUTED_STAGES, ROUTED_FEWEST_STAGES = 4, 3
 # CTAs that take the tiles of a run in turn, and how many do where an expert has so few tiles at most.
 ROUTED_NEIGHBOURS, ROUTED_FEW_NEIGHBOURS, ROUTED_FEW_TILES = 12, 2, 128
-# Bytes of W that a CTA asks L2 for before experts are known; whether CTAs do while many pairs are sorted. To be timed.
-ROUTED_GUESSED, GROUPED_GUESSES = 0, False
+# Bytes of W that a CTA asks L2 for before experts are known.
+ROUTED_GUESSED = 1 << 15
 ROUTED_EARLY = True  # whether down asks for W before gate and up have ended
 ROUTED_COMBINES = 8  # up to so many experts of a token are added up where they are made, if there are no more tokens
 # Groups of eight rows of x to blocks of K that a warp holds x for, and the most warps of a CTA.
@@ -250,23 +250,22 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 
 # tile_m (rows of x) to µs a unit (256 of K), of weights that are looked up and of such as are computed. These tables,
 # and all numbers that benchmarks/gemm_plans.py prints, are fitted by it to its record.
-GEMM_UNIT = {96: 1.436, 128: 1.633, 160: 1.79, 192: 1.961, 224: 2.093, 256: 2.398, 320: 3.0, 384: 3.6}
-GEMM_COMPUTED_UNIT = {96: 1.194, 128: 1.345, 160: 1.589, 192: 1.777, 224: 2.001, 256: 2.321, 320: 2.9, 384: 3.48}
-GEMM_WIDEST = 256  # rows of x of a tile, at most: wider ones are to be timed, and their units above are guesses
+GEMM_UNIT = {96: 1.4, 128: 1.618, 160: 1.806, 192: 1.989, 224: 2.155, 256: 2.457, 320: 3.338}
+GEMM_COMPUTED_UNIT = {96: 1.203, 128: 1.342, 160: 1.613, 192: 1.805, 224: 2.07, 256: 2.379, 320: 3.008}
 # The same where x keeps the order of K.
-IN_ORDER_UNIT = {96: 1.6, 128: 1.814, 160: 1.996, 192: 2.19, 224: 2.448, 256: 2.634}
-IN_ORDER_COMPUTED_UNIT = {96: 1.327, 128: 1.507, 160: 1.717, 192: 1.906, 224: 2.131, 256: 2.391}
+IN_ORDER_UNIT = {96: 1.604, 128: 1.805, 160: 1.988, 192: 2.187, 224: 2.448, 256: 2.63, 320: 3.412}
+IN_ORDER_COMPUTED_UNIT = {96: 1.321, 128: 1.507, 160: 1.726, 192: 1.892, 224: 2.134, 256: 2.401, 320: 3.075}
 # µs: a launch with x as it is; two, and what a million numbers of x that are laid out add to them; a part of a tile of
 # 256 rows, and a tile. How much longer units take where CTAs are at different places along K, and MB a µs that W comes
 # with.
-GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 3.29, 3.795, 1.159
-GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.483, 3.12, 1.109, 4.667
+GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 3.793, 4.305, 1.069
+GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.34, 2.433, 1.117, 4.667
 # Between how many µs the GPU comes to its limit of power, and how much longer all takes beyond.
 GEMM_LASTING = (1200.0, 1400.0), 0.1
-# µs of adding up equal shares of a tile, for each of them, and for 256 rows of it that others have a part of.
-GEMM_SHARE, GEMM_SHARED = 0.115, 9.575
+# µs of adding up 256 rows of a tile that others have equal shares of.
+GEMM_SHARED = 11.069
 # CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows.
-GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 1.24, 3.754
+GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 0.683, 4.461
 # Threads that lay x of experts out, where units suffice.
 LAYING_THREADS = 1 << 16
 # µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
@@ -282,9 +281,9 @@ GEMM_ALIKE = 1.02
 GEMM_ROOM = 1 << 26
 
 # The same on the way back, and µs of a launch with x as it is.
-BACK_UNIT = {32: 1.683, 64: 1.889, 96: 2.107, 128: 2.315, 160: 2.482, 192: 2.736, 224: 2.949, 256: 3.219}
-BACK_COMPUTED_UNIT = {32: 1.112, 64: 1.313, 96: 1.528, 128: 1.756, 160: 1.966, 192: 2.197, 224: 2.419, 256: 2.598}
-BACK_COPIED_START = 3.792
+BACK_UNIT = {32: 1.656, 64: 1.863, 96: 2.077, 128: 2.241, 160: 2.434, 192: 2.701, 224: 2.978, 256: 3.24}
+BACK_COMPUTED_UNIT = {32: 1.092, 64: 1.318, 96: 1.547, 128: 1.787, 160: 1.989, 192: 2.24, 224: 2.451, 256: 2.678}
+BACK_COPIED_START = 4.262
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
