@@ -113,6 +113,8 @@ def check_group(gpu: Driver, x: torch.Tensor, biases: list[torch.Tensor | None])
 @pytest.mark.parametrize("format", ["nf4", "int4"])
 def test_a_group_whose_x_is_laid_out_once(gpu: Driver, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
+    monkeypatch.setattr(h200, "GEMM_COPIED_START", 1e6)
+    gemm_plan.cache_clear()
     gpu.group = [make(n, 1024, format=format) for n in (6600, 9000, 7002)]
     for m in (200, 256):
         x = torch.randn(m, 1024).bfloat16()
@@ -121,6 +123,7 @@ def test_a_group_whose_x_is_laid_out_once(gpu: Driver, format: str, monkeypatch:
             check_group(gpu, x, biases)
             assert gpu.seen == [(hopper, m)] * 3
             assert gpu.others == [b"lay_out"]
+    gemm_plan.cache_clear()
 
 
 def test_a_group_is_bound_for_all_rows_of_a_plan(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

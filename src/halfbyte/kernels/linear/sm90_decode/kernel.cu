@@ -63,7 +63,6 @@
 //   static_weights               W was written long ago
 //   experts, pairs, wide         of a stack, 0 for one weight; the most pairs; whether results are fp32
 //   neighbours                   CTAs that take the tiles of a run in turn, of a stack
-//   guesses                      tiles, or pairs of them, that L2 is asked for before it is known who is wanted
 //   combines                     experts of a token, whose results are added up (combine.cuh); 0: they are not
 
 #include "norm.cuh"
@@ -343,7 +342,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
       if (lane < Config::parts && TENSOR_SCALES) prefetch_map(a.weight[lane].scale_map);
       if constexpr (!Config::static_weights) {
         if (!ROUTED && lane == 0) prefetch_first(a, first_block);
-        if constexpr (Config::guesses > 0) prefetch_likely(a, first_block, lane);
         wait_for_prior_kernel();
       }
       if constexpr (ROUTED) find_units(a, shared, lane);

@@ -87,7 +87,6 @@ class DecodePlan:
     pairs: int = 0  # of a token and an expert, at most
     wide: bool = False  # results are fp32
     neighbours: int = 1  # CTAs that take the tiles of a run in turn
-    guesses: int = 0  # tiles that L2 is asked for before it is known which experts are wanted
     combines: int = 0  # experts of a token, which are added up; 0: they are not
     microseconds: float = field(default=0.0, compare=False)
 

@@ -43,19 +43,6 @@ __device__ __forceinline__ void prefetch_first(const Arguments& a, u32 first_blo
     prefetch_weights(a.weight[tile.part], tile.row, chunk_of(first_block, step));
 }
 
-// The same of experts, of which nobody knows yet who is wanted. Where there are as many pairs as experts most are, and
-// a CTA's tiles lie near where they would if all were.
-__device__ __forceinline__ void prefetch_likely(const Arguments& a, u32 first_block, u32 lane) {
-  constexpr u32 STEPS = Config::steps, OF_NUMBER = (PAIRED ? 2 : 1) * STEPS;
-  const Run run(a.experts * a.tiles);
-  const u32 number = run.first + lane / OF_NUMBER * run.turns, half = lane / STEPS % (PAIRED ? 2 : 1);
-  if (a.pairs < a.experts || lane >= Config::guesses * OF_NUMBER || number >= run.end) return;
-  const u32 row = number / a.tiles * a.expert_rows + half * (a.expert_rows / 2) + number % a.tiles * TILE_N;
-  if constexpr (Config::bulk_weights)
-    prefetch_bytes(a.weight[0].packed + u64(row) * row_bytes(a), TILE_N * row_bytes(a));
-  else prefetch_weights(a.weight[0], row, chunk_of(first_block, lane % STEPS));
-}
-
 // Pipeline barriers, table and codes are ready. The producer, which makes the barriers, comes here late, and so do the
 // others: waiting for each other at the beginning took 0.5 us.
 __device__ __forceinline__ void sync_all() { meet<1, PREPARING + 32>(); }

@@ -65,8 +65,7 @@ def routed_plan(
     plan = next((plan for plan in plans if is_valid(plan, experts * n, k, scales, properties)), None)
     if plan is None:
         return None
-    guesses = min(h200.ROUTED_GUESSED // (plan.tiles_at_once * ROWS * k // 2), 32 // (plan.tiles_at_once * plan.steps))
-    plan = replace(plan, combines=kind.combines, guesses=0 if kind.early else guesses)
+    plan = replace(plan, combines=kind.combines)
     return replace(plan, static_weights=True, first_stages=plan.stages) if kind.early and h200.ROUTED_EARLY else plan
 
 

@@ -11,16 +11,6 @@ struct Tile {
   u32 part = 0, row, half = 0, unit = 0, own;
 };
 
-// Of experts, where there are so many tiles in all: number `first` and every turns-th behind it, before `end`.
-struct Run {
-  u32 turns, first, end;
-  __device__ __forceinline__ Run(u32 all) {
-    const u32 before = blockIdx.x / Config::neighbours * Config::neighbours;
-    turns = min(u32(Config::neighbours), gridDim.x - before);
-    first = before * all / gridDim.x + blockIdx.x % Config::neighbours, end = (before + turns) * all / gridDim.x;
-  }
-};
-
 class Walk {
  public:
   __device__ __forceinline__ Walk(const Arguments& a, u32 shared) : a(a), shared(shared) {
@@ -28,8 +18,10 @@ class Walk {
       number = PAIRED ? 2 * blockIdx.x : blockIdx.x;
       return;
     }
-    const Run run(load_number(shared + UNITS) * a.tiles);
-    turns = run.turns, number = run.first, end = run.end;
+    const u32 all = load_number(shared + UNITS) * a.tiles;
+    const u32 first = blockIdx.x / Config::neighbours * Config::neighbours;
+    turns = min(u32(Config::neighbours), gridDim.x - first);
+    number = first * all / gridDim.x + blockIdx.x % Config::neighbours, end = (first + turns) * all / gridDim.x;
     unit = number / a.tiles, tile = number % a.tiles;
   }
   __device__ __forceinline__ bool is_there() const {

@@ -61,8 +61,6 @@ ROUTED_WARPS, ROUTED_RESIDENT, ROUTED_SM_WARPS = 16, 3, 20
 ROUTED_STAGES, ROUTED_FEWEST_STAGES = 4, 3
 # CTAs that take the tiles of a run in turn, and how many do where an expert has so few tiles at most.
 ROUTED_NEIGHBOURS, ROUTED_FEW_NEIGHBOURS, ROUTED_FEW_TILES = 12, 2, 128
-# Bytes of W that a CTA asks L2 for before experts are known.
-ROUTED_GUESSED = 1 << 15
 ROUTED_EARLY = True  # whether down asks for W before gate and up have ended
 ROUTED_COMBINES = 8  # up to so many experts of a token are added up where they are made, if there are no more tokens
 # Groups of eight rows of x to blocks of K that a warp holds x for, and the most warps of a CTA.
