@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,10 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     threads = max(1, (os.cpu_count() or 1) // int(workers))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # for the processes that tests start
     torch.set_num_threads(threads)
+
+# A shell that starts a suite in the background has it ignore Ctrl-C, and so would the processes that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -245,35 +245,24 @@ def measured(times: dict[tuple[str, int, int, int], float], commit: str, dtype: 
     }  # fmt: skip
 
 
-def test_weights_that_were_measured_before() -> None:
-    """Those that were not measured again stay, in their place and with their commit, if all else is the same."""
-    old = measured({("halfbyte", 64, 128, 3): 9.0, ("halfbyte", 32, 32, 3): 8.0}, "old")
-    new = measured({("halfbyte", 64, 128, 4): 7.0, ("halfbyte", 96, 32, 4): 6.0}, "new")
-    found = sweep.beside_other_weights(old, new)
-    assert [(row["n"], row["m"], row["median_us"], row.get("commit")) for row in found["rows"]] == [
-        (64, 4, 7.0, None), (32, 3, 8.0, "old"), (96, 4, 6.0, None)
-    ]  # fmt: skip
-    assert sweep.beside_other_weights(None, new) == new
-    of_other_versions = old | {"environment": {"commit": "old", "torch": "1"}}
-    assert sweep.beside_other_weights(of_other_versions, new) == new
-
-
-def test_an_interrupted_weight_keeps_its_earlier_rows() -> None:
-    """If it has any. That fewer rows of x are asked for is no interruption."""
-    old = measured({("halfbyte", 64, 128, 1): 9.0, ("halfbyte", 64, 128, 4): 9.5}, "old")
-    part = measured({("halfbyte", 64, 128, 1): 7.0, ("halfbyte", 96, 32, 1): 6.0}, "new")
-
-    def merged(asked: tuple[int, ...]) -> list[tuple[int, int, float]]:
-        rows = sweep.beside_other_weights(old, part, asked)["rows"]
-        return [(row["n"], row["m"], row["median_us"]) for row in rows]
-
-    assert merged((1, 4)) == [(64, 1, 9.0), (64, 4, 9.5), (96, 1, 6.0)]
-    assert merged((1,)) == [(64, 1, 7.0), (96, 1, 6.0)]
+def test_products_that_were_measured_before() -> None:
+    """Those that were not measured again stay, with their commit, if all else is the same."""
+    old = measured({("halfbyte", 64, 128, 3): 9.0, ("halfbyte", 64, 128, 5): 8.5, ("halfbyte", 32, 32, 3): 8.0}, "old")
+    new = measured({("halfbyte", 64, 128, 4): 7.0, ("halfbyte", 64, 128, 5): 6.0, ("halfbyte", 96, 32, 4): 5.0}, "new")
+    found = runs._beside_other_cases(old, new)
+    assert {(row["n"], row["m"]): (row["median_us"], row.get("commit")) for row in found["rows"]} == {
+        (64, 3): (9.0, "old"), (64, 4): (7.0, None), (64, 5): (6.0, None), (32, 3): (8.0, "old"), (96, 4): (5.0, None)
+    }  # fmt: skip
+    assert list(sweep.by_shape(found)[64, 128]["halfbyte"]) == [3, 4, 5]
+    assert runs._beside_other_cases(None, new) == new
+    assert runs._beside_other_cases(old | {"environment": {"commit": "old", "torch": "1"}}, new) == new
+    of_other_transformers = old | {"environment": {"commit": "old", "torch": "2", "transformers": "5"}}
+    assert len(runs._beside_other_cases(of_other_transformers, new)["rows"]) == len(found["rows"])
 
 
 @pytest.mark.usefixtures("_quick")
 def test_ctrl_c_keeps_what_was_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the second weight, which is interrupted after its first row of x, the earlier times stay."""
+    """What the run did not come to has its earlier times."""
 
     def run_bench(code: int) -> list[tuple[str, float]]:
         options = ["--device", "cpu", "--shapes", "64x128,32x64", "--rows", "1,3", "--rounds", "3"]
@@ -292,7 +281,7 @@ def test_ctrl_c_keeps_what_was_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(runs, "run", interrupted)
     after = run_bench(130)
     assert [case for case, _ in after] == [case for case, _ in before]
-    assert [time == earlier for (_, time), (_, earlier) in zip(after, before, strict=True)] == [False] * 2 + [True] * 2
+    assert [time == earlier for (_, time), (_, earlier) in zip(after, before, strict=True)] == [False] * 3 + [True]
 
 
 @pytest.mark.parametrize(

@@ -95,11 +95,11 @@ def linear(
         as_another = [target, *([] if sms is None else [f"{sms}-sms"])]
         with usage():
             of_another = another_gpu(target, sms)
-    asked = counts_of(rows) or {"cpu": CPU_ROWS, "cuda": GPU_ROWS}[device_to_measure(device).type]
-    cases = partial(linear_cases, rows=asked, properties=of_another)
+    counts = counts_of(rows) or {"cpu": CPU_ROWS, "cuda": GPU_ROWS}[device_to_measure(device).type]
+    cases = partial(linear_cases, rows=counts, properties=of_another)
     sizes = {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES}
     formats = ("nf4", "fp4", "int4")
-    _run("linear", cases, device, shapes, dtype, format, nested, rounds, out, sizes, formats, as_another, asked)
+    _run("linear", cases, device, shapes, dtype, format, nested, rounds, out, sizes, formats, as_another)
 
 
 @app.command()
@@ -277,9 +277,8 @@ def _run(
     defaults: Mapping[str, Sequence[tuple[int, int]]] | None = None,
     formats: Sequence[str] = ("nf4", "fp4"),
     as_another: Sequence[str] = (),
-    asked: Sequence[int] = (),
 ) -> None:
-    """as_another: the GPU that this one is measured as, if another. asked: as for `runs.run_cases`."""
+    """as_another: the GPU that this one is measured as, if another."""
     import torch
 
     from halfbyte.bench import runs
@@ -300,4 +299,4 @@ def _run(
         name.append(format)
     if has_nested and not nested:
         name.append("flat")
-    runs.run_cases(bench, cases, device, rounds, out, "-".join(name), asked)
+    runs.run_cases(bench, cases, device, rounds, out, "-".join(name))

@@ -10,18 +10,12 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench import ceiling, sweep
+from halfbyte.bench import ceiling
 from halfbyte.bench import report as reports
 from halfbyte.bench.case import Row, make_record, run
 from halfbyte.measure import records
 from halfbyte.terminal import Table, say
 from halfbyte.terminal import console as terminal
-
-SELECTIVE = (
-    "attention",
-    "experts",
-    "pages",
-)  # a run may be of some models or loads, and leaves what is known of others
 
 
 def run_cases(
@@ -31,12 +25,11 @@ def run_cases(
     rounds: int,
     out: Path | None,
     name: str | None = None,
-    asked: Collection[int] = (),
 ) -> None:
     """Cases, beside the copy ceiling. Raises ValueError for wrong results, once everything is printed and kept.
 
     Ctrl-C ends it early, and so does a peer that ruins the process: what has been measured by then is printed and kept.
-    name: of the record's file, if it is not that of the bench. asked: of `bench linear`, the rows of x for each weight.
+    name: of the record's file, if it is not that of the bench.
     """
     rows: list[Row] = []
     stopped: BaseException | None = None
@@ -58,21 +51,18 @@ def run_cases(
         stopped = reason
     record = make_record(bench, device, rows, copy)
     terminal().print(reports.terminal_table(record))
-    whole = record
-    if bench == "linear":
-        whole = sweep.beside_other_weights(_kept(name or bench, out, device), record, asked)
-    elif bench in SELECTIVE or stopped is not None:
-        whole = _beside_other_cases(_kept(bench, out, device), record)
-    _keep(whole, out, device, name)
+    _keep(_beside_other_cases(_kept(name or bench, out, device), record), out, device, name)
     if stopped is not None:
         raise stopped
     _check_right(record)
 
 
 def _beside_other_cases(kept: Mapping[str, Any] | None, record: dict[str, Any]) -> dict[str, Any]:
-    """The record of a run, with what an earlier one measured of other cases."""
+    """The record of a run, with what an earlier one measured of other cases: a run may be of some, or end early."""
     rows = {row["case"]: [other for other in record["rows"] if other["case"] == row["case"]] for row in record["rows"]}
-    found = records.beside_earlier(kept, record, itemgetter("case"), rows.keys())
+    unused = ("transformers",) if record["bench"] == "linear" else ()  # no product goes through it
+    same = [fact for fact in records.SAME if fact not in unused]
+    found = records.beside_earlier(kept, record, itemgetter("case"), rows.keys(), same)
     return record | {"rows": [row for case in (found | rows).values() for row in case]}
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from halfbyte.measure import records
 from halfbyte.measure.report import BASELINE, COLORS, OURS, line, provenance, pyplot, title
 
 DENSE = ("bf16", "fp16", "fp32")
@@ -24,41 +23,16 @@ STYLES = {
 Curves = dict[str, dict[int, dict[str, Any]]]
 
 
-def beside_other_weights(
-    kept: Mapping[str, Any] | None, record: dict[str, Any], asked: Collection[int] = ()
-) -> dict[str, Any]:
-    """The record with those weights of an earlier one, if any, that were not measured again. All 18 take minutes, and
-    an interrupted run has a part of them.
-
-    asked: the numbers of rows of x that the run was to measure. A weight that lacks one of them was interrupted, and
-    keeps its earlier rows, if it has any.
-    """
-    if kept is None:
-        return record
-    numbers: dict[str, set[int]] = {}
-    for row in record["rows"]:
-        numbers.setdefault(_weight(row), set()).add(row["m"])
-    measured = {weight for weight, found in numbers.items() if found >= set(asked)}
-    same = [fact for fact in records.SAME if fact != "transformers"]  # which no product goes through
-    found = records.beside_earlier(kept, record, _weight, measured, same)
-    earlier = {weight for weight, rows in found.items() if rows}
-    for row in record["rows"]:
-        if _weight(row) not in earlier:
-            found.setdefault(_weight(row), []).append(row)
-    return record | {"rows": [row for rows in found.values() for row in rows]}
-
-
-def _weight(row: Mapping[str, Any]) -> str:
-    return f"{row['n']}×{row['k']}"
-
-
 def by_shape(record: Mapping[str, Any]) -> dict[tuple[int, int], Curves]:
-    """Shape (N, K) to provider to M to row, in the record's order."""
+    """Shape (N, K) to provider to M to row: by M, else in the record's order."""
     shapes: dict[tuple[int, int], Curves] = {}
     for row in record["rows"]:
         curves = shapes.setdefault((row["n"], row["k"]), {})
         curves.setdefault(row["provider"], {})[row["m"]] = row
-    return shapes
+    return {
+        shape: {provider: dict(sorted(curve.items())) for provider, curve in curves.items()}
+        for shape, curves in shapes.items()
+    }
 
 
 def floor(record: Mapping[str, Any], row: Mapping[str, Any]) -> float:

@@ -100,6 +100,34 @@ class LaidOutPlan(Protocol):
     def x_tiles(self, m: int) -> int: ...
 
 
+class WarpgroupTiles:
+    """What plans say of tiles by which warpgroups multiply, each 64 rows of W, beside one that brings all. tile_m: rows
+    of x. paired: half of a tile's rows are another weight's."""
+
+    tile_m: int
+    warpgroups: int
+    paired: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of W in a tile; of each weight of a pair."""
+        return 64 * self.warpgroups // (2 if self.paired else 1)
+
+    @property
+    def sums(self) -> int:
+        """Of a tile."""
+        return 64 * self.warpgroups * self.tile_m
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return 128 * (self.warpgroups + 1)
+
+    def x_tiles(self, m: int) -> int:
+        """Tiles of x [m, K]."""
+        return -(-m // self.tile_m)
+
+
 class GroupedPlan(LaidOutPlan, Protocol):
     """Of experts. chunk: the most rows of x, all tiles together. microseconds: the estimate."""
 

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field, replace
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear.codebook import Numbers
-from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, can_be_numbered, scale_loads, span_of
+from halfbyte.kernels.linear.laid_out import (
+    MOST_SHARES,
+    UNIT_K,
+    WarpgroupTiles,
+    can_be_numbered,
+    scale_loads,
+    span_of,
+)
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.tune import h200
 
@@ -26,7 +33,7 @@ W_STAGES, NARROW_STAGES = 3, 6  # the second where fewer rows of x than linear's
 
 
 @dataclass(frozen=True)
-class GemmPlan:
+class GemmPlan(WarpgroupTiles):
     """The constants of kernel.cu, by the names of its Config, `workers`, and the estimate."""
 
     tile_m: int  # rows of x
@@ -56,16 +63,6 @@ class GemmPlan:
         return (problem.n, problem.k) if self.back else (problem.k, problem.n)
 
     @property
-    def rows(self) -> int:
-        """Rows of W in a tile; of each weight of a pair."""
-        return 64 * self.warpgroups // (2 if self.paired else 1)
-
-    @property
-    def sums(self) -> int:
-        """Of a tile."""
-        return 64 * self.warpgroups * self.tile_m
-
-    @property
     def ctas(self) -> int:
         return self.workers * self.cluster
 
@@ -74,10 +71,6 @@ class GemmPlan:
         unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * 4)
         table = 0 if self.computes else TABLE_BYTES
         return table + 2048 + 1024 * self.paired + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
-
-    def x_tiles(self, m: int) -> int:
-        """Tiles of x [m, K]."""
-        return -(-m // self.tile_m)
 
     @property
     def permutes(self) -> bool:
@@ -90,10 +83,6 @@ class GemmPlan:
     def computes(self) -> bool:
         """Weights are computed; there is no table."""
         return self.numbers != "looked_up"
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.warpgroups + 1)
 
 
 def decoding(plan: GemmPlan, problem: Problem) -> GemmPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
-from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, can_be_numbered
+from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, WarpgroupTiles, can_be_numbered
 from halfbyte.kernels.linear.tune import h200
 
 TILES_M = (8, 16, 24, 32, 48, 64, 80, 96, 112)
@@ -17,7 +17,7 @@ MOST_BESIDE = 64  # rows of x that fewer registers hold sums of
 
 
 @dataclass(frozen=True)
-class StreamKPlan:
+class StreamKPlan(WarpgroupTiles):
     """The constants of kernel.cu, by the names of its Config, `ctas`, and the estimate."""
 
     tile_m: int  # rows of x
@@ -49,16 +49,6 @@ class StreamKPlan:
         return h200.INVARIANT_DIRECT if self.invariant else 6 + max(1, 32 // self.tile_m)
 
     @property
-    def rows(self) -> int:
-        """Rows of W in a tile; of each weight of a pair."""
-        return 64 * self.warpgroups // (2 if self.paired else 1)
-
-    @property
-    def sums(self) -> int:
-        """Of a tile."""
-        return 64 * self.warpgroups * self.tile_m
-
-    @property
     def registers(self) -> tuple[int, int, int]:
         """Of a thread: at the start, and then of a producer and of a consumer."""
         return (FEWER_REGISTERS if self.beside else REGISTERS)[self.warpgroups]
@@ -73,14 +63,6 @@ class StreamKPlan:
         stage = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * 4)
         x = (self.resident or self.stages) * self.tile_m * UNIT_K * 2
         return 256 * 256 + 1024 + self.stages * stage + x
-
-    def x_tiles(self, m: int) -> int:
-        """Tiles of x [m, K]."""
-        return -(-m // self.tile_m)
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.warpgroups + 1)
 
 
 def is_valid(plan: StreamKPlan, m: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
