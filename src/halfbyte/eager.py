@@ -22,7 +22,7 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common import slow
 from halfbyte.kernels.common.device import cpu_capability, properties_of
 from halfbyte.kernels.common.fused_rows import dense_dtype
-from halfbyte.kernels.linear import halves
+from halfbyte.kernels.linear import cpu_ready, halves
 from halfbyte.kernels.linear import reference as products
 from halfbyte.kernels.linear.plan import plan as plan_linear
 from halfbyte.kernels.linear.problem import ALIGNMENT
@@ -103,14 +103,16 @@ def dequantize(q: QuantizedWeight, out: Tensor) -> Tensor:
 
 def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
     """x @ W.T + bias, of x and bias with any strides."""
-    found = ready_linear(x, q, bias, batch_invariant) if x.is_cuda else None
+    found = ready_linear(x, q, bias, batch_invariant)
     return linear_anew(x, q, bias, batch_invariant) if found is None else found
 
 
 def ready_linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
-    """What `linear` gives, where an earlier call has prepared all and x, on a GPU, is as kernels take it; else None."""
-    found: Tensor | None = cuda_products().ready(x, q, bias, batch_invariant)
-    return found
+    """What `linear` gives, where an earlier call has prepared all and x is as kernels take it; else None."""
+    if x.is_cuda:
+        found: Tensor | None = cuda_products().ready(x, q, bias, batch_invariant)
+        return found
+    return cpu_ready.ready(x, q, bias, batch_invariant) if x.is_cpu else None
 
 
 def linear_anew(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor:
@@ -148,6 +150,8 @@ def _linear_elsewhere(
         out = rows.new_empty((len(rows), n))
         kernels = backend("linear", device_type)
         kernels.linear(rows, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out, batch_invariant)
+        if kind == "cpu" and 0 < len(rows) <= cpu_ready.MOST_ROWS and (product := kernels.bind(q)) is not None:
+            cpu_ready.keep(len(rows), x, q, bias, batch_invariant, product)
     elif kernel == "dense" and (wide := dense_dtype_for(x)) is not x.dtype:
         return linear(given.to(wide), q, None if bias is None else bias.to(wide), False).to(x.dtype)
     elif kernel == "dense" and kind == "cpu" and (panel := _panel_rows(q)) < n:

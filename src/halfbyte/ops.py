@@ -121,7 +121,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None = None, batch_inva
         _check_linear(x, q, bias)
         transforms.refuse("linear", "the weight", *q.tensors)
         return autograd.linear(x, q, bias, batch_invariant)
-    if not (_is_plain(x) and x.is_cuda and (bias is None or _is_plain(bias)) and type(q) is QuantizedWeight):
+    if not (_is_plain(x) and (bias is None or _is_plain(bias)) and type(q) is QuantizedWeight):
         _check_linear(x, q, bias)
         return autograd.linear(x, q, bias, batch_invariant)
     found = eager.ready_linear(x, q, bias, batch_invariant)

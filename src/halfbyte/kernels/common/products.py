@@ -22,6 +22,7 @@ the cache. Flops: 2 N K for each row.
 
 from __future__ import annotations
 
+import ctypes
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -33,7 +34,7 @@ from numba.extending import intrinsic, register_jitable
 from torch import Tensor
 
 from halfbyte.formats.spec import Format, codebook_tensor
-from halfbyte.formats.weight import NestedScale
+from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.kernels.common.floats import BITS, from_bits, to_bits
 from halfbyte.kernels.common.llvm import F32, I8, I64, LOOK_UP_ORDER, add_up, call, load, look_up, prefetch, splat
 from halfbyte.kernels.common.region import region
@@ -81,6 +82,28 @@ def weight_arguments(
     return octets, *scales, _log2(nested_size), _log2(block_size), codebook
 
 
+FLAT, OFFSET = 1, 5  # of these, scales that are not nested, and the number that nested ones have in memory
+
+
+def weight_in_place(q: QuantizedWeight) -> tuple[tuple[Any, ...], Any] | None:
+    """`weight_arguments` without a hold on any tensor of the weight, and where its offset is in memory, or None: for as
+    long as the tensors lie where they do. None where scales have a type of which kernels are given a copy."""
+    places = {tensor.data_ptr() for tensor in q.tensors}
+    weight = list(weight_arguments(q.packed, q.scale, q.nested, q.spec, q.block_size))
+    for i, array in enumerate(weight):
+        if isinstance(array, np.ndarray) and array.size and array.ctypes.data in places:
+            weight[i] = _array_at(array.ctypes.data, array)
+        elif i == FLAT and array.size:
+            return None
+    offset = q.nested and q.nested.offset.numpy().reshape(-1)
+    return tuple(weight), None if offset is None else _array_at(offset.ctypes.data, offset)
+
+
+def _array_at(address: int, like: Any) -> Any:
+    """The array at this address, which nothing keeps there."""
+    return np.frombuffer((ctypes.c_uint8 * like.nbytes).from_address(address), like.dtype)
+
+
 def multiply(
     wide: Any, k: int, source: Any, weight: tuple[Any, ...], block_size: int, n: int, matrices: Any, first: Any
 ) -> Any:
@@ -101,9 +124,11 @@ def multiply(
     return y
 
 
-def finish(y: Any, target: Any, bias: Tensor, which: Any, out: Tensor) -> None:
-    """out[target[i]] = y[i] + bias[which[i]], rounded once; `bias`, of any dtype, may be empty."""
-    arguments = y, target, bias.view(BITS[bias.dtype]).numpy(), which, out.view(BITS[out.dtype]).numpy()
+def finish(y: Any, target: Any, bias: Tensor | None, which: Any, out: Tensor) -> None:
+    """out[target[i]] = y[i] + bias[which[i]], rounded once; `bias` may be of any dtype."""
+    to = out.view(BITS[out.dtype]).numpy()
+    added = np.empty((1, 0), to.dtype) if bias is None else bias.view(BITS[bias.dtype]).numpy()
+    arguments = y, target, added, which, to
     parallel(_finish, len(y), max(1, GRAIN // max(1, y.shape[1])), *arguments)
 
 

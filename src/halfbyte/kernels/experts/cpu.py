@@ -52,4 +52,4 @@ def grouped_linear(
     sources, targets = source.numpy()[rows], target.numpy()[rows]
     y = multiply(x, sources, weight, format, block_size, n, np.ascontiguousarray(experts), first)
     which = np.repeat(experts, counts)
-    products.finish(y, targets, x.new_empty((1, 0)) if bias is None else bias, which, out)
+    products.finish(y, targets, bias, which, out)

@@ -21,10 +21,10 @@ from halfbyte.kernels.common.nvrtc import Variant
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.experts import grouped
 from halfbyte.kernels.experts.block import Block
-from halfbyte.kernels.linear import cache, reach
+from halfbyte.kernels.linear import reach
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.linear.kernel import CombinedProduct, RoutedProduct
-from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
+from halfbyte.kernels.linear.problem import Problem, addresses, key_of, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.sm90_decode.routed import Kind, combined, room_for, routed_microseconds
@@ -126,7 +126,7 @@ def _product(
     if pairs == 0 or room == 0 or min(q.shape) == 0:
         return None
     routing = decode.Routing(q.shape[0], per_row, ids.dtype is torch.int64, clears)
-    key = (cache.key(x, q, bias, False), room, routing, kind)
+    key = (key_of(x, q, bias, False), room, routing, kind)
     return products.get(key, lambda: (_bind(x, q, bias, room, routing, kind),))[0]
 
 
@@ -138,7 +138,7 @@ def _is_better_sorted(x: Tensor, stacks: Sequence[QuantizedWeight], pairs: int) 
         problems = [problem_of(x, rows_of(q), None) for q in stacks]
         return (is_better_sorted(pairs, stacks[0].shape[0], problems, properties_of(x.get_device())),)
 
-    key = (grouped.room_of(pairs), *(cache.key(x, q, None, False) for q in stacks))
+    key = (grouped.room_of(pairs), *(key_of(x, q, None, False) for q in stacks))
     return better_sorted.get(key, compare)[0]
 
 

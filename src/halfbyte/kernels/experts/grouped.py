@@ -21,12 +21,12 @@ from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.experts.block import Block
 from halfbyte.kernels.experts.sort import MOST_EXPERTS, Routes, sort
 from halfbyte.kernels.experts.sort import variant as sort_variant
-from halfbyte.kernels.linear import cache, grouped, reach
+from halfbyte.kernels.linear import grouped, reach
 from halfbyte.kernels.linear.fusion import Residual
 from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.kernel import GroupedProduct
 from halfbyte.kernels.linear.laid_out import span_of
-from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
+from halfbyte.kernels.linear.problem import Problem, addresses, key_of, problem_of
 from halfbyte.kernels.linear.sm90_decode.launch import rows_of
 from halfbyte.kernels.linear.spread import most_tiles
 
@@ -176,7 +176,7 @@ def _products(
     kernel is for them."""
     if pairs == 0 or any(min(q.shape) == 0 or q.shape[0] > MOST_EXPERTS for q in stacks):
         return None
-    keys = tuple(cache.key(x, q, bias, False) for q, bias in zip(stacks, biases, strict=True))
+    keys = tuple(key_of(x, q, bias, False) for q, bias in zip(stacks, biases, strict=True))
     room = room_of(pairs)
     return products.get((keys, room, back, *groupings), lambda: (_bind(x, stacks, biases, groupings, room, back),))[0]
 

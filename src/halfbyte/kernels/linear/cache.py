@@ -17,7 +17,7 @@ from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear.dispatch import Choice, FusedChoice, GroupChoice
 from halfbyte.kernels.linear.fusion import Fusion
 from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, MlpProduct, Product
-from halfbyte.kernels.linear.problem import Addresses, Problem
+from halfbyte.kernels.linear.problem import Addresses, Problem, key_of
 
 MOST_ROWS_KEPT = 256  # numbers of rows of a weight: servers come to ask for every one
 
@@ -37,7 +37,7 @@ class Known(NamedTuple):
         return product
 
 
-# By `key`: what was computed before with these very addresses.
+# By `key_of`: what was computed before with these very addresses.
 products: ThreadCache[Hashable, Known] = ThreadCache()
 # By what a bound product depends on; it may serve several numbers of rows.
 bound: ThreadCache[Hashable, Product] = ThreadCache()
@@ -54,18 +54,8 @@ fused: ThreadCache[Hashable, tuple[FusedProduct | None]] = ThreadCache()
 mlps: ThreadCache[Hashable, tuple[MlpProduct | None]] = ThreadCache()
 
 
-def key(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Hashable:
-    """By which the products with a weight are known: where its numbers are, what they mean, and what x and bias are."""
-    packed, scale = q.packed, q.scale
-    code, absmax, offset, size = q.nested or (scale, scale, scale, 0)
-    return (
-        packed.data_ptr(), scale.data_ptr(), code.data_ptr(), absmax.data_ptr(), offset.data_ptr(), size, *q.shape,
-        q.format, q.block_size, scale.dtype, x.dtype, x.get_device(), bias is None, not batch_invariant,
-    )  # fmt: skip
-
-
 def group_key(m: int, x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]) -> Hashable:
-    return (m, *(key(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)))
+    return (m, *(key_of(x, q, bias, False) for q, bias in zip(weights, biases, strict=True)))
 
 
 def bind(choice: Choice, device: torch.device, m: int, problem: Problem, weight: Addresses) -> Product:

@@ -12,6 +12,7 @@ Bytes moved: the packed weights and their scales, once, while the rows of x fit 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numba import njit
 from torch import Tensor
 
 from halfbyte.formats.spec import Format
-from halfbyte.formats.weight import NestedScale
+from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.kernels.common import paired_products, products
 from halfbyte.kernels.common.products import AS_IT_IS, GRAIN, LANES, ROWS, WEIGHTS
 from halfbyte.kernels.common.scales import scale_of
@@ -42,17 +43,39 @@ def linear(
 
     Whatever batch_invariant says, the bits of a row depend on that row and on W alone.
     """
+    if out.numel() > 0:
+        weight = products.weight_arguments(packed, scale, nested, format, block_size)
+        _linear(x, weight, format, block_size, bias, out)
+
+
+def bind(q: QuantizedWeight) -> Callable[[Tensor, Tensor | None, Tensor], None] | None:
+    """`linear` of contiguous x, bias and out with this weight [N, K], for as long as its tensors lie where they do. It
+    keeps none of them alive, and sees what they hold when it is called. None where kernels are given copies of them.
+    """
+    if (found := products.weight_in_place(q)) is None:
+        return None
+    (weight, offset), place = found, products.OFFSET
+    format, block_size = q.spec, q.block_size
+
+    def product(x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        now = weight if offset is None else (*weight[:place], offset[0], *weight[place + 1 :])
+        _linear(x, now, format, block_size, bias, out)
+
+    return product
+
+
+def _linear(
+    x: Tensor, weight: tuple[Any, ...], format: Format, block_size: int, bias: Tensor | None, out: Tensor
+) -> None:
+    """All of them contiguous, and not empty."""
     (m, k), n = x.shape, out.shape[1]
-    if out.numel() == 0:
-        return
-    weight = products.weight_arguments(packed, scale, nested, format, block_size)
     rows, matrix = np.arange(m), np.zeros(m, np.int64)
     if k % WEIGHTS == 0:
         y = multiply(x, rows, weight, format, block_size, n, matrix[:1], np.array([0, m]))
     else:
         wide, y = products.widen(x, AS_IT_IS), np.empty((m, n), np.float32)
         parallel(_linear_rows, n, max(ROWS, GRAIN // (m * max(k, 1))), *weight, wide, k, y)
-    products.finish(y, rows, x.new_empty((1, 0)) if bias is None else bias.view(1, n), matrix, out)
+    products.finish(y, rows, None if bias is None else bias.view(1, n), matrix, out)
 
 
 def multiply(

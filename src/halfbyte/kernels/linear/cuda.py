@@ -20,6 +20,7 @@ from halfbyte.kernels.linear.problem import (
     INVARIANT_ROWS,
     Problem,
     addresses,
+    key_of,
     problem_of,
 )
 
@@ -58,7 +59,7 @@ def linear(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: 
         product = cache.bind(choices[rows], device, rows, problem, weight)
         product(stream, at + first * k * x.itemsize, bias_at, out_at + first * n * x.itemsize, rows)
     if m <= most:
-        key = cache.key(x, q, bias, batch_invariant)
+        key = key_of(x, q, bias, batch_invariant)
         cache.products.get(key, lambda: cache.Known(device, problem, weight, {})).keep(m, product)
     return out
 
@@ -82,7 +83,7 @@ def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: b
 
     x, bias: any plain tensors that need no gradients.
     """
-    known = cache.products.entries.get(cache.key(x, q, bias, batch_invariant))
+    known = cache.products.entries.get(key_of(x, q, bias, batch_invariant))
     if known is None:
         return None
     n, k = q.shape
@@ -137,7 +138,7 @@ def backward(grad: Tensor, q: QuantizedWeight) -> Callable[[Tensor], Tensor] | N
     """
     n, k = q.shape
     m = grad.numel() // max(n, 1)
-    (product,) = cache.back.get((m, cache.key(grad, q, None, False)), lambda: (bind_back(m, grad, q),))
+    (product,) = cache.back.get((m, key_of(grad, q, None, False)), lambda: (bind_back(m, grad, q),))
     if product is None:
         return None
 

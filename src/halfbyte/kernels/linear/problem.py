@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -113,3 +114,13 @@ def addresses(q: QuantizedWeight) -> Addresses:
     nesting the last three are not read."""
     code, absmax, offset = q.nested[:3] if q.nested else (q.scale, q.scale, q.scale)
     return q.packed.data_ptr(), q.scale.data_ptr(), code.data_ptr(), absmax.data_ptr(), offset.data_ptr()
+
+
+def key_of(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Hashable:
+    """By which the products with a weight are known: where its numbers are, what they mean, and what x and bias are."""
+    packed, scale = q.packed, q.scale
+    code, absmax, offset, size = q.nested or (scale, scale, scale, 0)
+    return (
+        packed.data_ptr(), scale.data_ptr(), code.data_ptr(), absmax.data_ptr(), offset.data_ptr(), size, *q.shape,
+        q.format, q.block_size, scale.dtype, x.dtype, x.get_device(), bias is None, not batch_invariant,
+    )  # fmt: skip
