@@ -96,14 +96,18 @@ def test_rows_that_were_not_asked_for_yet(fresh: list[int]) -> None:
     assert fresh == [1, 2, *2 * [cpu_ready.MOST_ROWS + 1], 0, 0]
 
 
-def test_copies_are_not_kept(fresh: list[int]) -> None:
-    """Scales of another type than kernels read: a change of theirs would go unseen."""
-    q = weight("int4")
-    q, x = replace(q, scale=q.scale.to(BF16)), torch.randn(1, 256).to(BF16)
-    assert cpu.bind(q) is None
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+def test_scales_of_16_bits(dtype: torch.dtype, fresh: list[int]) -> None:
+    """They are read as they are, also when they have changed."""
+    q, x = weight("int4"), torch.randn(1, 256).to(BF16)
+    wide = replace(q, scale=q.scale.to(dtype).float())
+    q = replace(q, scale=q.scale.to(dtype))
     once = hb.linear(x, q)
+    assert torch.equal(once, hb.linear(x, wide))
     q.scale.mul_(2)
+    fresh.clear()
     assert torch.equal(hb.linear(x, q), 2 * once)
+    assert fresh == []
 
 
 def test_nothing_is_kept_alive() -> None:

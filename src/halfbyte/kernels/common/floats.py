@@ -21,7 +21,7 @@ BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32:
 
 @intrinsic
 def from_bits(typing_context, bits):
-    """The fp32 value of an fp16, bf16 or fp32."""
+    """The fp32 value of an fp16, bf16 or fp32, which may be a number already."""
     widen = WIDEN[bits]
     return types.float32(bits), lambda context, builder, signature, arguments: widen(builder, arguments[0])
 
@@ -91,5 +91,10 @@ def _round_to_fp32(builder, x):
     return builder.bitcast(x, of(I32, x.type))
 
 
-WIDEN = {types.uint16: _from_bf16, types.int16: _from_fp16, types.uint32: _from_fp32}
+WIDEN = {
+    types.uint16: _from_bf16,
+    types.int16: _from_fp16,
+    types.uint32: _from_fp32,
+    types.float32: lambda builder, number: number,
+}
 ROUND = {types.uint16: _round_to_bf16, types.int16: _round_to_fp16, types.uint32: _round_to_fp32}

@@ -82,19 +82,19 @@ def weight_arguments(
     return octets, *scales, _log2(nested_size), _log2(block_size), codebook
 
 
-FLAT, OFFSET = 1, 5  # of these, scales that are not nested, and the number that nested ones have in memory
+OFFSET = 5  # of these, the number that nested scales have in memory
 
 
-def weight_in_place(q: QuantizedWeight) -> tuple[tuple[Any, ...], Any] | None:
+def weight_in_place(q: QuantizedWeight) -> tuple[tuple[Any, ...], Any]:
     """`weight_arguments` without a hold on any tensor of the weight, and where its offset is in memory, or None: for as
-    long as the tensors lie where they do. None where scales have a type of which kernels are given a copy."""
+    long as the tensors lie where they do."""
     places = {tensor.data_ptr() for tensor in q.tensors}
-    weight = list(weight_arguments(q.packed, q.scale, q.nested, q.spec, q.block_size))
-    for i, array in enumerate(weight):
-        if isinstance(array, np.ndarray) and array.size and array.ctypes.data in places:
-            weight[i] = _array_at(array.ctypes.data, array)
-        elif i == FLAT and array.size:
-            return None
+    weight = [
+        _array_at(array.ctypes.data, array)
+        if isinstance(array, np.ndarray) and array.size and array.ctypes.data in places
+        else array
+        for array in weight_arguments(q.packed, q.scale, q.nested, q.spec, q.block_size)
+    ]
     offset = q.nested and q.nested.offset.numpy().reshape(-1)
     return tuple(weight), None if offset is None else _array_at(offset.ctypes.data, offset)
 

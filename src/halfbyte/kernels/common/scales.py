@@ -13,6 +13,7 @@ from typing import Any
 
 import llvmlite.ir as ir
 import numpy as np
+import torch
 from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -20,31 +21,33 @@ from torch import Tensor
 
 from halfbyte.formats.spec import Format, exponents_tensor
 from halfbyte.formats.weight import NestedScale
-from halfbyte.kernels.common.llvm import F32, I1, I8, I32, I64, call, constant, has_feature, load, splat, store
+from halfbyte.kernels.common.floats import BITS, WIDEN, from_bits
+from halfbyte.kernels.common.llvm import F32, I1, I8, I16, I32, I64, call, constant, has_feature, load, splat, store
 
 ALL = 2**62  # scales: more than any weight has
 AT_ONCE = 16
 
 
 def scale_arguments(scale: Tensor, nested: NestedScale | None, format: Format) -> tuple[Any, ...]:
-    """(flat, codes, code, absmax, offset, block size). A scale is flat[i] or, where `flat` is empty,
-    code[codes[i]] * absmax[i // block size] + offset; what is not used is empty, 0 and 1. Exponents of two are looked
-    up in `code`, and an absmax of 1 for all of them changes none."""
+    """(flat, codes, code, absmax, offset, block size). A scale is flat[i], of which kernels know 16 bits as floats.py
+    has them, or, where `flat` is empty, code[codes[i]] * absmax[i // block size] + offset; what is not used is empty, 0
+    and 1. Exponents of two are looked up in `code`, and an absmax of 1 for all of them changes none."""
     nothing = np.empty(0, np.float32)
     if format.has_exponents:
         powers, one = exponents_tensor(scale.device).numpy(), np.ones(1, np.float32)
         return nothing, scale.numpy().reshape(-1), powers, one, np.float32(0), ALL
     if nested is None:
-        return scale.float().view(-1).numpy(), np.empty(0, np.uint8), nothing, nothing, np.float32(0), 1
+        flat = scale if scale.dtype is torch.float32 else scale.view(BITS[scale.dtype])
+        return flat.numpy().reshape(-1), np.empty(0, np.uint8), nothing, nothing, np.float32(0), 1
     code, absmax, offset, size = nested
     return nothing, scale.numpy().reshape(-1), code.numpy(), absmax.numpy(), np.float32(offset.item()), size
 
 
 @njit(inline="always")
 def scale_of(block, flat, codes, code, absmax, offset, nested_log2):
-    block = np.uint64(block)  # an unsigned index is not looked at for being negative
+    block, nested_log2 = np.uint64(block), np.uint64(nested_log2)  # unsigned: no index is looked at for being negative
     # The multiplication and the addition are rounded one by one: numba fuses nothing without fastmath.
-    return flat[block] if flat.size else code[codes[block]] * absmax[block >> np.uint64(nested_log2)] + offset
+    return from_bits(flat[block]) if flat.size else code[codes[block]] * absmax[block >> nested_log2] + offset
 
 
 @njit(inline="always")
@@ -91,7 +94,7 @@ def _decode_run(typing_context, scales, place, first, count, flat, codes, code, 
         results = builder.gep(scales.data, [place])
         are_flat = builder.icmp_signed("!=", flat.nitems, I64(0))
         copied, decoded = builder.select(are_flat, count, I64(0)), builder.select(are_flat, I64(0), count)
-        cgutils.raw_memcpy(builder, results, builder.gep(flat.data, [first]), copied, I64(4))
+        _widen_run(builder, signature.args[4].dtype, results, builder.gep(flat.data, [first]), copied)
         sixteens = builder.udiv(decoded, I64(AT_ONCE))
         lanes = ir.Constant(ir.VectorType(I64, AT_ONCE), list(range(AT_ONCE)))
         with cgutils.for_range(builder, sixteens) as loop:
@@ -116,6 +119,21 @@ def _decode_run(typing_context, scales, place, first, count, flat, codes, code, 
         return context.get_dummy_value()
 
     return signature, lower
+
+
+def _widen_run(builder, kind, results, numbers, count):
+    """results[:count], of fp32, from numbers[:count], which a kernel knows as `kind`."""
+    if kind == types.float32:
+        cgutils.raw_memcpy(builder, results, numbers, count, I64(4))
+        return
+    widen, sixteens = WIDEN[kind], builder.udiv(count, I64(AT_ONCE))
+    with cgutils.for_range(builder, sixteens) as loop:
+        at = builder.mul(loop.index, I64(AT_ONCE))
+        sixteen = load(builder, builder.gep(numbers, [at]), I16, AT_ONCE)
+        store(builder, widen(builder, sixteen), builder.gep(results, [at]), I32)
+    with cgutils.for_range(builder, builder.urem(count, I64(AT_ONCE))) as loop:
+        at = builder.add(builder.mul(sixteens, I64(AT_ONCE)), loop.index)
+        builder.store(widen(builder, builder.load(builder.gep(numbers, [at]))), builder.gep(results, [at]))
 
 
 def _gather(context, builder, table, indices):

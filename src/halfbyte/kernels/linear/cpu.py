@@ -48,13 +48,10 @@ def linear(
         _linear(x, weight, format, block_size, bias, out)
 
 
-def bind(q: QuantizedWeight) -> Callable[[Tensor, Tensor | None, Tensor], None] | None:
+def bind(q: QuantizedWeight) -> Callable[[Tensor, Tensor | None, Tensor], None]:
     """`linear` of contiguous x, bias and out with this weight [N, K], for as long as its tensors lie where they do. It
-    keeps none of them alive, and sees what they hold when it is called. None where kernels are given copies of them.
-    """
-    if (found := products.weight_in_place(q)) is None:
-        return None
-    (weight, offset), place = found, products.OFFSET
+    keeps none of them alive, and sees what they hold when it is called."""
+    (weight, offset), place = products.weight_in_place(q), products.OFFSET
     format, block_size = q.spec, q.block_size
 
     def product(x: Tensor, bias: Tensor | None, out: Tensor) -> None:
