@@ -150,8 +150,8 @@ def _linear_elsewhere(
         out = rows.new_empty((len(rows), n))
         kernels = backend("linear", device_type)
         kernels.linear(rows, q.packed, q.scale, q.nested, q.spec, q.block_size, bias, out, batch_invariant)
-        if kind == "cpu" and 0 < len(rows) <= cpu_ready.MOST_ROWS:
-            cpu_ready.keep(len(rows), x, q, bias, batch_invariant, kernels.bind(q))
+        if kind == "cpu":
+            cpu_ready.keep(len(rows), x, q, bias, batch_invariant, kernels.bind)
     elif kernel == "dense" and (wide := dense_dtype_for(x)) is not x.dtype:
         return linear(given.to(wide), q, None if bias is None else bias.to(wide), False).to(x.dtype)
     elif kernel == "dense" and kind == "cpu" and (panel := _panel_rows(q)) < n:

@@ -22,7 +22,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def _nothing_is_ready() -> None:
-    cpu_ready.products.entries.clear()
+    cpu_ready.weights.entries.clear()
 
 
 @pytest.fixture
@@ -94,6 +94,7 @@ def test_rows_that_were_not_asked_for_yet(fresh: list[int]) -> None:
     for m in (1, 2, 1, 2, cpu_ready.MOST_ROWS + 1, cpu_ready.MOST_ROWS + 1, 0, 0):
         hb.linear(torch.randn(m, 256), q)
     assert fresh == [1, 2, *2 * [cpu_ready.MOST_ROWS + 1], 0, 0]
+    assert len(cpu_ready.weights.entries) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
@@ -113,7 +114,7 @@ def test_scales_of_16_bits(dtype: torch.dtype, fresh: list[int]) -> None:
 def test_nothing_is_kept_alive() -> None:
     q, x = weight(), torch.randn(1, 256).to(BF16)
     hb.linear(x, q)
-    assert len(cpu_ready.products.entries) == 1
+    assert len(cpu_ready.weights.entries) == 1
     alive = [weakref.ref(tensor) for tensor in (q.packed, q.scale, q.nested.absmax, q.nested.offset, x)]
     del q, x
     gc.collect()

@@ -1,4 +1,4 @@
-"""Products on a CPU that are ready: of rows of x with a weight that as many were multiplied with before.
+"""Products on a CPU that are ready: of a few rows of x, with a weight that as many were multiplied with before.
 
 What a product costs beside its kernel is Python, as much as a small weight takes. So how kernels are told of a weight
 is kept, by thread and address as cache.py does it for GPUs: nothing is kept alive, and kernels read what is in memory.
@@ -7,6 +7,7 @@ is kept, by thread and address as cache.py does it for GPUs: nothing is kept ali
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +21,28 @@ Product = Callable[[Tensor, Tensor | None, Tensor], None]
 
 MOST_ROWS = 16  # of more, a product takes much longer than all around it
 
-products: ThreadCache[Hashable, Product] = ThreadCache()  # by rows and `key_of`
+
+class Known(NamedTuple):
+    """The product with a weight, and numbers of rows that are to be multiplied so."""
+
+    product: Product
+    rows: set[int]
 
 
-def keep(m: int, x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool, product: Product) -> None:
-    """The product of m rows with this weight is the way to compute it from now on, as long as it lies where it does."""
-    products.keep((m, key_of(x, q, bias, batch_invariant)), product)
+weights: ThreadCache[Hashable, Known] = ThreadCache()  # by `key_of`
+
+
+def keep(
+    m: int,
+    x: Tensor,
+    q: QuantizedWeight,
+    bias: Tensor | None,
+    batch_invariant: bool,
+    bind: Callable[[QuantizedWeight], Product],
+) -> None:
+    """From now on m rows are multiplied with this weight, as long as it lies where it does, by what `bind` gives."""
+    if 0 < m <= MOST_ROWS:
+        weights.get(key_of(x, q, bias, batch_invariant), lambda: Known(bind(q), set())).rows.add(m)
 
 
 def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
@@ -38,9 +55,10 @@ def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: b
         return None
     (n, k), sides = q.shape, x.shape
     m = x.numel() // k
-    product = products.entries.get((m, key_of(x, q, bias, batch_invariant))) if m <= MOST_ROWS else None
+    known = weights.entries.get(key_of(x, q, bias, batch_invariant)) if m <= MOST_ROWS else None
     if (
-        product is None
+        known is None
+        or m not in known.rows
         or not sides
         or sides[-1] != k
         or not _is_usual(x)
@@ -50,7 +68,7 @@ def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: b
         return None
     x = x.detach()
     out = x.new_empty((*sides[:-1], n))
-    product(x.view(m, k), None if bias is None else bias.detach(), out.view(m, n))
+    known.product(x.view(m, k), None if bias is None else bias.detach(), out.view(m, n))
     return out
 
 
