@@ -25,11 +25,7 @@ from halfbyte.kernels.linear.sm90_gemm.launch import constants, source
 from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan, one_after_another
 from halfbyte.kernels.linear.sm90_gemm.shape import (
     BACK_TILES_M,
-    GROUPED_BACK_REGISTERS,
-    REGISTERS,
-    SCATTERED_REGISTERS,
     TILES_M,
-    WIDE_REGISTERS,
     WIDE_TILES_M,
     GemmPlan,
     decoding,
@@ -174,15 +170,6 @@ def test_wide_tiles() -> None:
     shape = GemmPlan(320, 2, 3, 2, 4, 1, 320)
     assert is_valid(shape, 320, 512, 1024, 64, H200)
     assert not is_valid(replace(shape, cluster=2), 320, 512, 1024, 64, H200)
-
-
-@pytest.mark.parametrize("registers", [REGISTERS[2], WIDE_REGISTERS, SCATTERED_REGISTERS, GROUPED_BACK_REGISTERS])
-def test_registers_are_there(registers: tuple[int, int]) -> None:
-    """Warpgroups that multiply take what the third leaves: where it is too little they would wait for ever. A launch
-    gives 384 threads 168 each, the most that a multiprocessor has by eights."""
-    producer, consumer = registers
-    assert producer + 2 * consumer <= 3 * (65536 // 384 // 8 * 8)
-    assert producer >= 24
 
 
 # What CTAs that go on to another tile leave on the stack where tiles are widest, in bytes: by the way, tile_m, cluster

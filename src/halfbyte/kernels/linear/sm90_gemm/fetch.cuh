@@ -177,13 +177,13 @@ __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last)
       wait(shared() + X_EMPTY + 8 * ring.at, ring.parity);
       const u32 bytes = step_bytes(at), to = shared() + X_AT + ring.at * X_STEP;
       expect(full, bytes);
-      if constexpr (!Config::copies_x) {
+      if constexpr (Config::copies_x) {
+        for (u32 row = 0; row < Config::tile_m; row += X_BOX)
+          copy_box(to + row * STEP_K * 2, map_of_x(a), (at.depth * UNIT_K + step * STEP_K) * 2, first_x_row(at) + row,
+                   full);
+      } else {
         copy(to, from + step * X_STEP / 16, bytes, full);
-        continue;
       }
-      for (u32 row = 0; row < Config::tile_m; row += X_BOX)
-        copy_box(to + row * STEP_K * 2, map_of_x(a), (at.depth * UNIT_K + step * STEP_K) * 2, first_x_row(at) + row,
-                 full);
     }
   }
 }

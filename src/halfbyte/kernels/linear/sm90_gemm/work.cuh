@@ -19,6 +19,11 @@ constexpr bool WIDE = Config::tile_m > 256;
 constexpr int X_BOX = Config::tile_m / ((Config::tile_m + 255) / 256);  // rows of a tensor copy, 256 at most
 constexpr int OPERANDS = STEP_K / 4;                                    // registers of A a step
 
+// A launch gives all threads as many registers. What multiplies would wait for ever for more than the producer leaves.
+static_assert(Config::producer_registers + Config::warpgroups * Config::consumer_registers <=
+                  (Config::warpgroups + 1) * (65536 / THREADS / 8 * 8),
+              "there are no more");
+
 // How many spans share a scale. No row begins within a block whose scale is loaded with others.
 constexpr int BLOCK_SPANS = (1 << Config::log_block) / Config::span;
 constexpr int JOINED = Config::loads != Loads::one ? (BLOCK_SPANS < SPANS ? BLOCK_SPANS : SPANS) : 1;

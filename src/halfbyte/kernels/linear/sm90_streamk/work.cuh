@@ -14,6 +14,11 @@ constexpr int TILE_ROWS = Config::paired ? TILE_N / 2 : TILE_N;          // of e
 constexpr int SPANS = UNIT_K / Config::span, STEPS = Config::span / 16;  // spans a unit, MMAs a span
 constexpr int WORDS = Config::span / 32;                                 // of W, that a lane takes of a row's span
 constexpr int SUMS = sums_of(Config::tile_m);
+
+// What multiplies would wait for ever for more registers than the producer leaves.
+static_assert(Config::producer_registers + Config::warpgroups * Config::consumer_registers <=
+                  (Config::warpgroups + 1) * Config::registers,
+              "there are no more");
 // Whether there are registers for what sums are combined with before they are complete.
 constexpr bool OTHERS_FIRST = Config::tile_m <= 64;
 
