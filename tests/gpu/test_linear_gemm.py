@@ -138,6 +138,16 @@ def test_error(tile_m: int, in_order: bool, cluster: int, shares: int) -> None:
             check_product(x, q, multiply, plans, NOISE)
 
 
+@pytest.mark.parametrize(
+    ("tile_m", "in_order", "cluster", "shares"), [tile for tile in TILES if tile[0] in WIDE_TILES_M]
+)
+def test_half_steps(tile_m: int, in_order: bool, cluster: int, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h200, "GEMM_HALF_STEPS", not h200.GEMM_HALF_STEPS)
+    gemm.variant.cache_clear()
+    test_error(tile_m, in_order, cluster, shares)
+    gemm.variant.cache_clear()
+
+
 def _with_bias(x: torch.Tensor, q: hb.QuantizedWeight, plan: GemmPlan, bias: torch.Tensor | None) -> torch.Tensor:
     return multiplied(x, q, plan, bias)
 

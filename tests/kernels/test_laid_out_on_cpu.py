@@ -33,6 +33,7 @@ from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.linear.sm90_streamk import shape as narrow
 from halfbyte.kernels.linear.sm90_streamk.plan import handed_over
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
+from halfbyte.kernels.linear.tune import h200
 
 __all__ = ["hopper"]
 pytestmark = [needs_compiler, pytest.mark.slow]
@@ -125,6 +126,31 @@ def test_a_product(hopper: Driver, case: Case) -> None:
         multiply(0, address(x), address(bias), address(out), m)
         assert (out[m] == 777).all()
         check(out[:m], right, theirs)
+
+
+HALVES = {
+    "looked up": Case(350, 129, 768, GemmPlan(384, 2, 2, 2, 2, 1, 384)),
+    "in order": Case(350, 129, 768, GemmPlan(320, 2, 2, 2, 2, 1, 640, in_order=True)),
+    "short blocks": Case(
+        350, 140, 608, GemmPlan(320, 2, 2, 2, 3, 1, 640), F16, "nf4", {"nested": False, "block_size": 32}
+    ),
+    "short blocks, in order": Case(
+        350, 140, 608, GemmPlan(384, 2, 2, 2, 2, 1, 384, in_order=True), BF16, "int4", {"group_size": 32}
+    ),
+    "computed": Case(400, 200, 1024, GemmPlan(384, 2, 3, 3, 3, 1, 768), F16, "int4", GROUPS),
+    "computed, in order": Case(330, 200, 1024, GemmPlan(320, 2, 3, 4, 3, 1, 640, in_order=True), BF16, "mxfp4"),
+    "equal parts": Case(300, 256, 1024, GemmPlan(320, 2, 3, 2, 6, 1, 320, shares=3), BF16, "fp4"),
+}
+
+
+@pytest.mark.parametrize("case", HALVES.values(), ids=HALVES.keys())
+def test_half_steps(hopper: Driver, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h200, "GEMM_HALF_STEPS", True)
+    gemm.variant.cache_clear()
+    assert isinstance(case.plan, GemmPlan)
+    assert case.plan.half_steps
+    test_a_product(hopper, case)
+    gemm.variant.cache_clear()
 
 
 def test_sums_that_never_come(hopper: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@
 //   permutes                                 odd rows of W are looked up in registers
 //   lane_spans                               in every unit each lane of a quad has a span of its own
 //   in_order                                 x keeps the order of K
+//   half_steps                               W is decoded and multiplied by half steps
 //   span, log_block                          weights that share a scale, 64 or 32; log2 of the block size
 //   loads                                    how a thread loads the scales of a row of W (device/scale_rows.cuh)
 //   x, scale, low_first, flushes             types; whether the first weight of a byte is in its low half; whether
@@ -60,13 +61,13 @@ constexpr int NARROW_M = Config::tile_m < 64 ? 16 : (Config::tile_m + 63) / 64 *
 __device__ __forceinline__ bool is_narrow(const StreamUnit&) { return false; }
 __device__ __forceinline__ bool is_narrow(const GroupedUnit& at) { return at.tile.rows <= NARROW_M; }
 
-// The operands of a step by the first columns of x at `tile`, as many as there are sums for; by half of them at a time
+// The operands of a turn by the first columns of x at `tile`, as many as there are sums for; by half of them at a time
 // where an instruction does not reach. adds: to these sums.
 template <int Sums>
-__device__ __forceinline__ void multiply_step(float (&sums)[Sums], const u32 (&now)[OPERANDS], u32 tile, bool adds) {
+__device__ __forceinline__ void multiply_turn(float (&sums)[Sums], const u32 (&now)[OPERANDS], u32 tile, bool adds) {
   constexpr int PARTS = Sums > sums_of(256) ? 2 : 1, PART = Sums / PARTS;
 #pragma unroll
-  for (int i = 0; i < STEP_K / 16; i++)
+  for (int i = 0; i < TURN_K / 16; i++)
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
       multiply_add(reinterpret_cast<float (&)[PART]>(sums[part * PART]), now[4 * i], now[4 * i + 1], now[4 * i + 2],
@@ -85,7 +86,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   Ring w(0), x(0);
   WorkUnit at(a, first);
   float total[SUMS];
-  // A operands of two steps: one is multiplied while the next is decoded. Of WIDE tiles there are registers for one;
+  // A operands of two turns: one is multiplied while the next is decoded. With ONE_AT_ONCE there are those of one, and
   // the other warpgroup multiplies meanwhile.
   u32 even[OPERANDS], odd[OPERANDS];
   u32 used = 0;       // the barrier of the stage of x that is multiplied; 0: none
@@ -100,38 +101,40 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
     const u32 stage = shared() + W_AT + w.at * W_BYTES, scales = shared() + SCALE + w.at * SCALE_BYTES;
     const u32 empty = shared() + W_EMPTY + 8 * w.at;
     w.next(Config::w_stages);
-    auto turn = [&](const u32(&now)[OPERANDS], u32(&next)[OPERANDS], int step) __attribute__((always_inline)) {
-      wait(shared() + X_FULL + 8 * x.at, x.parity);
-      const u32 tile = lower_half(shared() + X_AT + x.at * X_STEP);
+    auto turn = [&](const u32(&now)[OPERANDS], u32(&next)[OPERANDS], int number) __attribute__((always_inline)) {
+      const bool begins = number % STEP_TURNS == 0, ends = (number + 1) % STEP_TURNS == 0;  // a step
+      if (begins) wait(shared() + X_FULL + 8 * x.at, x.parity);
+      const u32 tile = lower_half(shared() + X_AT + x.at * X_STEP) + number % STEP_TURNS * (TURN_K * 2 / 16);
       fence_registers();
-      const bool adds = step > 0 || !fresh;
-      if (is_narrow(at)) multiply_step(reinterpret_cast<float (&)[sums_of(NARROW_M)]>(total), now, tile, adds);
-      else multiply_step(total, now, tile, adds);
+      const bool adds = number > 0 || !fresh;
+      if (is_narrow(at)) multiply_turn(reinterpret_cast<float (&)[sums_of(NARROW_M)]>(total), now, tile, adds);
+      else multiply_turn(total, now, tile, adds);
       // All of W's stage is in operands by now. Before, reads may still be on their way, and zeros for what is beyond K
       // are there at once: they come from no memory.
-      if (step + 1 == UNIT_K / STEP_K) release(empty);
-      // The step before is done: its stage of x is free, and its operands make room for the next.
-      wait_for_products<WIDE ? 0 : 1>();
-      if constexpr (WIDE) {
+      if (number + 1 == TURNS) release(empty);
+      // The turn before is done: its operands make room for the next, and if it ended a step, its stage of x is free.
+      wait_for_products<ONE_AT_ONCE ? 0 : 1>();
+      if constexpr (ONE_AT_ONCE) {
         release(shared() + X_EMPTY + 8 * x.at);
       } else {
-        if (used) release(used);
-        used = shared() + X_EMPTY + 8 * x.at;
+        if (begins && used) release(used);
+        if (ends) used = shared() + X_EMPTY + 8 * x.at;
       }
-      x.next(Config::x_stages);
-      if (step + 1 < UNIT_K / STEP_K) {
-        decoder.decode(next, codebook, stage, scales, step + 1);
+      if (ends) x.next(Config::x_stages);
+      if (number + 1 < TURNS) {
+        decoder.decode(next, codebook, stage, scales, number + 1);
       } else if (unit + 1 < last) {
         wait(shared() + W_FULL + 8 * w.at, w.parity);
         decoder.decode(next, codebook, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, 0);
       }
     };
-    if constexpr (WIDE) turn(even, even, 0), turn(even, even, 1), turn(even, even, 2), turn(even, even, 3);
+    if constexpr (ONE_AT_ONCE) turn(even, even, 0), turn(even, even, 1), turn(even, even, 2), turn(even, even, 3);
     else turn(even, odd, 0), turn(odd, even, 1), turn(even, odd, 2), turn(odd, even, 3);
+    if constexpr (TURNS == 8) turn(even, odd, 4), turn(odd, even, 5), turn(even, odd, 6), turn(odd, even, 7);
     fresh = false;
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
       wait_for_products<0>();
-      if constexpr (!WIDE) release(used);
+      if constexpr (!ONE_AT_ONCE) release(used);
       used = 0;
       // In a cluster, and with equal shares, each CTA adds up and stores its own groups of eight rows of x.
       if constexpr (Config::cluster > 1) cluster_reduce<WARPS>(total, a, at, shared() + W_AT, warp, lane);

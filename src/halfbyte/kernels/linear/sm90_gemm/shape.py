@@ -23,7 +23,7 @@ WIDE_REGISTERS = (24, 240)  # the same of wide tiles
 SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a producer reads about experts
 GROUPED_BACK_REGISTERS = (72, 216)  # where it does both
 USUAL_TILES_M = (96, 128, 160, 192, 224, 256)
-WIDE_TILES_M = (320,)  # registers hold their sums and the operands of one step
+WIDE_TILES_M = (320, 384)  # registers hold their sums and the operands of one step
 TILES_M = (*USUAL_TILES_M, *WIDE_TILES_M)
 BACK_TILES_M = (32, 64, *USUAL_TILES_M)  # there is no other kernel for few rows
 TABLE_BYTES = 256 * 256
@@ -80,6 +80,11 @@ class GemmPlan(WarpgroupTiles):
         return self.lane_spans or wide
 
     @property
+    def half_steps(self) -> bool:
+        """W is decoded and multiplied by half steps: registers hold two of them."""
+        return self.tile_m in WIDE_TILES_M and h200.GEMM_HALF_STEPS
+
+    @property
     def computes(self) -> bool:
         """Weights are computed; there is no table."""
         return self.numbers != "looked_up"
@@ -103,7 +108,8 @@ def tiles_of(problem: Problem, back: bool = False) -> list[int]:
     producer has few registers."""
     if back:
         return list(BACK_TILES_M)
-    return list(TILES_M if loads_words(problem) else USUAL_TILES_M)
+    wide = WIDE_TILES_M if h200.GEMM_HALF_STEPS else WIDE_TILES_M[:1]
+    return [*USUAL_TILES_M, *(wide if loads_words(problem) else ())]
 
 
 def orders_of(tile_m: int, back: bool = False) -> tuple[bool, ...]:

@@ -17,7 +17,11 @@ constexpr int SPANS = UNIT_K / Config::span, STEP_SPANS = STEP_K / Config::span;
 constexpr int SUMS = sums_of(Config::tile_m);
 constexpr bool WIDE = Config::tile_m > 256;
 constexpr int X_BOX = Config::tile_m / ((Config::tile_m + 255) / 256);  // rows of a tensor copy, 256 at most
-constexpr int OPERANDS = STEP_K / 4;                                    // registers of A a step
+// Of K, what is decoded and multiplied at a time; and the registers of A that it takes.
+constexpr int TURN_K = Config::half_steps ? STEP_K / 2 : STEP_K, STEP_TURNS = STEP_K / TURN_K, TURNS = UNIT_K / TURN_K;
+constexpr int OPERANDS = TURN_K / 4;
+// Of wide tiles there are registers for one step's; by halves, one is multiplied while the other is decoded.
+constexpr bool ONE_AT_ONCE = WIDE && !Config::half_steps;
 
 // A launch gives all threads as many registers. What multiplies would wait for ever for more than the producer leaves.
 static_assert(Config::producer_registers + Config::warpgroups * Config::consumer_registers <=

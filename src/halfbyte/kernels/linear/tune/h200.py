@@ -248,11 +248,14 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 
 # tile_m (rows of x) to µs a unit (256 of K), of weights that are looked up and of such as are computed. These tables,
 # and all numbers that benchmarks/gemm_plans.py prints, are fitted by it to its record.
-GEMM_UNIT = {96: 1.4, 128: 1.618, 160: 1.806, 192: 1.989, 224: 2.155, 256: 2.457, 320: 3.338}
-GEMM_COMPUTED_UNIT = {96: 1.203, 128: 1.342, 160: 1.613, 192: 1.805, 224: 2.07, 256: 2.379, 320: 3.008}
+GEMM_UNIT = {96: 1.4, 128: 1.618, 160: 1.806, 192: 1.989, 224: 2.155, 256: 2.457, 320: 3.338, 384: 3.65}
+GEMM_COMPUTED_UNIT = {96: 1.203, 128: 1.342, 160: 1.613, 192: 1.805, 224: 2.07, 256: 2.379, 320: 3.008, 384: 3.6}
+# Whether tiles of more than 256 rows are multiplied by half steps; and whether there are such of 384 rows, whose units
+# are guesses. To be timed.
+GEMM_HALF_STEPS = False
 # The same where x keeps the order of K.
-IN_ORDER_UNIT = {96: 1.604, 128: 1.805, 160: 1.988, 192: 2.187, 224: 2.448, 256: 2.63, 320: 3.412}
-IN_ORDER_COMPUTED_UNIT = {96: 1.321, 128: 1.507, 160: 1.726, 192: 1.892, 224: 2.134, 256: 2.401, 320: 3.075}
+IN_ORDER_UNIT = {96: 1.604, 128: 1.805, 160: 1.988, 192: 2.187, 224: 2.448, 256: 2.63, 320: 3.412, 384: 3.7}
+IN_ORDER_COMPUTED_UNIT = {96: 1.321, 128: 1.507, 160: 1.726, 192: 1.892, 224: 2.134, 256: 2.401, 320: 3.075, 384: 3.65}
 # µs: a launch with x as it is; two, and what a million numbers of x that are laid out add to them; a part of a tile of
 # 256 rows, and a tile. How much longer units take where CTAs are at different places along K, and MB a µs that W comes
 # with.
