@@ -122,6 +122,29 @@ def test_what_was_measured_before_ctrl_c_is_kept(
     assert second["environment"]["commit"] == "later"
 
 
+def test_rows_of_another_machine_go(
+    case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And that is said."""
+    monkeypatch.setattr(runs.ceiling, "copy_bandwidth", lambda device: (10.0, None))
+
+    def measured(name: str) -> list[str]:
+        made = case(name, halfbyte=lambda index: torch.full((6,), float(index)))
+        runs.run_cases("dequantize", [made], CPU, 1, tmp_path)
+        (kept,) = tmp_path.rglob("*.json")
+        return list(dict.fromkeys(row["case"] for row in records.read(kept)["rows"]))
+
+    assert measured("2×3") == ["2×3"]
+    assert measured("3×3") == ["2×3", "3×3"]
+    assert "its rows go" not in capfd.readouterr().err
+    (kept,) = tmp_path.rglob("*.json")
+    record = records.read(kept)
+    record["environment"] |= {"torch": "1.0", "driver": "1"}
+    records.write(kept, record)
+    assert measured("4×3") == ["4×3"]
+    assert "another driver and another torch than on" in capfd.readouterr().err
+
+
 def test_a_model_that_was_measured_in_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its new rows take the place of the same in an earlier run; what it was not asked for stays."""
 

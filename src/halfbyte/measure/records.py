@@ -64,6 +64,11 @@ def environment(device: torch.device) -> dict[str, Any]:
     return facts
 
 
+def changed(kept: Mapping[str, Any], record: Mapping[str, Any], same: Collection[str] = SAME) -> list[str]:
+    """The facts of `same` in which two records differ."""
+    return [fact for fact in same if kept["environment"].get(fact) != record["environment"].get(fact)]
+
+
 def beside_earlier(
     kept: Mapping[str, Any] | None,
     record: Mapping[str, Any],
@@ -75,8 +80,7 @@ def beside_earlier(
     order; those of `measured` have none. Nothing is taken where a fact of `same` differs: from another machine, or from
     other versions of libraries."""
     found: dict[Hashable, list[dict[str, Any]]] = {}
-    environment = record["environment"]
-    if kept and all(kept["environment"].get(fact) == environment.get(fact) for fact in same):
+    if kept and not changed(kept, record, same):
         for row in kept["rows"]:
             rows = found.setdefault(key(row), [])
             if key(row) not in measured:
