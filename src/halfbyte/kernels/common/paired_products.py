@@ -86,7 +86,7 @@ def multiply(
 ) -> Any:  # fmt: skip
     """As `multiply` of products.py, of x [T, K] bf16, contiguous. factor: of the codebook."""
     k = x.shape[1]
-    ordered = torch.empty(len(source) * k, dtype=torch.int16, device="cpu").numpy()
+    ordered = np.empty(len(source) * k, np.int16)
     y = np.empty((len(source), n), np.float32)
     bits = x.view(torch.int16).numpy()
     parallel(_reorder, len(source), max(1, GRAIN // k), bits, source, first, order_of(format.low_first), ordered)

@@ -162,6 +162,8 @@ def _finish(begin, end, y, target, bias, which, out):
 
 def begins_of(first, cost):
     """Where the tiles of each group begin, counted by what they cost; cost: of so many rows of x."""
+    if len(first) == 2:  # a weight by itself
+        return np.array((0, cost(int(first[1]))))
     return np.array(list(accumulate((cost(end - begin) for begin, end in pairwise(first.tolist())), initial=0)))
 
 
