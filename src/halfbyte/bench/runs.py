@@ -62,21 +62,8 @@ def _beside_other_cases(kept: Mapping[str, Any] | None, record: dict[str, Any]) 
     rows = {row["case"]: [other for other in record["rows"] if other["case"] == row["case"]] for row in record["rows"]}
     unused = ("transformers",) if record["bench"] == "linear" else ()  # no product goes through it
     same = [fact for fact in records.SAME if fact not in unused]
-    found = _earlier(kept, record, itemgetter("case"), rows.keys(), same)
+    found = records.beside_earlier(kept, record, itemgetter("case"), rows.keys(), same)
     return record | {"rows": [row for case in (found | rows).values() for row in case]}
-
-
-def _earlier(
-    kept: Mapping[str, Any] | None,
-    record: Mapping[str, Any],
-    key: Callable[[Mapping[str, Any]], Hashable],
-    measured: Collection[Hashable],
-    same: Collection[str],
-) -> dict[Hashable, list[dict[str, Any]]]:
-    """`records.beside_earlier`; where nothing of an earlier record may stay, it says why."""
-    if kept and (facts := records.changed(kept, record, same)):
-        say(f"another {' and another '.join(facts)} than on {kept['environment'].get('date')}: its rows go")
-    return records.beside_earlier(kept, record, key, measured, same)
 
 
 # What tells rows of a whole model or of an engine apart: what it had to do, and the rest.
@@ -191,7 +178,7 @@ def _run_each(
     beside what an earlier run measured of that piece and this one has not yet. What it measured of other loads stays.
     """
     commit = {"commit": record["environment"]["commit"]}
-    found = _earlier(_kept(record["bench"], out, device), record, key, (), same)
+    found = records.beside_earlier(_kept(record["bench"], out, device), record, key, (), same)
     for name, rows_of in work.items():
         rows: list[dict[str, Any]] = []
         earlier = found.get(name, [])

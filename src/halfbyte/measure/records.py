@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from halfbyte.atomic import atomic_output
+from halfbyte.terminal import say
 from halfbyte.version import __version__
 
 SAME = ("device", "driver", "torch", "bitsandbytes", "transformers")  # where rows of two runs may stand in one record
@@ -64,11 +65,6 @@ def environment(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def changed(kept: Mapping[str, Any], record: Mapping[str, Any], same: Collection[str] = SAME) -> list[str]:
-    """The facts of `same` in which two records differ."""
-    return [fact for fact in same if kept["environment"].get(fact) != record["environment"].get(fact)]
-
-
 def beside_earlier(
     kept: Mapping[str, Any] | None,
     record: Mapping[str, Any],
@@ -77,14 +73,19 @@ def beside_earlier(
     same: Collection[str] = SAME,
 ) -> dict[Hashable, list[dict[str, Any]]]:
     """Rows by their `key`, such as the model, of the record that an earlier run left, each with its commit, in its
-    order; those of `measured` have none. Nothing is taken where a fact of `same` differs: from another machine, or from
-    other versions of libraries."""
+    order; those of `measured` have none. Nothing is taken where a fact of `same` differs, from another machine or from
+    other versions of libraries, and that is said."""
     found: dict[Hashable, list[dict[str, Any]]] = {}
-    if kept and not changed(kept, record, same):
-        for row in kept["rows"]:
-            rows = found.setdefault(key(row), [])
-            if key(row) not in measured:
-                rows.append({"commit": kept["environment"]["commit"]} | row)
+    if not kept:
+        return found
+    before, now = kept["environment"], record["environment"]
+    if changed := [fact for fact in same if before.get(fact) != now.get(fact)]:
+        say(f"another {' and another '.join(changed)} than on {before.get('date')}: its rows go")
+        return found
+    for row in kept["rows"]:
+        rows = found.setdefault(key(row), [])
+        if key(row) not in measured:
+            rows.append({"commit": before["commit"]} | row)
     return found
 
 

@@ -23,6 +23,7 @@ the cache. Flops: 2 N K for each row.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -82,26 +83,23 @@ def weight_arguments(
     return octets, *scales, _log2(nested_size), _log2(block_size), codebook
 
 
-OFFSET = 5  # of these, the number that nested scales have in memory
-
-
-def weight_in_place(q: QuantizedWeight) -> tuple[tuple[Any, ...], Any]:
-    """`weight_arguments` without a hold on any tensor of the weight, and where its offset is in memory, or None: for as
-    long as the tensors lie where they do."""
+def weight_in_place(q: QuantizedWeight) -> Callable[[], tuple[Any, ...]]:
+    """What gives `weight_arguments` without a hold on any tensor of the weight, as long as they lie where they do."""
     places = {tensor.data_ptr() for tensor in q.tensors}
-    weight = [
-        _array_at(array.ctypes.data, array)
-        if isinstance(array, np.ndarray) and array.size and array.ctypes.data in places
-        else array
+    weight = tuple(
+        _in_place(array) if isinstance(array, np.ndarray) and array.size and array.ctypes.data in places else array
         for array in weight_arguments(q.packed, q.scale, q.nested, q.spec, q.block_size)
-    ]
-    offset = q.nested and q.nested.offset.numpy().reshape(-1)
-    return tuple(weight), None if offset is None else _array_at(offset.ctypes.data, offset)
+    )
+    if q.nested is None:
+        return lambda: weight
+    # Of these numbers one is in memory, too.
+    (*before, _), after, offset = weight[:6], weight[6:], _in_place(q.nested.offset.numpy().reshape(-1))
+    return lambda: (*before, offset[0], *after)
 
 
-def _array_at(address: int, like: Any) -> Any:
-    """The array at this address, which nothing keeps there."""
-    return np.frombuffer((ctypes.c_uint8 * like.nbytes).from_address(address), like.dtype)
+def _in_place(array: Any) -> Any:
+    """The same numbers, which nothing keeps where they are."""
+    return np.frombuffer((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data), array.dtype)
 
 
 def multiply(

@@ -51,14 +51,8 @@ def linear(
 def bind(q: QuantizedWeight) -> Callable[[Tensor, Tensor | None, Tensor], None]:
     """`linear` of contiguous x, bias and out with this weight [N, K], for as long as its tensors lie where they do. It
     keeps none of them alive, and sees what they hold when it is called."""
-    (weight, offset), place = products.weight_in_place(q), products.OFFSET
-    format, block_size = q.spec, q.block_size
-
-    def product(x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        now = weight if offset is None else (*weight[:place], offset[0], *weight[place + 1 :])
-        _linear(x, now, format, block_size, bias, out)
-
-    return product
+    weight, format, block_size = products.weight_in_place(q), q.spec, q.block_size
+    return lambda x, bias, out: _linear(x, weight(), format, block_size, bias, out)
 
 
 def _linear(

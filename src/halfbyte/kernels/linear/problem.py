@@ -112,15 +112,13 @@ def _alignment(tensor: Tensor) -> int:
 def addresses(q: QuantizedWeight) -> Addresses:
     """Of packed, scale and the nested code, absmax and offset, in the order in which all kernels take them; without
     nesting the last three are not read."""
-    code, absmax, offset = q.nested[:3] if q.nested else (q.scale, q.scale, q.scale)
+    code, absmax, offset, _ = q.nested or (q.scale, q.scale, q.scale, 0)
     return q.packed.data_ptr(), q.scale.data_ptr(), code.data_ptr(), absmax.data_ptr(), offset.data_ptr()
 
 
 def key_of(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Hashable:
     """By which the products with a weight are known: where its numbers are, what they mean, and what x and bias are."""
-    packed, scale = q.packed, q.scale
-    code, absmax, offset, size = q.nested or (scale, scale, scale, 0)
     return (
-        packed.data_ptr(), scale.data_ptr(), code.data_ptr(), absmax.data_ptr(), offset.data_ptr(), size, *q.shape,
-        q.format, q.block_size, scale.dtype, x.dtype, x.get_device(), bias is None, not batch_invariant,
+        *addresses(q), q.nested.block_size if q.nested else 0, *q.shape, q.format, q.block_size, q.scale.dtype,
+        x.dtype, x.get_device(), bias is None, not batch_invariant,
     )  # fmt: skip

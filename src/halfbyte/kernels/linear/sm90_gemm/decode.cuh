@@ -5,7 +5,9 @@
 #include "device/row_place.cuh"
 
 constexpr int STEPS = Config::span / 16, WORDS = Config::span / 32;  // MMAs a span; words of it that a lane takes
-constexpr int TURN_WORDS = STEP_TURNS > 1 ? 1 : WORDS;               // of them, in a turn
+// In a turn: spans, or one that others have a part of; and words of it that a lane takes.
+constexpr int TURN_SPANS = TURN_K > Config::span ? TURN_K / Config::span : 1;
+constexpr int TURN_WORDS = TURN_K < Config::span ? TURN_K / 32 : WORDS;
 
 // What the nibbles of a span stand for, in the upper of a lane's two rows or in the lower.
 template <bool Lower> class SpanOfRow {
@@ -44,33 +46,31 @@ class Decoder {
   // This thread's operands of a turn of a unit. stage, scales: addresses of the unit's. Turns come in their order.
   __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&codebook)[16], u32 stage, u32 scales,
                                          int turn) {
-    const int step = turn / STEP_TURNS, part = turn % STEP_TURNS;  // a turn is a step, or one word of it
 #pragma unroll
-    for (int s = 0; s < STEP_SPANS; s++) {
-      if (STEP_SPANS == STEP_TURNS && STEP_TURNS > 1 && s != part) continue;
-      const int span = step * STEP_SPANS + s, word = WORDS > 1 ? part : 0;  // the first of the span
-      if ((!LANE_SPANS || step == 0) && word == 0) {
+    for (int s = 0; s < TURN_SPANS; s++) {
+      const int span = turn * TURN_K / Config::span + s, word = turn * TURN_K % Config::span / 32;  // the turn's first
+      if (LANE_SPANS ? turn == 0 : word == 0) {
         const uint2 both = load_pair(scales + mine.scales + (LANE_SPANS ? 0 : span / JOINED * TILE_N * 4));
         upper.set(codebook, both.x), lower.set(codebook, both.y);
       }
-      const u32 place = LANE_SPANS ? step * 8 : span * (Config::span / 2);
+      const u32 place = LANE_SPANS ? turn / STEP_TURNS * 8 : span * (Config::span / 2);
       u32 words[2][TURN_WORDS];
       if constexpr (IN_ORDER) {
         load_in_order(words[0], stage + mine.upper, place + word * 16, mine.own);
         load_in_order(words[1], stage + mine.lower, place + word * 16, mine.own);
       } else {
-        load(words[0], stage + (mine.upper ^ place) + word * 4),
-            load(words[1], stage + (mine.lower ^ place) + word * 4);
+        load(words[0], stage + (mine.upper ^ place) + word * 4);
+        load(words[1], stage + (mine.lower ^ place) + word * 4);
       }
 #pragma unroll
       for (int i = 0; i < TURN_WORDS; i++) {
         u32 pairs[2][4];
         upper.weights(words[0][i], column, pairs[0]), lower.weights(words[1][i], column, pairs[1]);
-        const int first = STEP_TURNS > 1 ? 0 : s * STEPS + 2 * i;
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
-          for (int half = 0; half < 2; half++) operands[4 * (first + j / 2) + half + j % 2 * 2] = pairs[half][j];
+          for (int half = 0; half < 2; half++)
+            operands[4 * (s * STEPS + 2 * i + j / 2) + half + j % 2 * 2] = pairs[half][j];
       }
     }
   }

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import takewhile
+from itertools import product, takewhile
 from operator import itemgetter
 
 from halfbyte.kernels.common.device import DeviceProperties
@@ -22,7 +22,6 @@ from halfbyte.kernels.linear.sm90_gemm.shape import (
     is_grouped_valid,
     is_valid,
     narrow_m,
-    orders_of,
     tiles_of,
     x_stages,
 )
@@ -78,8 +77,7 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
         return None
     every, rates, found = side_by_side.merged(group), properties.rates, []
     depth, reading = -(-every.k // UNIT_K), every.megabytes / (h200.GEMM_BANDWIDTH * rates.bandwidth)
-    ways = ((tile_m, in_order) for tile_m in narrowest(m, tiles_of(every)) for in_order in orders_of(tile_m))
-    for tile_m, in_order in ways:
+    for tile_m, in_order in product(narrowest(m, tiles_of(every)), (False, True)):
         shape = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m, every), 1, 1, tile_m, in_order=in_order)
         shape = decoding(shape, every)
         unit, x_tiles = units_of(shape)[tile_m], -(-m // tile_m)

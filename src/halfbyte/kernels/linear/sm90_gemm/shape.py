@@ -112,11 +112,6 @@ def tiles_of(problem: Problem, back: bool = False) -> list[int]:
     return [*USUAL_TILES_M, *(wide if loads_words(problem) else ())]
 
 
-def orders_of(tile_m: int, back: bool = False) -> tuple[bool, ...]:
-    """Whether x may keep the order of K: no, yes or both."""
-    return (False,) if back else (False, True)
-
-
 def loads_words(problem: Problem) -> bool:
     """Whether a lane loads the scales of a row, and what nested ones come from, without many registers."""
     loads = scale_loads(problem)

@@ -14,7 +14,6 @@ from halfbyte.kernels.linear.sm90_gemm.shape import (
     W_STAGES,
     GemmPlan,
     how_decoded,
-    orders_of,
     tiles_of,
     x_stages,
 )
@@ -26,7 +25,7 @@ def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) ->
     n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
     for tile_m in narrowest(m, tiles_of(problem, back)):
         stages = W_STAGES, x_stages(tile_m, problem)
-        for in_order in orders_of(tile_m, back):
+        for in_order in (False,) if back else (False, True):
             numbers, spans = how_decoded(problem, back, in_order)
             kind = partial(GemmPlan, back=back, numbers=numbers, lane_spans=spans, in_order=in_order)
             for workers, cluster, shares, chunk in _ways(m, n, k, tile_m, properties, back, in_order):

@@ -10,10 +10,10 @@
 
 constexpr int WARPS = 4 * Config::warpgroups;  // that multiply
 constexpr int THREADS = 128 * (Config::warpgroups + 1);
-constexpr int TILE_N = 64 * Config::warpgroups;                                   // rows of W a tile,
-constexpr int TILE_ROWS = Config::paired ? TILE_N / 2 : TILE_N;                   // and of each weight
-constexpr int UNIT_K = 256, STEP_K = 64;                                          // W comes by units, x by steps
-constexpr int SPANS = UNIT_K / Config::span, STEP_SPANS = STEP_K / Config::span;  // weights that share a scale
+constexpr int TILE_N = 64 * Config::warpgroups;                  // rows of W a tile,
+constexpr int TILE_ROWS = Config::paired ? TILE_N / 2 : TILE_N;  // and of each weight
+constexpr int UNIT_K = 256, STEP_K = 64;                         // W comes by units, x by steps
+constexpr int SPANS = UNIT_K / Config::span;                     // weights that share a scale
 constexpr int SUMS = sums_of(Config::tile_m);
 constexpr bool WIDE = Config::tile_m > 256;
 constexpr int X_BOX = Config::tile_m / ((Config::tile_m + 255) / 256);  // rows of a tensor copy, 256 at most
