@@ -46,7 +46,7 @@ SHAPES = (
 )
 ROWS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 960, 1024, 1280, 2048, 4096)
 WEIGHTS = {"nf4": ("nf4", 64, True), "int4": ("int4", 128, False)}
-DENSE, DENSE_ROWS = (0, 0, 0, 0, 0, 0), 512  # in place of a plan's shape; and from how many rows on
+DENSE, DENSE_ROWS = (0, 0, 0, 0, 0, 0, 0), 512  # in place of a plan's shape; and from how many rows on
 MOST_SETS, MOST_EMPTY = 4, 1.45  # weights that are timed in turn; and by how much tiles may be larger than x
 Product = tuple[str, int, int, int, int]  # format, whether back, n, k, m
 
@@ -66,6 +66,7 @@ class Row(NamedTuple):
     shares: int
     chunk: int
     in_order: int
+    twins: int
     microseconds: float
 
     @property
@@ -78,7 +79,7 @@ class Row(NamedTuple):
 
 
 def shape_of(plan: GemmPlan) -> tuple[int, ...]:
-    return plan.tile_m, plan.workers, plan.cluster, plan.shares, plan.chunk, int(plan.in_order)
+    return plan.tile_m, plan.workers, plan.cluster, plan.shares, plan.chunk, int(plan.in_order), plan.twins
 
 
 def candidates(m: int, o: Problem, back: bool, properties: DeviceProperties) -> Iterator[GemmPlan]:
@@ -156,14 +157,15 @@ def fit(path: Path) -> None:
 def constants_forward() -> Iterator[Constant]:
     for name in ("GEMM_COPIED_START", "GEMM_START", "GEMM_LAYING", "GEMM_PART", "GEMM_TILE"):
         yield Constant(name)
-    yield from (Constant("GEMM_SHARED", high=30.0), Constant("GEMM_APART", low=0.9))
-    yield from (Constant("GEMM_CLUSTER_START"), Constant("GEMM_REDUCE"))
+    yield Constant("GEMM_SHARED", high=30.0)
+    yield from (Constant(name, low=0.9) for name in ("GEMM_APART", "GEMM_TWINS_APART"))
+    yield from map(Constant, ("GEMM_CLUSTER_START", "GEMM_REDUCE", "GEMM_TWINS_START"))
     for table in ("GEMM_UNIT", "GEMM_COMPUTED_UNIT", "IN_ORDER_UNIT", "IN_ORDER_COMPUTED_UNIT"):
         yield from (Constant(table, tile_m, low=0.5) for tile_m in getattr(h200, table))
 
 
 def constants_back() -> Iterator[Constant]:
-    yield Constant("BACK_COPIED_START")
+    yield from (Constant("BACK_COPIED_START"), Constant("BACK_TWINS_APART", low=0.9))
     for table in ("BACK_UNIT", "BACK_COMPUTED_UNIT"):
         yield from (Constant(table, tile_m, low=0.5) for tile_m in getattr(h200, table))
 
@@ -187,13 +189,13 @@ def _estimate(row: Row, properties: DeviceProperties) -> float:
 def _plan_of(row: Row) -> GemmPlan:
     stages = W_STAGES, x_stages(row.tile_m, row.problem)
     plan = GemmPlan(row.tile_m, 2, *stages, row.workers, row.cluster, row.chunk, back=bool(row.back), shares=row.shares)
-    return decoding(replace(plan, in_order=bool(row.in_order)), row.problem)
+    return decoding(replace(plan, in_order=bool(row.in_order), twins=row.twins), row.problem)
 
 
 def _lost(rows: Sequence[Row], properties: DeviceProperties) -> str:
     times: dict[Product, dict[tuple[int, ...], float]] = defaultdict(dict)
     for row in (row for row in rows if row.tile_m):
-        times[row.product][row[6:12]] = row.microseconds
+        times[row.product][row[6:13]] = row.microseconds
 
     def choose(product: Product) -> tuple[int, ...] | None:
         name, back, n, k, m = product

@@ -19,7 +19,7 @@ from halfbyte.kernels.linear.sm90_gemm.shape import BACK_TILES_M, GemmPlan, deco
 from halfbyte.measure.error import relative_error as error
 
 from .conftest import BF16, DEVICE, F16, F32, NOISE, captured, poisoned, sixteen_bits, weight
-from .test_linear_gemm import KINDS, WAYS
+from .test_linear_gemm import KINDS, WAYS, Way
 from .test_linear_gemm import plan as forward
 
 pytestmark = pytest.mark.skipif(
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def plan(m: int, n: int, k: int, *shape: int) -> GemmPlan:
+def plan(m: int, n: int, k: int, tile_m: int, workers: int, way: Way, chunk: int) -> GemmPlan:
     """As of forward, of W transposed."""
-    return replace(forward(m, k, n, *shape), back=True)
+    return replace(forward(m, k, n, tile_m, workers, way, chunk), back=True)
 
 
 def multiplied(dy: torch.Tensor, q: hb.QuantizedWeight, plan: GemmPlan) -> torch.Tensor:
@@ -46,9 +46,7 @@ def multiplied(dy: torch.Tensor, q: hb.QuantizedWeight, plan: GemmPlan) -> torch
 @sixteen_bits
 @WAYS
 @pytest.mark.parametrize(("format", "options"), KINDS)
-def test_operands_are_what_dequantize_gives(
-    format: str, options: dict[str, int], cluster: int, shares: int, dtype: torch.dtype
-) -> None:
+def test_operands_are_what_dequantize_gives(format: str, options: dict[str, int], way: Way, dtype: torch.dtype) -> None:
     for (n, k), tile_m in (
         ((336, 1024), 96),
         ((333, 1024), 32),
@@ -62,13 +60,13 @@ def test_operands_are_what_dequantize_gives(
         q = weight(n, k, format, dtype, **options)
         eye = torch.eye(n, dtype=dtype, device=DEVICE)
         for workers in (132, 6):
-            found = multiplied(eye, q, plan(n, n, k, tile_m, workers, cluster, 1024, shares))
+            found = multiplied(eye, q, plan(n, n, k, tile_m, workers, way, 1024))
             assert torch.equal(found, hb.dequantize(q, dtype)), (n, k, workers)
 
 
 @WAYS
 @pytest.mark.parametrize("tile_m", BACK_TILES_M)
-def test_error(tile_m: int, cluster: int, shares: int) -> None:
+def test_error(tile_m: int, way: Way) -> None:
     """Rows that fill no tile, tiles that several CTAs share, launches one after the other."""
     for dtype, (n, k), (format, options) in ((BF16, (1029, 1024), KINDS[0]), (F16, (712, 5376), KINDS[5])):
         q = weight(n, k, format, dtype, **options)
@@ -77,7 +75,7 @@ def test_error(tile_m: int, cluster: int, shares: int) -> None:
             dy = torch.randn((m, n), device=DEVICE).to(dtype)
             right = dy.double() @ exact
             for workers in (132, 10):
-                chosen = plan(m, n, k, tile_m, workers, cluster, chunk, shares)
+                chosen = plan(m, n, k, tile_m, workers, way, chunk)
                 found = multiplied(dy, q, chosen)
                 assert torch.equal(found, multiplied(dy, q, chosen))
                 noise = NOISE if m * k >= 1 << 14 else 1.5  # few results make a noisy norm

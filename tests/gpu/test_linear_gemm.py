@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -38,16 +38,26 @@ KINDS = (
 )
 
 
-# Of a tile, how many CTAs are a cluster, and how many have equal parts.
-EVERY_WAY = [(1, 1), (2, 1), (3, 1), (1, 2), (1, 4)]
-WAYS = pytest.mark.parametrize(("cluster", "shares"), EVERY_WAY)
+class Way(NamedTuple):
+    """Of a tile, how many CTAs are a cluster, and how many have equal parts; and how many copy x to each other."""
+
+    cluster: int = 1
+    shares: int = 1
+    twins: int = 1
+
+    def __str__(self) -> str:
+        return "".join(f"{name}{ctas}" for name, ctas in self._asdict().items() if ctas > 1) or "alone"
+
+
+EVERY_WAY = [Way(), Way(cluster=2), Way(cluster=3), Way(shares=2), Way(shares=4), Way(twins=2)]
+WAYS = pytest.mark.parametrize("way", EVERY_WAY, ids=str)
 # Tiles with each way and order of x that there is for them.
 TILES = [
-    (tile_m, in_order, cluster, shares)
+    (tile_m, in_order, way)
     for tile_m in TILES_M
     for in_order in (False, True)
-    for cluster, shares in EVERY_WAY
-    if cluster == 1 or tile_m not in WIDE_TILES_M
+    for way in EVERY_WAY
+    if way.cluster == 1 or tile_m not in WIDE_TILES_M
 ]
 
 
@@ -57,13 +67,12 @@ def plan(
     k: int,
     tile_m: int,
     workers: int = 132,
-    cluster: int = 1,
+    way: Way = EVERY_WAY[0],
     chunk: int = 1 << 14,
-    shares: int = 1,
 ) -> GemmPlan:
     """With so many CTAs, as far as there is work for them; in clusters, where K is long enough for these, as many as
     give every tile equally many, in one launch; or with equal parts, where all CTAs run at once."""
-    tiles, depth = -(-n // 128) * -(-m // tile_m), -(-k // 256)
+    (cluster, shares, twins), tiles, depth = way, -(-n // 128) * -(-m // tile_m), -(-k // 256)
     if depth >= shares > 1 and tiles * shares <= properties_of(0).sms:
         whole = -(-m // tile_m) * tile_m
         return GemmPlan(tile_m, 2, 3, min(8, 3 * 256 // tile_m), tiles * shares, 1, whole, shares=shares)
@@ -72,8 +81,8 @@ def plan(
         return GemmPlan(tile_m, 2, 3, min(8, 3 * 256 // tile_m), tiles * shares, cluster, -(-m // tile_m) * tile_m)
     chunk = max(1, chunk // tile_m) * tile_m
     last = (m - 1) % chunk + 1
-    units = -(-n // 128) * -(-last // tile_m) * depth
-    return GemmPlan(tile_m, 2, 3, min(8, 3 * 256 // tile_m), min(workers, units), 1, chunk)
+    units = -(-n // (128 * twins)) * -(-last // tile_m) * depth
+    return GemmPlan(tile_m, 2, 3, min(8, 3 * 256 // tile_m), min(workers // twins, units), 1, chunk, twins=twins)
 
 
 def multiplied(
@@ -93,7 +102,7 @@ def multiplied(
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize(("format", "options"), KINDS)
 def test_operands_are_what_dequantize_gives(
-    format: str, options: dict[str, int], in_order: bool, cluster: int, shares: int, dtype: torch.dtype
+    format: str, options: dict[str, int], in_order: bool, way: Way, dtype: torch.dtype
 ) -> None:
     for (n, k), tile_m in (((333, 1024), 96), ((130, 4096), 256), ((515, 96), 160)):
         if k % options.get("group_size", options.get("block_size", 64)):
@@ -101,7 +110,7 @@ def test_operands_are_what_dequantize_gives(
         q = weight(n, k, format, dtype, **options)
         eye = torch.eye(k, dtype=dtype, device=DEVICE)
         for workers in (132, 6):
-            planned = replace(plan(k, n, k, tile_m, workers, cluster, 1024, shares), in_order=in_order)
+            planned = replace(plan(k, n, k, tile_m, workers, way, 1024), in_order=in_order)
             found = multiplied(eye, q, planned)
             assert torch.equal(found, hb.dequantize(q, dtype).t()), (n, k, workers)
 
@@ -109,15 +118,13 @@ def test_operands_are_what_dequantize_gives(
 @WAYS
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize(("format", "options"), KINDS)
-def test_what_is_read_is_not_overwritten(
-    format: str, options: dict[str, Any], in_order: bool, cluster: int, shares: int
-) -> None:
+def test_what_is_read_is_not_overwritten(format: str, options: dict[str, Any], in_order: bool, way: Way) -> None:
     """As with experts: K ends within a unit."""
     m, n, k = 160, 5760, 2880
     if k % options.get("group_size", options.get("block_size", 64)):
         pytest.skip("groups do not divide K")
     q, x = weight(n, k, format, BF16, **options), torch.randn(m, k, device=DEVICE).to(BF16)
-    shape = replace(plan(m, n, k, 160, cluster=cluster, shares=shares), in_order=in_order)
+    shape = replace(plan(m, n, k, 160, way=way), in_order=in_order)
     first, others = multiplied(x, q, shape), torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(300):
         torch.full((8 << 20,), 77, dtype=torch.uint8, device=DEVICE)
@@ -125,27 +132,17 @@ def test_what_is_read_is_not_overwritten(
     assert others == 0
 
 
-@pytest.mark.parametrize(("tile_m", "in_order", "cluster", "shares"), TILES)
-def test_error(tile_m: int, in_order: bool, cluster: int, shares: int) -> None:
+@pytest.mark.parametrize(("tile_m", "in_order", "way"), TILES, ids=str)
+def test_error(tile_m: int, in_order: bool, way: Way) -> None:
     """Rows that fill no tile, tiles that several CTAs share, launches one after the other."""
     for dtype, (n, k), (format, options) in ((BF16, (1029, 1024), KINDS[0]), (F16, (700, 5376), KINDS[5])):
         q = weight(n, k, format, dtype, **options)
         for m, chunk in ((1, 1 << 14), (tile_m + 1, 1 << 14), (3 * tile_m - 7, 2 * tile_m)):
             x = torch.randn((m, k), device=DEVICE).to(dtype)
-            each = (plan(m, n, k, tile_m, workers, cluster, chunk, shares) for workers in (132, 10))
+            each = (plan(m, n, k, tile_m, workers, way, chunk) for workers in (132, 10))
             plans = [replace(one, in_order=in_order) for one in each]
             multiply = partial(_with_bias, x, q)
             check_product(x, q, multiply, plans, NOISE)
-
-
-@pytest.mark.parametrize(
-    ("tile_m", "in_order", "cluster", "shares"), [tile for tile in TILES if tile[0] in WIDE_TILES_M]
-)
-def test_half_steps(tile_m: int, in_order: bool, cluster: int, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(h200, "GEMM_HALF_STEPS", not h200.GEMM_HALF_STEPS)
-    gemm.variant.cache_clear()
-    test_error(tile_m, in_order, cluster, shares)
-    gemm.variant.cache_clear()
 
 
 def _with_bias(x: torch.Tensor, q: hb.QuantizedWeight, plan: GemmPlan, bias: torch.Tensor | None) -> torch.Tensor:

@@ -107,7 +107,7 @@ FUNCTIONS = {
     "wait_for_products": "",
     "init": "void init(u32 barrier, u32 count) { make_barrier(barrier, count); }",
     "arrive": "void arrive(u32 barrier) { arrive_once(barrier); }",
-    "arrive_at": "void arrive_at(u32 barrier) { arrive_once(barrier); }",
+    "give_back_at": "void give_back_at(u32 barrier) { arrive_once(barrier); }",
     "expect": "void expect(u32 barrier, u32 bytes) { await_bytes(barrier, bytes); }",
     "wait": "void wait(u32 barrier, u32 parity) { wait_for_phase(barrier, parity); }",
     "send_sum": "void send_sum(u32 to, float sum, u32 barrier) { send(to, &sum, 4, barrier); }",
@@ -116,6 +116,12 @@ FUNCTIONS = {
     "copy_as": "void copy_as(u64, u32 to, const void* from, u32 bytes, u32 barrier) {"
     " copy_bulk(to, from, bytes, barrier); }",
     "copy_box": "",
+    "copy_to_all": "void copy_to_all(u32 ctas, u32 to, const void* from, u32 bytes, u32 barrier) {"
+    " for (u32 rank = 0; ctas >> rank; rank++)"
+    " copy_bulk(address_in(to, rank), from, bytes, address_in(barrier, rank)); }",
+    "copy_box_to_all": "void copy_box_to_all(u32 ctas, u32 to, u64 map, u32 x, u32 y, u32 barrier) {"
+    " for (u32 rank = 0; ctas >> rank; rank++)"
+    " copy_box(address_in(to, rank), map, x, y, address_in(barrier, rank)); }",
     "prefetch_box": "template <class... At> void prefetch_box(u64, At...) {}",
     "copy_box_as": "void copy_box_as(u64, u32 to, u64 map, u32 x, u32 y, u32 barrier) {"
     " copy_box(to, map, x, y, barrier); }",

@@ -33,7 +33,6 @@ from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.linear.sm90_streamk import shape as narrow
 from halfbyte.kernels.linear.sm90_streamk.plan import handed_over
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
-from halfbyte.kernels.linear.tune import h200
 
 __all__ = ["hopper"]
 pytestmark = [needs_compiler, pytest.mark.slow]
@@ -93,8 +92,32 @@ CASES = {
     "wide tiles, in order": Case(350, 129, 768, GemmPlan(320, 2, 2, 2, 2, 1, 640, in_order=True)),
     "wide tiles, computed": Case(330, 200, 1024, GemmPlan(320, 2, 3, 4, 3, 1, 640), F16, "int4", GROUPS),
     "wide tiles, equal parts": Case(300, 256, 1024, GemmPlan(320, 2, 3, 2, 6, 1, 320, shares=3), BF16, "fp4"),
+    "twins": Case(150, 500, 1024, GemmPlan(160, 2, 3, 3, 3, 1, 320, twins=2), F16),
+    "twins, the last without rows": Case(
+        200, 130, 832, GemmPlan(96, 2, 2, 3, 2, 1, 192, twins=2), BF16, "int4", {"group_size": 64}
+    ),
+    "twins, a tile without rows": Case(100, 380, 768, GemmPlan(128, 2, 2, 3, 2, 1, 128, twins=2), BF16, "int4", GROUPS),
+    "twins, in order": Case(300, 390, 768, GemmPlan(320, 2, 2, 2, 2, 1, 320, in_order=True, twins=2)),
+    "twins, in order, computed": Case(
+        500, 390, 768, GemmPlan(256, 2, 3, 4, 3, 1, 512, in_order=True, twins=2), F16, "int4", GROUPS
+    ),
+    "widest tiles": Case(350, 129, 768, GemmPlan(384, 2, 2, 2, 2, 1, 384)),
+    "widest tiles, computed": Case(400, 200, 1024, GemmPlan(384, 2, 3, 3, 3, 1, 768), F16, "int4", GROUPS),
+    "wide tiles, short blocks": Case(
+        350, 140, 608, GemmPlan(320, 2, 2, 2, 3, 1, 640), F16, "nf4", {"nested": False, "block_size": 32}
+    ),
+    "widest tiles, short blocks, in order": Case(
+        350, 140, 608, GemmPlan(384, 2, 2, 2, 2, 1, 384, in_order=True), BF16, "int4", {"group_size": 32}
+    ),
+    "wide tiles, in order, computed": Case(
+        330, 200, 1024, GemmPlan(320, 2, 3, 4, 3, 1, 640, in_order=True), BF16, "mxfp4"
+    ),
     "many rows, a cluster": Case(120, 128, 1024, GemmPlan(128, 2, 3, 3, 1, 4, 128)),
     "back": Case(40, 192, 320, GemmPlan(64, 2, 3, 3, 2, 1, 64, back=True)),
+    "back, twins": Case(
+        40, 192, 672, GemmPlan(64, 2, 3, 3, 2, 1, 64, back=True, twins=2), BF16, "int4", {"group_size": 32}
+    ),
+    "back, odd, twins": Case(70, 77, 512, GemmPlan(96, 2, 3, 3, 2, 1, 96, back=True, twins=2)),
     "back, odd": Case(70, 77, 256, GemmPlan(96, 2, 3, 3, 2, 1, 96, back=True), F16, "int4", GROUPS),
 }
 
@@ -126,31 +149,6 @@ def test_a_product(hopper: Driver, case: Case) -> None:
         multiply(0, address(x), address(bias), address(out), m)
         assert (out[m] == 777).all()
         check(out[:m], right, theirs)
-
-
-HALVES = {
-    "looked up": Case(350, 129, 768, GemmPlan(384, 2, 2, 2, 2, 1, 384)),
-    "in order": Case(350, 129, 768, GemmPlan(320, 2, 2, 2, 2, 1, 640, in_order=True)),
-    "short blocks": Case(
-        350, 140, 608, GemmPlan(320, 2, 2, 2, 3, 1, 640), F16, "nf4", {"nested": False, "block_size": 32}
-    ),
-    "short blocks, in order": Case(
-        350, 140, 608, GemmPlan(384, 2, 2, 2, 2, 1, 384, in_order=True), BF16, "int4", {"group_size": 32}
-    ),
-    "computed": Case(400, 200, 1024, GemmPlan(384, 2, 3, 3, 3, 1, 768), F16, "int4", GROUPS),
-    "computed, in order": Case(330, 200, 1024, GemmPlan(320, 2, 3, 4, 3, 1, 640, in_order=True), BF16, "mxfp4"),
-    "equal parts": Case(300, 256, 1024, GemmPlan(320, 2, 3, 2, 6, 1, 320, shares=3), BF16, "fp4"),
-}
-
-
-@pytest.mark.parametrize("case", HALVES.values(), ids=HALVES.keys())
-def test_half_steps(hopper: Driver, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(h200, "GEMM_HALF_STEPS", True)
-    gemm.variant.cache_clear()
-    assert isinstance(case.plan, GemmPlan)
-    assert case.plan.half_steps
-    test_a_product(hopper, case)
-    gemm.variant.cache_clear()
 
 
 def test_sums_that_never_come(hopper: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,9 @@ def test_a_group_of_many_rows(gpu: Driver, x_bytes: int, monkeypatch: pytest.Mon
     """Each chunk of x is laid out once, for all weights."""
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
     monkeypatch.setattr(h200, "GEMM_X_BYTES", x_bytes)
-    monkeypatch.setattr(gemm_times, "_ways", lambda *given: [(1, 1, 1, 1)])  # slow, if all go in one launch
+    monkeypatch.setattr(
+        gemm_times, "_ways", lambda m, n, k, tile_m, *_: [gemm_times.Way(1, tile_m)]
+    )  # slow, if all go in one launch
     monkeypatch.setattr(h200, "GEMM_COPIED_START", 1e6)
     gemm_plan.cache_clear()
     monkeypatch.setattr(cuda, "choose_group", lambda *given: GroupChoice(gemm, gemm.plan_group(*given)))

@@ -150,6 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
   const Sums of_rows = add_up(all_rows, rows_of_warps, warp, lane);
   const Sums of_tiles = add_up(all_tiles, tiles_of_warps, warp, lane);
   const Sums of_rests = Config::full_first ? add_up(all_rests, rests_of_warps, warp, lane) : Sums{0, 0};
+  if constexpr (CTAS > 1) arrive_cluster();  // the others' totals are here
   const u32 count_tiles = of_tiles.all + of_rests.all;
   uint4* table = a.routes + 1;
   u32 row = of_rows.before, tile = of_tiles.before, rest = of_tiles.all + of_rests.before;
@@ -174,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
     table[i] = make_uint4(0, 0, 0, 0);
   if (rank == 0 && threadIdx.x == 0) *a.routes = make_uint4(count_tiles, 0, 0, 0);
   //: tiles are found
-  sync_all();  // places are there, and nobody reads this CTA's totals any more
+  __syncthreads();  // places are there
   u32* sorted = reinterpret_cast<u32*>(table + a.most_tiles);
   u32 *places = sorted + count_aligned(a.pairs), *in_tiles = places + count_aligned(a.pairs);
   for (u32 begin = number * run; begin < end; begin += 32 * AT_ONCE) {
@@ -191,5 +192,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_pairs(const __grid_co
       if (pair < end) places[pair] = valid ? place : NOWHERE, in_tiles[pair] = valid ? in_tile : NOWHERE;
     }
   }
+  if constexpr (CTAS > 1) wait_for_cluster();  // nobody reads this CTA's totals any more
   //: pairs are sorted
 }

@@ -66,8 +66,9 @@ def supports(problem: Problem) -> bool:
 
 class LaidOutPlan(Protocol):
     """tile_m, rows: rows of x and of W in a tile. sums: that a CTA has of one. paired: tiles have as many rows of
-    another weight. norm: x is normed as it is laid out. ctas: in all. workers: that share the work, CTAs or clusters.
-    cluster: CTAs of one, or 1. resident: units of x that a CTA lays out itself, or 0. threads: of a CTA. back: the
+    another weight. norm: x is normed as it is laid out. ctas: in all. workers: that share the work, CTAs, clusters
+    or twins. cluster: CTAs of one, or 1. twins: CTAs that have neighbouring tiles of W and copy x to each other, or 1.
+    resident: units of x that a CTA lays out itself, or 0. threads: of a CTA. back: the
     product is with W transposed. in_order: x keeps the order of K, as it does on the way back. lays_units: a thread
     that lays x out takes a unit of a row at a time."""
 
@@ -88,6 +89,9 @@ class LaidOutPlan(Protocol):
     @property
     def cluster(self) -> int: ...
     @property
+    def twins(self) -> int: ...
+    def row_tiles(self, n: int) -> int: ...
+    @property
     def resident(self) -> int: ...
     @property
     def threads(self) -> int: ...
@@ -102,11 +106,17 @@ class LaidOutPlan(Protocol):
 
 class WarpgroupTiles:
     """What plans say of tiles by which warpgroups multiply, each 64 rows of W, beside one that brings all. tile_m: rows
-    of x. paired: half of a tile's rows are another weight's."""
+    of x. paired: half of a tile's rows are another weight's. twins: CTAs that have neighbouring tiles of W, and
+    the same rows of x, or 1."""
 
     tile_m: int
     warpgroups: int
     paired: bool
+    twins: int
+
+    def row_tiles(self, n: int) -> int:
+        """Tiles of n rows of W, those of twins as one."""
+        return -(-n // (self.rows * self.twins))
 
     @property
     def rows(self) -> int:
@@ -326,7 +336,7 @@ def fixed_arguments(
 ) -> FixedArguments:
     o = problem
     k, n = (o.n, o.k) if plan.back else (o.k, o.n)
-    row_tiles, x_tiles, units = -(-n // plan.rows), plan.x_tiles(m), -(-k // UNIT_K)
+    row_tiles, x_tiles, units = plan.row_tiles(n), plan.x_tiles(m), -(-k // UNIT_K)
     fixes_up = plan.workers != row_tiles * x_tiles * (plan.cluster if plan.resident else 1)
     packed, *scales = weight
     box = (plan.rows // 2, UNIT_K) if plan.back else (UNIT_K // 2, plan.rows)
@@ -336,7 +346,7 @@ def fixed_arguments(
         (n, k, row_tiles, x_tiles, units, plan.workers),
         (unit, 1.0 if fusion.residual is None else fusion.residual, *(fusion.norm or (0.0, 0.0)), codebook),
     )
-    of_box = plan.tile_m // -(-plan.tile_m // MOST_BOX)
+    of_box = plan.tile_m // (plan.twins if plan.twins > 1 else -(-plan.tile_m // MOST_BOX))
     copied = (2 * k, (SWIZZLED, of_box)) if copies_x(o, plan) else None
     laid_out = 0 if plan.resident or copied else x_tiles * units * plan.tile_m * UNIT_K * 2
     return FixedArguments((weights, *scales), sizes, factors, (x_tiles, units), laid_out, copied, fixes_up)
@@ -347,7 +357,8 @@ def make_launches(
 ) -> tuple[Launch, Launch]:
     """What lays x out, and the product. x_units: tiles of x, and units of each. ctas: of all weights, where there are
     several."""
-    shared, workers = int(dict(compiled.constants)["shared_bytes"]), ctas or plan.workers
+    shared, cluster = int(dict(compiled.constants)["shared_bytes"]), plan.cluster * plan.twins
+    workers = (ctas or plan.ctas) // cluster
     sums = 4 * 4 * plan.norm  # of squares, by warps
     lay_out, multiply = kernels(index, compiled, (("lay_out", sums), ("multiply", shared)), carveout=100)
     tiles, units = x_units
@@ -360,10 +371,10 @@ def make_launches(
         Launch(lay_out, (workers + laying, 1), 128, sums, overlaps=True),
         Launch(
             multiply,
-            ((ctas or plan.ctas) // plan.cluster, plan.cluster),
+            (workers, cluster),
             plan.threads,
             shared,
-            cluster=plan.cluster if plan.cluster > 1 else 0,
+            cluster=cluster if cluster > 1 else 0,
             overlaps=True,
         ),
     )

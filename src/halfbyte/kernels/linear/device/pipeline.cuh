@@ -13,9 +13,10 @@ __device__ __forceinline__ void publish_barriers() {
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// In another CTA of the cluster.
-__device__ __forceinline__ void arrive_at(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+// In another CTA of the cluster, which may write now what this thread has read. What the thread has written is not told
+// to it: that would wait until all of it is in global memory, 0.3 us and more.
+__device__ __forceinline__ void give_back_at(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -62,6 +63,22 @@ __device__ __forceinline__ void copy_box(u32 to, u64 map, u32 x, u32 y, u32 barr
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           to),
       "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+// `copy` and `copy_box` to the same place in all CTAs of the cluster whose bits are in `ctas`, each of which has the
+// bytes counted at its own barrier there.
+__device__ __forceinline__ void copy_to_all(u32 ctas, u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "h"(u16(ctas))
+      : "memory");
+}
+__device__ __forceinline__ void copy_box_to_all(u32 ctas, u32 to, u64 map, u32 x, u32 y, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(u16(ctas))
       : "memory");
 }
 // The same, which stays in L2 as `policy` says.

@@ -156,13 +156,14 @@ template <> struct ScalesOf<Loads::across> {
 };
 typedef ScalesOf<Config::loads>::Raw RawScales;
 
-// Prefetches the scales that CTA number `cta` of `multiply` loads first to L2. Each is in a line of its own, and there
-// are too many to arrive in time.
+// Prefetches the scales that CTA number `cta` of `multiply`, or both twins of this number, load first to L2. Each is in
+// a line of its own, and there are too many to arrive in time.
 __device__ __forceinline__ void prefetch_scales(const Arguments& a, u32 cta, u32 thread) {
   const u32 first = first_unit(a, cta);
   if (Config::grouped && first == end_unit(a, cta)) return;
   const WorkUnit at(a, first);
-  for (u32 row = at.row_tile * TILE_ROWS + thread; row < (at.row_tile + 1) * TILE_ROWS; row += 128) {
+  constexpr u32 ROWS = TILE_ROWS * Config::twins;
+  for (u32 row = at.row_tile * ROWS + thread; row < (at.row_tile + 1) * ROWS; row += 128) {
     prefetch_to_l2(address_of(a, first_block(a, row_of(a, at, row), at.depth * UNIT_K)));
   }
 }

@@ -13,8 +13,11 @@
 #include "partials.cuh"
 #include "scheduler.cuh"
 
+// Of a launch's clusters: CTAs that share a run, or twins, which have the same run with other rows of W.
+constexpr u32 CLUSTER_CTAS = Config::cluster * Config::twins;
+static_assert(Config::cluster == 1 || Config::twins == 1, "either");
 // Of the CTA in its cluster.
-__device__ __forceinline__ u32 own_rank() { return Config::cluster > 1 ? blockIdx.y : 0; }
+__device__ __forceinline__ u32 own_rank() { return CLUSTER_CTAS > 1 ? blockIdx.y : 0; }
 // Of column groups: which the CTA adds up and stores.
 __device__ __forceinline__ bool is_own(u32 group) {
   return Config::cluster == 1 || group % Config::cluster == blockIdx.y;
@@ -45,7 +48,7 @@ __device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Argum
   const auto place_of = [&](u32 i, u32 rank) {
     return own + (i / Config::cluster * Config::cluster + rank) * (Warps * 512);
   };
-  sync_cluster();  // nobody reads the buffer's former content any more
+  meet_cluster();  // nobody reads the buffer's former content any more
 #pragma unroll
   for (u32 i = 0; i < GROUPS; i++)
     if (!is_own(i) && 8 * i < columns)
@@ -115,7 +118,7 @@ __device__ __forceinline__ void share_out(float (&total)[Sums], const Arguments&
 // tile's first CTA comes to it last of all, waits for the partial sums of the others and adds them up in the order of
 // K. True for that one. `a` has the schedule and the workspace; an argument of its own for either costs registers.
 // Where the schedule deals out work to clusters, `cta` is the cluster, and CTAs of one rank add up those column groups
-// that are their own.
+// that are their own. Of twins `cta` is the number that both have.
 //
 // Where there are more than Direct, every third, fourth or so adds up those that follow it before it stores its own: it
 // ends with this tile as well, unless nobody follows. All wait for CTAs of higher numbers only. Direct decides in which
@@ -133,7 +136,7 @@ __device__ __forceinline__ bool fix_up(float (&total)[Sums], const Arguments& a,
   auto cta_of = [&](u32 unit) { return ((unit + 1) * a.ctas - 1) / units; };
   const u32 first = cta_of(begin), last = cta_of(limit - 1);
   auto place_of = [&](u32 cta) {
-    return a.workspace + ((u64(cta) * Config::cluster + own_rank()) * Warps + warp) * (Sums / 4 * 32) + lane;
+    return a.workspace + ((u64(cta) * CLUSTER_CTAS + own_rank()) * Warps + warp) * (Sums / 4 * 32) + lane;
   };
   const u32 parts = last - first + 1;
   const u32 group = parts <= Direct ? parts : parts <= 9 ? 3 : parts <= 16 ? 4 : parts <= 36 ? 6 : 8;

@@ -357,6 +357,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, Config::resident_ctas)
   if constexpr (Config::cluster > 1) {  // a CTA must not exit while a neighbour may still write to its barriers
     __syncwarp();
     if (!prepares) wait_for_cluster();
-    sync_cluster();
+    meet_cluster();
   }
 }

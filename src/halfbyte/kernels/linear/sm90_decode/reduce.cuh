@@ -101,7 +101,7 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
             total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
           }
       __syncwarp();
-      if (lane > 0 && lane < Config::cluster) arrive_at(address_in(empty, lane));
+      if (lane > 0 && lane < Config::cluster) give_back_at(address_in(empty, lane));
     }
 
     if constexpr (ROUTED) {

@@ -33,7 +33,7 @@ __device__ __forceinline__ float decoded(u32 bits, float absmax, u32 code, float
 class Clearing {
  public:
   __device__ __forceinline__ explicit Clearing(u32 thread)
-      : at((blockIdx.x * Config::cluster + own_rank()) * SCALE_THREADS + thread) {}
+      : at((blockIdx.x * CLUSTER_CTAS + own_rank()) * SCALE_THREADS + thread) {}
   __device__ __forceinline__ void step(const Arguments& a) {
     if (at < count_stale(a)) clear(a);
   }
@@ -47,7 +47,7 @@ class Clearing {
   __device__ __forceinline__ void clear(const Arguments& a) {
     const float none = __uint_as_float(SENTINEL);
     a.stale[at] = make_float4(none, none, none, none);
-    at += gridDim.x * Config::cluster * SCALE_THREADS;
+    at += gridDim.x * CLUSTER_CTAS * SCALE_THREADS;
   }
 };
 
@@ -164,7 +164,9 @@ __device__ __forceinline__ u32 step_bytes(const GroupedUnit& at) {
   return Config::copies_x ? X_STEP : copied_rows(at.tile) * (STEP_K * 2);
 }
 
-// One thread: x of each unit, step by step.
+constexpr u32 TWINS = (1 << Config::twins) - 1;  // a bit for each
+
+// One thread: x of each unit, step by step. Of twins each brings its half to both, once both have given the stage back.
 __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last) {
   wait_for_prior_kernel();  // until x is laid out, or there
   if constexpr (Config::grouped) launch_dependents();
@@ -177,10 +179,15 @@ __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last)
       wait(shared() + X_EMPTY + 8 * ring.at, ring.parity);
       const u32 bytes = step_bytes(at), to = shared() + X_AT + ring.at * X_STEP;
       expect(full, bytes);
-      if constexpr (Config::copies_x) {
+      const u32 byte = (at.depth * UNIT_K + step * STEP_K) * 2;
+      if constexpr (Config::twins > 1) {
+        const u32 row = own_rank() * X_BOX, begin = row * STEP_K * 2;
+        if constexpr (Config::copies_x)
+          copy_box_to_all(TWINS, to + begin, map_of_x(a), byte, first_x_row(at) + row, full);
+        else copy_to_all(TWINS, to + begin, from + (step * X_STEP + begin) / 16, X_STEP / Config::twins, full);
+      } else if constexpr (Config::copies_x) {
         for (u32 row = 0; row < Config::tile_m; row += X_BOX)
-          copy_box(to + row * STEP_K * 2, map_of_x(a), (at.depth * UNIT_K + step * STEP_K) * 2, first_x_row(at) + row,
-                   full);
+          copy_box(to + row * STEP_K * 2, map_of_x(a), byte, first_x_row(at) + row, full);
       } else {
         copy(to, from + step * X_STEP / 16, bytes, full);
       }
@@ -197,11 +204,12 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u
     }
     for (u32 stage = 0; stage < Config::x_stages; stage++) {
       init(shared() + X_FULL + 8 * stage, 1);
-      init(shared() + X_EMPTY + 8 * stage, WARPS);
+      init(shared() + X_EMPTY + 8 * stage, WARPS * Config::twins);
     }
     publish_barriers();
   }
   __syncwarp();
+  if constexpr (Config::twins > 1) arrive_cluster();
   sync_all();
   // The kernel before may be the one that writes W; not so that of experts, which is another product of theirs.
   if constexpr (Config::copies_x && !Config::grouped) wait_for_prior_kernel();

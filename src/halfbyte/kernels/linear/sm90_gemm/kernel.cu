@@ -19,6 +19,9 @@
 // of it, and each adds up some rows of x. Or runs are dealt out to clusters, each in one tile: a cluster's CTAs share
 // its run and add up among themselves first (device/split_k.cuh).
 //
+// Twins. Two CTAs of a cluster may have the same run, of neighbouring tiles of W. Each copies half of a step's x to
+// both, so L2 gives it out half as often.
+//
 // Experts. With `grouped` x are rows of tokens, gathered by expert, and a tile has pairs of a token and one expert.
 // What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
 // up only activation(gate) * up is stored.
@@ -30,6 +33,7 @@
 // Config:
 //   tile_m, warpgroups, cluster              rows of x a tile, warpgroups that multiply, CTAs that share a run
 //   shares                                   CTAs that have equal parts of each tile, and end with it together; 1: any
+//   twins                                    2: CTAs go in pairs, with tiles of the same rows of x; 1: each by itself
 //   w_stages, x_stages                       units of W and steps of x on their way
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
 //   numbers                                  how nibbles become numbers
@@ -83,6 +87,11 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
     __syncwarp();
     if (lane == 0) arrive(barrier);
   };
+  const auto release_x = [&](u32 barrier) {  // a twin's copies come here, too
+    if constexpr (Config::twins == 1) return release(barrier);
+    __syncwarp();
+    if (lane < Config::twins) give_back_at(address_in(barrier, lane));
+  };
   Ring w(0), x(0);
   WorkUnit at(a, first);
   float total[SUMS];
@@ -115,9 +124,9 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       // The turn before is done: its operands make room for the next, and if it ended a step, its stage of x is free.
       wait_for_products<ONE_AT_ONCE ? 0 : 1>();
       if constexpr (ONE_AT_ONCE) {
-        release(shared() + X_EMPTY + 8 * x.at);
+        release_x(shared() + X_EMPTY + 8 * x.at);
       } else {
-        if (begins && used) release(used);
+        if (begins && used) release_x(used);
         if (ends) used = shared() + X_EMPTY + 8 * x.at;
       }
       if (ends) x.next(Config::x_stages);
@@ -134,7 +143,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
     fresh = false;
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
       wait_for_products<0>();
-      if constexpr (!ONE_AT_ONCE) release(used);
+      if constexpr (!ONE_AT_ONCE) release_x(used);
       used = 0;
       // In a cluster, and with equal shares, each CTA adds up and stores its own groups of eight rows of x.
       if constexpr (Config::cluster > 1) cluster_reduce<WARPS>(total, a, at, shared() + W_AT, warp, lane);
@@ -176,17 +185,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   if (warp >= WARPS) {
     leave_registers<Config::producer_registers>();
     fetch(a, up, first, last, warp - WARPS, lane);
-    if constexpr (Config::cluster > 1) {
-      __syncwarp();                    // of some warps one lane came alone
-      sync_cluster(), sync_cluster();  // as in cluster_reduce
-    }
+    __syncwarp();                                                       // of some warps one lane came alone
+    if constexpr (Config::cluster > 1) meet_cluster(), meet_cluster();  // as in cluster_reduce
+    if constexpr (Config::twins > 1) meet_cluster();                    // none ends before its twin has arrived
   } else {
     take_registers<Config::consumer_registers>();
+    if constexpr (Config::twins > 1) arrive_cluster();
     const auto& codebook = launched.part[0].codebook;  // of all parts, and there at a place that is known
     if constexpr (!COMPUTES) make_wide_table<WARPS>(shared(), codebook, warp, lane);
     sync_all();
     //: table and barriers are ready
     multiply_units(a, up, codebook, first, last, warp, lane);
+    if constexpr (Config::twins > 1) meet_cluster();
     //: ends
   }
 }

@@ -27,9 +27,11 @@ from halfbyte.kernels.linear.sm90_gemm.shape import (
 )
 from halfbyte.kernels.linear.sm90_gemm.times import (
     busiest,
+    last_of,
     launches,
     narrowest,
     plans,
+    room_of,
     start_of,
     tiles_at_once,
     units_of,
@@ -81,8 +83,8 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
         shape = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m, every), 1, 1, tile_m, in_order=in_order)
         shape = decoding(shape, every)
         unit, x_tiles = units_of(shape)[tile_m], -(-m // tile_m)
-        chunk = tiles_at_once(x_tiles, every.k, tile_m, False, in_order)
-        last = x_tiles - (-(-x_tiles // chunk) - 1) * chunk  # tiles of the last launch
+        chunk = tiles_at_once(x_tiles, every.k, tile_m, room_of(in_order))
+        last = last_of(x_tiles, chunk)
         row_tiles = [-(-o.n // 128) for o in group]
         dealt = side_by_side.deal([rows * depth * last for rows in row_tiles], properties.sms)
         choices = {dealt}
@@ -90,7 +92,7 @@ def in_one_launch(m: int, group: Sequence[Problem], properties: DeviceProperties
             choices.add(tuple(rows * chunk for rows in row_tiles))
         for workers in choices:
             each = zip(row_tiles, workers, strict=True)
-            busy = max(busiest(rows * chunk, depth, ctas, tile_m, unit) for rows, ctas in each)
+            busy = max(busiest(rows * chunk, depth, ctas, tile_m, unit, h200.GEMM_APART) for rows, ctas in each)
             one = start_of(shape, chunk * tile_m, every) + math.hypot(busy / rates.clock, reading)
             time, rows = -(-x_tiles // chunk) * one, chunk * tile_m
             plans = tuple(replace(shape, workers=ctas, chunk=rows, microseconds=time) for ctas in workers)

@@ -40,7 +40,7 @@ class GemmPlan(WarpgroupTiles):
     warpgroups: int  # that multiply, 64 rows of W each
     w_stages: int  # units of W on their way
     x_stages: int  # steps of x on their way
-    workers: int  # CTAs that share the work, or clusters
+    workers: int  # CTAs that share the work, or clusters, or twins
     cluster: int  # CTAs that share a part of one tile, and add up among themselves; 1: sums meet in memory
     chunk: int  # rows of x a launch, a multiple of tile_m
     microseconds: float = field(default=0.0, compare=False)
@@ -50,6 +50,7 @@ class GemmPlan(WarpgroupTiles):
     lane_spans: bool = False  # in every unit each lane of a quad has a span of its own
     shares: int = 1  # CTAs of a tile that have equal parts of it, and all add up some; 1: it is one of them that does
     in_order: bool = False  # x keeps the order of K, and is copied as it is
+    twins: int = 1  # CTAs of a pair, which copy x to each other; 1: each copies its own
 
     activation: str = ""  # what gates, of a pair
     paired: bool = False  # gate and up in one launch, whose tiles have rows of both
@@ -64,7 +65,7 @@ class GemmPlan(WarpgroupTiles):
 
     @property
     def ctas(self) -> int:
-        return self.workers * self.cluster
+        return self.workers * self.cluster * self.twins
 
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
@@ -75,14 +76,16 @@ class GemmPlan(WarpgroupTiles):
     @property
     def permutes(self) -> bool:
         """Of a lane's two rows of W one is looked up in registers: where it has one span, whose products with the scale
-        it keeps, or where x leaves little of shared memory's time."""
-        wide = not self.back and not self.computes and self.tile_m >= h200.GEMM_PERMUTES_M
-        return self.lane_spans or wide
+        it keeps, or where x leaves little of shared memory's time. In wide tiles it takes too long."""
+        if self.back or self.computes or self.tile_m in WIDE_TILES_M:
+            return False
+        return self.lane_spans or self.tile_m >= h200.GEMM_PERMUTES_M
 
     @property
     def half_steps(self) -> bool:
-        """W is decoded and multiplied by half steps: registers hold two of them."""
-        return self.tile_m in WIDE_TILES_M and h200.GEMM_HALF_STEPS
+        """Wide tiles may be multiplied by half steps, so that registers hold the operands of two. What is looked up by
+        the order of x takes longer then than a step at a time."""
+        return self.tile_m in WIDE_TILES_M and (self.computes or not self.in_order)
 
     @property
     def computes(self) -> bool:
@@ -108,8 +111,7 @@ def tiles_of(problem: Problem, back: bool = False) -> list[int]:
     producer has few registers."""
     if back:
         return list(BACK_TILES_M)
-    wide = WIDE_TILES_M if h200.GEMM_HALF_STEPS else WIDE_TILES_M[:1]
-    return [*USUAL_TILES_M, *(wide if loads_words(problem) else ())]
+    return [*USUAL_TILES_M, *(WIDE_TILES_M if loads_words(problem) else ())]
 
 
 def loads_words(problem: Problem) -> bool:
@@ -128,7 +130,7 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
     if plan.chunk < 1 or plan.chunk % plan.tile_m:
         return False
     last = (m - 1) % plan.chunk + 1  # rows of the last launch
-    row_tiles, depth = -(-n // plan.rows), -(-k // UNIT_K)
+    row_tiles, depth = plan.row_tiles(n), -(-k // UNIT_K)
     units = row_tiles * depth
     return (
         _fits(plan, span, properties)
@@ -152,6 +154,7 @@ def _fits(plan: GemmPlan, span: int, properties: DeviceProperties) -> bool:
         properties.ptx == 90
         and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
         and (plan.tile_m not in WIDE_TILES_M or plan.cluster == 1)
+        and (plan.twins == 1 or (plan.twins == 2 and plan.cluster == plan.shares == 1))
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, copies_x
@@ -28,8 +29,8 @@ def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) ->
         for in_order in (False,) if back else (False, True):
             numbers, spans = how_decoded(problem, back, in_order)
             kind = partial(GemmPlan, back=back, numbers=numbers, lane_spans=spans, in_order=in_order)
-            for workers, cluster, shares, chunk in _ways(m, n, k, tile_m, properties, back, in_order):
-                yield kind(tile_m, 2, *stages, workers, cluster, chunk * tile_m, shares=shares)
+            for way in _ways(m, n, k, tile_m, properties, back, in_order):
+                yield kind(tile_m, 2, *stages, way.workers, way.cluster, way.chunk, shares=way.shares, twins=way.twins)
 
 
 def narrowest(m: int, tiles_m: Sequence[int]) -> Iterable[int]:
@@ -37,34 +38,55 @@ def narrowest(m: int, tiles_m: Sequence[int]) -> Iterable[int]:
     return {-(-m // tile_m): tile_m for tile_m in reversed(tiles_m)}.values()
 
 
+class Way(NamedTuple):
+    """How tiles are dealt out. chunk: rows of x a launch. cluster, shares, twins: as of a plan."""
+
+    workers: int
+    chunk: int
+    cluster: int = 1
+    shares: int = 1
+    twins: int = 1
+
+
 def _ways(
     m: int, n: int, k: int, tile_m: int, properties: DeviceProperties, back: bool, in_order: bool
-) -> Iterator[tuple[int, int, int, int]]:
-    """Workers, CTAs of a cluster, equal shares of a tile, and tiles of x a launch."""
+) -> Iterator[Way]:
     x_tiles, row_tiles, depth = -(-m // tile_m), -(-n // 128), -(-k // UNIT_K)
-    chunk = tiles_at_once(x_tiles, k, tile_m, back, in_order)
-    for of_launch in (chunk,) if back or in_order else {chunk, -(-chunk // 2)}:
-        # The last launch may have fewer tiles than the others, and every CTA has work in each.
-        fewest = row_tiles * depth * (x_tiles - (-(-x_tiles // of_launch) - 1) * of_launch)
-        yield min(properties.sms, fewest), 1, 1, of_launch
+    chunk = tiles_at_once(x_tiles, k, tile_m, h200.BACK_X_BYTES if back else room_of(in_order))
+    cuts = tile_m <= h200.GEMM_MOST_CUT
+    for of_launch in () if not cuts else (chunk,) if back or in_order else {chunk, -(-chunk // 2)}:
+        yield Way(min(properties.sms, row_tiles * depth * last_of(x_tiles, of_launch)), of_launch * tile_m)
+    if tile_m == h200.GEMM_TWINS_M:
+        of_launch = tiles_at_once(x_tiles, k, tile_m, h200.GEMM_TWINS_X_BYTES)
+        units = -(-row_tiles // 2) * depth * last_of(x_tiles, of_launch)
+        yield Way(min(properties.clusters(2), units), of_launch * tile_m, twins=2)
     at_once = min(x_tiles, properties.sms // row_tiles)
     if not (back or in_order):
         at_once = min(at_once, max(1, h200.GEMM_ROOM // (2 * k * tile_m)))
     if at_once:
-        yield row_tiles * at_once, 1, 1, at_once
-    if chunk < x_tiles:
+        yield Way(row_tiles * at_once, at_once * tile_m)
+    if chunk < x_tiles or not cuts:
         return
-    cluster, tiles = h200.GEMM_CLUSTER, row_tiles * x_tiles
+    cluster, tiles, rows = h200.GEMM_CLUSTER, row_tiles * x_tiles, x_tiles * tile_m
     for shares in range(1, min(properties.clusters(cluster) // tiles, depth // cluster) + 1):
-        yield tiles * shares, cluster, 1, x_tiles  # every CTA has a unit
+        yield Way(tiles * shares, rows, cluster=cluster)  # every CTA has a unit
     for shares in range(3, min(properties.sms // tiles, depth, MOST_SHARES) + 1):
         if -(-depth // shares) < -(-depth // (shares - 1)):
-            yield tiles * shares, 1, shares, x_tiles
+            yield Way(tiles * shares, rows, shares=shares)
 
 
-def tiles_at_once(x_tiles: int, k: int, tile_m: int, back: bool, in_order: bool) -> int:
+def room_of(in_order: bool) -> int:
+    """Bytes of x a launch."""
+    return h200.IN_ORDER_X_BYTES if in_order else h200.GEMM_X_BYTES
+
+
+def last_of(x_tiles: int, chunk: int) -> int:
+    """Tiles of the last launch: it may have fewer than the others, and every CTA has work in each."""
+    return (x_tiles - 1) % chunk + 1
+
+
+def tiles_at_once(x_tiles: int, k: int, tile_m: int, room: int) -> int:
     """Tiles of x a launch, as equal as can be, that stay in L2."""
-    room = h200.BACK_X_BYTES if back else h200.IN_ORDER_X_BYTES if in_order else h200.GEMM_X_BYTES
     most = max(1, room // (2 * k * tile_m))
     return -(-x_tiles // -(-x_tiles // most))
 
@@ -91,13 +113,15 @@ def launches(plan: GemmPlan, m: int, problem: Problem, properties: DevicePropert
 def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DeviceProperties) -> float:
     """The same of a launch with so many tiles of x."""
     k, n = plan.sides(problem)
-    tiles, depth, unit = -(-n // 128) * x_tiles, -(-k // UNIT_K), units_of(plan)[plan.tile_m]
+    tiles, depth, unit = -(-n // (128 * plan.twins)) * x_tiles, -(-k // UNIT_K), units_of(plan)[plan.tile_m]
     if plan.shares > 1:
         _, whole = _ends(plan.tile_m)
         time = math.ceil(depth / plan.shares) * unit + whole / plan.shares
         time += h200.GEMM_SHARED * plan.tile_m / 256 * (1 - 1 / plan.shares)
     elif plan.cluster == 1:
-        time = busiest(tiles, depth, plan.workers, plan.tile_m, unit)
+        of_twins = h200.BACK_TWINS_APART if plan.back else h200.GEMM_TWINS_APART
+        apart = h200.GEMM_APART if plan.twins == 1 else of_twins
+        time = busiest(tiles, depth, plan.workers, plan.tile_m, unit, apart)
     else:
         (part, whole), shares = _ends(plan.tile_m), plan.workers // tiles
         time = (
@@ -105,6 +129,7 @@ def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DevicePr
             + (whole + part * shares * (shares > 1)) / plan.cluster
         )
         time += h200.GEMM_CLUSTER_START + h200.GEMM_REDUCE * plan.tile_m / 256
+    time += h200.GEMM_TWINS_START * (plan.twins > 1)
     reading = problem.megabytes / (h200.GEMM_BANDWIDTH * properties.rates.bandwidth)
     return start_of(plan, plan.tile_m * x_tiles, problem) + math.hypot(time / properties.rates.clock, reading)
 
@@ -130,10 +155,11 @@ def _ends(tile_m: int) -> tuple[float, float]:
     return h200.GEMM_PART * tile_m / 256, h200.GEMM_TILE * tile_m / 256
 
 
-def busiest(tiles: int, depth: int, workers: int, tile_m: int, unit: float) -> float:
-    """µs of the busiest of so many CTAs that share tiles."""
+def busiest(tiles: int, depth: int, workers: int, tile_m: int, unit: float, apart: float) -> float:
+    """µs of the busiest of so many CTAs that share tiles. apart: how much longer units take where CTAs are at different
+    places along K."""
     part, whole = _ends(tile_m)
     if workers == tiles:
         return depth * unit + whole
     parts = min(1 + workers / tiles, DIRECT)
-    return -(-tiles * depth // workers) * unit * h200.GEMM_APART + parts * part + whole * tiles / workers
+    return -(-tiles * depth // workers) * unit * apart + parts * part + whole * tiles / workers

@@ -16,7 +16,9 @@ constexpr int UNIT_K = 256, STEP_K = 64;                         // W comes by u
 constexpr int SPANS = UNIT_K / Config::span;                     // weights that share a scale
 constexpr int SUMS = sums_of(Config::tile_m);
 constexpr bool WIDE = Config::tile_m > 256;
-constexpr int X_BOX = Config::tile_m / ((Config::tile_m + 255) / 256);  // rows of a tensor copy, 256 at most
+// Rows of x that one copy brings, 256 at most: twins copy equally many, each to both.
+constexpr int X_BOX = Config::tile_m / (Config::twins > 1 ? Config::twins : (Config::tile_m + 255) / 256);
+static_assert(X_BOX % 8 == 0, "the swizzle is that of eight rows");
 // Of K, what is decoded and multiplied at a time; and the registers of A that it takes.
 constexpr int TURN_K = Config::half_steps ? STEP_K / 2 : STEP_K, STEP_TURNS = STEP_K / TURN_K, TURNS = UNIT_K / TURN_K;
 constexpr int OPERANDS = TURN_K / 4;
@@ -53,7 +55,7 @@ static_assert(SCALE + Config::w_stages * SCALE_BYTES == Config::shared_bytes, "p
 
 extern __shared__ __align__(1024) unsigned char memory[];
 // The address of shared memory. In a cluster the CTA's rank is on top of BASE.
-__device__ __forceinline__ u32 shared() { return Config::cluster > 1 ? u32(__cvta_generic_to_shared(memory)) : BASE; }
+__device__ __forceinline__ u32 shared() { return CLUSTER_CTAS > 1 ? u32(__cvta_generic_to_shared(memory)) : BASE; }
 
 // The hardware starts CTAs in the order of blockIdx, and a CTA waits for CTAs of higher numbers only; so numbers go the
 // other way, and whoever is waited for has started. CTAs of a cluster have the same number.
@@ -62,7 +64,12 @@ __device__ __forceinline__ u32 number_in_launch() { return gridDim.x - 1 - block
 __device__ __forceinline__ u32 own_number(const Arguments& a) {
   return number_in_launch() - (Config::parts > 1 ? a.first_cta : 0);
 }
-// Pipeline barriers and table are ready.
-__device__ __forceinline__ void sync_all() { meet<2, THREADS>(); }
-// Of a tile, the first row of W.
-template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) { return at.row_tile * TILE_ROWS; }
+// Pipeline barriers and table are ready, and a twin's barriers: its threads have arrived behind them.
+__device__ __forceinline__ void sync_all() {
+  meet<2, THREADS>();
+  if constexpr (Config::twins > 1) wait_for_cluster();
+}
+// Of a tile, the first row of W. Twins have neighbouring tiles, which count as one.
+template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) {
+  return (at.row_tile * Config::twins + (Config::twins > 1 ? own_rank() : 0)) * TILE_ROWS;
+}

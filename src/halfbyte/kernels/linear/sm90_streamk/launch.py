@@ -117,7 +117,7 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
         "log_block": problem.block_size.bit_length() - 1, "span": span_of(problem),
         "loads": f"Loads::{scale_loads(problem)}", "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
-        "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "shares": plan.shares,
+        "stages": plan.stages, "resident": plan.resident, "cluster": plan.cluster, "twins": 1, "shares": plan.shares,
         "direct": plan.direct, "paired": plan.paired, "norm": plan.norm,
         "registers": registers, "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,

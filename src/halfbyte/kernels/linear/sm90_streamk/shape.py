@@ -41,6 +41,7 @@ class StreamKPlan(WarpgroupTiles):
     back: bool = field(default=False, init=False)
     in_order: bool = field(default=False, init=False)
     lays_units: bool = field(default=False, init=False)
+    twins: int = field(default=1, init=False)
 
     @property
     def direct(self) -> int:

@@ -248,25 +248,26 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 
 # tile_m (rows of x) to µs a unit (256 of K), of weights that are looked up and of such as are computed. These tables,
 # and all numbers that benchmarks/gemm_plans.py prints, are fitted by it to its record.
-GEMM_UNIT = {96: 1.4, 128: 1.618, 160: 1.806, 192: 1.989, 224: 2.155, 256: 2.457, 320: 3.338, 384: 3.65}
-GEMM_COMPUTED_UNIT = {96: 1.203, 128: 1.342, 160: 1.613, 192: 1.805, 224: 2.07, 256: 2.379, 320: 3.008, 384: 3.6}
-# Whether tiles of more than 256 rows are multiplied by half steps; and whether there are such of 384 rows, whose units
-# are guesses. To be timed.
-GEMM_HALF_STEPS = False
+GEMM_UNIT = {96: 1.4, 128: 1.619, 160: 1.807, 192: 1.991, 224: 2.157, 256: 2.463, 320: 3.3, 384: 3.791}
+GEMM_COMPUTED_UNIT = {96: 1.203, 128: 1.342, 160: 1.614, 192: 1.807, 224: 2.073, 256: 2.383, 320: 2.991, 384: 3.534}
 # The same where x keeps the order of K.
-IN_ORDER_UNIT = {96: 1.604, 128: 1.805, 160: 1.988, 192: 2.187, 224: 2.448, 256: 2.63, 320: 3.412, 384: 3.7}
-IN_ORDER_COMPUTED_UNIT = {96: 1.321, 128: 1.507, 160: 1.726, 192: 1.892, 224: 2.134, 256: 2.401, 320: 3.075, 384: 3.65}
+IN_ORDER_UNIT = {96: 1.604, 128: 1.806, 160: 1.99, 192: 2.189, 224: 2.451, 256: 2.629, 320: 3.442, 384: 3.921}
+IN_ORDER_COMPUTED_UNIT = {96: 1.321, 128: 1.508, 160: 1.728, 192: 1.894, 224: 2.137, 256: 2.406, 320: 2.996, 384: 3.58}
 # µs: a launch with x as it is; two, and what a million numbers of x that are laid out add to them; a part of a tile of
 # 256 rows, and a tile. How much longer units take where CTAs are at different places along K, and MB a µs that W comes
 # with.
-GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 3.793, 4.305, 1.069
-GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.34, 2.433, 1.117, 4.667
+GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 3.864, 4.347, 1.085
+GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.323, 2.256, 1.118, 4.667
+# Of twins: µs of being two, and the same factor; the rows of x of their tiles, and bytes of x a launch, as below.
+GEMM_TWINS_START, GEMM_TWINS_APART, GEMM_TWINS_M, GEMM_TWINS_X_BYTES = 1.672, 1.127, 256, 1 << 25
+# The most rows of x of a tile that CTAs share: adding up parts of wider ones costs what these save.
+GEMM_MOST_CUT = 320
 # Between how many µs the GPU comes to its limit of power, and how much longer all takes beyond.
 GEMM_LASTING = (1200.0, 1400.0), 0.1
 # µs of adding up 256 rows of a tile that others have equal shares of.
-GEMM_SHARED = 11.069
+GEMM_SHARED = 11.012
 # CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows.
-GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 0.683, 4.461
+GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 0.636, 4.526
 # Threads that lay x of experts out, where units suffice.
 LAYING_THREADS = 1 << 16
 # µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
@@ -282,9 +283,9 @@ GEMM_ALIKE = 1.02
 GEMM_ROOM = 1 << 26
 
 # The same on the way back, and µs of a launch with x as it is.
-BACK_UNIT = {32: 1.656, 64: 1.863, 96: 2.077, 128: 2.241, 160: 2.434, 192: 2.701, 224: 2.978, 256: 3.24}
-BACK_COMPUTED_UNIT = {32: 1.092, 64: 1.318, 96: 1.547, 128: 1.787, 160: 1.989, 192: 2.24, 224: 2.451, 256: 2.678}
-BACK_COPIED_START = 4.262
+BACK_UNIT = {32: 1.654, 64: 1.862, 96: 2.076, 128: 2.242, 160: 2.436, 192: 2.704, 224: 2.982, 256: 3.223}
+BACK_COMPUTED_UNIT = {32: 1.091, 64: 1.318, 96: 1.547, 128: 1.788, 160: 1.99, 192: 2.243, 224: 2.455, 256: 2.702}
+BACK_COPIED_START, BACK_TWINS_APART = 4.332, 1.107
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
