@@ -74,6 +74,11 @@ class Row(NamedTuple):
         return self[1:6]
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """As `shape_of` has it."""
+        return self[6:13]
+
+    @property
     def problem(self) -> Problem:
         return problem(*WEIGHTS[self.format], self.n, self.k)
 
@@ -195,7 +200,7 @@ def _plan_of(row: Row) -> GemmPlan:
 def _lost(rows: Sequence[Row], properties: DeviceProperties) -> str:
     times: dict[Product, dict[tuple[int, ...], float]] = defaultdict(dict)
     for row in (row for row in rows if row.tile_m):
-        times[row.product][row[6:13]] = row.microseconds
+        times[row.product][row.shape] = row.microseconds
 
     def choose(product: Product) -> tuple[int, ...] | None:
         name, back, n, k, m = product

@@ -19,6 +19,8 @@ from halfbyte.bench.case import Case, Row, run
 from halfbyte.bench.linear import BOUND, linear_cases
 from halfbyte.cli import app
 from halfbyte.kernels.common.device import properties_for
+from halfbyte.kernels.linear import dispatch
+from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.measure.error import relative_error
 
 CPU = torch.device("cpu")
@@ -35,6 +37,28 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def cases(format: str = "nf4", dtype: torch.dtype = torch.bfloat16, rows: tuple[int, ...] = (1, 3)) -> list[Case]:
     torch.manual_seed(0)
     return list(linear_cases(CPU, [(64, 128)], dtype, format, nested=format != "int4", rows=rows))
+
+
+@pytest.mark.usefixtures("_quick")
+def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all cases, before the first: NF4's and INT4's, which wants whole groups."""
+    asked: list[Any] = []
+    monkeypatch.setattr(bench.reach, "can_compile", lambda device: True)
+    monkeypatch.setattr(bench.nvrtc, "compile_ahead", asked.extend)
+    shapes, gpu = [(512, 1024), (256, 1088)], properties_for("sm_90", 132)
+    next(linear_cases(CPU, shapes, torch.bfloat16, "nf4", True, (1, 400), alone=True, properties=gpu))
+    wanted = [
+        dispatch.variant_of(m, (problem_of(torch.empty(0, dtype=torch.bfloat16), q, None),), gpu, False)
+        for m in (1, 400)
+        for q in (
+            hb.quantize(torch.zeros(n, k).bfloat16(), format)
+            for n, k in shapes
+            for format in ("int4", "nf4")
+            if format == "nf4" or k % 128 == 0
+        )
+    ]
+    assert len(wanted) == 6
+    assert asked == wanted
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -22,8 +23,9 @@ from halfbyte.formats.bitsandbytes import to_bitsandbytes
 from halfbyte.formats.int4 import INT4
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import QuantizedWeight
+from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for, properties_of
-from halfbyte.kernels.linear import dispatch
+from halfbyte.kernels.linear import dispatch, reach
 from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.problem import problem_of
 from halfbyte.kernels.linear.reference import linear_exact
@@ -68,6 +70,7 @@ def linear_cases(
     """
     ours = ops.linear if properties is None else partial(linear_of_another, properties=properties)
     other = {} if properties is None else {"target": f"sm_{properties.capability}", "sms": properties.sms}
+    _compile_ahead(device, shapes, dtype, format, nested, rows, properties)
     for shape in shapes:
         n, k = shape
         packed = _quantized(torch.zeros(shape, dtype=dtype, device="cpu"), format, nested).nbytes
@@ -96,6 +99,29 @@ def linear_cases(
                 lambda result, right: {"relative_error": float(f"{relative_error(result, right):.4g}")},
                 left_out,
             )  # fmt: skip
+
+
+def _compile_ahead(
+    device: torch.device,
+    shapes: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    format: str,
+    nested: bool,
+    rows: Sequence[int],
+    properties: DeviceProperties | None,
+) -> None:
+    """All kernels that the cases will ask for one by one."""
+    if not reach.can_compile(device):
+        return
+    found, x = properties or properties_of(device.index), torch.empty(0, dtype=dtype, device="cpu")
+    problems = [
+        replace(problem_of(x, _quantized(torch.zeros(8, k, dtype=dtype, device="cpu"), name, nested), None), n=n)
+        for n, k in shapes
+        for name in sorted({format, INT4.name})
+        if name != INT4.name or k % INT4.block_size == 0
+    ]
+    variants = (dispatch.variant_of(m, (problem,), found, False) for m in rows for problem in problems)
+    nvrtc.compile_ahead(filter(None, variants))
 
 
 def another_gpu(target: str, sms: int | None) -> DeviceProperties:
