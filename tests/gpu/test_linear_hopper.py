@@ -50,6 +50,7 @@ KINDS = (
 TILES = (
     *((8, 4, 3), (64, 2, 3), (16, 3, 4), (32, 3, 3), (80, 3, 2), (24, 2, 3), (96, 2, 2), (8, 2, 6), (64, 3, 2)),
     *((48, 3, 3), (112, 2, 2), (32, 4, 2), (24, 4, 3), (80, 2, 2), (16, 2, 2), (96, 3, 2), (48, 2, 3), (64, 4, 2)),
+    (128, 2, 2),
 )
 CASES = tuple((*kind, tile) for kind, tile in zip(KINDS, cycle(TILES), strict=False))
 cases = pytest.mark.parametrize(("dtype", "format", "options", "stored", "tile"), CASES, ids=str)

@@ -61,6 +61,12 @@ CASES = {
     "scales across": Case(100, 192, 832, StreamKPlan(112, 2, 2, 2), BF16, "nf4", {"nested": False}),
     "nested scales across": Case(100, 192, 832, StreamKPlan(112, 2, 2, 2), F16),
     "nested scales across, many rows": Case(100, 192, 1088, GemmPlan(128, 2, 2, 3, 3, 1, 128)),
+    "widest": Case(120, 200, 1024, StreamKPlan(128, 2, 2, 3)),
+    "widest, flat scales of 32": Case(
+        125, 130, 608, StreamKPlan(128, 2, 2, 2), F16, "fp4", {"nested": False, "block_size": 32}
+    ),
+    "widest, two tiles": Case(200, 128, 1152, StreamKPlan(128, 2, 2, 3), BF16, "int4", GROUPS),
+    "widest, equal parts": Case(127, 256, 1024, StreamKPlan(128, 2, 2, 6, shares=3), F16),
     "resident": Case(7, 256, 2048, StreamKPlan(8, 4, 2, 4, resident=2)),
     "a cluster": Case(30, 256, 2048, StreamKPlan(32, 4, 2, 4, resident=2, cluster=4), F16, "int4", GROUPS),
     "equal parts": Case(13, 300, 1024, StreamKPlan(16, 2, 3, 6, shares=2)),
@@ -169,6 +175,7 @@ FUSED: dict[str, tuple[Fusion, StreamKPlan | GemmPlan, dict[str, Any]]] = {
     "a pair, resident": (GELU, StreamKPlan(16, 3, 2, 8, resident=2, paired=True), {"nested": False}),
     "a pair, a cluster": (SILU, StreamKPlan(24, 4, 2, 8, resident=2, cluster=4, paired=True), {"block_size": 128}),
     "a pair, short blocks": (GELU, StreamKPlan(32, 2, 3, 3, paired=True), {"block_size": 32}),
+    "a pair, widest": (SILU, StreamKPlan(128, 2, 2, 3, paired=True), {}),
     "a pair, many rows": (SILU, GemmPlan(96, 2, 2, 3, 5, 1, 96, paired=True), {}),
     "a pair, in order": (SILU, GemmPlan(96, 2, 2, 3, 5, 1, 96, paired=True, in_order=True), {}),
     "a pair, many rows, permuted": (GELU, GemmPlan(256, 2, 2, 3, 3, 1, 256, paired=True), {"block_size": 32}),

@@ -28,13 +28,14 @@ from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_streamk import launch as hopper
 from halfbyte.kernels.linear.sm90_streamk.launch import constants, source
 from halfbyte.kernels.linear.sm90_streamk.plan import one_after_another, streamk_plan
-from halfbyte.kernels.linear.sm90_streamk.shape import TILES_M, StreamKPlan, is_valid
+from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan, is_valid
 from halfbyte.kernels.linear.tune.h200 import INVARIANT_WARPGROUPS, STREAMK_TILES
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 MODELS = ((28672, 8192), (8192, 28672), (14336, 4096), (4096, 14336), (1024, 4096), (25600, 5120), (5120, 25600))
 GROUPS = (2, 3, 4)
 TILES = tuple(STREAMK_TILES.items())
+WIDTHS = sorted({width for width, _ in STREAMK_TILES})
 shapes = {
     "n": st.integers(1, 40000),
     "span": st.sampled_from([32, 64]),
@@ -84,7 +85,7 @@ def test_every_plan_is_valid(
     assert is_valid(plan, m, n, k, span, properties)
     # No tile is empty, and none could be narrower; with batch_invariant tiles have one number of warpgroups, and there
     # may be more of them where those of so many rows take less time.
-    allowed = [width for width in TILES_M if not batch_invariant or (width, INVARIANT_WARPGROUPS) in STREAMK_TILES]
+    allowed = [width for width in WIDTHS if not batch_invariant or (width, INVARIANT_WARPGROUPS) in STREAMK_TILES]
     count = -(-m // plan.tile_m)
     assert plan.tile_m == next(width for width in allowed if width * count >= m)
     assert batch_invariant or count <= -(-m // allowed[-1]) + (m > 32) or count * -(-n // 128) <= sms
@@ -234,7 +235,7 @@ def test_plans_that_would_be_wrong_are_not_valid() -> None:
     assert all(
         valid(warpgroups=groups, tile_m=width, stages=2)
         is (StreamKPlan(width, groups, 2, 1).shared_bytes(64) <= 232448)
-        for groups, width in product(GROUPS, TILES_M)
+        for groups, width in product(GROUPS, WIDTHS)
     )
     assert all(valid(warpgroups=groups, tile_m=width, stages=stages) for (width, groups), (stages, _) in TILES)
     assert not valid(ctas=33)  # two tiles of sixteen units
@@ -311,16 +312,17 @@ def test_what_the_planner_picks_compiles_into_registers(every: bool, tmp_path: P
     """With three kinds of weights; without `every` one plan of each class with one."""
     picked = {
         replace(plan, ctas=1)
-        for m in TILES_M
+        for m in WIDTHS
         for shape in (*MODELS, (600, 4096))
         for batch_invariant in (False, True)
         if (plan := planned(m, *shape, 64, H200, batch_invariant)) is not None
     }
-    assert {plan.tile_m for plan in picked} == set(TILES_M)
+    assert {plan.tile_m for plan in picked} == set(WIDTHS)
     assert any(plan.cluster > 1 for plan in picked)
     kinds = cycle(problem(dtype, *kind) for kind, dtype in zip(cycle(KINDS), (BF16, F16) * len(KINDS), strict=False))
     if not every:
         picked = set({(plan.tile_m, plan.cluster > 1, plan.resident > 0): plan for plan in picked}.values())
+    picked.add(StreamKPlan(128, 2, 2, 1))  # of which the planner does not know yet what it takes
     for plan in sorted(picked, key=lambda plan: (plan.tile_m, plan.warpgroups, plan.stages)):
         for kind in islice(kinds, 3 if every else 1):
             multiply, lay_out = _compiled(kind, plan, tmp_path)

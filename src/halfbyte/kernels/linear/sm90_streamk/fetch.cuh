@@ -16,7 +16,7 @@ __device__ __forceinline__ void store_scales(const RawScales& raw, float offset,
     const float absmax = raw.absmax(s);
     const float value =
         NESTED ? decode_nested(load_code(__byte_perm(bits, column, 0x7604)), absmax, offset) : decode_flat(bits);
-    store_word(to + s * TILE_N * 4, __float_as_uint(value));
+    store_word(to + s * SPAN_SCALES, __float_as_uint(value));
   }
 }
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ void fetch_bytes(const Arguments& a, const Arguments&
 __device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u32 first, u32 last, u32 thread) {
   constexpr u32 EACH = Config::paired ? 2 : 1;
   const Arguments& own = Config::paired && thread % 2 ? up : a;
-  const u32 column = column_of(shared(), thread % 32);
+  const u32 column = column_of(shared(), thread % CODE_COPIES);
   WorkUnit at(a, first);
   const auto row_at = [&](const WorkUnit& at, u32 i) {
     return row_of(a, at, first_row(at) + (thread + 128 * i) / EACH);
@@ -100,15 +100,16 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u
 #pragma unroll
     for (int i = 0; i < SHARE; i++) now[i].next_unit();
   if constexpr (NESTED) {
-    for (u32 half = 0; half < 2; half++)  // each warp writes its own values, a copy for every lane, of its weight
+    for (u32 half = 0; half < 2; half++)  // each warp writes its own values, with copies for lanes, of its weight
 #pragma unroll
       for (u32 i = thread % 32 / 8; i < 32; i += 4) {
         const u32 to = shared() + (thread / 32 * 32 + i + half * 128) * TABLE_ROW + 128 + thread % 8 * 16;
+        const bool writes = thread % 8 < CODE_COPIES / 4;
         const float value = __shfl_sync(~0u, half ? code[0][1] : code[0][0], i);
         if constexpr (Config::paired) {
           const float other = __shfl_sync(~0u, half ? code[EACH - 1][1] : code[EACH - 1][0], i);
-          store_sums(to, make_float4(value, other, value, other));
-        } else {
+          if (writes) store_sums(to, make_float4(value, other, value, other));
+        } else if (writes) {
           store_copies(to, __float_as_uint(value));
         }
       }
@@ -139,7 +140,8 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u
 #pragma unroll
     for (int i = 0; i < SHARE; i++)
       if (thread + 128 * i < TILE_N)
-        store_scales(now[i], offset, shared() + SCALE + ring.at * SCALE_BYTES + (thread + 128 * i) * 4, column);
+        store_scales(now[i], offset, shared() + SCALE + ring.at * STAGE_SCALES + scale_place((thread + 128 * i) * 4),
+                     column);
     arrive(full);
     if (stale < count_stale(a)) clear_some();
     at.next(a);

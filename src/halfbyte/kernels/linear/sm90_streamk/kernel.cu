@@ -80,6 +80,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
                                                u32 lane) {
   const u32 member = lane % 4, column = column_of(shared(), lane);
   const RowPlace mine(warp, lane);
+  const u32 own_scales = scale_place(mine.scales);
   float total[SUMS];
   // Which groups of eight rows of x it stores: all, or its own where CTAs of a tile end with it together.
   const auto owns = [&](u32 i) {
@@ -113,7 +114,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   for (u32 unit = first; unit < last; unit++) {
     if constexpr (Config::grouped && Arguments::ASKS_AHEAD)
       if (at.depth == 0) to.find(a, at, first_row(at) + mine.row);
-    const u32 stage = shared() + TILES + ring.at * STAGE_BYTES, scales = shared() + SCALE + ring.at * SCALE_BYTES;
+    const u32 stage = shared() + TILES + ring.at * STAGE_BYTES, scales = shared() + SCALE + ring.at * STAGE_SCALES;
     const u32 x = Config::resident ? resident : lower_half(stage + W_BYTES);
     resident += X_BYTES / 16;
     const u32 empty = shared() + EMPTY + 8 * ring.at;
@@ -129,7 +130,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       }
       close_products();
       const bool ends = span % JOINED == JOINED - 1;
-      const uint2 scale = ends ? load_pair(mine.scales + scales + span / JOINED * TILE_N * 4) : make_uint2(0, 0);
+      const uint2 scale = ends ? load_pair(own_scales + scales + span / JOINED * SPAN_SCALES) : make_uint2(0, 0);
       // Words are loaded right before they are decoded, or a span ahead, so that no product waits for shared memory.
       constexpr int AHEAD = WORDS_AHEAD ? 2 : 1;
       if (WORDS_AHEAD && (span + 1 < SPANS || unit + 1 < last)) decode(next, words, column);

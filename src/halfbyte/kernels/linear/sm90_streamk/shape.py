@@ -8,12 +8,14 @@ from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, WarpgroupTiles, can_be_numbered
 from halfbyte.kernels.linear.tune import h200
 
-TILES_M = (8, 16, 24, 32, 48, 64, 80, 96, 112)
+TILES_M = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 # Registers of a thread at the start, of a producer and of a consumer, by warpgroups: all that there are, or as many as
 # leave room for a CTA of `lay_out` beside one of `multiply`, which else begins when those are done.
 REGISTERS = {2: (168, 120, 192), 3: (128, 80, 144), 4: (96, 96, 96)}
 FEWER_REGISTERS = {2: (152, 96, 176), 3: (112, 64, 128), 4: (88, 88, 88)}
+WIDEST_REGISTERS = (168, 56, 224)  # where sums take more than the producer leaves else
 MOST_BESIDE = 64  # rows of x that fewer registers hold sums of
+MOST_WITH_SCALES = 112  # beside which shared memory has room for scales of their own
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class StreamKPlan(WarpgroupTiles):
     @property
     def registers(self) -> tuple[int, int, int]:
         """Of a thread: at the start, and then of a producer and of a consumer."""
+        if self.tile_m > MOST_WITH_SCALES:
+            return WIDEST_REGISTERS
         return (FEWER_REGISTERS if self.beside else REGISTERS)[self.warpgroups]
 
     @property
@@ -61,7 +65,8 @@ class StreamKPlan(WarpgroupTiles):
 
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
-        stage = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * 4)
+        scales = 0 if self.tile_m > MOST_WITH_SCALES else UNIT_K // span * 4
+        stage = 64 * self.warpgroups * (UNIT_K // 2 + scales)
         x = (self.resident or self.stages) * self.tile_m * UNIT_K * 2
         return 256 * 256 + 1024 + self.stages * stage + x
 
@@ -74,6 +79,7 @@ def is_valid(plan: StreamKPlan, m: int, n: int, k: int, span: int, properties: D
         properties.ptx == 90
         and plan.tile_m in TILES_M
         and plan.warpgroups in REGISTERS
+        and (plan.tile_m <= MOST_WITH_SCALES or plan.warpgroups == 2)
         and 2 <= plan.stages <= 8
         and 1 <= plan.ctas <= units
         and units * plan.ctas < 1 << 32
@@ -110,6 +116,7 @@ def is_grouped_valid(plan: StreamKPlan, experts: int, n: int, k: int, span: int,
         properties.ptx == 90
         and plan.tile_m in TILES_M
         and plan.warpgroups in REGISTERS
+        and (plan.tile_m <= MOST_WITH_SCALES or plan.warpgroups == 2)
         and 2 <= plan.stages <= 8
         and plan.resident == 0
         and plan.cluster == 1

@@ -10,14 +10,15 @@ from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear import side_by_side
 from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K
 from halfbyte.kernels.linear.problem import Problem
-from halfbyte.kernels.linear.sm90_streamk.shape import REGISTERS, TILES_M, StreamKPlan
+from halfbyte.kernels.linear.sm90_streamk.shape import REGISTERS, StreamKPlan
 from halfbyte.kernels.linear.tune import h200
 
 
 def tiles_m(m: int, n: int, sms: int) -> tuple[int, ...]:
     """Rows of x a tile that come into question, none more than they need to be: those of the fewest tiles, or of one
     tile more; of any number of tiles, as long as each has a multiprocessor."""
-    narrowest = {-(-m // width): width for width in reversed(TILES_M)}  # by the number of tiles
+    widths = sorted({width for width, _ in h200.STREAMK_TILES}, reverse=True)
+    narrowest = {-(-m // width): width for width in widths}  # by the number of tiles
     row_tiles = -(-n // (64 * min(REGISTERS)))
     most = max(min(narrowest) + (m > h200.STREAMK_ONE_TILE), sms // row_tiles)
     return tuple(width for count, width in narrowest.items() if count <= most)

@@ -32,14 +32,24 @@ constexpr bool LANE_SPANS = false, IN_ORDER = false, LAYS_UNITS = Config::groupe
 // In words, each two neighbouring k: a span, and what a quad's lane takes of it.
 constexpr u32 SPAN_WORDS = Config::span / 2, OWN = Config::span / 8;
 
-// Shared memory: the table, barriers, stages of W (and of x, unless it is resident), resident x, decoded scales.
-constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K * 2, SCALE_BYTES = SPANS * TILE_N * 4;
+// Shared memory: the table, barriers, stages of W (and of x, unless it is resident), resident x, decoded scales. Beside
+// the widest tiles there is no room for these: they are in the last quarters of the table's rows, and a code of scales
+// has 16 copies in front of them, not 32.
+constexpr bool SCALES_IN_TABLE = Config::tile_m > 112;
+constexpr u32 CODE_COPIES = SCALES_IN_TABLE ? 16 : 32;
+constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K * 2;
+// From those of a span to those of the next, and of a stage.
+constexpr u32 SPAN_SCALES = TILE_N * 4 * (SCALES_IN_TABLE ? 4 : 1), STAGE_SCALES = SPANS * SPAN_SCALES;
 constexpr u32 STAGE_BYTES = W_BYTES + (Config::resident ? 0 : X_BYTES);
 constexpr u32 BARRIERS = 256 * TABLE_ROW, FULL = BARRIERS, EMPTY = FULL + 64;
 constexpr u32 TILES = BARRIERS + 1024;
 constexpr u32 X_RESIDENT = TILES + Config::stages * STAGE_BYTES;
-constexpr u32 SCALE = X_RESIDENT + Config::resident * X_BYTES;
-static_assert(SCALE + Config::stages * SCALE_BYTES == Config::shared_bytes, "plan.py reckons with other sizes");
+constexpr u32 BEHIND_X = X_RESIDENT + Config::resident * X_BYTES, SCALE = SCALES_IN_TABLE ? 192 : BEHIND_X;
+static_assert(BEHIND_X + (SCALES_IN_TABLE ? 0 : Config::stages * STAGE_SCALES) == Config::shared_bytes,
+              "plan.py reckons with other sizes");
+static_assert(!SCALES_IN_TABLE || Config::stages * STAGE_SCALES <= 256 * TABLE_ROW, "the table has no more rows");
+// Where a span's scale is whose place among its own is byte `at`.
+__device__ __forceinline__ u32 scale_place(u32 at) { return SCALES_IN_TABLE ? at / 64 * TABLE_ROW + at % 64 : at; }
 constexpr int SUM_GROUPS = (Config::tile_m / 8 + Config::cluster - 1) / Config::cluster * Config::cluster;
 static_assert(Config::cluster == 1 || SUM_GROUPS * WARPS * 512 <= Config::stages * STAGE_BYTES,
               "the cluster reduce reuses the stages of W");
@@ -48,7 +58,7 @@ extern __shared__ __align__(1024) unsigned char memory[];
 // The address of shared memory. In a cluster the CTA's rank is on top of BASE.
 __device__ __forceinline__ u32 shared() { return Config::cluster > 1 ? u32(__cvta_generic_to_shared(memory)) : BASE; }
 
-// The value of a scale byte, which each lane has in the upper half of a row of the table.
+// The value of a scale byte, of which lanes have copies in the upper half of a row of the table.
 __device__ __forceinline__ float load_code(u32 address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1 + %2];" : "=f"(value) : "r"(address), "n"(BASE + 128));
