@@ -152,7 +152,7 @@ def fit(path: Path) -> None:
     properties = properties_named(rows[0].device)
     print(f"choices as they are: {_lost(rows, properties)}")
     groups = [("x kept", constants_with_x(), [row for row in rows if row.resident])]
-    for tile_m in TILES_M:
+    for tile_m in h200.STREAMK_CUT:
         laid_out = [row for row in rows if row.tile_m == tile_m and not row.resident]
         groups.append((f"tiles of {tile_m}, x laid out", constants_of_tile(tile_m), laid_out))
     for name, constants, some in groups:

@@ -31,7 +31,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_constants_are_those_of_the_record(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     constants = [
         *script.constants_with_x(),
-        *(one for tile_m in script.TILES_M for one in script.constants_of_tile(tile_m)),
+        *(one for tile_m in h200.STREAMK_CUT for one in script.constants_of_tile(tile_m)),
     ]
     before = {constant: constant.value for constant in constants}
     script.fit(RECORD)
