@@ -15,6 +15,7 @@ import halfbyte as hb
 from halfbyte import eager
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES
+from halfbyte.kernels.common import paired_products, products, threads
 from halfbyte.kernels.linear import cpu, cpu_ready
 
 BF16 = torch.bfloat16
@@ -138,3 +139,33 @@ def test_weights_without_numbers(fresh: list[int]) -> None:
         q = weight(n=n, k=k)
         for _ in range(2):
             assert torch.equal(hb.linear(torch.randn(2, k), q), torch.zeros(2, n))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("format", ["nf4", "int4"])
+def test_threads(format: str, dtype: torch.dtype, fresh: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits are those of one thread, where threads begin in machine code and where they cannot."""
+    q, x = weight(format, n=600, k=4096), torch.randn(3, 4096).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        hb.linear(x, q)
+        alone = hb.linear(x, q)
+        torch.set_num_threads(2)
+        assert torch.equal(hb.linear(x, q), alone)
+        monkeypatch.setattr(threads, "_openmp", lambda: None)
+        assert torch.equal(hb.linear(x, q), alone)
+    finally:
+        torch.set_num_threads(before)
+    assert fresh == [3]
+
+
+def test_a_thread_that_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is not handed out."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for module in (products, paired_products):
+        monkeypatch.setattr(module, "_together", lambda *given: False)
+    q, x = weight(n=600, k=4096), torch.randn(1, 4096).to(BF16)
+    hb.linear(x, q)
+    with pytest.raises(MemoryError, match="a thread of a CPU kernel"):
+        hb.linear(x, q)

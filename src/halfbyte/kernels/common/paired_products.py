@@ -24,6 +24,7 @@ Bytes moved: as products.py. Flops: 2 N K for each row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -38,8 +39,17 @@ from numba.extending import intrinsic, register_jitable
 from torch import Tensor
 
 from halfbyte.formats.spec import Format
+from halfbyte.kernels.common.addresses import array_at
 from halfbyte.kernels.common.llvm import BF16, F32, I16, I64, add_up, call, has_feature, load, prefetch, shift_right
-from halfbyte.kernels.common.products import GRAIN, begins_of, rows_before, tiles_of
+from halfbyte.kernels.common.products import (
+    GRAIN,
+    Call,
+    begins_of,
+    finish_at,
+    in_one_call,
+    rows_before,
+    tiles_of,
+)
 from halfbyte.kernels.common.region import region
 from halfbyte.kernels.common.scales import decode_scales
 from halfbyte.kernels.common.threads import parallel
@@ -90,15 +100,25 @@ def multiply(
     y = np.empty((len(source), n), np.float32)
     bits = x.view(torch.int16).numpy()
     parallel(_reorder, len(source), max(1, GRAIN // k), bits, source, first, order_of(format.low_first), ordered)
-    unit = 64 if block_size >= 64 else 32
     begins = begins_of(first, lambda rows: _cost(rows) * tiles_of(n, ROWS))
     total = int(begins[-1])
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
-    *scales, _ = weight  # without the codebook
-    table, inverse = table_of(format.codebook, factor), np.float32(1 / factor)
-    arguments = matrices, first, begins, *scales, table, inverse, unit, ordered, k, y
+    arguments = matrices, first, begins, *_told(weight, format, factor, block_size), ordered, k, y
     parallel(_multiply, total, grain, *arguments, region=_multiply_together)
     return y
+
+
+def bind(weight: Callable[[], tuple[Any, ...]], format: Format, factor: float, block_size: int, n: int, k: int) -> Call:
+    """As `bind` of products.py, of x in bf16. factor: of the codebook."""
+    order, rest = order_of(format.low_first), _told((None,), format, factor, block_size)
+    tiles = lambda m: _cost(m) * tiles_of(n, ROWS)  # noqa: E731
+    return in_one_call(_alone, _together, tiles, n, k, torch.bfloat16, lambda: (order, *weight()[:-1], *rest))
+
+
+def _told(weight: tuple[Any, ...], format: Format, factor: float, block_size: int) -> tuple[Any, ...]:
+    """What `_multiply` is told of a weight."""
+    *scales, _ = weight  # without the codebook
+    return *scales, table_of(format.codebook, factor), np.float32(1 / factor), 64 if block_size >= 64 else 32
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
@@ -167,6 +187,29 @@ def _multiply(
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def _multiply_together(pieces, size, *arguments):
     return region(_multiply, pieces, size, arguments)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def _alone(total, x, bias, out, m, k, n, like, order, *weight):
+    given = _begin(total, x, m, k, n, like, order, weight)
+    _multiply(0, total, *given)
+    finish_at(given[-1], bias, out, like)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def _together(pieces, total, x, bias, out, m, k, n, like, order, *weight):
+    given = _begin(total, x, m, k, n, like, order, weight)
+    done = region(_multiply, pieces, total, given)
+    finish_at(given[-1], bias, out, like)
+    return done
+
+
+@register_jitable
+def _begin(total, x, m, k, n, like, order, weight):
+    """What `_multiply` is told of one weight and all rows, x first in its order."""
+    firsts, ordered, y = np.array([0, m]), np.empty(m * k, np.int16), np.empty((m, n), np.float32)
+    _reorder(0, m, array_at(x, (m, k), ordered), np.arange(m), firsts, order, ordered)
+    return (np.zeros(1, np.int64), firsts, np.array([0, total]), *weight, ordered, k, y)
 
 
 @register_jitable

@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
 import llvmlite.ir as ir
 import numpy as np
+import torch
 from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic, register_jitable
@@ -36,11 +38,12 @@ from torch import Tensor
 
 from halfbyte.formats.spec import Format, codebook_tensor
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
+from halfbyte.kernels.common.addresses import array_at
 from halfbyte.kernels.common.floats import BITS, from_bits, to_bits
 from halfbyte.kernels.common.llvm import F32, I8, I64, LOOK_UP_ORDER, add_up, call, load, look_up, prefetch, splat
 from halfbyte.kernels.common.region import region
 from halfbyte.kernels.common.scales import decode_scales, scale_arguments
-from halfbyte.kernels.common.threads import parallel
+from halfbyte.kernels.common.threads import OUT_OF_MEMORY, has_regions, parallel, pieces_of
 
 # A step takes so many packed bytes of a row, which are so many weights. The smallest block is one step.
 BYTES, WEIGHTS, LANES = 16, 32, 16
@@ -53,6 +56,10 @@ CHAIN = 8
 
 # Fewer multiply-adds than this are not worth waking a thread for.
 GRAIN = 2**20
+
+# out = x @ W.T + bias, of x [..., K], its rows, bias [N] or None, and out, all contiguous; False where threads are
+# wanted that cannot begin in machine code here.
+Call = Callable[[Tensor, int, Tensor | None, Tensor], bool]
 
 # Where in a step the 32 weights of its 16 bytes lie, in the order in which `look_up` finds them: those of all high
 # nibbles, then of all low ones, bytes taken as it takes them.
@@ -111,15 +118,59 @@ def multiply(
     matrices: int64 [G], which of the stack each group has. first: int64 [G + 1], where the rows of each group begin.
     """
     y = np.empty((len(source), n), np.float32)
-    # One scale for two steps where that is so everywhere, else one a step.
-    unit = 2 * WEIGHTS if k % (2 * WEIGHTS) == 0 and block_size >= 2 * WEIGHTS else WEIGHTS
     # What a tile of W costs is counted in tiles of x, so that threads get as much to do where groups differ in rows.
     begins = begins_of(first, lambda rows: tiles_of(rows, COLUMNS) * tiles_of(n, ROWS))
     total = int(begins[-1])
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
-    arguments = matrices, first, begins, *weight, unit, wide, k, source, y
+    arguments = matrices, first, begins, *weight, _unit(k, block_size), wide, k, source, y
     parallel(_multiply, total, grain, *arguments, region=_multiply_together)
     return y
+
+
+def bind(
+    weight: Callable[[], tuple[Any, ...]], format: Format, block_size: int, n: int, k: int, dtype: torch.dtype
+) -> Call:
+    """Products with a weight [N, K], given as `weight_arguments`, by one call of machine code; K a multiple of a step.
+    dtype: of x, bias and results. The bits are those of `multiply` and `finish`."""
+    order, unit = order_of(format), _unit(k, block_size)
+    tiles = lambda m: tiles_of(m, COLUMNS) * tiles_of(n, ROWS)  # noqa: E731
+    return in_one_call(_alone, _together, tiles, n, k, dtype, lambda: (order, *weight(), unit))
+
+
+def in_one_call(
+    alone: Any,
+    together: Any,
+    tiles: Callable[[int], int],
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    told: Callable[[], tuple[Any, ...]],
+) -> Call:
+    """Calls one of two kernels, the second of which has a region. tiles: for so many rows. told: what both are told of
+    the weight."""
+    like = _LIKE[dtype]
+
+    @cache
+    def work(m: int) -> tuple[int, int]:
+        total = tiles(m)
+        return total, max(1, total * GRAIN // (n * k * m))
+
+    def call(x: Tensor, m: int, bias: Tensor | None, out: Tensor) -> bool:
+        total, grain = work(m)
+        pieces = pieces_of(total, grain, True)
+        places = x.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        if pieces == 1:
+            alone(total, *places, m, k, n, like, *told())
+        elif not has_regions():
+            return False
+        elif not together(pieces, total, *places, m, k, n, like, *told()):
+            raise MemoryError(OUT_OF_MEMORY)
+        return True
+
+    return call
+
+
+_LIKE = {dtype: torch.empty(0, dtype=bits, device="cpu").numpy() for dtype, bits in BITS.items()}
 
 
 def finish(y: Any, target: Any, bias: Tensor | None, which: Any, out: Tensor) -> None:
@@ -128,6 +179,11 @@ def finish(y: Any, target: Any, bias: Tensor | None, which: Any, out: Tensor) ->
     added = np.empty((1, 0), to.dtype) if bias is None else bias.view(BITS[bias.dtype]).numpy()
     arguments = y, target, added, which, to
     parallel(_finish, len(y), max(1, GRAIN // max(1, y.shape[1])), *arguments)
+
+
+def _unit(k: int, block_size: int) -> int:
+    """Weights a scale: of two steps where they share one everywhere, else of one."""
+    return 2 * WEIGHTS if k % (2 * WEIGHTS) == 0 and block_size >= 2 * WEIGHTS else WEIGHTS
 
 
 def _log2(power: int) -> int:
@@ -199,6 +255,37 @@ def _multiply(
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def _multiply_together(pieces, size, *arguments):
     return region(_multiply, pieces, size, arguments)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def _alone(total, x, bias, out, m, k, n, like, order, *weight):
+    given = _begin(total, x, m, k, n, like, order, weight)
+    _multiply(0, total, *given)
+    finish_at(given[-1], bias, out, like)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def _together(pieces, total, x, bias, out, m, k, n, like, order, *weight):
+    given = _begin(total, x, m, k, n, like, order, weight)
+    done = region(_multiply, pieces, total, given)
+    finish_at(given[-1], bias, out, like)
+    return done
+
+
+@register_jitable
+def _begin(total, x, m, k, n, like, order, weight):
+    """What `_multiply` is told of one weight and all rows, x first in its order. weight: and the weights a scale."""
+    wide, y = np.empty((m, k), np.float32), np.empty((m, n), np.float32)
+    _widen(0, m, array_at(x, (m, k), like), order, wide)
+    return (np.zeros(1, np.int64), np.array([0, m]), np.array([0, total]), *weight, wide, k, np.arange(m), y)
+
+
+@register_jitable
+def finish_at(y, bias, out, like):
+    """`finish` of all rows, whose bias and results are at these addresses; bias: 0 for none."""
+    m, n = y.shape
+    added = array_at(bias, (1, n if bias else 0), like)
+    _finish(0, m, y, np.arange(m), added, np.zeros(m, np.int64), array_at(out, (m, n), like))
 
 
 @njit(inline="always")

@@ -23,6 +23,7 @@ import torch
 
 from halfbyte.kernels.common.region import START
 
+OUT_OF_MEMORY = "a thread of a CPU kernel ran out of memory"
 # Where a kernel has a region, pieces of so many times less work are worth a thread.
 LIGHTER = 4
 
@@ -33,9 +34,7 @@ def parallel(kernel: Any, size: int, grain: int, *arguments: Any, region: Any = 
     region: of the kernel (region.py), a function of (pieces, size, *arguments). Python then has no part in it: threads
     begin in 5 µs instead of 50."""
     openmp = _openmp()
-    if region is not None and openmp is not None:
-        grain = max(1, grain // LIGHTER)
-    pieces = max(1, min(torch.get_num_threads(), size // grain))
+    pieces = pieces_of(size, grain, region is not None)
     if pieces == 1:
         kernel(0, size, *arguments)
     elif openmp is None:
@@ -43,7 +42,19 @@ def parallel(kernel: Any, size: int, grain: int, *arguments: Any, region: Any = 
     elif region is None:
         _in_openmp(openmp, kernel, _edges(size, pieces), arguments)
     elif not region(pieces, size, *arguments):
-        raise MemoryError("a thread of a CPU kernel ran out of memory")
+        raise MemoryError(OUT_OF_MEMORY)
+
+
+def pieces_of(size: int, grain: int, has_region: bool) -> int:
+    """Into how many pieces `parallel` divides range(size)."""
+    if has_region and has_regions():
+        grain = max(1, grain // LIGHTER)
+    return max(1, min(torch.get_num_threads(), size // grain))
+
+
+def has_regions() -> bool:
+    """Whether threads begin in machine code here, where a kernel has a region for that."""
+    return _openmp() is not None
 
 
 def _edges(size: int, pieces: int) -> list[tuple[int, int]]:

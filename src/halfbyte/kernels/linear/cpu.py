@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from numba import njit
 from torch import Tensor
 
@@ -48,11 +49,23 @@ def linear(
         _linear(x, weight, format, block_size, bias, out)
 
 
-def bind(q: QuantizedWeight) -> Callable[[Tensor, Tensor | None, Tensor], None]:
-    """`linear` of contiguous x, bias and out with this weight [N, K], for as long as its tensors lie where they do. It
-    keeps none of them alive, and sees what they hold when it is called."""
-    weight, format, block_size = products.weight_in_place(q), q.spec, q.block_size
-    return lambda x, bias, out: _linear(x, weight(), format, block_size, bias, out)
+def bind(q: QuantizedWeight, dtype: torch.dtype) -> Callable[[Tensor, int, Tensor | None, Tensor], None]:
+    """`linear` of few rows with this weight [N, K], for as long as its tensors lie where they do: of contiguous x of
+    this dtype, its rows, bias and out. It keeps none of them alive, and sees what they hold when it is called."""
+    weight, format, block_size, (n, k) = products.weight_in_place(q), q.spec, q.block_size, q.shape
+    call = None
+    if paired_products.supports(dtype, k):
+        call = paired_products.bind(weight, format, factor_of(format.name, dtype), block_size, n, k)
+    elif k % WEIGHTS == 0:
+        call = products.bind(weight, format, block_size, n, k, dtype)
+
+    def product(x: Tensor, m: int, bias: Tensor | None, out: Tensor) -> None:
+        if n == 0 or (call is not None and call(x, m, bias, out)):
+            return
+        bias = None if bias is None else bias.detach()
+        _linear(x.detach().view(m, k), weight(), format, block_size, bias, out.view(m, n))
+
+    return product
 
 
 def _linear(

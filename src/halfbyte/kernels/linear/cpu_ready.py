@@ -16,8 +16,8 @@ from halfbyte.formats.weight import QuantizedWeight
 from halfbyte.kernels.common.thread_cache import ThreadCache
 from halfbyte.kernels.linear.problem import key_of
 
-# Of rows x [m, K], the bias [N] or None, and the result [m, N], which it writes.
-Product = Callable[[Tensor, Tensor | None, Tensor], None]
+# Of x [..., K], its rows m, the bias [N] or None, and the result [..., N], which it writes.
+Product = Callable[[Tensor, int, Tensor | None, Tensor], None]
 
 MOST_ROWS = 16  # of more, a product takes much longer than all around it
 
@@ -38,11 +38,11 @@ def keep(
     q: QuantizedWeight,
     bias: Tensor | None,
     batch_invariant: bool,
-    bind: Callable[[QuantizedWeight], Product],
+    bind: Callable[[QuantizedWeight, torch.dtype], Product],
 ) -> None:
     """From now on m rows are multiplied with this weight, as long as it lies where it does, by what `bind` gives."""
     if 0 < m <= MOST_ROWS:
-        weights.get(key_of(x, q, bias, batch_invariant), lambda: Known(bind(q), set())).rows.add(m)
+        weights.get(key_of(x, q, bias, batch_invariant), lambda: Known(bind(q, x.dtype), set())).rows.add(m)
 
 
 def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
@@ -66,9 +66,8 @@ def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: b
         or not (bias is None or (bias.dtype is x.dtype and bias.shape == (n,) and _is_usual(bias)))
     ):
         return None
-    x = x.detach()
     out = x.new_empty((*sides[:-1], n))
-    known.product(x.view(m, k), None if bias is None else bias.detach(), out.view(m, n))
+    known.product(x, m, bias, out)
     return out
 
 
