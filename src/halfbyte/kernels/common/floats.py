@@ -17,6 +17,8 @@ from numba.extending import intrinsic
 from halfbyte.kernels.common.llvm import F32, I16, I32, constant, of, shift_right
 
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.uint32}
+# The same as empty arrays, by which addresses.py tells what lies there.
+LIKE = {dtype: torch.empty(0, dtype=bits, device="cpu").numpy() for dtype, bits in BITS.items()}
 
 
 @intrinsic

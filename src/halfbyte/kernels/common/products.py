@@ -39,7 +39,7 @@ from torch import Tensor
 from halfbyte.formats.spec import Format, codebook_tensor
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
 from halfbyte.kernels.common.addresses import array_at
-from halfbyte.kernels.common.floats import BITS, from_bits, to_bits
+from halfbyte.kernels.common.floats import BITS, LIKE, from_bits, to_bits
 from halfbyte.kernels.common.llvm import F32, I8, I64, LOOK_UP_ORDER, add_up, call, load, look_up, prefetch, splat
 from halfbyte.kernels.common.region import region
 from halfbyte.kernels.common.scales import decode_scales, scale_arguments
@@ -148,7 +148,7 @@ def in_one_call(
 ) -> Call:
     """Calls one of two kernels, the second of which has a region. tiles: for so many rows. told: what both are told of
     the weight."""
-    like = _LIKE[dtype]
+    like = LIKE[dtype]
 
     @cache
     def work(m: int) -> tuple[int, int]:
@@ -168,9 +168,6 @@ def in_one_call(
         return True
 
     return call
-
-
-_LIKE = {dtype: torch.empty(0, dtype=bits, device="cpu").numpy() for dtype, bits in BITS.items()}
 
 
 def finish(y: Any, target: Any, bias: Tensor | None, which: Any, out: Tensor) -> None:
