@@ -180,6 +180,8 @@ FUSED: dict[str, tuple[Fusion, StreamKPlan | GemmPlan, dict[str, Any]]] = {
     "a pair, in order": (SILU, GemmPlan(96, 2, 2, 3, 5, 1, 96, paired=True, in_order=True), {}),
     "a pair, many rows, permuted": (GELU, GemmPlan(256, 2, 2, 3, 3, 1, 256, paired=True), {"block_size": 32}),
     "a pair, wide tiles": (GELU, GemmPlan(320, 2, 2, 2, 3, 1, 320, paired=True), {}),
+    "a pair, twins": (GELU, GemmPlan(256, 2, 2, 3, 2, 1, 256, paired=True, twins=2), {}),
+    "a pair, twins, in order": (SILU, GemmPlan(256, 2, 2, 3, 3, 1, 256, paired=True, in_order=True, twins=2), {}),
     "a pair, many rows, a cluster": (SILU, GemmPlan(96, 2, 2, 3, 3, 2, 96, paired=True), {"block_size": 128}),
     "a norm": (NORM, StreamKPlan(16, 2, 3, 4, norm=True), {}),
     "a norm, a pair, equal parts": (
