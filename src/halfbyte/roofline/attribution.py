@@ -85,7 +85,8 @@ def attribute_gpu(trace: Trace, known: Sequence[tuple[str, Label]], steps: int) 
 def attribute_cpu(trace: Trace, steps: int) -> Profile:
     """A profile of `steps` marked steps on a CPU, from the time that each operator spends in itself.
 
-    In a projection's range, what no operator claims is a kernel called without torch's dispatcher, as halfbyte's are.
+    In the range of a projection or a norm, what no operator claims is a kernel called without torch's dispatcher, as
+    halfbyte's are.
     Elsewhere it is Python, which is a gap. Raises ValueError where no step was marked.
     """
     whole = [span for span in trace.ranges if span.name == STEP]
@@ -110,11 +111,12 @@ def attribute_cpu(trace: Trace, steps: int) -> Profile:
 
 
 def _on_cpu(segment: Segment, finder: Finder) -> tuple[Label, bool]:
-    """The class of a segment, and whether its span counts: a module's call in products, an operator elsewhere."""
+    """The class of a segment, and whether its span counts: a module's call in products and norms, an operator
+    elsewhere."""
     name, span = segment.span.name, finder.at(segment.start)
     within = label_in(span.name) if span else None
     is_operator = name != STEP and label_in(name) is None
-    if within is not None and within.group == "products":
+    if within is not None and within.group in ("products", "norms"):
         return (classify(name, within), False) if is_operator else (within, True)
     if not is_operator or FREE.search(name):
         return GAPS, False

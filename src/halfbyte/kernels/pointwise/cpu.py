@@ -1,7 +1,8 @@
 """The RMS norm of a few rows on a CPU, by numba: one call where torch has six, each of which costs more than its work.
 
 Bytes: x twice from the cache, and the result. It rounds as transformers' LlamaRMSNorm does, twice: the normed number,
-and that times the weight.
+and that times the weight. Squares are added in another order, which hardly a number of 16 bits shows; in fp32 most
+would, so norms in fp32 stay torch's.
 """
 
 # numba finds out the types of kernels by itself.
@@ -12,19 +13,21 @@ from __future__ import annotations
 from math import sqrt
 
 import numpy as np
+import torch
 from numba import njit
 from torch import Tensor
 
 from halfbyte.kernels.common.addresses import array_at
-from halfbyte.kernels.common.floats import BITS, LIKE, from_bits, to_bits
+from halfbyte.kernels.common.floats import LIKE, from_bits, to_bits
 
+DTYPES = (torch.bfloat16, torch.float16)
 MOST = 1 << 16  # numbers; of more, torch's threads share the work
 
 
 def supports(x: Tensor, weight: Tensor) -> bool:
     """Whether `rms_norm` is for plain tensors x [..., K] and weight [K]."""
     return (
-        x.dtype in BITS
+        x.dtype in DTYPES
         and x.dtype is weight.dtype
         and x.is_cpu
         and weight.is_cpu
