@@ -62,6 +62,8 @@ CASES = {
     "integers, gated": Case(3, (80, 80), 1024, BF16, GATED, "int4", {"group_size": 64}, {"computes": True}),
     "integers of fp16": Case(2, (80,), 4096, F16, RESIDUAL, "int4", {"group_size": 64}, {"computes": True}),
     "a cluster": Case(1, (132,), 14336, F16, STEP, "fp4"),
+    "a cluster, many tiles": Case(2, (1000,), 2048, BF16, changes={"warps": 2, "cluster": 2}),
+    "a cluster of four, gated": Case(1, (500, 500), 4096, F16, GATED, changes={"warps": 2, "cluster": 4}),
     "three weights": Case(9, (64, 32, 68), 1024, BF16, ALONE, "int4", {"group_size": 128}),
     "a gated pair": Case(5, (80, 80), 512, F16, GATED, options={"nested": False}),
     "batches": Case(13, (64,), 4096, BF16, format="mxfp4"),

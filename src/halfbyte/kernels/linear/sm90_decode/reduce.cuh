@@ -101,7 +101,9 @@ __device__ __forceinline__ void reduce(const Arguments& a, u32 shared, u32 part,
             total[c].x += v.x, total[c].y += v.y, total[c].z += v.z, total[c].w += v.w;
           }
       __syncwarp();
-      if (lane > 0 && lane < Config::cluster) give_back_at(address_in(empty, lane));
+      // Of the last ones nobody waits for the room, and who has sent its sums may have ended.
+      static_assert(SLOTS % 2 == 0, "as the walk counts");
+      if (lane > 0 && lane < Config::cluster && walk.is_there_behind(SLOTS)) give_back_at(address_in(empty, lane));
     }
 
     if constexpr (ROUTED) {

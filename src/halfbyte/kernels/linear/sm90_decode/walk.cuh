@@ -28,6 +28,11 @@ class Walk {
     if constexpr (!ROUTED) return number < a.tiles;
     return number < end;
   }
+  // Whether there is one so many behind this one, an even number.
+  __device__ __forceinline__ bool is_there_behind(u32 others) const {
+    if constexpr (!ROUTED) return number + others * gridDim.x < a.tiles;
+    return number + others / (PAIRED ? 2 : 1) * turns < end;
+  }
   __device__ __forceinline__ void next() {
     if constexpr (!ROUTED) {
       number = !PAIRED ? number + gridDim.x : number % 2 == 0 ? number + 1 : number + 2 * gridDim.x - 1;

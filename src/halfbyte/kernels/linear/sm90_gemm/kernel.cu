@@ -87,10 +87,13 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
     __syncwarp();
     if (lane == 0) arrive(barrier);
   };
-  const auto release_x = [&](u32 barrier) {  // a twin's copies come here, too
+  // A twin's copies come here, too. For the last stages nobody waits, and the twin may have ended.
+  u32 wanted = (last - first) * (UNIT_K / STEP_K) - Config::x_stages;  // stages that are filled anew, or below zero
+  const auto release_x = [&](u32 barrier) {
     if constexpr (Config::twins == 1) return release(barrier);
+    const bool is_wanted = int(wanted--) > 0;
     __syncwarp();
-    if (lane < Config::twins) give_back_at(address_in(barrier, lane));
+    if (is_wanted && lane < Config::twins) give_back_at(address_in(barrier, lane));
   };
   Ring w(0), x(0);
   WorkUnit at(a, first);
