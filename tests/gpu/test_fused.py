@@ -14,13 +14,16 @@ from torch.nn.functional import linear as dense_linear
 
 import halfbyte as hb
 from halfbyte import eager_fused
-from halfbyte.kernels.common.device import properties_of
+from halfbyte.kernels.common.device import DeviceProperties, properties_of
 from halfbyte.kernels.common.norm import Norm
 from halfbyte.kernels.linear import cache, dispatch
 from halfbyte.kernels.linear.fusion import Beside, Fusion, Residual
-from halfbyte.kernels.linear.problem import addresses, problem_of
+from halfbyte.kernels.linear.laid_out import span_of
+from halfbyte.kernels.linear.problem import Problem, addresses, problem_of
 from halfbyte.kernels.linear.sm90_decode import launch as decode
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
+from halfbyte.kernels.linear.sm90_gemm.plan import GemmGroup
+from halfbyte.kernels.linear.sm90_gemm.shape import GemmPlan, decoding, is_valid
 from halfbyte.kernels.linear.sm90_streamk import launch as streamk
 from halfbyte.kernels.pointwise import reference as plain_torch
 from halfbyte.models import fused
@@ -188,6 +191,24 @@ def test_error_of_pairs_of_many_rows(dtype: torch.dtype, format: str, options: d
         weights = [weight(n, k, format, dtype, **options) for _ in range(2)]
         biases, x = [random(n, dtype=dtype), None], random(m, k, dtype=dtype)
         check_twice(gemm, x, weights, biases, Beside(None, "silu"))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_error_of_pairs_by_twins(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CTAs of a cluster have neighbouring rows of both, the last of them perhaps none."""
+
+    def planned(m: int, group: list[Problem], fusion: Fusion, properties: DeviceProperties) -> GemmGroup:
+        n, k = group[0].n, group[0].k
+        workers = min(66, -(-n // 128) * -(-k // 256))
+        shape = GemmPlan(256, 2, 3, 3, workers, 1, 512, activation=fusion.activation, paired=True, in_order=in_order)
+        plan = decoding(replace(shape, twins=2), group[0])
+        assert is_valid(plan, m, n, k, span_of(group[0]), properties)
+        return GemmGroup((plan, plan), 0.0, is_one_launch=True)
+
+    monkeypatch.setattr(gemm, "plan_fused", planned)
+    for m, n, k in ((300, 1029, 4160), (700, 2000, 4096), (1100, 60, 1024)):
+        weights, x = [weight(n, k) for _ in range(2)], random(m, k)
+        check_twice(gemm, x, weights, [random(n), None], Beside(None, "silu"))
 
 
 @pytest.mark.parametrize("m", [1, 7, 16])
