@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sass import arrivals_with_reads_on_their_way
 
+from halfbyte.bench.predictions import problem as problem_named
 from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for
 from halfbyte.kernels.linear import laid_out
-from halfbyte.kernels.linear.dispatch import choose_group
-from halfbyte.kernels.linear.laid_out import span_of, supports
+from halfbyte.kernels.linear.dispatch import choose, choose_group
+from halfbyte.kernels.linear.laid_out import copies_x, span_of, supports
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.launch import constants, source
@@ -157,6 +158,17 @@ def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
             for first, rows in zip(firsts, launches, strict=True)
         ]
         assert all(bound >= rows > bound - 128 for bound, *_, rows in calls)
+
+
+@pytest.mark.parametrize("format", ["nf4", "int4"])
+def test_memory_of_many_rows_of_a_large_weight(format: str) -> None:
+    """No dense weight with 2,048 rows, and 8 MiB for x laid out at most, as the tests on a GPU measure it."""
+    problem = problem_named(format, *{"nf4": (64, True), "int4": (128, False)}[format], 28672, 8192)
+    choice = choose(2048, problem, H200, False)
+    assert choice is not None
+    plan = choice.plan
+    assert isinstance(plan, GemmPlan)
+    assert copies_x(problem, plan) or plan.chunk * problem.k * 2 <= 8 << 20
 
 
 def test_wide_tiles() -> None:

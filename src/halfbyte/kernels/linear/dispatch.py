@@ -106,7 +106,7 @@ def choose(m: int, problem: Problem, properties: DeviceProperties, batch_invaria
     choice = _fastest(kernels, SUPERSEDED, lambda kernel: kernel.plan(m, problem, properties, False))
     if choice is None or choice.kernel.NAME in MOST_ROWS:
         return choice
-    return choice if choice.plan.microseconds <= dense_microseconds(m, problem, properties) else None
+    return choice if choice.plan.microseconds <= _most_beside_dense(m, problem, properties) else None
 
 
 def _fastest(
@@ -136,6 +136,11 @@ def dense_microseconds(m: int, problem: Problem, properties: DeviceProperties) -
     return h200.DENSE_START + millions * h200.DENSE_WRITE / rates.bandwidth + product
 
 
+def _most_beside_dense(m: int, problem: Problem, properties: DeviceProperties) -> float:
+    """The most µs that a kernel may take where there is the dense way, which takes memory for the dense weight."""
+    return h200.DENSE_GAIN * dense_microseconds(m, problem, properties)
+
+
 @lru_cache(1 << 14)
 def takes_halves(m: int, problem: Problem, properties: DeviceProperties, batch_invariant: bool) -> bool:
     """Whether x [m, K] in bf16 is better multiplied as fp16 (halves.py), whose tensor cores alone a GPU has: always
@@ -157,7 +162,7 @@ def choose_back(m: int, problem: Problem, properties: DeviceProperties) -> Choic
     the faster way."""
     properties = properties.as_fitted
     best = _fastest(BACK_KERNELS, BACK_SUPERSEDED, lambda kernel: kernel.plan_back(m, problem, properties))
-    return best if best and best.plan.microseconds <= dense_microseconds(m, problem, properties) else None
+    return best if best and best.plan.microseconds <= _most_beside_dense(m, problem, properties) else None
 
 
 @lru_cache(1 << 14)

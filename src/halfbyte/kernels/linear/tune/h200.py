@@ -18,6 +18,8 @@ from typing import NamedTuple
 DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.641, 0.387, 0.816, 789.643
 # How many times slower cuBLAS is where N is odd, and where it is even but no multiple of 8.
 DENSE_ODD, DENSE_EVEN = 7.5, 2.8
+# How many times as fast as a kernel the dense way has to be, which takes two bytes of memory for a weight.
+DENSE_GAIN = 1.03
 # The most rows of x for which these kernels beat that on GPUs which have no other. Guesses.
 SM75_ROWS, SIMT_ROWS = 64, 8
 
