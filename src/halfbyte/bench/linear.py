@@ -110,7 +110,7 @@ def _compile_ahead(
     rows: Sequence[int],
     properties: DeviceProperties | None,
 ) -> None:
-    """All kernels that the cases will ask for one by one."""
+    """Begins to compile all kernels of the cases side by side, which would else be compiled one by one."""
     if not reach.can_compile(device):
         return
     found, x = properties or properties_of(device.index), torch.empty(0, dtype=dtype, device="cpu")

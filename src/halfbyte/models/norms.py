@@ -69,26 +69,24 @@ def forward(module: Any, x: Tensor) -> Tensor:
         and not torch.compiler.is_compiling()
     ):
         result = _rms_norm(x, weight.shape, weight, module.variance_epsilon)[0]
-    elif _has_kernel(x, weight):
-        from halfbyte.kernels.pointwise import cpu
-
-        result = cpu.rms_norm(x, weight, module.variance_epsilon)
+    elif kernel := _cpu_kernel(x, weight):
+        result = kernel(x, weight, module.variance_epsilon)
     else:
         result = type(module).forward(module, x)
     return result
 
 
-def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """On a CPU, of a few rows, where nothing but numbers is asked for."""
+def _cpu_kernel(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, float], Tensor] | None:
+    """Ours on a CPU, of a few rows, where nothing but numbers is asked for."""
     if not x.is_cpu or type(x) is not Tensor or transforms.is_active() or transforms.is_tracing():
-        return False
+        return None
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return False
+        return None
     if not has_numba():
-        return False
+        return None
     from halfbyte.kernels.pointwise import cpu
 
-    return cpu.supports(x, weight)
+    return cpu.rms_norm if cpu.supports(x, weight) else None
 
 
 @cache

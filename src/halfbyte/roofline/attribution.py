@@ -86,8 +86,7 @@ def attribute_cpu(trace: Trace, steps: int) -> Profile:
     """A profile of `steps` marked steps on a CPU, from the time that each operator spends in itself.
 
     In the range of a projection or a norm, what no operator claims is a kernel called without torch's dispatcher, as
-    halfbyte's are.
-    Elsewhere it is Python, which is a gap. Raises ValueError where no step was marked.
+    halfbyte's are. Elsewhere it is Python, which is a gap. Raises ValueError where no step was marked.
     """
     whole = [span for span in trace.ranges if span.name == STEP]
     if not whole:

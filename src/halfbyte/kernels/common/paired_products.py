@@ -44,11 +44,12 @@ from halfbyte.kernels.common.llvm import BF16, F32, I16, I64, add_up, call, has_
 from halfbyte.kernels.common.products import (
     GRAIN,
     Call,
+    alone,
     begins_of,
-    finish_at,
     in_one_call,
     rows_before,
     tiles_of,
+    together,
 )
 from halfbyte.kernels.common.region import region
 from halfbyte.kernels.common.scales import decode_scales
@@ -103,22 +104,21 @@ def multiply(
     begins = begins_of(first, lambda rows: _cost(rows) * tiles_of(n, ROWS))
     total = int(begins[-1])
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
-    arguments = matrices, first, begins, *_told(weight, format, factor, block_size), ordered, k, y
+    arguments = matrices, first, begins, *weight[:-1], *_numbers(format, factor, block_size), ordered, k, y
     parallel(_multiply, total, grain, *arguments, region=_multiply_together)
     return y
 
 
 def bind(weight: Callable[[], tuple[Any, ...]], format: Format, factor: float, block_size: int, n: int, k: int) -> Call:
     """As `bind` of products.py, of x in bf16. factor: of the codebook."""
-    order, rest = order_of(format.low_first), _told((None,), format, factor, block_size)
+    order, numbers = order_of(format.low_first), _numbers(format, factor, block_size)
     tiles = lambda m: _cost(m) * tiles_of(n, ROWS)  # noqa: E731
-    return in_one_call(_alone, _together, tiles, n, k, torch.bfloat16, lambda: (order, *weight()[:-1], *rest))
+    return in_one_call(_alone, _together, tiles, n, k, torch.bfloat16, lambda: (order, *weight()[:-1], *numbers))
 
 
-def _told(weight: tuple[Any, ...], format: Format, factor: float, block_size: int) -> tuple[Any, ...]:
-    """What `_multiply` is told of a weight."""
-    *scales, _ = weight  # without the codebook
-    return *scales, table_of(format.codebook, factor), np.float32(1 / factor), 64 if block_size >= 64 else 32
+def _numbers(format: Format, factor: float, block_size: int) -> tuple[Any, ...]:
+    """What `_multiply` is told of a weight in place of its codebook: the table, its inverse factor, weights a scale."""
+    return table_of(format.codebook, factor), np.float32(1 / factor), 64 if block_size >= 64 else 32
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
@@ -191,17 +191,12 @@ def _multiply_together(pieces, size, *arguments):
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def _alone(total, x, bias, out, m, k, n, like, order, *weight):
-    given = _begin(total, x, m, k, n, like, order, weight)
-    _multiply(0, total, *given)
-    finish_at(given[-1], bias, out, like)
+    alone(_multiply, total, _begin(total, x, m, k, n, like, order, weight), bias, out, like)
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def _together(pieces, total, x, bias, out, m, k, n, like, order, *weight):
-    given = _begin(total, x, m, k, n, like, order, weight)
-    done = region(_multiply, pieces, total, given)
-    finish_at(given[-1], bias, out, like)
-    return done
+    return together(_multiply, pieces, total, _begin(total, x, m, k, n, like, order, weight), bias, out, like)
 
 
 @register_jitable

@@ -213,8 +213,6 @@ def _finish(begin, end, y, target, bias, which, out):
 
 def begins_of(first, cost):
     """Where the tiles of each group begin, counted by what they cost; cost: of so many rows of x."""
-    if len(first) == 2:  # a weight by itself
-        return np.array((0, cost(int(first[1]))))
     return np.array(list(accumulate((cost(end - begin) for begin, end in pairwise(first.tolist())), initial=0)))
 
 
@@ -256,17 +254,12 @@ def _multiply_together(pieces, size, *arguments):
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def _alone(total, x, bias, out, m, k, n, like, order, *weight):
-    given = _begin(total, x, m, k, n, like, order, weight)
-    _multiply(0, total, *given)
-    finish_at(given[-1], bias, out, like)
+    alone(_multiply, total, _begin(total, x, m, k, n, like, order, weight), bias, out, like)
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def _together(pieces, total, x, bias, out, m, k, n, like, order, *weight):
-    given = _begin(total, x, m, k, n, like, order, weight)
-    done = region(_multiply, pieces, total, given)
-    finish_at(given[-1], bias, out, like)
-    return done
+    return together(_multiply, pieces, total, _begin(total, x, m, k, n, like, order, weight), bias, out, like)
 
 
 @register_jitable
@@ -277,8 +270,24 @@ def _begin(total, x, m, k, n, like, order, weight):
     return (np.zeros(1, np.int64), np.array([0, m]), np.array([0, total]), *weight, wide, k, np.arange(m), y)
 
 
+# Inlined, since numba does not cache what hands a kernel over to another function.
+@njit(inline="always")
+def alone(kernel, total, given, bias, out, like):
+    """A product by what a kernel is told of it, its results in fp32 last."""
+    kernel(0, total, *given)
+    _finish_at(given[-1], bias, out, like)
+
+
+@njit(inline="always")
+def together(kernel, pieces, total, given, bias, out, like):
+    """The same in a region; whether all pieces were computed."""
+    done = region(kernel, pieces, total, given)
+    _finish_at(given[-1], bias, out, like)
+    return done
+
+
 @register_jitable
-def finish_at(y, bias, out, like):
+def _finish_at(y, bias, out, like):
     """`finish` of all rows, whose bias and results are at these addresses; bias: 0 for none."""
     m, n = y.shape
     added = array_at(bias, (1, n if bias else 0), like)

@@ -54,8 +54,9 @@ def _ways(
     x_tiles, row_tiles, depth = -(-m // tile_m), -(-n // 128), -(-k // UNIT_K)
     chunk = tiles_at_once(x_tiles, k, tile_m, h200.BACK_X_BYTES if back else room_of(in_order))
     cuts = tile_m <= h200.GEMM_MOST_CUT
-    for of_launch in () if not cuts else (chunk,) if back or in_order else {chunk, -(-chunk // 2)}:
-        yield Way(min(properties.sms, row_tiles * depth * last_of(x_tiles, of_launch)), of_launch * tile_m)
+    if cuts:
+        for of_launch in (chunk,) if back or in_order else {chunk, -(-chunk // 2)}:
+            yield Way(min(properties.sms, row_tiles * depth * last_of(x_tiles, of_launch)), of_launch * tile_m)
     if tile_m == h200.GEMM_TWINS_M:
         of_launch = tiles_at_once(x_tiles, k, tile_m, h200.GEMM_TWINS_X_BYTES)
         units = -(-row_tiles // 2) * depth * last_of(x_tiles, of_launch)
@@ -113,7 +114,7 @@ def launches(plan: GemmPlan, m: int, problem: Problem, properties: DevicePropert
 def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DeviceProperties) -> float:
     """The same of a launch with so many tiles of x."""
     k, n = plan.sides(problem)
-    tiles, depth, unit = -(-n // (128 * plan.twins)) * x_tiles, -(-k // UNIT_K), units_of(plan)[plan.tile_m]
+    tiles, depth, unit = plan.row_tiles(n) * x_tiles, -(-k // UNIT_K), units_of(plan)[plan.tile_m]
     if plan.shares > 1:
         _, whole = _ends(plan.tile_m)
         time = math.ceil(depth / plan.shares) * unit + whole / plan.shares
