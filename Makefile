@@ -25,7 +25,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-dev.txt)
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick compile-all test-vllm lint format gpu fuzz soak soak-serving sanitize bench bench-check figures wheel clean
+.PHONY: help demo test quick compile-all test-vllm lint format gpu fuzz examples soak soak-serving sanitize bench bench-check figures wheel clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -63,6 +63,9 @@ gpu: $(READY)  ## the tests that need a GPU: in any order, four at a time, then 
 
 fuzz: $(READY)  ## random problems for SECONDS=60 from SEED=0, on the GPU where there is one
 	$(PY) tests/fuzz.py --seconds $(SECONDS) --seed $(SEED)
+
+examples: $(READY)  ## property tests with examples that they have not seen, where `make test` takes the same each time
+	$(PARALLEL) -m hypothesis --hypothesis-profile others --timeout 1800
 
 soak: $(READY)  ## CALLS=1000 calls of generate from SEED=0, each beside transformers' own loop
 	$(PY) -W ignore -m tests.soak --calls $(CALLS) --seed $(SEED)

@@ -11,6 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# Property tests take the same examples in every run, so that one that fails is the fault of a change since the last.
+# `make examples` looks for others. Some compile first, so none has a deadline.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("others", max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("same")
 
 # Workers share the cores. Threads that outnumber them wait for each other, and small models take many times as long.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):

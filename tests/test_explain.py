@@ -59,7 +59,7 @@ def test_nested_scale_takes_the_same_way() -> None:
         assert e.nested.result == dense[block, 0].item()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     value=st.floats(-1, 1, width=32),
     absmax=st.floats(2**-100, 2**100, width=32),
@@ -74,7 +74,7 @@ def test_the_nearest_value_is_chosen(value: float, absmax: float, format: str) -
     assert [c.low for c in e.candidates[1:]] == [c.high for c in e.candidates[:-1]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(value=st.floats(-1, 1, width=32), absmax=st.floats(2**-100, 2**100, width=32))
 def test_powers_of_two_are_those_that_quantize_makes(value: float, absmax: float) -> None:
     e = explain(value * absmax, absmax, "mxfp4")

@@ -45,7 +45,7 @@ def refused(error: type[Exception], words: str, function: Callable[..., Any], *a
 
 
 @dtypes
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_nearest_are_the_first_distances(dtype: torch.dtype, data: st.DataObject) -> None:
     """With rows in many lists, equal rows, infinities and NaN."""

@@ -61,7 +61,7 @@ def test_incomplete_weights_are_refused_before_anything_is_written(tmp_path: Pat
         assert left(tmp_path) == ["s.safetensors"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 10**6), byte=st.integers(0, 255), cut=st.booleans())
 def test_damage_gives_an_error_or_a_whole_output(tmp_path: Path, at: int, byte: int, cut: bool) -> None:
     source, target = tmp_path / "s.safetensors", tmp_path / "t.safetensors"

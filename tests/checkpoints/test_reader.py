@@ -139,7 +139,7 @@ def test_cut_short_while_reading(tmp_path: Path) -> None:
         checkpoint.read("a.weight")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.tuples(st.integers(0, 600), st.integers(0, 255)), min_size=1, max_size=6))
 def test_corrupt_headers(tmp_path: Path, changes: list[tuple[int, int]]) -> None:
     """Whatever bytes a header has: a ValueError, or tensors that can be read."""

@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, t
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_tensors_in_any_order(tmp_path: Path, data: st.DataObject) -> None:
     """Also odd sizes, which would leave later tensors misaligned if they were written as they come."""

@@ -256,7 +256,7 @@ def test_wrong_fields(change: dict[str, Any]) -> None:
 GOOD = to_tensors("w", ops.quantize(torch.randn(32, 64)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_corrupt_state_is_a_value_error_or_harmless(data: st.DataObject) -> None:
     key = f"w{STATE_KEY}nf4"
@@ -275,7 +275,7 @@ def test_corrupt_state_is_a_value_error_or_harmless(data: st.DataObject) -> None
     assert "'w" in outcome if outcome else q.numel in (2047, 2048)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(key=st.sampled_from(sorted(GOOD)), size=st.integers(0, 300), dtype=st.sampled_from([torch.uint8, torch.float32]))
 def test_parts_of_a_wrong_size(key: str, size: int, dtype: torch.dtype) -> None:
     tensors = {**GOOD, key: torch.ones(size, dtype=dtype)}

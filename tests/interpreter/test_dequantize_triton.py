@@ -92,7 +92,7 @@ def test_special_scales(format: str, dtype: torch.dtype) -> None:
         check(64 * 1024, format, dtype, 64, codes, NestedScale(dynamic_code(CPU), absmax, torch.tensor(offset)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     plan=st.builds(
         DequantizePlan,

@@ -81,7 +81,7 @@ def test_thresholds_and_their_neighbours(format: str) -> None:
         check(values * absmax, format, 512)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     numel=st.integers(1, 10_000),
     format=st.sampled_from(list(FORMATS)),

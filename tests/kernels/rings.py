@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import struct
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import cuda_on_cpu
 import torch
 from cuda_on_cpu import Shape
 from gpus import H200
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,7 +25,8 @@ BF16, F16 = torch.bfloat16, torch.float16
 SENTINEL = -1
 REGISTERS = 65536  # of a multiprocessor
 
-_any_problem = given(
+# For rows of x, an NF4 weight and a GPU of every size that kernels for many rows plan for.
+any_problem = given(
     m=st.integers(1, 9000),
     n=st.integers(1, 60000),
     k=st.integers(1, 500).map(lambda k: 32 * k),
@@ -35,11 +35,6 @@ _any_problem = given(
     capability=st.sampled_from([80, 86, 89, 90, 100, 120]),
     sms=st.integers(1, 200),
 )
-
-
-def any_problem(test: Callable[..., None]) -> Callable[..., None]:
-    """For rows of x, an NF4 weight and a GPU of every size that kernels for many rows plan for."""
-    return settings(deadline=None)(_any_problem(test))
 
 
 def nf4(n: int = 1000, k: int = 4096, block_size: int = 64, dtype: torch.dtype = BF16) -> Problem:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cuda_on_cpu import Shape
 from gpus import H200, MI300X
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rings import operations, usage
 from torch import Tensor
@@ -315,7 +315,6 @@ def test_random_batches_of_pages(tmp_path: Path) -> None:
 # -- Plans and machine code --------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     heads=st.integers(1, 3000),
     tokens=st.integers(1, 1 << 20),
@@ -340,7 +339,6 @@ def test_every_plan_fits(heads: int, tokens: int, size: int, rows: int, capabili
     assert plan.columns * 8 * plan.row_tiles(rows) >= rows
 
 
-@settings(deadline=None)
 @given(
     texts=st.integers(1, 3000),
     shared=st.integers(1, 16),
@@ -364,7 +362,6 @@ def test_every_plan_of_pages_fits(
     assert plan.helpers >= 0.8 * plan.at_once or not plan.helpers  # as many as share.cuh may want
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 40) | st.integers(0, 5000), min_size=1, max_size=90),
     heads=st.integers(1, 8),

@@ -176,7 +176,7 @@ def test_nested_scale_is_multiplied_then_added() -> None:
     check(packed, codes, nested, "nf4", 32, torch.float32, (4_000_000,))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     format=st.sampled_from(list(FORMATS)),

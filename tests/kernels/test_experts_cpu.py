@@ -70,7 +70,7 @@ def test_bits_of_the_linear_kernel(format: str, size: int, nested: bool, dtype: 
     assert torch.equal(found, stack.view(23, 4, 64)[torch.arange(23), expert])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     count=st.integers(1, 9),
     n=st.integers(0, 20),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from drivers import BF16, F16, F32, Driver, order_of, pretend
 from gpus import H200
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from routes import routes_of
 from sass import arrivals_with_reads_on_their_way
@@ -59,7 +59,6 @@ def problems(model: str, dtype: torch.dtype = BF16) -> tuple[Problem, Problem]:
     return gate_up, down
 
 
-@settings(deadline=None)
 @given(
     ids=st.lists(st.integers(-2, 12), min_size=1, max_size=200),
     experts=st.integers(1, 12),
@@ -85,7 +84,6 @@ def test_there_may_be_as_many_tiles_as_there_is_room_for() -> None:
     assert routes_of(ids, 3, 32, 5).count == 5 == most_tiles(67, 3, 32)
 
 
-@settings(deadline=None)
 @given(pairs=st.integers(1, 1 << 20))
 def test_rooms(pairs: int) -> None:
     room = many.room_of(pairs)
@@ -93,7 +91,6 @@ def test_rooms(pairs: int) -> None:
     assert many.room_of(room) == room
 
 
-@settings(deadline=None)
 @given(
     pairs=st.integers(1, 1 << 17),
     experts=st.integers(1, 1024),

@@ -131,7 +131,7 @@ def test_group_sizes(format: str, size: int, dtype: torch.dtype) -> None:
             check(weight, 5, dtype)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     n=st.integers(0, 40),
     k=st.integers(1, 300),

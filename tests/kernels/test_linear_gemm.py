@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpus import H200
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sass import arrivals_with_reads_on_their_way
 
@@ -44,7 +44,6 @@ def nf4(n: int, k: int, block_size: int = 64) -> Problem:
     return Problem(BF16, n, k, "nf4", block_size, torch.uint8, 256)
 
 
-@settings(deadline=None)
 @given(
     m=st.integers(1, 20000),
     n=st.integers(1, 60000),

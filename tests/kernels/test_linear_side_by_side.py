@@ -11,7 +11,7 @@ import pytest
 import torch
 from drivers import Driver, make, pretend, right
 from gpus import H200
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from halfbyte.kernels.common import nvrtc
@@ -50,7 +50,6 @@ def test_ctas_are_dealt_out(units: list[int], ctas: int) -> None:
     assert all(other >= busiest for other in others)
 
 
-@settings(deadline=None)
 @given(
     m=st.integers(1, 9000), sides=st.lists(st.integers(1, 30000), min_size=2, max_size=4), units=st.integers(1, 60),
     sms=st.integers(4, 200),

@@ -11,7 +11,7 @@ import cuda_on_cpu
 import pytest
 import torch
 from gpus import H200, MI300X
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rings import BF16, F16, compiled, int4, nf4, on_cpu, usage
 
@@ -35,7 +35,6 @@ CAPABILITIES = (80, 86, 89, 90, 100, 120)
 LARGE = nf4()
 
 
-@settings(deadline=None)
 @given(
     m=st.integers(1, 5000),
     n=st.integers(1, 60000),

@@ -23,7 +23,7 @@ from halfbyte.kernels.linear.tune import h200
 PROBLEMS = (nf4(4096), int4(4096), nf4(14336, 4096, 32), int4(28672, 8192, 128, BF16))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     n=st.integers(1, 60000),
     k=st.integers(1, 500).map(lambda k: 32 * k),

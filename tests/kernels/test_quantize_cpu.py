@@ -179,7 +179,7 @@ def test_every_step_of_the_scales() -> None:
         assert same(module.quantize_scales(scales, torch.tensor(0.0))[0], theirs)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     shape=st.lists(st.integers(1, 60), min_size=1, max_size=3),
     format=st.sampled_from(list(FORMATS)),
@@ -195,7 +195,7 @@ def test_any_shape(
     check((torch.randn(shape) * 2.0**exponent).to(dtype), format, block_size)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     weight=st.lists(st.floats(width=32), min_size=1, max_size=100),
     format=st.sampled_from(list(FORMATS)),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
@@ -64,7 +64,6 @@ def _count_together(pieces, size, *arguments):  # type: ignore[no-untyped-def]
 
 
 @given(size=st.integers(1, 1000), grain=st.integers(1, 300))
-@settings(deadline=None)  # the first compiles
 def test_a_region_covers_the_range_once(size: int, grain: int) -> None:
     """In pieces that are as small as a region makes worth it, and of the usual size where there is none."""
     counts, ends = np.zeros(size, int), np.zeros(size, int)
