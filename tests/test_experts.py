@@ -16,6 +16,7 @@ from torch.nn import functional
 import halfbyte as hb
 from halfbyte import eager_experts
 from halfbyte.formats.weight import FLOAT_DTYPES
+from halfbyte.kernels.common import paired_products
 from halfbyte.kernels.experts.reference import ACTIVATIONS, activate, activate_backward
 from halfbyte.measure.error import relative_error
 
@@ -146,7 +147,11 @@ def test_identity_gives_the_weights(format: str, size: int, nested: bool, dtype:
     x = torch.eye(128, dtype=dtype)
     dense = hb.dequantize(q, dtype)
     for number in range(3):
-        assert torch.equal(hb.grouped_linear(x, q, torch.full((128,), number)).t(), dense[number])
+        result = hb.grouped_linear(x, q, torch.full((128,), number))
+        if format == "nf4" and paired_products.supports(dtype, 128):  # whose codebook is rounded
+            torch.testing.assert_close(result.t(), dense[number], rtol=torch.finfo(dtype).eps, atol=0)
+        else:
+            assert torch.equal(result.t(), dense[number])
 
 
 @pytest.mark.parametrize("shape", [(3, 7, 99), (5, 3, 33), (2, 130, 64), (4, 1, 4096)])

@@ -70,6 +70,24 @@ def test_bits_of_the_linear_kernel(format: str, size: int, nested: bool, dtype: 
     assert torch.equal(found, stack.view(23, 4, 64)[torch.arange(23), expert])
 
 
+@dtypes
+@kinds
+def test_few_and_many_rows(format: str, size: int, nested: bool, dtype: torch.dtype) -> None:
+    """Each expert's rows as the linear kernel multiplies so many."""
+    torch.manual_seed(0)
+    q = quantize(torch.randn(5, 48, 1024), format, size, nested)
+    bias = torch.randn(5, 48).to(dtype)
+    expert = torch.tensor([3] * 40 + [0] * 3 + [5] * 20 + [1] * 17 + [4] * 16)[torch.randperm(96)]
+    x = torch.randn(96, 1024).to(dtype)
+    found = fused(x, q, expert, bias)
+    for one in range(5):
+        rows, own = x[expert == one], q[one]
+        out = torch.empty(len(rows), 48, dtype=dtype)
+        linear.linear(rows, own.packed, own.scale, own.nested, own.spec, size, bias[one], out, False)
+        assert torch.equal(found[expert == one], out)
+    assert (found[expert == 5] == POISON).all()
+
+
 @settings(max_examples=60)
 @given(
     count=st.integers(1, 9),
@@ -138,6 +156,8 @@ def test_plans() -> None:
         return [group.expert for group in made.fused]
 
     assert fused_experts(1536, 2048, torch.bfloat16, "cpu", "AVX512") == [0]
+    assert fused_experts(1536, 2048, torch.bfloat16, "cpu", "AVX512-BF16") == [0, 3]
+    assert fused_experts(1536, 2080, torch.bfloat16, "cpu", "AVX512-BF16") == [0]  # not multiplied in pairs
     assert fused_experts(28672, 4096, torch.bfloat16, "cpu", "AVX512") == [0, 3]
     assert fused_experts(1536, 2048, torch.float32, "cpu", "AVX512") == [0, 2, 3]
     assert fused_experts(1536, 2048, torch.float16, "cpu", "DEFAULT") == [0]

@@ -1,8 +1,8 @@
 """From how many rows of x on a CPU multiplies with a dense weight, and in which dtype: measured once, for `linear` and
 for experts.
 
-The fused kernel decodes every weight again for each four rows of x, and multiplies in fp32 (products.py); or for each
-eight, and multiplies bf16 numbers in pairs (paired_products.py). Making the dense weight costs as much for one row of x
+The fused kernel decodes every weight again for each four rows of x, and multiplies in fp32 (products.py); or it decodes
+it once and multiplies bf16 numbers in pairs (strip_products.py). Making the dense weight costs as much for one row of x
 as for a thousand, and then torch may have faster instructions for its dtype. Measured on 384×384 to 14336×4096
 (docs/kernels/linear.md).
 """
@@ -16,14 +16,15 @@ import torch
 # on which torch's fp16 and fp32 products are faster, too.
 MOST_FUSED_ROWS = {
     "AMX": {torch.bfloat16: 16, torch.float16: 36, torch.float32: 48},
-    "AVX512-BF16": {torch.bfloat16: 48, torch.float16: 1024, torch.float32: 1024},
+    "AVX512-BF16": {torch.bfloat16: 56, torch.float16: 1024, torch.float32: 1024},
     "AVX512": {torch.bfloat16: 56, torch.float16: 1024, torch.float32: 1024},
     "AVX2": {torch.bfloat16: 32, torch.float16: 32, torch.float32: 32},
 }
 OTHERWISE = 8
 # A bf16 weight of so many numbers is still in the cache when torch multiplies, and pays from fewer rows on.
-CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, {"AVX512-BF16": 32}
-OTHERWISE_CACHED = 16
+CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, 16
+# Rows of bf16 numbers that are multiplied in pairs, and of how many such K is a multiple then: measured on AMD's Zen 4.
+MOST_PAIRED_ROWS, PAIRED = {"AVX512-BF16": 128}, 128
 
 # What torch multiplies with plain loops, where it has a library for fp32.
 IN_FP32 = {
@@ -45,7 +46,7 @@ def most_fused_rows(n: int, k: int, dtype: torch.dtype, cpu_capability: str) -> 
     """
     if k % 32:  # rows that are no whole number of steps would be decoded a weight at a time
         return 0
+    if dtype == torch.bfloat16 and k % PAIRED == 0 and cpu_capability in MOST_PAIRED_ROWS:
+        return MOST_PAIRED_ROWS[cpu_capability]
     most = MOST_FUSED_ROWS.get(cpu_capability, {}).get(dtype, OTHERWISE)
-    if dtype == torch.bfloat16 and n * k <= CACHED:
-        most = min(most, MOST_FUSED_ROWS_CACHED.get(cpu_capability, OTHERWISE_CACHED))
-    return most
+    return min(most, MOST_FUSED_ROWS_CACHED) if dtype == torch.bfloat16 and n * k <= CACHED else most

@@ -152,6 +152,35 @@ def join(builder, parts):
     return [vector for a, b in pairs for vector in interleave(builder, a, b)]
 
 
+def transpose(builder, rows):
+    """Sixteen vectors of sixteen words -> those of all first words, of all second ones, ..., by 64 instructions.
+
+    Vectors whose numbers differ in one binary digit exchange halves: first words, then pairs of them, by instructions
+    that work within each four words, and then fours by such as move them."""
+    fours, eights = range(0, 16, 4), range(0, 32, 8)
+    single = [four + lane for four in fours for lane in (0, 16, 1, 17)]
+    paired = [four + lane for four in fours for lane in (0, 1, 16, 17)]
+    whole = [eight + lane for eight in eights for lane in range(4)]
+    found = _exchanged(builder, rows, 1, single, 2)
+    for distance, lanes, further in ((2, paired, 2), (4, whole, 4), (8, whole, 4)):
+        found = _exchanged(builder, found, distance, lanes, further)
+    # Of every four, the second and the third have changed places.
+    return [found[four + place] for four in fours for place in (0, 2, 1, 3)]
+
+
+def _exchanged(builder, vectors, distance, lanes, further):
+    """Every two vectors so far apart -> the one that takes these of their 32 lanes, and the one with those `further`
+    on."""
+    found = list(vectors)
+    for first in range(len(vectors)):
+        if not first & distance:
+            two = vectors[first], vectors[first + distance]
+            for place, by in ((first, 0), (first + distance, further)):
+                mask = ir.Constant(ir.VectorType(I32, len(lanes)), [lane + by for lane in lanes])
+                found[place] = builder.shuffle_vector(*two, mask)
+    return found
+
+
 def constant(kind, value):
     """`value`, in every lane where `kind` is a vector."""
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)

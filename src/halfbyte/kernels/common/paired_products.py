@@ -39,12 +39,13 @@ from numba.extending import intrinsic, register_jitable
 from torch import Tensor
 
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.common.addresses import array_at
+from halfbyte.kernels.common.addresses import array_at, in_lines
 from halfbyte.kernels.common.llvm import BF16, F32, I16, I64, add_up, call, has_feature, load, prefetch, shift_right
 from halfbyte.kernels.common.products import (
     GRAIN,
     Call,
     alone,
+    array_of,
     begins_of,
     in_one_call,
     rows_before,
@@ -97,27 +98,26 @@ def multiply(
 ) -> Any:  # fmt: skip
     """As `multiply` of products.py, of x [T, K] bf16, contiguous. factor: of the codebook."""
     k = x.shape[1]
-    ordered = np.empty(len(source) * k, np.int16)
-    y = np.empty((len(source), n), np.float32)
-    bits = x.view(torch.int16).numpy()
+    bits = array_of(x)
+    ordered, y = in_lines(len(source) * k, bits), np.empty((len(source), n), np.float32)
     parallel(_reorder, len(source), max(1, GRAIN // k), bits, source, first, order_of(format.low_first), ordered)
     begins = begins_of(first, lambda rows: _cost(rows) * tiles_of(n, ROWS))
     total = int(begins[-1])
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
-    arguments = matrices, first, begins, *weight[:-1], *_numbers(format, factor, block_size), ordered, k, y
+    arguments = matrices, first, begins, *weight[:-1], *numbers_of(format, factor, block_size), ordered, k, y
     parallel(_multiply, total, grain, *arguments, region=_multiply_together)
     return y
 
 
 def bind(weight: Callable[[], tuple[Any, ...]], format: Format, factor: float, block_size: int, n: int, k: int) -> Call:
     """As `bind` of products.py, of x in bf16. factor: of the codebook."""
-    order, numbers = order_of(format.low_first), _numbers(format, factor, block_size)
+    order, numbers = order_of(format.low_first), numbers_of(format, factor, block_size)
     tiles = lambda m: _cost(m) * tiles_of(n, ROWS)  # noqa: E731
     return in_one_call(_alone, _together, tiles, n, k, torch.bfloat16, lambda: (order, *weight()[:-1], *numbers))
 
 
-def _numbers(format: Format, factor: float, block_size: int) -> tuple[Any, ...]:
-    """What `_multiply` is told of a weight in place of its codebook: the table, its inverse factor, weights a scale."""
+def numbers_of(format: Format, factor: float, block_size: int) -> tuple[Any, ...]:
+    """What kernels are told of a weight in place of its codebook: the table, its inverse factor, weights a scale."""
     return table_of(format.codebook, factor), np.float32(1 / factor), 64 if block_size >= 64 else 32
 
 
@@ -154,7 +154,8 @@ def _multiply(
     it."""
     n, steps = out.shape[1], k // WEIGHTS
     units = k // unit
-    scales, sums = np.empty(PANEL * units, np.float32), np.empty(PANEL * COLUMNS * LANES, np.float32)
+    scales = np.empty(PANEL * units, np.float32)
+    sums = in_lines(PANEL * COLUMNS * LANES, scales)
     given = packed, scales, units, table, inverse, x, out, sums
     for group in range(len(matrices)):
         first, last, origin = firsts[group], firsts[group + 1], matrices[group] * n
@@ -202,7 +203,7 @@ def _together(pieces, total, x, bias, out, m, k, n, like, order, *weight):
 @register_jitable
 def _begin(total, x, m, k, n, like, order, weight):
     """What `_multiply` is told of one weight and all rows, x first in its order."""
-    firsts, ordered, y = np.array([0, m]), np.empty(m * k, np.int16), np.empty((m, n), np.float32)
+    firsts, ordered, y = np.array([0, m]), in_lines(m * k, like), np.empty((m, n), np.float32)
     _reorder(0, m, array_at(x, (m, k), ordered), np.arange(m), firsts, order, ordered)
     return (np.zeros(1, np.int64), firsts, np.array([0, total]), *weight, ordered, k, y)
 

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from halfbyte.formats.spec import Format, codebook_tensor
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
-from halfbyte.kernels.common.addresses import array_at
+from halfbyte.kernels.common.addresses import array_at, in_lines
 from halfbyte.kernels.common.floats import BITS, LIKE, from_bits, to_bits
 from halfbyte.kernels.common.llvm import F32, I8, I64, LOOK_UP_ORDER, add_up, call, load, look_up, prefetch, splat
 from halfbyte.kernels.common.region import region
@@ -76,8 +76,9 @@ def order_of(format: Format) -> Any:
 def widen(x: Tensor, order: Any) -> Any:
     """x [M, K] as fp32 numbers, rows of whole steps, filled up with zeros, each step in `order`."""
     m, k = x.shape
-    wide = np.empty((m, -(-k // WEIGHTS) * WEIGHTS), np.float32)
-    parallel(_widen, m, max(1, GRAIN // max(k, 1)), x.view(BITS[x.dtype]).numpy(), order, wide)
+    whole = -(-k // WEIGHTS) * WEIGHTS
+    wide = in_lines(m * whole, LIKE[torch.float32].view(np.float32)).reshape(m, whole)
+    parallel(_widen, m, max(1, GRAIN // max(k, 1)), array_of(x), order, wide)
     return wide
 
 
@@ -172,10 +173,18 @@ def in_one_call(
 
 def finish(y: Any, target: Any, bias: Tensor | None, which: Any, out: Tensor) -> None:
     """out[target[i]] = y[i] + bias[which[i]], rounded once; `bias` may be of any dtype."""
-    to = out.view(BITS[out.dtype]).numpy()
-    added = np.empty((1, 0), to.dtype) if bias is None else bias.view(BITS[bias.dtype]).numpy()
-    arguments = y, target, added, which, to
+    arguments = y, target, added_to(bias, out), which, array_of(out)
     parallel(_finish, len(y), max(1, GRAIN // max(1, y.shape[1])), *arguments)
+
+
+def array_of(tensor: Tensor) -> Any:
+    """Its bits, as kernels take them."""
+    return tensor.view(BITS[tensor.dtype]).numpy()
+
+
+def added_to(bias: Tensor | None, out: Tensor) -> Any:
+    """A bias as kernels take it; an empty one where there is none."""
+    return np.empty((1, 0), array_of(out).dtype) if bias is None else array_of(bias)
 
 
 def _unit(k: int, block_size: int) -> int:
@@ -265,7 +274,8 @@ def _together(pieces, total, x, bias, out, m, k, n, like, order, *weight):
 @register_jitable
 def _begin(total, x, m, k, n, like, order, weight):
     """What `_multiply` is told of one weight and all rows, x first in its order. weight: and the weights a scale."""
-    wide, y = np.empty((m, k), np.float32), np.empty((m, n), np.float32)
+    y = np.empty((m, n), np.float32)
+    wide = in_lines(m * k, y).reshape((m, k))
     _widen(0, m, array_at(x, (m, k), like), order, wide)
     return (np.zeros(1, np.int64), np.array([0, m]), np.array([0, total]), *weight, wide, k, np.arange(m), y)
 

@@ -49,7 +49,5 @@ def grouped_linear(
     rows = np.concatenate([np.arange(first, last) for _, first, last in groups])
     first = np.concatenate([[0], np.cumsum(counts)])
     weight = products.weight_arguments(packed, scale, nested, format, block_size)
-    sources, targets = source.numpy()[rows], target.numpy()[rows]
-    y = multiply(x, sources, weight, format, block_size, n, np.ascontiguousarray(experts), first)
-    which = np.repeat(experts, counts)
-    products.finish(y, targets, bias, which, out)
+    sources, targets, stack = source.numpy()[rows], target.numpy()[rows], np.ascontiguousarray(experts)
+    multiply(x, sources, weight, format, block_size, stack, first, bias, targets, out)

@@ -1,8 +1,8 @@
 """x @ W.T on the CPU, straight from the 4-bit bytes, through numba.
 
 x [M, K], W packed two weights a byte, one scale for every `block_size` weights -> [M, N], summed in fp32, rounded once.
-Rows of whole steps are multiplied by common/products.py, or by common/paired_products.py where the CPU multiplies bf16
-numbers in pairs; others are decoded a weight at a time, here.
+Rows of whole steps are multiplied by common/products.py. Where the CPU multiplies bf16 numbers in pairs, a few of them
+are by common/paired_products.py and many by common/strip_products.py. Others are decoded a weight at a time, here.
 
 Bytes moved: the packed weights and their scales, once, while the rows of x fit into the cache. Flops: 2 M N K.
 """
@@ -22,11 +22,14 @@ from torch import Tensor
 
 from halfbyte.formats.spec import Format
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
-from halfbyte.kernels.common import paired_products, products
+from halfbyte.kernels.common import paired_products, products, strip_products
 from halfbyte.kernels.common.products import AS_IT_IS, GRAIN, LANES, ROWS, WEIGHTS
 from halfbyte.kernels.common.scales import scale_of
 from halfbyte.kernels.common.threads import parallel
 from halfbyte.kernels.linear.codebook import factor_of
+
+# Rows of x of a group up to which pairs are faster than strips, on AMD's Zen 4.
+MOST_PAIRED = 16
 
 
 def linear(
@@ -42,11 +45,12 @@ def linear(
 ) -> None:
     """Write x [M, K] @ W.T + bias into `out` [M, N]; blocks run over the flattened W, so rows may start anywhere.
 
-    Whatever batch_invariant says, the bits of a row depend on that row and on W alone.
+    The bits of a row depend on that row and on W alone, but that a CPU which multiplies in pairs adds up many rows in
+    another order than a few. With batch_invariant it takes the order of a few for all.
     """
     if out.numel() > 0:
         weight = products.weight_arguments(packed, scale, nested, format, block_size)
-        _linear(x, weight, format, block_size, bias, out)
+        _linear(x, weight, format, block_size, bias, out, batch_invariant)
 
 
 def bind(q: QuantizedWeight, dtype: torch.dtype) -> Callable[[Tensor, int, Tensor | None, Tensor], None]:
@@ -63,36 +67,58 @@ def bind(q: QuantizedWeight, dtype: torch.dtype) -> Callable[[Tensor, int, Tenso
         if n == 0 or (call is not None and call(x, m, bias, out)):
             return
         bias = None if bias is None else bias.detach()
-        _linear(x.detach().view(m, k), weight(), format, block_size, bias, out.view(m, n))
+        _linear(x.detach().view(m, k), weight(), format, block_size, bias, out.view(m, n), batch_invariant=True)
 
     return product
 
 
 def _linear(
-    x: Tensor, weight: tuple[Any, ...], format: Format, block_size: int, bias: Tensor | None, out: Tensor
+    x: Tensor,
+    weight: tuple[Any, ...],
+    format: Format,
+    block_size: int,
+    bias: Tensor | None,
+    out: Tensor,
+    batch_invariant: bool,
 ) -> None:
     """All of them contiguous, and not empty."""
     (m, k), n = x.shape, out.shape[1]
     rows, matrix = np.arange(m), np.zeros(m, np.int64)
+    bias = None if bias is None else bias.view(1, n)
     if k % WEIGHTS == 0:
-        y = multiply(x, rows, weight, format, block_size, n, matrix[:1], np.array([0, m]))
+        alone = matrix[:1], np.array([0, m])
+        multiply(x, rows, weight, format, block_size, *alone, bias, rows, out, batch_invariant)
     else:
         wide, y = products.widen(x, AS_IT_IS), np.empty((m, n), np.float32)
         parallel(_linear_rows, n, max(ROWS, GRAIN // (m * max(k, 1))), *weight, wide, k, y)
-    products.finish(y, rows, None if bias is None else bias.view(1, n), matrix, out)
+        products.finish(y, rows, bias, matrix, out)
 
 
 def multiply(
-    x: Tensor, source: Any, weight: tuple[Any, ...], format: Format, block_size: int, n: int, matrices: Any, first: Any
-) -> Any:
-    """y [first[-1], N] fp32: y[i] = x[source[i]] @ W.T, of the W that i's group has; x [T, K] contiguous, K a multiple
-    of a step. weight, matrices, first: as products.py has them."""
-    k = x.shape[1]
+    x: Tensor, source: Any, weight: tuple[Any, ...], format: Format, block_size: int, matrices: Any, first: Any,
+    bias: Tensor | None, target: Any, out: Tensor, batch_invariant: bool = False,
+) -> None:  # fmt: skip
+    """out[target[i]] = x[source[i]] @ W.T + bias, of the W and the bias [N] that i's group has; x [T, K] contiguous, K
+    a multiple of a step. weight, matrices, first: as products.py has them. bias: [matrices of the stack, N] or None.
+    """
+    k, n = x.shape[1], out.shape[1]
     if not paired_products.supports(x.dtype, k):
         wide = products.widen(x, products.order_of(format))
-        return products.multiply(wide, k, source, weight, block_size, n, matrices, first)
-    factor = factor_of(format.name, x.dtype)
-    return paired_products.multiply(x, source, weight, format, factor, block_size, n, matrices, first)
+        y = products.multiply(wide, k, source, weight, block_size, n, matrices, first)
+        products.finish(y, target, bias, np.repeat(matrices, np.diff(first)), out)
+        return
+    factor, counts = factor_of(format.name, x.dtype), np.diff(first)
+    many = (counts > MOST_PAIRED) & (not batch_invariant)
+    for chosen, are_many in ((~many, False), (many, True)):
+        if not chosen.any():
+            continue
+        own, rows = matrices[chosen], np.repeat(chosen, counts)
+        begins, sources, targets = np.append(0, counts[chosen].cumsum()), source[rows], target[rows]
+        if are_many:
+            strip_products.multiply(x, sources, weight, format, factor, block_size, own, begins, bias, targets, out)
+        else:
+            y = paired_products.multiply(x, sources, weight, format, factor, block_size, n, own, begins)
+            products.finish(y, targets, bias, np.repeat(own, counts[chosen]), out)
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
