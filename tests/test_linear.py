@@ -180,7 +180,7 @@ def test_tiles_are_batch_invariant(dtype: torch.dtype, m: int) -> None:
 
 def test_plans() -> None:
     bf16 = torch.bfloat16
-    for capability, most in (("AMX", 16), ("AVX512-BF16", 128), ("AVX512", 56), ("AVX2", 32), ("DEFAULT", 8)):
+    for capability, most in (("AMX", 16), ("AVX512-BF16", 192), ("AVX512", 56), ("AVX2", 32), ("DEFAULT", 8)):
         assert plan(1, 4096, 4096, bf16, "cpu", False, capability).kernel == "fused"
         assert plan(most, 4096, 4096, bf16, "cpu", False, capability).kernel == "fused"
         assert plan(most + 1, 4096, 4096, bf16, "cpu", False, capability).kernel == "dense"

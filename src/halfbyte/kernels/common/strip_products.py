@@ -9,8 +9,8 @@ a block of weights are scaled once, sixteen rows by their own scales.
 A strip's weights are decoded once, for a part of K at a time, and stay in the first cache while all rows of x meet them
 in tiles of six or four rows, whose sums stay in registers. To decode, sixteen rows of packed bytes are transposed, 32
 bits at a time; then a permutation of the codebook by the low four bits of each half looks eight weights of each row up,
-two at a time (`vpermw`, as paired_products.py has it). Weights 1 and 5 of the eight are a pair then, and x is put into
-that order, tile by tile.
+two at a time (`vpermw`, as paired_products.py has it). Weights 0 and 4 of the eight are a pair then, 1 and 5 the next
+one, and x is put into that order, tile by tile.
 
 The codebook is multiplied by a factor, as there. Each output is summed along K, block by block, in an order that
 depends neither on the other rows of x nor on the threads. It is another order than that of fewer rows.
@@ -44,12 +44,11 @@ from halfbyte.kernels.common.llvm import (
     call,
     load,
     prefetch,
-    shift_right,
     splat,
     store,
     transpose,
 )
-from halfbyte.kernels.common.paired_products import WEIGHTS, numbers_of, order_of
+from halfbyte.kernels.common.paired_products import WEIGHTS, numbers_of
 from halfbyte.kernels.common.products import GRAIN, added_to, array_of, begins_of, rows_before, tiles_of
 from halfbyte.kernels.common.region import region
 from halfbyte.kernels.common.scales import decode_scales
@@ -81,13 +80,13 @@ def multiply(
     k, n = x.shape[1], out.shape[1]
     padded = np.array([0, *(padded_rows(rows) for rows in np.diff(first).tolist())]).cumsum()
     arranged = in_lines(padded[-1] * k // 2, A_PAIR)
-    order = order_of(format.low_first)
-    parallel(_arrange, len(source), max(1, GRAIN // k), array_of(x), source, first, padded, order, arranged)
+    parallel(_arrange, len(source), max(1, GRAIN // k), array_of(x), source, first, padded, arranged)
     begins = begins_of(padded, lambda rows: _cost(rows) * tiles_of(n, ROWS))
     total = int(begins[-1])
     grain = max(1, total * GRAIN // max(1, n * k * len(source)))
-    told = *weight[:-1], *numbers_of(format, factor, block_size), arranged, int(np.diff(padded).max()), k
-    arguments = matrices, first, padded, begins, *told, added_to(bias, out), target, array_of(out)
+    told = *weight[:-1], format.low_first, *numbers_of(format, factor, block_size)
+    arguments = matrices, first, padded, begins, *told, arranged, int(np.diff(padded).max()), k
+    arguments = *arguments, added_to(bias, out), target, array_of(out)
     parallel(_multiply, total, grain, *arguments, region=_multiply_together)
 
 
@@ -109,7 +108,7 @@ def _cost(padded):
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def _arrange(begin, end, x, source, firsts, padded, order, out):
+def _arrange(begin, end, x, source, firsts, padded, out):
     """x of results `begin` to before `end` as tiles read it: part by part of K, tile by tile, eight by eight numbers,
     their pairs, in each all rows of the tile."""
     k = x.shape[1]
@@ -121,24 +120,23 @@ def _arrange(begin, end, x, source, firsts, padded, order, out):
         wide = _wide_rows(rows)
         columns = COLUMNS if inside < wide else FEWER
         column = (inside if inside < wide else inside - wide) % columns
-        row = x[source[place]]
-        last = inside == firsts[group + 1] - firsts[group] - 1
-        for eight in range(0, k, EIGHT):
-            part = eight // PART * PART
-            tile = padded[group] * k + part * rows + (inside - column) * min(PART, k - part)
-            for pair in range(PAIRS):
-                own = tile // 2 + ((eight - part) // 2 + pair) * columns + column
-                one, other = np.int32(row[eight + order[pair]]), np.int32(row[eight + PAIRS + order[pair]])
-                out[own] = one | other << 16
-                if last:  # rows of its tile that there are not
-                    for beyond in range(1, columns - column):
-                        out[own + beyond] = 0
+        row, missing = x[source[place]], 0  # rows of its tile that there are not
+        if inside == firsts[group + 1] - firsts[group] - 1:
+            missing = columns - column - 1
+        for part in range(0, k, PART):
+            count = min(PART, k - part)
+            to = (padded[group] * k + part * rows + (inside - column) * count) // 2 + column
+            for eight in range(count // EIGHT):
+                _put_pairs(row, part + eight * EIGHT, out, to + eight * PAIRS * columns, columns)
+            for pair in range(count // 2):
+                for beyond in range(missing):
+                    out[to + pair * columns + 1 + beyond] = 0
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def _multiply(
-    begin, end, matrices, firsts, padded, begins, packed, flat, codes, code, absmax, offset, nested_log2, log2, table,
-    inverse, unit, x, most, k, bias, target, out,
+    begin, end, matrices, firsts, padded, begins, packed, flat, codes, code, absmax, offset, nested_log2, log2,
+    low_first, table, inverse, unit, x, most, k, bias, target, out,
 ):  # fmt: skip
     """The strips of W that begin from `begin` to before `end`. Scales are `flat` or, if that is empty, the five after
     it."""
@@ -160,7 +158,7 @@ def _multiply(
                 count = min(PART, k - part)
                 # The next part of the strip, or the first one of the next strip.
                 ahead = PART // 2 if part + PART < k else ROWS * k // 2 - part // 2
-                _decode(packed, top, origin + n - 1, k, part, count, ahead, table, weights)
+                _decode(packed, top, origin + n - 1, k, part, count, ahead, low_first, table, weights)
                 at, own = part // unit * ROWS, (padded[group] * k + part * rows) // 2
                 for column in range(0, wide, COLUMNS):
                     _tile(COLUMNS, unit, weights, x, own + column * count // 2, across, at, sums, column, count)
@@ -193,19 +191,44 @@ def _multiply_together(pieces, size, *arguments):
 
 
 @intrinsic
-def _decode(typing_context, packed, row, last, k, first, count, ahead, table, out):
+def _put_pairs(typing_context, row, first, out, to, columns):
+    """out[to], out[to + columns], ...: pairs of the eight numbers row[first:], each with the one four further on."""
+    at = types.intp
+    signature = types.void(row, at, out, at, at)
+    order = ir.Constant(ir.VectorType(I32, EIGHT), [one + PAIRS * second for one in range(PAIRS) for second in (0, 1)])
+
+    def lower(context, builder, signature, arguments):
+        row, first, out, to, columns = (
+            context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else value
+            for kind, value in zip(signature.args, arguments, strict=True)
+        )
+        eight = load(builder, builder.gep(row.data, [first]), I16, EIGHT)
+        pairs = builder.bitcast(builder.shuffle_vector(eight, eight, order), ir.VectorType(I32, PAIRS))
+        for pair in range(PAIRS):
+            place = builder.add(to, builder.mul(columns, I64(pair)))
+            builder.store(builder.extract_element(pairs, I32(pair)), builder.gep(out.data, [place]))
+        return context.get_dummy_value()
+
+    return signature, lower
+
+
+@intrinsic
+def _decode(typing_context, packed, row, last, k, first, count, ahead, low_first, table, out):
     """out[pair, r] = the bits of two weights of row + r, of `count` weights from `first` on; rows beyond the last are
     the last one again. ahead: to what is asked for meanwhile, in bytes."""
     at = types.intp
-    signature = types.void(packed, at, at, at, at, at, at, table, out)
+    signature = types.void(packed, at, at, at, at, at, at, low_first, table, out)
     words = ir.VectorType(I16, 2 * LANES)
 
     def lower(context, builder, signature, arguments):
-        packed, row, last, k, first, count, ahead, table, out = (
+        packed, row, last, k, first, count, ahead, low_first, table, out = (
             context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else value
             for kind, value in zip(signature.args, arguments, strict=True)
         )
         numbers = load(builder, table.data, I16, 2 * LANES)
+        # Of two neighbouring weights, the first one is in the low half of a byte or in the high one.
+        halves_at = [builder.select(low_first, I16(4 * pair), I16(4 * (pair ^ 1))) for pair in range(PAIRS)]
+        shifts = [splat(builder, bits, 2 * LANES) for bits in halves_at]
         row_bytes, first_byte = (builder.lshr(value, I64(1)) for value in (k, first))
         steps = builder.udiv(count, I64(WEIGHTS))
         with cgutils.for_range(builder, I64(ROWS // LANES)) as halves:
@@ -223,7 +246,7 @@ def _decode(typing_context, packed, row, last, k, first, count, ahead, table, ou
                 for number, eight in enumerate(transpose(builder, lines)):
                     packed_eight = builder.bitcast(eight, words)
                     for pair in range(PAIRS):
-                        index = shift_right(builder, packed_eight, 4 * pair)
+                        index = builder.lshr(packed_eight, shifts[pair])
                         found = call(builder, "llvm.x86.avx512.permvar.hi.512", words, numbers, index)
                         place = I64((number * PAIRS + pair) * ROWS)
                         store(builder, builder.bitcast(found, eight.type), builder.gep(own, [place]), I32)
