@@ -9,6 +9,9 @@ as for a thousand, and then torch may have faster instructions for its dtype. Me
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+
 import torch
 
 # The most rows of x that the fused kernel is the faster way for. On AMD's Zen 5 it outruns torch's fp16 and fp32
@@ -47,6 +50,12 @@ def most_fused_rows(n: int, k: int, dtype: torch.dtype, cpu_capability: str) -> 
     if k % 32:  # rows that are no whole number of steps would be decoded a weight at a time
         return 0
     most, cached = MOST_FUSED_ROWS.get(cpu_capability, {}).get(dtype, OTHERWISE), MOST_FUSED_ROWS_CACHED
-    if dtype == torch.bfloat16 and k % PAIRED == 0 and cpu_capability in MOST_PAIRED_ROWS:
+    if dtype == torch.bfloat16 and k % PAIRED == 0 and cpu_capability in MOST_PAIRED_ROWS and _has_pairs():
         most, cached = MOST_PAIRED_ROWS[cpu_capability], MOST_PAIRED_ROWS_CACHED
     return min(most, cached) if dtype == torch.bfloat16 and n * k <= CACHED else most
+
+
+@cache
+def _has_pairs() -> bool:
+    """Asked on CPUs alone, where numba is there."""
+    return import_module("halfbyte.kernels.common.paired_products").LLVM_HAS_IT  # type: ignore[no-any-return]

@@ -66,13 +66,13 @@ ROWS, COLUMNS, AHEAD, SECOND = 2, 8, 6, 2
 # With so many rows of x, their part of so many steps stays in the first cache while so many rows of W meet it.
 HELD, PANEL = 8, 64
 
-SINCE = 16  # LLVM's version that has the instruction with this signature
+# From this version on LLVM has the instruction with this signature; that of numba 0.61 is older.
+LLVM_HAS_IT = llvmlite.binding.llvm_version_info[0] >= 16
 
 
 @cache
 def is_for_this_cpu() -> bool:
-    context = cpu_target.target_context
-    return bool(llvmlite.binding.llvm_version_info[0] >= SINCE and has_feature(context, "avx512bf16"))
+    return bool(LLVM_HAS_IT and has_feature(cpu_target.target_context, "avx512bf16"))
 
 
 def supports(dtype: torch.dtype, k: int) -> bool:
