@@ -69,7 +69,6 @@ def moe(
     """The experts of each token of x [T, H], weighted and added up. Sums and activations are fp32; what goes into the
     down product is rounded to x's dtype, and so is the result. With a residual, contiguous and of x's shape and dtype,
     the result is that plus its factor times the sum."""
-    (tokens, hidden), k = x.shape, top_k_index.shape[1]
     if x.is_meta:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     with on(x.device):
@@ -82,17 +81,29 @@ def moe(
             if found is not None:
                 return found
         weights = weights.float()
-        count, twice, _ = block.gate_up.shape
-        order, groups = reference.sort(top_k_index.reshape(-1), count)
-        pairs = x.new_empty((len(order), twice), dtype=torch.float32)
-        rows = torch.arange(len(order), dtype=torch.int64, device=x.device)
-        _multiply(x, order // max(k, 1), block.gate_up, groups, block.gate_up_bias, pairs, rows)
-        inner = reference.activate(pairs, block.activation).to(x.dtype)
-        y = x.new_zeros((tokens * k, hidden), dtype=torch.float32)
-        _multiply(inner, rows, block.down, groups, block.down_bias, y, order)
-        valid = (top_k_index >= 0) & (top_k_index < count)
-        summed = reference.combine(y.view(tokens, k, hidden), torch.where(valid, weights, 0), x.dtype)
+        summed = few_pairs().moe(x, top_k_index, weights, block) if x.is_cpu and slow.has_numba() else None
+        if summed is None:
+            summed = _sorted_moe(x, top_k_index, weights, block)
         return summed if residual is None else torch.add(residual.value, summed, alpha=residual.factor)
+
+
+def _sorted_moe(x: Tensor, top_k_index: Tensor, weights: Tensor, block: Block) -> Tensor:
+    """`moe` of pairs that are sorted by expert. x, biases: contiguous. weights: fp32."""
+    (tokens, hidden), k = x.shape, top_k_index.shape[1]
+    count, twice, _ = block.gate_up.shape
+    order, groups = reference.sort(top_k_index.reshape(-1), count)
+    pairs = x.new_empty((len(order), twice), dtype=torch.float32)
+    rows = torch.arange(len(order), dtype=torch.int64, device=x.device)
+    _multiply(x, order // max(k, 1), block.gate_up, groups, block.gate_up_bias, pairs, rows)
+    inner = reference.activate(pairs, block.activation).to(x.dtype)
+    y = x.new_zeros((tokens * k, hidden), dtype=torch.float32)
+    _multiply(inner, rows, block.down, groups, block.down_bias, y, order)
+    valid = (top_k_index >= 0) & (top_k_index < count)
+    if x.is_cpu and slow.has_numba():
+        row_of = torch.where(valid, torch.arange(tokens * k).view(tokens, k), -1)
+        summed: Tensor = backend("experts", "cpu").combine(y.numpy(), row_of.numpy(), weights, x.dtype)
+        return summed
+    return reference.combine(y.view(tokens, k, hidden), torch.where(valid, weights, 0), x.dtype)
 
 
 def route(scores: Tensor, k: int, before: bool, normalizes: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -145,6 +156,12 @@ def _in_one_launch(
 def cuda_kernels() -> ModuleType:
     """The CUDA kernels, which say themselves whether one is for a product."""
     return import_module("halfbyte.kernels.experts.cuda")
+
+
+@cache
+def few_pairs() -> ModuleType:
+    """The CPU kernels for a few pairs of a token and an expert, which say themselves whether they are for a call."""
+    return import_module("halfbyte.kernels.experts.few_cpu")
 
 
 def _aligned(bias: Tensor | None) -> Tensor | None:

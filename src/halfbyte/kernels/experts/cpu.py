@@ -8,17 +8,24 @@ Bytes moved: the packed weights and scales of the experts that have rows, once, 
 cache. Flops: 2 S N K.
 """
 
-# numba's kernels have no types.
-# mypy: allow-untyped-calls
+# numba finds out the types of kernels by itself.
+# mypy: allow-untyped-defs, allow-untyped-calls
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import torch
+from numba import njit
 from torch import Tensor
 
 from halfbyte.formats.spec import Format
 from halfbyte.formats.weight import NestedScale
 from halfbyte.kernels.common import products
+from halfbyte.kernels.common.floats import to_bits
+from halfbyte.kernels.common.products import GRAIN
+from halfbyte.kernels.common.threads import parallel
 from halfbyte.kernels.experts.plan import Group
 from halfbyte.kernels.linear.cpu import multiply
 
@@ -51,3 +58,27 @@ def grouped_linear(
     weight = products.weight_arguments(packed, scale, nested, format, block_size)
     sources, targets, stack = source.numpy()[rows], target.numpy()[rows], np.ascontiguousarray(experts)
     multiply(x, sources, weight, format, block_size, stack, first, bias, targets, out)
+
+
+def combine(y: Any, row_of: Any, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """out [T, H]: the sum of weights[t, j] * y[row_of[t, j]] over j, in its order, in fp32, rounded once to `dtype`.
+
+    y: [S, H] fp32. row_of: int64 [T, k], -1 where there is no row. weights: fp32 [T, k]."""
+    (tokens, k), hidden = row_of.shape, y.shape[1]
+    out, grain = torch.empty((tokens, hidden), dtype=dtype), max(1, GRAIN // max(1, k * hidden))
+    parallel(_combine, tokens, grain, y, row_of, weights.contiguous().numpy(), products.array_of(out))
+    return out
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def _combine(begin, end, y, row_of, weights, out):
+    total = np.empty(out.shape[1], np.float32)
+    for token in range(begin, end):
+        total[:] = 0
+        for place in range(row_of.shape[1]):
+            row, weight = row_of[token, place], weights[token, place]
+            if row >= 0:
+                for column in range(len(total)):
+                    total[column] += weight * y[row, column]
+        for column in range(len(total)):
+            out[token, column] = to_bits(total[column], out)

@@ -101,24 +101,31 @@ def multiply(
     """out[target[i]] = x[source[i]] @ W.T + bias, of the W and the bias [N] that i's group has; x [T, K] contiguous, K
     a multiple of a step. weight, matrices, first: as products.py has them. bias: [matrices of the stack, N] or None.
     """
-    k, n = x.shape[1], out.shape[1]
-    if not paired_products.supports(x.dtype, k):
-        wide = products.widen(x, products.order_of(format))
-        y = products.multiply(wide, k, source, weight, block_size, n, matrices, first)
-        products.finish(y, target, bias, np.repeat(matrices, np.diff(first)), out)
-        return
-    factor, counts = factor_of(format.name, x.dtype), np.diff(first)
-    many = (counts > MOST_PAIRED) & (not batch_invariant)
+    k, n, counts = x.shape[1], out.shape[1], np.diff(first)
+    many = (counts > MOST_PAIRED) & (not batch_invariant and paired_products.supports(x.dtype, k))
     for chosen, are_many in ((~many, False), (many, True)):
         if not chosen.any():
             continue
         own, rows = matrices[chosen], np.repeat(chosen, counts)
         begins, sources, targets = np.append(0, counts[chosen].cumsum()), source[rows], target[rows]
         if are_many:
+            factor = factor_of(format.name, x.dtype)
             strip_products.multiply(x, sources, weight, format, factor, block_size, own, begins, bias, targets, out)
         else:
-            y = paired_products.multiply(x, sources, weight, format, factor, block_size, n, own, begins)
+            y = sums(x, sources, weight, format, block_size, n, own, begins)
             products.finish(y, targets, bias, np.repeat(own, counts[chosen]), out)
+
+
+def sums(
+    x: Tensor, source: Any, weight: tuple[Any, ...], format: Format, block_size: int, n: int, matrices: Any, first: Any
+) -> Any:
+    """y [first[-1], N] fp32: y[i] = x[source[i]] @ W.T, as `multiply` has it, in the order of a few rows."""
+    k = x.shape[1]
+    if not paired_products.supports(x.dtype, k):
+        wide = products.widen(x, products.order_of(format))
+        return products.multiply(wide, k, source, weight, block_size, n, matrices, first)
+    factor = factor_of(format.name, x.dtype)
+    return paired_products.multiply(x, source, weight, format, factor, block_size, n, matrices, first)
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
