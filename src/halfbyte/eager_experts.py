@@ -100,7 +100,7 @@ def _sorted_moe(x: Tensor, top_k_index: Tensor, weights: Tensor, block: Block) -
     _multiply(inner, rows, block.down, groups, block.down_bias, y, order)
     valid = (top_k_index >= 0) & (top_k_index < count)
     if x.is_cpu and slow.has_numba():
-        row_of = torch.where(valid, torch.arange(tokens * k).view(tokens, k), -1)
+        row_of = torch.where(valid, torch.arange(tokens * k, dtype=torch.int64, device=x.device).view(tokens, k), -1)
         summed: Tensor = backend("experts", "cpu").combine(y.numpy(), row_of.numpy(), weights, x.dtype)
         return summed
     return reference.combine(y.view(tokens, k, hidden), torch.where(valid, weights, 0), x.dtype)

@@ -65,7 +65,7 @@ def combine(y: Any, row_of: Any, weights: Tensor, dtype: torch.dtype) -> Tensor:
 
     y: [S, H] fp32. row_of: int64 [T, k], -1 where there is no row. weights: fp32 [T, k]."""
     (tokens, k), hidden = row_of.shape, y.shape[1]
-    out, grain = torch.empty((tokens, hidden), dtype=dtype), max(1, GRAIN // max(1, k * hidden))
+    out, grain = torch.empty((tokens, hidden), dtype=dtype, device="cpu"), max(1, GRAIN // max(1, k * hidden))
     parallel(_combine, tokens, grain, y, row_of, weights.contiguous().numpy(), products.array_of(out))
     return out
 
