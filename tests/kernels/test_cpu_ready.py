@@ -141,6 +141,11 @@ def test_weights_without_numbers(fresh: list[int]) -> None:
             assert torch.equal(hb.linear(torch.randn(2, k), q), torch.zeros(2, n))
 
 
+def test_what_is_ready_has_the_order_of_a_few_rows() -> None:
+    """Else a product had other bits from its second call on."""
+    assert cpu_ready.MOST_ROWS <= cpu.MOST_PAIRED
+
+
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("format", ["nf4", "int4"])
 def test_threads(format: str, dtype: torch.dtype, fresh: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ MOST_FUSED_ROWS = {
 OTHERWISE = 8
 # A bf16 weight of so many numbers is still in the cache when torch multiplies, and pays from fewer rows on.
 CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, 16
-# The same of rows that are multiplied in pairs, and of how many numbers K is a multiple then. Measured on AMD's Zen 4.
-MOST_PAIRED_ROWS, MOST_PAIRED_ROWS_CACHED, PAIRED = {"AVX512-BF16": 192}, 96, 128
+# The same of rows that are multiplied in pairs. Measured on AMD's Zen 4.
+MOST_PAIRED_ROWS, MOST_PAIRED_ROWS_CACHED = {"AVX512-BF16": 192}, 96
 
 # What torch multiplies with plain loops, where it has a library for fp32.
 IN_FP32 = {
@@ -50,12 +50,13 @@ def most_fused_rows(n: int, k: int, dtype: torch.dtype, cpu_capability: str) -> 
     if k % 32:  # rows that are no whole number of steps would be decoded a weight at a time
         return 0
     most, cached = MOST_FUSED_ROWS.get(cpu_capability, {}).get(dtype, OTHERWISE), MOST_FUSED_ROWS_CACHED
-    if dtype == torch.bfloat16 and k % PAIRED == 0 and cpu_capability in MOST_PAIRED_ROWS and _has_pairs():
+    if dtype == torch.bfloat16 and cpu_capability in MOST_PAIRED_ROWS and _come_in_pairs(k):
         most, cached = MOST_PAIRED_ROWS[cpu_capability], MOST_PAIRED_ROWS_CACHED
     return min(most, cached) if dtype == torch.bfloat16 and n * k <= CACHED else most
 
 
 @cache
-def _has_pairs() -> bool:
-    """Asked on CPUs alone, where numba is there."""
-    return import_module("halfbyte.kernels.common.paired_products").LLVM_HAS_IT  # type: ignore[no-any-return]
+def _come_in_pairs(k: int) -> bool:
+    """Whether there is a kernel for pairs of so many numbers. Asked on CPUs alone, where numba is there."""
+    pairs = import_module("halfbyte.kernels.common.paired_products")
+    return bool(pairs.LLVM_HAS_IT and k % pairs.WEIGHTS == 0)

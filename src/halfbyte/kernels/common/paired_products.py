@@ -47,6 +47,7 @@ from halfbyte.kernels.common.products import (
     alone,
     array_of,
     begins_of,
+    grain_of,
     in_one_call,
     rows_before,
     tiles_of,
@@ -103,7 +104,7 @@ def multiply(
     parallel(_reorder, len(source), max(1, GRAIN // k), bits, source, first, order_of(format.low_first), ordered)
     begins = begins_of(first, lambda rows: _cost(rows) * tiles_of(n, ROWS))
     total = int(begins[-1])
-    grain = max(1, total * GRAIN // max(1, n * k * len(source)))
+    grain = grain_of(total, n * k * len(source))
     arguments = matrices, first, begins, *weight[:-1], *numbers_of(format, factor, block_size), ordered, k, y
     parallel(_multiply, total, grain, *arguments, region=_multiply_together)
     return y

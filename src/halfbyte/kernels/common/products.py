@@ -122,7 +122,7 @@ def multiply(
     # What a tile of W costs is counted in tiles of x, so that threads get as much to do where groups differ in rows.
     begins = begins_of(first, lambda rows: tiles_of(rows, COLUMNS) * tiles_of(n, ROWS))
     total = int(begins[-1])
-    grain = max(1, total * GRAIN // max(1, n * k * len(source)))
+    grain = grain_of(total, n * k * len(source))
     arguments = matrices, first, begins, *weight, _unit(k, block_size), wide, k, source, y
     parallel(_multiply, total, grain, *arguments, region=_multiply_together)
     return y
@@ -154,7 +154,7 @@ def in_one_call(
     @cache
     def work(m: int) -> tuple[int, int]:
         total = tiles(m)
-        return total, max(1, total * GRAIN // (n * k * m))
+        return total, grain_of(total, n * k * m)
 
     def call(x: Tensor, m: int, bias: Tensor | None, out: Tensor) -> bool:
         total, grain = work(m)
@@ -223,6 +223,11 @@ def _finish(begin, end, y, target, bias, which, out):
 def begins_of(first, cost):
     """Where the tiles of each group begin, counted by what they cost; cost: of so many rows of x."""
     return np.array(list(accumulate((cost(end - begin) for begin, end in pairwise(first.tolist())), initial=0)))
+
+
+def grain_of(total, multiply_adds):
+    """How much of `total` is worth a thread, where that stands for so many multiply-adds."""
+    return max(1, total * GRAIN // max(1, multiply_adds))
 
 
 @register_jitable

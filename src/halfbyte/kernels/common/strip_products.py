@@ -49,7 +49,7 @@ from halfbyte.kernels.common.llvm import (
     transpose,
 )
 from halfbyte.kernels.common.paired_products import WEIGHTS, numbers_of
-from halfbyte.kernels.common.products import GRAIN, added_to, array_of, begins_of, rows_before, tiles_of
+from halfbyte.kernels.common.products import GRAIN, added_to, array_of, begins_of, grain_of, rows_before, tiles_of
 from halfbyte.kernels.common.region import region
 from halfbyte.kernels.common.scales import decode_scales
 from halfbyte.kernels.common.threads import parallel
@@ -78,19 +78,19 @@ def multiply(
     """out[target[i]] = x[source[i]] @ W.T + bias, as `multiply` and `finish` of products.py have it, of x [T, K] bf16,
     contiguous. factor: of the codebook. bias: a row for each matrix of the stack, or None."""
     k, n = x.shape[1], out.shape[1]
-    padded = np.array([0, *(padded_rows(rows) for rows in np.diff(first).tolist())]).cumsum()
+    padded = np.array([0, *(_padded(rows) for rows in np.diff(first).tolist())]).cumsum()
     arranged = in_lines(padded[-1] * k // 2, A_PAIR)
     parallel(_arrange, len(source), max(1, GRAIN // k), array_of(x), source, first, padded, arranged)
     begins = begins_of(padded, lambda rows: _cost(rows) * tiles_of(n, ROWS))
     total = int(begins[-1])
-    grain = max(1, total * GRAIN // max(1, n * k * len(source)))
+    grain = grain_of(total, n * k * len(source))
     told = *weight[:-1], format.low_first, *numbers_of(format, factor, block_size)
     arguments = matrices, first, padded, begins, *told, arranged, int(np.diff(padded).max()), k
     arguments = *arguments, added_to(bias, out), target, array_of(out)
     parallel(_multiply, total, grain, *arguments, region=_multiply_together)
 
 
-def padded_rows(rows):
+def _padded(rows):
     """As many and more as tiles of COLUMNS and FEWER rows hold."""
     return max(FEWER, rows + rows % 2)
 

@@ -12,7 +12,7 @@ x [T, H], ids and weights [T, k] -> [T, H]. Bytes and flops: as experts/cpu.py.
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def moe(x: Tensor, top_k_index: Tensor, weights: Tensor, block: Block) -> Tensor
         return None
     ids, count = top_k_index.reshape(-1).tolist(), block.gate_up.shape[0]
     order = sorted((pair for pair, expert in enumerate(ids) if 0 <= expert < count), key=ids.__getitem__)
-    rows = {expert: len(list(own)) for expert, own in groupby(ids[pair] for pair in order)}
+    rows = Counter(ids[pair] for pair in order)
     if not rows or max(rows.values()) > min(cpu.MOST_PAIRED, *(_most_rows(q, x.dtype) for q in block.stacks)):
         return None
     experts, first = np.array(list(rows)), np.array([0, *rows.values()]).cumsum()
