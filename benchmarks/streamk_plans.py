@@ -128,7 +128,7 @@ def constants_of_tile(tile_m: int) -> list[Constant]:
     times = tile_m, False
     return [
         Constant("STREAMK_TIMES", times, "start", 0.5), Constant("STREAMK_TIMES", times, "bandwidth", 3.0, 6.0),
-        Constant("STREAMK_TIMES", times, "scales", 0.0, 1.0),
+        Constant("STREAMK_TIMES", times, "scales", 0.0, 1.0), Constant("STREAMK_TIMES", times, "x", 0.0, 3.0),
         *(Constant(table, tile_m) for table in ("STREAMK_CUT", "STREAMK_RUN", "STREAMK_PART")),
         *(Constant("STREAMK_TILES", key, 1, 0.1) for key in h200.STREAMK_TILES if key[0] == tile_m),
     ]  # fmt: skip

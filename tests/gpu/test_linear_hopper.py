@@ -349,7 +349,7 @@ def test_several_weights_of_one_x(format: str, monkeypatch: pytest.MonkeyPatch) 
         (33, (9000, 5701, 8500)),
         (64, (9000, 6002)),
         (130, (9000, 6001, 5800)),
-        (384, (9000, 6001, 5000)),
+        (192, (9000, 6001, 5000)),
     ):
         weights = [hb.quantize(torch.randn((n, 2304), device=DEVICE).bfloat16(), format) for n in sizes]
         biases = [None, *(torch.randn(n, device=DEVICE).bfloat16() for n in sizes[1:])]

@@ -67,8 +67,6 @@ FUNCTIONS = {
         )
     },
     "load_word": "u32 load_word(u32 at) { return loaded<u32>(at + BASE); }",
-    "load_from": "u32 load_from(const u32* place, u32 rank) { return CTAS == 1 ? *place :"
-    " loaded<u32>(address_in(u32(__cvta_generic_to_shared(place)), rank)); }",
     "load_code": "float load_code(u32 at) { return loaded<float>(at + BASE + 128); }",
     "numbers_of": "float2 numbers_of(u32 bytes, u32 column, u32 selector) {"
     " return loaded<float2>(__byte_perm(bytes, column, selector) + BASE); }",
@@ -97,10 +95,7 @@ FUNCTIONS = {
     "wait_for_cluster": "",
     "sync_cluster": "void sync_cluster() { arrive_cluster(), wait_for_cluster(); }",
     "meet": "",
-    "send(u32 place": "void send(u32 at, u32 rank, float2 pair) {"
-    " stored(address_in(u32(__cvta_generic_to_shared(memory)) + at, rank), pair); }",
     "count(int": "u32 count(int* counter) { return (*counter)++; }",
-    "store_sums_at": "void store_sums_at(u32 at, float4 value) { stored(at, value); }",
     "multiply_add": "template <int Sums> void multiply_add(float (&sum)[Sums], u32 a0, u32 a1, u32 a2, u32 a3,"
     " u64 x_at, int adds) { multiply_group(sum, Sums, {a0, a1, a2, a3}, x_at, adds, FP16); }",
     "close_products": "",
@@ -111,6 +106,7 @@ FUNCTIONS = {
     "expect": "void expect(u32 barrier, u32 bytes) { await_bytes(barrier, bytes); }",
     "wait": "void wait(u32 barrier, u32 parity) { wait_for_phase(barrier, parity); }",
     "send_sum": "void send_sum(u32 to, float sum, u32 barrier) { send(to, &sum, 4, barrier); }",
+    "send_pair": "void send_pair(u32 to, float2 pair, u32 barrier) { send(to, &pair, 8, barrier); }",
     "send_sums": "void send_sums(u32 to, float4 sums, u32 barrier) { send(to, &sums, 16, barrier); }",
     "copy": "void copy(u32 to, const void* from, u32 bytes, u32 barrier) { copy_bulk(to, from, bytes, barrier); }",
     "copy_as": "void copy_as(u64, u32 to, const void* from, u32 bytes, u32 barrier) {"

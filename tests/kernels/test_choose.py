@@ -1,5 +1,4 @@
-"""The kernel of routers without a GPU: that it compiles for every kind of model, and chooses right on a CPU, where a
-cluster has one CTA."""
+"""The kernel of routers without a GPU: that it compiles for every kind of model, and chooses right on a CPU."""
 
 from __future__ import annotations
 
@@ -33,11 +32,20 @@ CASES = [
 
 @pytest.mark.slow
 @cuda_on_cpu.needs_compiler
+@pytest.mark.parametrize("alone", [True, False], ids=["one CTA", "a cluster"])
 @pytest.mark.parametrize(("tokens", "experts", "k", "top_k", "dtype", "kinds"), CASES, ids=str)
 def test_chooses(
-    tokens: int, experts: int, k: int, top_k: int, dtype: torch.dtype, kinds: tuple[bool, ...], tmp_path: Path
+    tokens: int,
+    experts: int,
+    k: int,
+    top_k: int,
+    dtype: torch.dtype,
+    kinds: tuple[bool, ...],
+    alone: bool,
+    tmp_path: Path,
 ) -> None:
     torch.manual_seed(0)
+    cluster = 1 if alone else choose.cluster_of(experts)
     x, weight = torch.randn(tokens, k).to(dtype), torch.randn(experts, k).to(dtype)
     weight[3] = weight[5] = weight[1]  # ties, of which the first wins
     before, normalizes, has_bias, narrow, has_norm = kinds
@@ -48,11 +56,12 @@ def test_chooses(
     ids = torch.full((tokens + 1, top_k), 77)
     weights = torch.full((tokens + 1, top_k), 7.0, dtype=dtype if narrow else torch.float32)
     normed = torch.full((tokens + 1, k), 7.0, dtype=dtype)
-    made = choose.variant(H200, dtype, experts, k, top_k, *kinds, cluster=1, overlaps=False)
+    made = choose.variant(H200, dtype, experts, k, top_k, *kinds, cluster=cluster, overlaps=False)
     given = x, weight, weight if bias is None else bias, norm.weight, ids, weights, normed
     bits = struct.pack("".join(choose.LAYOUT), *(t.data_ptr() for t in given), tokens, *norm[1:])
-    sizes = -(-tokens // choose.TOKENS), 32 * choose.WARPS, choose.shared_bytes(experts, 1, k if has_norm else 0)
-    assert cuda_on_cpu.run(tmp_path, made, "choose", bits, Shape(*sizes), []) == 0
+    shared = choose.shared_bytes(experts, cluster, k if has_norm else 0)
+    shape = Shape(-(-tokens // choose.TOKENS), 32 * choose.WARPS, shared, y=cluster, cluster=cluster)
+    assert cuda_on_cpu.run(tmp_path, made, "choose", bits, shape, []) == 0
     if has_norm:
         right = reference.rms_norm(x.double(), norm.weight.double(), *norm[1:])
         torch.testing.assert_close(normed[:tokens].double(), right, rtol=torch.finfo(dtype).eps, atol=1e-6)

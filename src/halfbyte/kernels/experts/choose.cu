@@ -19,7 +19,7 @@
 // the one ahead has ended; mma_k: 16; shared_bytes.
 
 #include "linear/device/mma.cuh"
-#include "linear/device/ptx.cuh"
+#include "linear/device/pipeline.cuh"
 #include "linear/device/rms_norm.cuh"
 
 constexpr u32 TOKENS = 8, WARPS = 16, THREADS = 32 * WARPS, CHUNK = 32, CHUNKS = Config::k / CHUNK;
@@ -29,10 +29,10 @@ constexpr u32 OF_TURN = 2 * Config::tiles;
 constexpr u32 WANTED = Config::norm ? (TURNS < 15 ? 15 - TURNS : 1) / OF_TURN : 15 / (1 + OF_TURN);
 constexpr u32 AHEAD = WANTED < 1 ? 1 : WANTED < TURNS ? WANTED : TURNS, X_TURNS = Config::norm ? TURNS : AHEAD;
 constexpr u32 OF_LANE = (Config::experts + 31) / 32, SCORES = 4 * WARPS * Config::tiles * 128;  // bytes ahead of scores
-constexpr u32 NORM = (SCORES + 4 * OF_CTA * Config::experts + 15) / 16 * 16;       // bytes ahead of its weights [k],
-constexpr u32 SQUARES = NORM + 2 * Config::k, END = SQUARES + 4 * WARPS * TOKENS;  // and of [WARPS][TOKENS] sums
-static_assert((Config::norm ? END : SCORES + 4 * OF_CTA * Config::experts) == Config::shared_bytes,
-              "choose.py asks for as much");
+constexpr u32 NORM = (SCORES + 4 * OF_CTA * Config::experts + 15) / 16 * 16;  // bytes ahead of its weights [k],
+constexpr u32 SQUARES = NORM + 2 * Config::k;                                 // of [WARPS][TOKENS] sums,
+constexpr u32 GIVEN = Config::norm ? SQUARES + 4 * WARPS * TOKENS : NORM;     // and of the scores' barrier
+static_assert(GIVEN + (Config::cluster > 1 ? 16 : 0) == Config::shared_bytes, "choose.py asks for as much");
 static_assert(!Config::norm || Config::k <= 8 * THREADS, "a thread loads eight weights of the norm");
 
 extern __shared__ __align__(16) unsigned char memory[];
@@ -50,12 +50,11 @@ __device__ __forceinline__ void fetch_line(const u16* from) { asm volatile("pref
 __device__ __forceinline__ uint4 load_or_none(const u16* from, bool exists) {
   return exists ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
 }
-__device__ __forceinline__ void give_to(u32 address, u32 rank, float score) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(address, rank)), "f"(score) : "memory");
-}
+__device__ __forceinline__ u32 address_of(u32 place) { return u32(__cvta_generic_to_shared(memory)) + place; }
+// To the CTA of this rank, whose barrier counts it.
 __device__ __forceinline__ void give_score(u32 place, u32 rank, float score) {
   if constexpr (Config::cluster == 1) *reinterpret_cast<float*>(memory + place) = score;
-  else give_to(u32(__cvta_generic_to_shared(memory)) + place, rank, score);
+  else send_sum(address_in(address_of(place), rank), score, address_in(address_of(GIVEN), rank));
 }
 // Numbers in their order, NaN above all; 0 is below all.
 __device__ __forceinline__ u32 ordered(float value) {
@@ -161,7 +160,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
             member % 2 == 0 && expert < Config::experts && place_of(turn) < Config::k)
           fetch_line(a.weight + u64(expert) * Config::k + place_of(turn));
   }
-  if constexpr (Config::cluster > 1) arrive_cluster();  // all have begun before anything is sent
+  if constexpr (Config::cluster > 1) {
+    if (threadIdx.x == 0) {  // of its tokens it gets all scores
+      init(address_of(GIVEN), 1);
+      publish_barriers();
+      expect(address_of(GIVEN), (TOKENS - rank + Config::cluster - 1) / Config::cluster * Config::experts * 4);
+    }
+    __syncwarp();
+    arrive_cluster();  // all have begun before anything is sent
+  }
 
   // Of x some turns, and then of each turn a tile's two rows after the other.
   uint4 pieces[X_TURNS + AHEAD * OF_TURN];
@@ -232,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
     give_score(SCORES + 4 * (token / Config::cluster * Config::experts + expert), token % Config::cluster,
                unpack(narrow(score)));
   }
-  if constexpr (Config::cluster > 1) sync_cluster();
+  if constexpr (Config::cluster > 1) wait(address_of(GIVEN), 0);
   else __syncthreads();
   const u32 token = first + warp * Config::cluster + rank;
   if (warp < OF_CTA && token < min(first + TOKENS, a.tokens))

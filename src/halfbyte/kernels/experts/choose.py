@@ -96,7 +96,8 @@ def shared_bytes(experts: int, cluster: int, norm_k: int = 0) -> int:
     """choose.cu lays it out, and does not compile where this sum is another than its own. norm_k: K of what is normed,
     or 0."""
     scores = 4 * WARPS * _tiles(experts, cluster) * TILE * TOKENS + 4 * -(-TOKENS // cluster) * experts
-    return scores if norm_k == 0 else -(-scores // 16) * 16 + 2 * norm_k + 4 * WARPS * TOKENS
+    norm = 2 * norm_k + 4 * WARPS * TOKENS if norm_k else 0
+    return -(-scores // 16) * 16 + norm + (16 if cluster > 1 else 0)  # and a barrier
 
 
 def _tiles(experts: int, cluster: int) -> int:

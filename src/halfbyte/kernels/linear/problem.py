@@ -91,6 +91,10 @@ class Problem:
         """Of W: nibbles and scales."""
         return self.numel / 2e6 + self.scale_megabytes
 
+    def x_megabytes(self, m: int) -> float:
+        """Of x [m, K]."""
+        return m * self.k * self.dtype.itemsize / 1e6
+
     def result_megabytes(self, m: int) -> float:
         """Of y [m, N]."""
         return m * self.n * self.dtype.itemsize / 1e6

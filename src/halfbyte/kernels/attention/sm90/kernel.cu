@@ -96,7 +96,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   if constexpr (Config::key_norm) fetch(a.key_norm, lane);
   if constexpr (Config::overlaps && Config::early) wait_for_prior_kernel(), launch_dependents();
   //: the kernel ahead is done
-  if (CLUSTER > 1 && !own_part.meets_in_memory()) arrive_cluster();
+  if (CLUSTER > 1 && !own_part.meets_in_memory()) {
+    if (warp == WARPS - 1) ToCluster{rank}.await(lane);
+    arrive_cluster();
+  }
 
   // All that is new is on its way before any of it is used.
   Head heads[COLUMNS];
@@ -179,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
   } else {
     wait_for_cluster();  // every CTA has begun, and so has shared memory
     pass_on(ToCluster{here.rank}, row_tile, of_tile, lane);
-    sync_cluster();
+    wait(address_of(SENT), 0);
     add_up(a, OfCluster(), row_tile, of_tile, here.rank, here, sinks, lane);
   }
   //: ends

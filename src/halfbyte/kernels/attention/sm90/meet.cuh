@@ -85,9 +85,28 @@ template <class OfRow> __device__ __forceinline__ void for_each_row(u32 tile, u3
         if (first + warp < SUM_TILES) of_pair((column * SUM_TILES + first + warp) * 2 + i);
     }
 }
-// To the CTAs of a cluster: pairs to those that add them up, and to all of them what weighs a part.
+// To the CTAs of a cluster: pairs to those that add them up, and to all of them what weighs a part. Nobody meets behind
+// that: what a CTA is sent is counted at its own barrier, and when all of it is there, nothing more will come.
 struct ToCluster {
   u32 rank;
+  // Makes known how much is to come, by a warp, before CTAs meet.
+  __device__ __forceinline__ void await(u32 lane) const {
+    u32 pairs = 0;
+    for (u32 row = lane; row < ROWS; row += 32)
+#pragma unroll
+      for (u32 n = 0; n < SUM_TILES; n++)
+        pairs += ((row / 8 % COLUMNS * SUM_TILES + n) * 2 + row % 2) % CLUSTER == rank ? 8 : 0;
+    pairs = __reduce_add_sync(~0u, pairs);
+    if (lane == 0) {
+      init(address_of(SENT), 1);
+      publish_barriers();
+      expect(address_of(SENT), CLUSTER * 8 * (ROWS + pairs));
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void send(u32 place, u32 to, float2 pair) const {
+    send_pair(address_in(address_of(place), to), pair, address_in(address_of(SENT), to));
+  }
   __device__ __forceinline__ void tell(u32 tile, u32 row, u32 lane, float2 told) const {
 #pragma unroll
     for (u32 other = lane / 4; other < CLUSTER; other += 8)

@@ -91,7 +91,7 @@ class ClusterPlan:
         of_tile = 4 * new * size + max(meeting, self.token_warps * HALVES.get(size, 0) * 2 * BLOCK * size)
         if self.cluster > 1:
             of_tile += self.cluster * (256 * -(-pairs // self.cluster) + statistics)
-        return self.row_tiles(rows) * of_tile
+        return self.row_tiles(rows) * of_tile + (16 if self.cluster > 1 else 0)  # and a barrier
 
     def sums(self, heads: int, rows: int, size: int) -> int:
         """Numbers that CTAs leave in memory, as in_memory.cuh lays them out, a multiple of four. heads: of keys, of all

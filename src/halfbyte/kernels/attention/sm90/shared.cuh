@@ -28,4 +28,7 @@ using OfWarps = Meeting<BEHIND_NEW, PAIRS, TOKEN_WARPS, 1>;
 constexpr u32 BEHIND_HALVES = BEHIND_NEW + WARPS * HALVES * HALF_BYTES;
 constexpr u32 BEHIND_WARPS = OfWarps::END > BEHIND_HALVES ? OfWarps::END : BEHIND_HALVES;
 using OfCluster = Meeting<BEHIND_WARPS, SLOTS, CLUSTER, CLUSTER>;
-static_assert((CLUSTER > 1 ? OfCluster::END : BEHIND_WARPS) == Config::shared_bytes, "launch.py asks for as much");
+// The barrier at which those come that a CTA of a cluster is sent.
+constexpr u32 SENT = OfCluster::END;
+static_assert((CLUSTER > 1 ? SENT + 16 : BEHIND_WARPS) == Config::shared_bytes, "launch.py asks for as much");
+__device__ __forceinline__ u32 address_of(u32 place) { return u32(__cvta_generic_to_shared(memory)) + place; }

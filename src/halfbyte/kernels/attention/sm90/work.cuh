@@ -2,6 +2,7 @@
 
 #include "linear/device/mma.cuh"
 #include "linear/device/partials.cuh"
+#include "linear/device/pipeline.cuh"
 #include "linear/device/ring.cuh"
 
 constexpr u32 SIZE = Config::size, NEW = Config::fresh, ROWS = Config::group * NEW, COLUMNS = Config::columns;
@@ -65,12 +66,7 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
   return turned;
 }
-// Sums to a CTA of the cluster; and counts up, which comes behind all that the CTA has written, and before all that it
-// reads.
-__device__ __forceinline__ void send(u32 place, u32 rank, float2 pair) {
-  const u32 address = address_in(u32(__cvta_generic_to_shared(memory)) + place, rank);
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair.x), "f"(pair.y) : "memory");
-}
+// Counts up, which comes behind all that the CTA has written, and before all that it reads.
 __device__ __forceinline__ u32 count(int* counter) {
   u32 before;
   asm volatile("fence.acq_rel.gpu;\natom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"

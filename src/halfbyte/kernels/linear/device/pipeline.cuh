@@ -103,6 +103,11 @@ __device__ __forceinline__ void send_sum(u32 to, float sum, u32 barrier) {
                "r"(barrier)
                : "memory");
 }
+__device__ __forceinline__ void send_pair(u32 to, float2 pair, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+               "f"(pair.x), "f"(pair.y), "r"(barrier)
+               : "memory");
+}
 __device__ __forceinline__ void send_sums(u32 to, float4 sums, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
                "f"(sums.x), "f"(sums.y), "f"(sums.z), "f"(sums.w), "r"(barrier)

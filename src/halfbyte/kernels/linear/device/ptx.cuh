@@ -85,12 +85,6 @@ __device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
 }
-// To that place.
-__device__ __forceinline__ void store_sums_at(u32 address, float4 value) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x), "f"(value.y),
-               "f"(value.z), "f"(value.w)
-               : "memory");
-}
 // The two halves of a meeting before which nothing was written that is read behind it. With `sync_cluster` a thread's
 // stores to global memory must have arrived, too, which takes 0.3 us and more.
 __device__ __forceinline__ void arrive_cluster() {

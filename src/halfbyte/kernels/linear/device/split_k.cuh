@@ -4,7 +4,7 @@
 // of x, as device/mma.cuh draws them. All ways add in an order that follows from the shape alone, so the same input
 // gives the same bits.
 //
-//   cluster_reduce  CTAs of one cluster, all of one tile: through distributed shared memory
+//   cluster_reduce  CTAs of one cluster, all of one tile: through distributed shared memory (cluster_reduce.cuh)
 //   share_out       CTAs that have equal parts of one tile, and end at once: through a workspace in memory
 //   fix_up          CTAs of any tile: through the workspace, too
 //
@@ -35,31 +35,6 @@ template <int Sums> __device__ __forceinline__ float4 group_of(const float (&tot
 }
 template <int Sums> __device__ __forceinline__ void add_group(float (&total)[Sums], int i, float4 v) {
   total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
-}
-
-// The sums of a tile that the CTAs of a cluster share. The CTA of rank r = blockIdx.y has those of its own column
-// groups (r, r + cluster, ...) sent to its buffer, which the cluster no longer reads, and adds them up. `a` and `unit`
-// say how many rows of x there are. buffer: the CTA's, 512 bytes a warp, column group and sender.
-template <u32 Warps, int Sums, class Arguments>
-__device__ __forceinline__ void cluster_reduce(float (&total)[Sums], const Arguments& a, const WorkUnit& unit,
-                                               u32 buffer, u32 warp, u32 lane) {
-  constexpr u32 GROUPS = Sums / 4;  // of columns
-  const u32 own = buffer + warp * 512 + lane * 16, columns = a.m - unit.column_tile * (8 * GROUPS);
-  const auto place_of = [&](u32 i, u32 rank) {
-    return own + (i / Config::cluster * Config::cluster + rank) * (Warps * 512);
-  };
-  meet_cluster();  // nobody reads the buffer's former content any more
-#pragma unroll
-  for (u32 i = 0; i < GROUPS; i++)
-    if (!is_own(i) && 8 * i < columns)
-      store_sums_at(address_in(place_of(i, blockIdx.y), i % Config::cluster), group_of(total, i));
-  sync_cluster();
-#pragma unroll
-  for (u32 i = 0; i < GROUPS; i++)
-    if (is_own(i) && 8 * i < columns)
-#pragma unroll
-      for (u32 rank = 0; rank < Config::cluster; rank++)
-        if (rank != blockIdx.y) add_group(total, i, load_sums(place_of(i, rank)));
 }
 
 // The sums of a tile that Shares CTAs have equal parts of; this is `cta`. They come to it at the same time, so all have

@@ -149,7 +149,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
       if constexpr (!ONE_AT_ONCE) release_x(used);
       used = 0;
       // In a cluster, and with equal shares, each CTA adds up and stores its own groups of eight rows of x.
-      if constexpr (Config::cluster > 1) cluster_reduce<WARPS>(total, a, at, shared() + W_AT, warp, lane);
+      if constexpr (Config::cluster > 1)
+        cluster_reduce<WARPS>(total, a, at, shared() + W_AT, shared() + SUMS_FULL, warp, lane);
       if constexpr (Config::shares > 1) share_out<Config::shares, WARPS>(total, a, at, own_number(a), warp, lane);
       const u32 row = first_row(at) + decoder.row();
       const auto owns = [&](u32 i) {
@@ -188,9 +189,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   if (warp >= WARPS) {
     leave_registers<Config::producer_registers>();
     fetch(a, up, first, last, warp - WARPS, lane);
-    __syncwarp();                                                       // of some warps one lane came alone
-    if constexpr (Config::cluster > 1) meet_cluster(), meet_cluster();  // as in cluster_reduce
-    if constexpr (Config::twins > 1) meet_cluster();                    // none ends before its twin has arrived
+    __syncwarp();                                       // of some warps one lane came alone
+    if constexpr (Config::cluster > 1) meet_cluster();  // as in cluster_reduce
+    if constexpr (Config::twins > 1) meet_cluster();    // none ends before its twin has arrived
   } else {
     take_registers<Config::consumer_registers>();
     if constexpr (Config::twins > 1) arrive_cluster();

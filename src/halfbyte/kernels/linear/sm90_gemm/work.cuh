@@ -1,11 +1,11 @@
 // Sizes, and the layout of shared memory of kernel.cu, which says what Config holds.
 
+#include "device/cluster_reduce.cuh"
 #include "device/computed.cuh"
 #include "device/decode.cuh"
 #include "device/laid_out.cuh"
 #include "device/pipeline.cuh"
 #include "device/scale.cuh"
-#include "device/split_k.cuh"
 #include "device/wgmma.cuh"
 
 constexpr int WARPS = 4 * Config::warpgroups;  // that multiply
@@ -45,7 +45,7 @@ constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K *
               X_STEP = Config::tile_m * STEP_K * 2;
 constexpr u32 SCALE_BYTES = SPANS * TILE_N * 4;
 constexpr u32 W_FULL = COMPUTES ? 0 : 256 * TABLE_ROW, W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128,
-              X_EMPTY = W_FULL + 192;
+              X_EMPTY = W_FULL + 192, SUMS_FULL = W_FULL + 256;
 constexpr u32 CODE = W_FULL + 1024, W_AT = CODE + 1024 * (1 + Config::paired);
 constexpr u32 X_AT = W_AT + Config::w_stages * W_BYTES;
 constexpr u32 SCALE = X_AT + Config::x_stages * X_STEP;

@@ -156,5 +156,5 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u
   }
   if (Config::resident > 0 && PRODUCERS_WAIT && last <= first + units_before_x(a)) sync_x();
   while (stale < count_stale(a)) clear_some();
-  if (Config::cluster > 1) meet_cluster(), meet_cluster();  // as in cluster_reduce
+  if (Config::cluster > 1) meet_cluster();  // as in cluster_reduce
 }

@@ -89,7 +89,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   // Whether it has what the others of the tile have added to.
   const auto is_complete = [&](const WorkUnit& at) {
     if constexpr (Config::cluster > 1) {
-      cluster_reduce<WARPS>(total, a, at, shared() + TILES, warp, lane);  // over W's stages, which are done with
+      // Over W's stages, which are done with.
+      cluster_reduce<WARPS>(total, a, at, shared() + TILES, shared() + SUMS_FULL, warp, lane);
     } else if constexpr (Config::shares > 1) {
       share_out<Config::shares, WARPS>(total, a, at, own_number(a), warp, lane);
     } else {

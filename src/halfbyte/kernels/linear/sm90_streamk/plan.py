@@ -15,6 +15,7 @@ from halfbyte.kernels.linear.sm90_streamk.shape import MOST_BESIDE, StreamKPlan,
 from halfbyte.kernels.linear.sm90_streamk.times import (
     Kind,
     estimate,
+    laying_out,
     microseconds_of,
     tiles_m,
     time_of_shares,
@@ -67,7 +68,7 @@ def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProper
     for tile_m in tiles_m(m, max(o.n for o in group), properties.sms):
         plans = tuple(plan for o in group for plan in _estimated(without_x, tile_m, m, (o.n,), o, properties))
         if len(plans) == len(group):
-            saved = (len(plans) - 1) * h200.STREAMK_LAYING_OUT
+            saved = (len(plans) - 1) * laying_out(tile_m, m, group[0])
             found.append(StreamKGroup(plans, sum(plan.microseconds for plan in plans) - saved))
     return min(found, key=lambda plan: plan.microseconds, default=None)
 
@@ -83,7 +84,7 @@ def fused_plan(m: int, group: Sequence[Problem], fusion: Fusion, properties: Dev
     if len({(found.tile_m, found.resident > 0) for found in plans}) > 1:
         return None
     last = replace(plans[-1], activation=fusion.activation, residual=fusion.residual is not None)
-    saved = 0.0 if last.resident else (len(plans) - 1) * h200.STREAMK_LAYING_OUT
+    saved = 0.0 if last.resident else (len(plans) - 1) * laying_out(last.tile_m, m, group[0])
     apart = StreamKGroup((*plans[:-1], last), sum(found.microseconds for found in plans) - saved)
     pair = _pair(m, group, fusion, properties) if fusion.activation else None
     return apart if pair is None or apart.microseconds <= pair.microseconds else pair

@@ -59,7 +59,13 @@ def microseconds_of(busy: float, plan: StreamKPlan, m: int, problem: Problem, pr
     reading = problem.megabytes / (times.bandwidth * rates.bandwidth)
     most = max(math.hypot(reading, busy / rates.clock), problem.megabytes / (h200.MOST_BANDWIDTH * rates.bandwidth))
     scales = times.scales * problem.scale_megabytes * plan.x_tiles(m)
-    return times.start + most + scales + times.result * problem.result_megabytes(m)
+    numbers = times.x * problem.x_megabytes(m) + times.result * problem.result_megabytes(m)
+    return times.start + most + scales + numbers
+
+
+def laying_out(tile_m: int, m: int, problem: Problem) -> float:
+    """µs that a product saves whose x is laid out already."""
+    return h200.STREAMK_LAYING_OUT + h200.STREAMK_TIMES[tile_m, False].x * problem.x_megabytes(m)
 
 
 def without_x(tile_m: int, m: int, sides: Sequence[int], k: int, properties: DeviceProperties) -> list[Candidate]:

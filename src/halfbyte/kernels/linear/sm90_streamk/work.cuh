@@ -1,10 +1,10 @@
 // Sizes, and the layout of shared memory of kernel.cu, which says what Config holds.
 
+#include "device/cluster_reduce.cuh"
 #include "device/decode.cuh"
 #include "device/laid_out.cuh"
 #include "device/pipeline.cuh"
 #include "device/scale.cuh"
-#include "device/split_k.cuh"
 #include "device/wgmma.cuh"
 
 constexpr int WARPS = 4 * Config::warpgroups;  // that multiply
@@ -41,7 +41,7 @@ constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K *
 // From those of a span to those of the next, and of a stage.
 constexpr u32 SPAN_SCALES = TILE_N * 4 * (SCALES_IN_TABLE ? 4 : 1), STAGE_SCALES = SPANS * SPAN_SCALES;
 constexpr u32 STAGE_BYTES = W_BYTES + (Config::resident ? 0 : X_BYTES);
-constexpr u32 BARRIERS = 256 * TABLE_ROW, FULL = BARRIERS, EMPTY = FULL + 64;
+constexpr u32 BARRIERS = 256 * TABLE_ROW, FULL = BARRIERS, EMPTY = FULL + 64, SUMS_FULL = FULL + 128;
 constexpr u32 TILES = BARRIERS + 1024;
 constexpr u32 X_RESIDENT = TILES + Config::stages * STAGE_BYTES;
 constexpr u32 BEHIND_X = X_RESIDENT + Config::resident * X_BYTES, SCALE = SCALES_IN_TABLE ? 192 : BEHIND_X;
