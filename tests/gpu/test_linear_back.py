@@ -86,7 +86,7 @@ def test_error(tile_m: int, way: Way) -> None:
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel is chosen wherever it is for a weight."""
     choices = dispatch.choose, dispatch.choose_back
-    monkeypatch.setattr(dispatch, "dense_microseconds", lambda m, problem, properties: 1e9)
+    monkeypatch.setattr(dispatch, "dense_microseconds", lambda *_: 1e9)
     for choice in choices:
         choice.cache_clear()
     yield

@@ -127,7 +127,7 @@ def test_cuda_graph_and_streams(n: int) -> None:
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel is chosen wherever it is for a weight."""
     monkeypatch.setattr(dispatch, "BACK_KERNELS", (back,))
-    monkeypatch.setattr(dispatch, "dense_microseconds", lambda m, problem, properties: math.inf)
+    monkeypatch.setattr(dispatch, "dense_microseconds", lambda *_: math.inf)
     dispatch.choose_back.cache_clear()
     yield
     dispatch.choose_back.cache_clear()

@@ -137,7 +137,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel is chosen wherever it is for a weight."""
     monkeypatch.setattr(dispatch, "KERNELS", (many,))
     monkeypatch.setattr(dispatch, "BACK_KERNELS", (many,))
-    monkeypatch.setattr(dispatch, "dense_microseconds", lambda m, problem, properties: math.inf)
+    monkeypatch.setattr(dispatch, "dense_microseconds", lambda *_: math.inf)
     dispatch.choose.cache_clear(), dispatch.choose_back.cache_clear()
     yield
     dispatch.choose.cache_clear(), dispatch.choose_back.cache_clear()

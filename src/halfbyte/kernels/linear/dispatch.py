@@ -126,19 +126,22 @@ def _fastest(
     return min(found, key=lambda choice: choice.plan.microseconds, default=None)
 
 
-def dense_microseconds(m: int, problem: Problem, properties: DeviceProperties) -> float:
-    """The estimated time of making the dense weight, and of torch's product with it or its transpose."""
+def dense_microseconds(m: int, problem: Problem, properties: DeviceProperties, back: bool = False) -> float:
+    """The estimated time of making the dense weight, and of torch's product with its transpose, or back with itself."""
     millions, rates = problem.numel / 1e6, properties.rates
     teraflops = h200.DENSE_TERAFLOPS * rates.teraflops
+    tiles = -(-m // h200.DENSE_TILE) * -(-(problem.k if back else problem.n) // h200.DENSE_TILE)
+    if tiles <= h200.DENSE_IDLE * properties.sms:
+        teraflops /= h200.DENSE_FEW_TILES
     product = math.hypot(millions * h200.DENSE_READ / rates.bandwidth, 2 * m * millions / teraflops)
     if problem.n % 8 and problem.dtype is not torch.float32:  # cuBLAS has slower kernels for such rows of y
         product *= h200.DENSE_ODD if problem.n % 2 else h200.DENSE_EVEN
     return h200.DENSE_START + millions * h200.DENSE_WRITE / rates.bandwidth + product
 
 
-def _most_beside_dense(m: int, problem: Problem, properties: DeviceProperties) -> float:
+def _most_beside_dense(m: int, problem: Problem, properties: DeviceProperties, back: bool = False) -> float:
     """The most µs that a kernel may take where there is the dense way, which takes memory for the dense weight."""
-    return h200.DENSE_GAIN * dense_microseconds(m, problem, properties)
+    return h200.DENSE_GAIN * dense_microseconds(m, problem, properties, back)
 
 
 @lru_cache(1 << 14)
@@ -162,7 +165,7 @@ def choose_back(m: int, problem: Problem, properties: DeviceProperties) -> Choic
     the faster way."""
     properties = properties.as_fitted
     best = _fastest(BACK_KERNELS, BACK_SUPERSEDED, lambda kernel: kernel.plan_back(m, problem, properties))
-    return best if best and best.plan.microseconds <= _most_beside_dense(m, problem, properties) else None
+    return best if best and best.plan.microseconds <= _most_beside_dense(m, problem, properties, True) else None
 
 
 @lru_cache(1 << 14)

@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 # µs: two launches; per million weights writing them, and reading them from L2 and memory; and the product's TFLOP/s.
 DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.641, 0.387, 0.816, 789.643
+# Where y has few tiles of so many rows and columns for the multiprocessors, up to such a part of them, cuBLAS leaves
+# most of them idle or adds up parts of tiles, and multiplies so many times more slowly.
+DENSE_TILE, DENSE_IDLE, DENSE_FEW_TILES = 128, 0.4, 1.35
 # How many times slower cuBLAS is where N is odd, and where it is even but no multiple of 8.
 DENSE_ODD, DENSE_EVEN = 7.5, 2.8
 # How many times as fast as a kernel the dense way has to be, which takes two bytes of memory for a weight.
