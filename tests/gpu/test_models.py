@@ -234,7 +234,7 @@ def test_with_an_adapter(model: Any, replays: list[int]) -> None:
     ours = generate(adapted, ids)
     assert replays
     plain = generate(adapted, ids, disable_compile=True)
-    assert (ours == plain).float().mean() > 0.95
+    assert_same_but_for_ties(adapted, ours, plain)
     hb.restore(adapted)
 
 

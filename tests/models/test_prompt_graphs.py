@@ -103,6 +103,44 @@ def test_tokens_do_not_depend_on_what_came_before() -> None:
         assert torch.equal(torch.stack(first.logits), torch.stack(again.logits))
 
 
+@pytest.mark.parametrize(("padding", "masked"), [(0, False), (7, True)])
+def test_masks(padding: int, masked: bool, captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would make one in every capture. With one torch has another attention, which rounds otherwise."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    masks: list[Any] = []
+    sdpa, make_mask = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attend(module: Any, query: Any, keys: Any, values: Any, mask: Any, **others: Any) -> Any:
+        masks.append(mask)
+        return sdpa(module, query, keys, values, mask, **others)
+
+    def make(*given: Any, **named: Any) -> Any:
+        assert not in_a_prompt
+        return make_mask(*given, **named)
+
+    in_a_prompt: list[Any] = []
+    run = prompt_graphs._Prompt.run
+
+    def watched(one: Any) -> Any:
+        in_a_prompt.append(one)
+        try:
+            return run(one)
+        finally:
+            in_a_prompt.pop()
+
+    model = quantized("gemma3", sliding_window=72)
+    inputs = prompt(2, 30, padding)
+    generate(model, inputs, **WANTED | {"max_new_tokens": 1})  # compares layers with transformers' own
+    monkeypatch.setattr(prompt_graphs._Prompt, "run", watched)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", make)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
+    generate(model, inputs, **WANTED | {"max_new_tokens": 1})
+    assert len(captured) == 1
+    assert [mask is not None for mask in masks] == [masked] * len(model.model.layers)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_texts_of_different_lengths(attention: str, captured: list[int]) -> None:
     model = quantized("gemma3", sliding_window=72)

@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from math import inf, prod
 from typing import Any
@@ -30,7 +31,7 @@ from halfbyte.models.caches import COUNTER
 from halfbyte.models.captured import GRAPHS, Captured, can_replay, current
 from halfbyte.models.graphs import building
 from halfbyte.models.preparation import INPUTS, MOVING, is_plain, rotary_kinds
-from halfbyte.models.prompt_layers import PromptLayers
+from halfbyte.models.prompt_layers import PromptLayers, every_earlier_token_is_seen
 from halfbyte.models.rotation import as_numbers, mask_names
 from halfbyte.models.store import CacheStore
 
@@ -52,6 +53,7 @@ class PromptGraphs:
         self.captures = True
         self.memory: dict[int, list[Pair]] = {}  # by rows: for each layer room for their keys and values, flat
         self.shapes: list[Shape] = []
+        self.earlier: Tensor | None = None  # [length, length] of the longest: which tokens each looks at; up to 4 MB
         self.pool: Any = None  # of the graphs' intermediate results
         self.done: torch.cuda.Event | None = None  # recorded behind the last prompt's work
 
@@ -71,7 +73,7 @@ class PromptGraphs:
         try:
             self._wait()
             self.prompts.clear()
-            self.memory, self.pool, self.done = {}, None, None
+            self.memory, self.earlier, self.pool, self.done = {}, None, None, None
         finally:
             self.lock.release()
 
@@ -97,7 +99,7 @@ class PromptGraphs:
             if self.done is not None:
                 torch.cuda.current_stream().wait_event(self.done)
             if is_new := key not in self.prompts:
-                self.prompts[key] = _Prompt(model, texts, length, masks, store)
+                self.prompts[key] = _Prompt(model, texts, self._earlier(length, ids.device), masks, store)
                 while len(self.prompts) > MOST_GRAPHS:
                     self._wait()
                     self.prompts.popitem(last=False)
@@ -116,6 +118,12 @@ class PromptGraphs:
                 self.done = torch.cuda.Event()
                 self.done.record()
         return found
+
+    def _earlier(self, length: int, device: torch.device) -> Tensor:
+        if self.earlier is None or len(self.earlier) < length or self.earlier.device != device:
+            with torch.inference_mode(False):
+                self.earlier = torch.ones((length, length), dtype=torch.bool, device=device).tril()
+        return self.earlier[:length, :length]
 
     def _look(self, layers: PromptLayers, prompt: _Prompt) -> None:
         """Find out after a prompt whether all layers are ours."""
@@ -164,10 +172,13 @@ class PromptGraphs:
 
 
 class _Prompt:
-    """A size of prompts: tensors with the inputs, a cache, and once captured a graph from these to that."""
+    """A size of prompts: tensors with the inputs, a cache, and once captured a graph from these to that.
 
-    def __init__(self, model: Any, texts: int, length: int, masks: torch.dtype | None, store: CacheStore) -> None:
-        self.model, self.texts = model, texts
+    earlier: [length, length], true where a token looks at another. masks: their dtype, or None where that is all.
+    """
+
+    def __init__(self, model: Any, texts: int, earlier: Tensor, masks: torch.dtype | None, store: CacheStore) -> None:
+        self.model, self.texts, self.earlier, length = model, texts, earlier, len(earlier)
         self.store = CacheStore(store.kind, store.config, texts, length)
         self.captured: Captured | None = None
         device = model.device
@@ -178,8 +189,8 @@ class _Prompt:
             self.mask: Tensor | None = None  # [texts, 1, tokens, tokens]
             if masks is not None:
                 self.mask = torch.zeros((texts, 1, length, length), dtype=masks, device=device)
-                self.earlier = torch.ones((length, length), dtype=torch.bool, device=device).tril()
-        self.masks = {} if self.mask is None else {"attention_mask": _named(self.mask, store.config)}
+        # Without one, transformers would make one in every capture.
+        self.masks = _named(earlier[None, None] if self.mask is None else self.mask, store.config)
         self.cache: Any = None
 
     @property
@@ -208,10 +219,11 @@ class _Prompt:
     def run(self) -> Any:
         """The model's outputs, keys and values in `cache`."""
         self.cache = self.store.begin(self.texts, clears=False)
-        return self.model(
-            input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True,
-            logits_to_keep=self.last, return_dict=True, **self.masks,
-        )  # fmt: skip
+        with nullcontext() if self.mask is not None else every_earlier_token_is_seen():
+            return self.model(
+                input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True,
+                logits_to_keep=self.last, return_dict=True, attention_mask=self.masks,
+            )  # fmt: skip
 
     def compute(self) -> Any:
         return self.run() if self.captured is None else self.captured.replay()

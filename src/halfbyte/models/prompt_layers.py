@@ -39,6 +39,18 @@ BATCHED = "_halfbyte_batched"  # attribute of decoder layers: the PromptLayers o
 STATIC = ("StaticLayer", "StaticSlidingWindowLayer")  # layers of a cache that transformers gives its memory at first
 
 _current: ContextVar[PromptLayers | None] = ContextVar("_current", default=None)
+_is_plain: ContextVar[bool] = ContextVar("_is_plain", default=False)
+
+
+@contextmanager
+def every_earlier_token_is_seen() -> Iterator[None]:
+    """Within, a token of this thread's prompt looks at all before it. Attention knows that without a mask, and is told
+    of none: with one, torch has other kernels, which are slower."""
+    token = _is_plain.set(True)
+    try:
+        yield
+    finally:
+        _is_plain.reset(token)
 
 
 def supports(module: nn.Module) -> bool:
@@ -173,7 +185,7 @@ class _PromptLayer(WholeLayer):
         if layer.sinks is not None:
             others["s_aux"] = layer.sinks
         seen, _ = _interface(attention)(
-            attention, query, keys, values, attention_mask,
+            attention, query, keys, values, None if _is_plain.get() else attention_mask,
             dropout=0.0, scaling=attention.scaling, sliding_window=self.window, **others,
         )  # fmt: skip
         seen = seen.reshape(*x.shape[:2], -1).contiguous()
