@@ -67,6 +67,8 @@ FUNCTIONS = {
         )
     },
     "load_word": "u32 load_word(u32 at) { return loaded<u32>(at + BASE); }",
+    "load_from": "u32 load_from(const u32* place, u32 rank) { return CTAS == 1 ? *place :"
+    " loaded<u32>(address_in(u32(__cvta_generic_to_shared(place)), rank)); }",
     "load_code": "float load_code(u32 at) { return loaded<float>(at + BASE + 128); }",
     "numbers_of": "float2 numbers_of(u32 bytes, u32 column, u32 selector) {"
     " return loaded<float2>(__byte_perm(bytes, column, selector) + BASE); }",
