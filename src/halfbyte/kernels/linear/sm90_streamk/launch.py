@@ -121,7 +121,8 @@ def constants(problem: Problem, plan: StreamKPlan) -> dict[str, Constant]:
         "direct": plan.direct, "paired": plan.paired, "norm": plan.norm,
         "registers": registers, "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "residual": plan.residual, "back": False,
-        "copies_x": False, "activation": f"Activation::{plan.activation or 'none'}",
+        "scales_in_table": plan.scales_in_table, "copies_x": False,
+        "activation": f"Activation::{plan.activation or 'none'}",
         "next_tile_m": plan.next_tile_m, "next_span": plan.next_span or 64,
         "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
     }  # fmt: skip

@@ -15,7 +15,7 @@ REGISTERS = {2: (168, 120, 192), 3: (128, 80, 144), 4: (96, 96, 96)}
 FEWER_REGISTERS = {2: (152, 96, 176), 3: (112, 64, 128), 4: (88, 88, 88)}
 WIDEST_REGISTERS = (168, 56, 224)  # where sums take more than the producer leaves else
 MOST_BESIDE = 64  # rows of x that fewer registers hold sums of
-MOST_WITH_SCALES = 112  # beside which shared memory has room for scales of their own
+MOST_WITH_SCALES = 112  # beside whose tiles shared memory has room for scales
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,14 @@ class StreamKPlan(WarpgroupTiles):
         return h200.INVARIANT_DIRECT if self.invariant else 6 + max(1, 32 // self.tile_m)
 
     @property
+    def scales_in_table(self) -> bool:
+        """Scales are between the rows of the table, as nothing else has room for them; for two warpgroups there is."""
+        return self.tile_m > MOST_WITH_SCALES
+
+    @property
     def registers(self) -> tuple[int, int, int]:
         """Of a thread: at the start, and then of a producer and of a consumer."""
-        if self.tile_m > MOST_WITH_SCALES:
+        if self.scales_in_table:
             return WIDEST_REGISTERS
         return (FEWER_REGISTERS if self.beside else REGISTERS)[self.warpgroups]
 
@@ -65,7 +70,7 @@ class StreamKPlan(WarpgroupTiles):
 
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
-        scales = 0 if self.tile_m > MOST_WITH_SCALES else UNIT_K // span * 4
+        scales = 0 if self.scales_in_table else UNIT_K // span * 4
         stage = 64 * self.warpgroups * (UNIT_K // 2 + scales)
         x = (self.resident or self.stages) * self.tile_m * UNIT_K * 2
         return 256 * 256 + 1024 + self.stages * stage + x
@@ -79,7 +84,7 @@ def is_valid(plan: StreamKPlan, m: int, n: int, k: int, span: int, properties: D
         properties.ptx == 90
         and plan.tile_m in TILES_M
         and plan.warpgroups in REGISTERS
-        and (plan.tile_m <= MOST_WITH_SCALES or plan.warpgroups == 2)
+        and (plan.warpgroups == 2 or not plan.scales_in_table)
         and 2 <= plan.stages <= 8
         and 1 <= plan.ctas <= units
         and units * plan.ctas < 1 << 32
@@ -116,7 +121,7 @@ def is_grouped_valid(plan: StreamKPlan, experts: int, n: int, k: int, span: int,
         properties.ptx == 90
         and plan.tile_m in TILES_M
         and plan.warpgroups in REGISTERS
-        and (plan.tile_m <= MOST_WITH_SCALES or plan.warpgroups == 2)
+        and (plan.warpgroups == 2 or not plan.scales_in_table)
         and 2 <= plan.stages <= 8
         and plan.resident == 0
         and plan.cluster == 1

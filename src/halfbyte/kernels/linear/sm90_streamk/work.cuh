@@ -35,7 +35,7 @@ constexpr u32 SPAN_WORDS = Config::span / 2, OWN = Config::span / 8;
 // Shared memory: the table, barriers, stages of W (and of x, unless it is resident), resident x, decoded scales. Beside
 // the widest tiles there is no room for these: they are in the last quarters of the table's rows, and a code of scales
 // has 16 copies in front of them, not 32.
-constexpr bool SCALES_IN_TABLE = Config::tile_m > 112;
+constexpr bool SCALES_IN_TABLE = Config::scales_in_table;
 constexpr u32 CODE_COPIES = SCALES_IN_TABLE ? 16 : 32;
 constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K * 2;
 // From those of a span to those of the next, and of a stage.
