@@ -371,6 +371,21 @@ STACKS = {
         GemmPlan(128, 2, 2, 3, 5, 1, 0), GemmPlan(128, 2, 2, 3, 3, 1, 0), "silu", "fp4", {"block_size": 64}, 832
     ),
     "wide, exponents": Stack(GemmPlan(96, 2, 2, 4, 4, 1, 0), GemmPlan(96, 2, 2, 4, 3, 1, 0), "gelu", "mxfp4", {}, 352),
+    "twins": Stack(GemmPlan(160, 2, 2, 3, 3, 1, 0, twins=2), GemmPlan(160, 2, 3, 3, 2, 1, 0, twins=2), "silu", "nf4"),
+    "twins, the last without rows": Stack(
+        GemmPlan(96, 2, 2, 3, 2, 1, 0, twins=2),
+        GemmPlan(96, 2, 3, 3, 3, 1, 0, twins=2),
+        "gelu_tanh",
+        "int4",
+        {"group_size": 64},
+        832,
+    ),
+    "twins, exponents": Stack(
+        GemmPlan(96, 2, 2, 4, 2, 1, 0, twins=2), GemmPlan(96, 2, 2, 4, 3, 1, 0, twins=2), "swiglu_oai", "mxfp4", {}, 352
+    ),
+    "twins, in order": Stack(
+        GemmPlan(96, 2, 2, 3, 3, 1, 0, twins=2), GemmPlan(96, 2, 2, 4, 2, 1, 0, twins=2), "silu", "nf4", ordered=True
+    ),
     "in order": Stack(
         GemmPlan(96, 2, 2, 3, 5, 1, 0), GemmPlan(96, 2, 2, 4, 3, 1, 0), "silu", "nf4", {"nested": False}, ordered=True
     ),

@@ -16,12 +16,14 @@ SPREAD = 6  # standard deviations: an expert's pairs are never more than so many
 
 
 class Tile(NamedTuple):
-    """Of so many pairs by rows of W, and what it takes; of tiles with up to narrow_m pairs a part is left out."""
+    """Of so many pairs by rows of W, and what it takes; of tiles with up to narrow_m pairs a part is left out. twins:
+    CTAs that have as many each, of neighbouring rows of W, or 1."""
 
     tile_m: int
     rows: int
     times: GroupedTimes
     narrow_m: int = 0
+    twins: int = 1
 
 
 def wanted(pairs: int, experts: int) -> float:
@@ -58,11 +60,12 @@ def microseconds(
     the transposes."""
     o, rates, times, common = problem, properties.rates, tile.times, h200.GROUPED_COMMON[back]
     n, k = (o.k, o.n // experts) if back else (o.n // experts, o.k)
-    row_tiles, units = -(-n // tile.rows), -(-k // UNIT_K)
+    row_tiles, units = -(-n // (tile.rows * tile.twins)), -(-k // UNIT_K)
 
     def turns(beyond: int) -> int:
         """Of a multiprocessor, with tiles of more pairs than so many."""
-        return -(-math.ceil(usual_tiles(pairs, experts, tile.tile_m, beyond) * row_tiles) // properties.sms)
+        tiles = usual_tiles(pairs, experts, tile.tile_m, beyond) * row_tiles
+        return -(-math.ceil(tiles) // (properties.sms // tile.twins))
 
     wide, every = turns(tile.narrow_m), turns(0)
     wide_units = units * (wide + common.narrow * (every - wide))

@@ -23,8 +23,8 @@
 // both, so L2 gives it out half as often.
 //
 // Experts. With `grouped` x are rows of tokens, gathered by expert, and a tile has pairs of a token and one expert.
-// What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
-// up only activation(gate) * up is stored.
+// What tiles there are is read on the device, and each is one CTA's, or that of one of twins, from end to end
+// (device/grouped.cuh). Of gate and up only activation(gate) * up is stored.
 //
 // The way back. With `back` the same loop multiplies with W transposed (back.cuh), be it one weight or experts.
 //
