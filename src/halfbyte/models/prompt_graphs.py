@@ -53,7 +53,7 @@ class PromptGraphs:
         self.captures = True
         self.memory: dict[int, list[Pair]] = {}  # by rows: for each layer room for their keys and values, flat
         self.shapes: list[Shape] = []
-        self.earlier: Tensor | None = None  # [length, length] of the longest: which tokens each looks at; up to 4 MB
+        self.seen: Tensor | None = None  # [length, length] of the longest: which tokens each sees; up to 4 MB
         self.pool: Any = None  # of the graphs' intermediate results
         self.done: torch.cuda.Event | None = None  # recorded behind the last prompt's work
 
@@ -73,7 +73,7 @@ class PromptGraphs:
         try:
             self._wait()
             self.prompts.clear()
-            self.memory, self.earlier, self.pool, self.done = {}, None, None, None
+            self.memory, self.seen, self.pool, self.done = {}, None, None, None
         finally:
             self.lock.release()
 
@@ -99,7 +99,7 @@ class PromptGraphs:
             if self.done is not None:
                 torch.cuda.current_stream().wait_event(self.done)
             if is_new := key not in self.prompts:
-                self.prompts[key] = _Prompt(model, texts, self._earlier(length, ids.device), masks, store)
+                self.prompts[key] = _Prompt(model, texts, length, masks, store)
                 while len(self.prompts) > MOST_GRAPHS:
                     self._wait()
                     self.prompts.popitem(last=False)
@@ -118,12 +118,6 @@ class PromptGraphs:
                 self.done = torch.cuda.Event()
                 self.done.record()
         return found
-
-    def _earlier(self, length: int, device: torch.device) -> Tensor:
-        if self.earlier is None or len(self.earlier) < length or self.earlier.device != device:
-            with torch.inference_mode(False):
-                self.earlier = torch.ones((length, length), dtype=torch.bool, device=device).tril()
-        return self.earlier[:length, :length]
 
     def _look(self, layers: PromptLayers, prompt: _Prompt) -> None:
         """Find out after a prompt whether all layers are ours."""
@@ -154,6 +148,8 @@ class PromptGraphs:
             if self.pool is None and device.type == "cuda":
                 self.pool = torch.cuda.graph_pool_handle()
             prompt.use(self.memory[rows], self.shapes)
+            if prompt.mask is None:
+                prompt.masks = _named(self._seen(prompt.ids.shape[1], device), prompt.store.config)
             if device.type in GRAPHS:
                 # cuDNN plans attention when it first meets keys that lie so, and allocates what a capture must not.
                 prompt.run()
@@ -170,15 +166,20 @@ class PromptGraphs:
                 stacklevel=2,
             )
 
+    def _seen(self, length: int, device: torch.device) -> Tensor:
+        """A mask [1, 1, length, length] for all prompts in which a token sees all before it. Layers that are ours do
+        without, but where there is none, transformers makes one in every capture."""
+        if self.seen is None or len(self.seen) < length:
+            with torch.inference_mode(False):
+                self.seen = torch.ones((length, length), dtype=torch.bool, device=device).tril()
+        return self.seen[None, None, :length, :length]
+
 
 class _Prompt:
-    """A size of prompts: tensors with the inputs, a cache, and once captured a graph from these to that.
+    """A size of prompts: tensors with the inputs, a cache, and once captured a graph from these to that."""
 
-    earlier: [length, length], true where a token looks at another. masks: their dtype, or None where that is all.
-    """
-
-    def __init__(self, model: Any, texts: int, earlier: Tensor, masks: torch.dtype | None, store: CacheStore) -> None:
-        self.model, self.texts, self.earlier, length = model, texts, earlier, len(earlier)
+    def __init__(self, model: Any, texts: int, length: int, masks: torch.dtype | None, store: CacheStore) -> None:
+        self.model, self.texts = model, texts
         self.store = CacheStore(store.kind, store.config, texts, length)
         self.captured: Captured | None = None
         device = model.device
@@ -189,8 +190,8 @@ class _Prompt:
             self.mask: Tensor | None = None  # [texts, 1, tokens, tokens]
             if masks is not None:
                 self.mask = torch.zeros((texts, 1, length, length), dtype=masks, device=device)
-        # Without one, transformers would make one in every capture.
-        self.masks = _named(earlier[None, None] if self.mask is None else self.mask, store.config)
+                self.earlier = torch.ones((length, length), dtype=torch.bool, device=device).tril()
+        self.masks = None if self.mask is None else _named(self.mask, store.config)
         self.cache: Any = None
 
     @property
