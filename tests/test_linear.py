@@ -180,7 +180,7 @@ def test_tiles_are_batch_invariant(dtype: torch.dtype, m: int) -> None:
 
 def test_plans() -> None:
     bf16 = torch.bfloat16
-    for capability, most in (("AMX", 16), ("AVX512-BF16", 192), ("AVX512", 56), ("AVX2", 32), ("DEFAULT", 8)):
+    for capability, most in (("AMX", 16), ("AVX512-BF16", 192), ("AVX512", 56), ("AVX2", 512), ("DEFAULT", 8)):
         assert plan(1, 4096, 4096, bf16, "cpu", False, capability).kernel == "fused"
         assert plan(most, 4096, 4096, bf16, "cpu", False, capability).kernel == "fused"
         assert plan(most + 1, 4096, 4096, bf16, "cpu", False, capability).kernel == "dense"
@@ -190,7 +190,7 @@ def test_plans() -> None:
         assert plan(10_000, 64, 33, bf16, "cpu", True, capability).kernel == "fused"
         assert plan(1, 64, 33, bf16, "cpu", False, capability).kernel == "dense"
         assert plan(min(most, 16), 384, 384, bf16, "cpu", False, capability).kernel == "fused"
-        assert plan(129, 384, 384, bf16, "cpu", False, capability).kernel == "dense"
+        assert plan(129, 384, 384, bf16, "cpu", False, capability).kernel == ("fused" if most > 192 else "dense")
     assert plan(49, 384, 352, bf16, "cpu", False, "AVX512-BF16").kernel == "dense"  # not multiplied in pairs
     for m, kernel in ((1, "fused"), (64, "fused"), (65, "dense")):
         assert plan(m, 4096, 4096, bf16, "hip", False).kernel == kernel

@@ -15,7 +15,7 @@ import halfbyte as hb
 from halfbyte import eager
 from halfbyte.formats.spec import FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES
-from halfbyte.kernels.common import paired_products, products, threads
+from halfbyte.kernels.common import float_strips, paired_products, products, threads
 from halfbyte.kernels.linear import cpu, cpu_ready
 
 BF16 = torch.bfloat16
@@ -141,9 +141,23 @@ def test_weights_without_numbers(fresh: list[int]) -> None:
             assert torch.equal(hb.linear(torch.randn(2, k), q), torch.zeros(2, n))
 
 
-def test_what_is_ready_has_the_order_of_a_few_rows() -> None:
-    """Else a product had other bits from its second call on."""
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_the_order_of_many_rows(
+    dtype: torch.dtype, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch, fresh: list[int]
+) -> None:
+    """A product that is ready has the one that it had before, where a few rows are more than some kernel's few."""
     assert cpu_ready.MOST_ROWS <= cpu.MOST_PAIRED
+    monkeypatch.setattr(float_strips, "MOST_FEW", 4)
+    q = weight(k=1024)
+    for m in (4, 5, 16):
+        x = torch.randn(m, 1024).to(dtype)
+        first = hb.linear(x, q, batch_invariant=batch_invariant)
+        fresh.clear()
+        assert torch.equal(hb.linear(x, q, batch_invariant=batch_invariant), first)
+        assert fresh == []
+        if batch_invariant:
+            assert torch.equal(hb.linear(x[:1], q, batch_invariant=True), first[:1])
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

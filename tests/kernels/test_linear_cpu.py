@@ -19,7 +19,7 @@ from torch import Tensor
 from halfbyte.formats.nested import dynamic_code
 from halfbyte.formats.spec import BLOCK_SIZES, FORMATS
 from halfbyte.formats.weight import FLOAT_DTYPES, NestedScale
-from halfbyte.kernels.common import paired_products
+from halfbyte.kernels.common import float_strips, paired_products
 from halfbyte.kernels.dequantize import reference as dequantize
 from halfbyte.kernels.linear import cpu
 from halfbyte.kernels.linear.codebook import factor_of
@@ -134,6 +134,39 @@ def test_group_sizes(format: str, size: int, dtype: torch.dtype) -> None:
             check(weight, 5, dtype)
 
 
+@pytest.fixture
+def strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of numbers that are multiplied one by one, for any number of rows."""
+    if not float_strips.supports(32):
+        pytest.skip("this CPU has no AVX2")
+    monkeypatch.setattr(float_strips, "MOST_FEW", 0)
+    monkeypatch.setattr(paired_products, "is_for_this_cpu", lambda: False)
+
+
+@pytest.mark.usefixtures("strips")
+@dtypes
+@formats
+def test_strips(format: str, dtype: torch.dtype) -> None:
+    """Any number of rows of x, in the last tile too, and of W, in the last strip; K that ends within a part."""
+    for m, n, k in ((1, 37, 384), (3, 1, 32), (5, 16, 128), (6, 33, 288), (7, 31, 640), (9, 70, 64), (23, 65, 4128)):
+        if k % min(FORMATS[format].block_sizes) == 0:
+            size = max(size for size in FORMATS[format].block_sizes if format not in ALONG_K or k % size == 0)
+            check(Weight(format, n, k, size, nested=FORMATS[format].nests), m, dtype, with_bias=m % 2 == 0)
+    one = torch.eye(256, dtype=dtype)
+    for size in (32, 64, 128):
+        weight = Weight(format, 70, 256, size)
+        assert torch.equal(weight.linear(one).t(), weight.dense(dtype))
+
+
+@pytest.mark.usefixtures("strips")
+@dtypes
+def test_a_row_of_a_strip_does_not_know_of_others(dtype: torch.dtype) -> None:
+    weight, x = Weight("nf4", 130, 1088, 32, nested=True), torch.randn(43, 1088).to(dtype)
+    whole = weight.linear(x)
+    for begin, end in ((0, 1), (22, 23), (0, 17), (1, 30), (20, 43), (9, 11)):
+        assert torch.equal(weight.linear(x[begin:end].clone()), whole[begin:end])
+
+
 @settings(max_examples=100)
 @given(
     n=st.integers(0, 40),
@@ -171,8 +204,9 @@ def test_a_row_does_not_know_of_others(format: str, k: int, dtype: torch.dtype) 
     whole = weight.linear(x, batch_invariant=True)
     for begin, end in ((0, 1), (22, 23), (3, 8), (1, 23), (9, 11)):
         assert torch.equal(weight.linear(x[begin:end].clone(), batch_invariant=True), whole[begin:end])
+    x = torch.randn(73, k).to(dtype)
     whole = weight.linear(x)
-    for begin, end in ((0, 17), (1, 30), (20, 43)):  # many, wherever they are in their tiles
+    for begin, end in ((0, 33), (1, 45), (20, 73)):  # many, wherever they are in their tiles
         assert torch.equal(weight.linear(x[begin:end].clone()), whole[begin:end])
 
 
@@ -243,14 +277,23 @@ def test_every_fp16_and_bf16_is_read_and_written() -> None:
 @pytest.mark.parametrize(
     ("cpu_name", "features"),
     [
-        pytest.param("haswell", "+avx,+avx2,+fma,+f16c", marks=pytest.mark.compile_all),
+        ("haswell", "+avx,+avx2,+fma,+f16c"),
         ("x86-64", "+sse2"),
         pytest.param("nehalem", "+ssse3,+sse4.2", marks=pytest.mark.compile_all),
     ],
 )
 def test_on_other_cpus(cpu_name: str, features: str, tmp_path: Path) -> None:
     """The same tests, compiled for CPUs without AVX-512, without AVX2, without a byte shuffle."""
-    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "-k", "identity or rows or special"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        __file__,
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "identity or rows or special or strip",
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {
         "NUMBA_CPU_NAME": cpu_name,

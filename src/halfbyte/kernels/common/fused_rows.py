@@ -2,9 +2,9 @@
 for experts.
 
 The fused kernel decodes every weight again for each four rows of x, and multiplies in fp32 (products.py); or it decodes
-it once and multiplies bf16 numbers in pairs (strip_products.py). Making the dense weight costs as much for one row of x
-as for a thousand, and then torch may have faster instructions for its dtype. Measured on 384×384 to 14336×4096
-(docs/kernels/linear.md).
+it once for all, and multiplies in fp32 (float_strips.py) or bf16 numbers in pairs (strip_products.py). Making the dense
+weight costs as much for one row of x as for a thousand, and then torch may have faster instructions for its dtype.
+Measured on 384×384 to 14336×4096 (docs/kernels/linear.md).
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 
 # The most rows of x that the fused kernel is the faster way for. On AMD's Zen 5 it outruns torch's fp16 and fp32
 # products at any number of rows that was tried (1024), and loses to AVX512-BF16 in the end. CPUs with AMX are Intel's,
-# on which torch's fp16 and fp32 products are faster, too.
+# on which torch's fp16 and fp32 products are faster, too. With AVX2 it outruns them at any number on a Zen 4 whose
+# libraries were told to use no more; torch's may be better on Intel's, hence a limit.
 MOST_FUSED_ROWS = {
     "AMX": {torch.bfloat16: 16, torch.float16: 36, torch.float32: 48},
     "AVX512-BF16": {torch.bfloat16: 56, torch.float16: 1024, torch.float32: 1024},
     "AVX512": {torch.bfloat16: 56, torch.float16: 1024, torch.float32: 1024},
-    "AVX2": {torch.bfloat16: 32, torch.float16: 32, torch.float32: 32},
+    "AVX2": {torch.bfloat16: 512, torch.float16: 512, torch.float32: 512},
 }
 OTHERWISE = 8
 # A bf16 weight of so many numbers is still in the cache when torch multiplies, and pays from fewer rows on.
@@ -52,7 +53,8 @@ def most_fused_rows(n: int, k: int, dtype: torch.dtype, cpu_capability: str) -> 
     most, cached = MOST_FUSED_ROWS.get(cpu_capability, {}).get(dtype, OTHERWISE), MOST_FUSED_ROWS_CACHED
     if dtype == torch.bfloat16 and cpu_capability in MOST_PAIRED_ROWS and _come_in_pairs(k):
         most, cached = MOST_PAIRED_ROWS[cpu_capability], MOST_PAIRED_ROWS_CACHED
-    return min(most, cached) if dtype == torch.bfloat16 and n * k <= CACHED else most
+    in_bf16 = dense_dtype(dtype, cpu_capability) == torch.bfloat16
+    return min(most, cached) if in_bf16 and n * k <= CACHED else most
 
 
 @cache

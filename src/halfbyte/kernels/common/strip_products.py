@@ -78,10 +78,10 @@ def multiply(
     """out[target[i]] = x[source[i]] @ W.T + bias, as `multiply` and `finish` of products.py have it, of x [T, K] bf16,
     contiguous. factor: of the codebook. bias: a row for each matrix of the stack, or None."""
     k, n = x.shape[1], out.shape[1]
-    padded = np.array([0, *(_padded(rows) for rows in np.diff(first).tolist())]).cumsum()
+    padded = np.array([0, *(padded_rows(rows) for rows in np.diff(first).tolist())]).cumsum()
     arranged = in_lines(padded[-1] * k // 2, A_PAIR)
     parallel(_arrange, len(source), max(1, GRAIN // k), array_of(x), source, first, padded, arranged)
-    begins = begins_of(padded, lambda rows: _cost(rows) * tiles_of(n, ROWS))
+    begins = begins_of(padded, lambda rows: cost_of(rows) * tiles_of(n, ROWS))
     total = int(begins[-1])
     grain = grain_of(total, n * k * len(source))
     told = *weight[:-1], format.low_first, *numbers_of(format, factor, block_size)
@@ -90,19 +90,19 @@ def multiply(
     parallel(_multiply, total, grain, *arguments, region=_multiply_together)
 
 
-def _padded(rows):
+def padded_rows(rows):
     """As many and more as tiles of COLUMNS and FEWER rows hold."""
     return max(FEWER, rows + rows % 2)
 
 
 @register_jitable
-def _wide_rows(padded):
+def wide_rows(padded):
     """How many of so many rows are in tiles of COLUMNS; the others are in tiles of FEWER."""
     return padded - FEWER * (-padded % COLUMNS // 2)
 
 
 @register_jitable
-def _cost(padded):
+def cost_of(padded):
     """Of a strip with so many rows of x: to decode it takes as long as some six of them."""
     return 6 + padded
 
@@ -117,7 +117,7 @@ def _arrange(begin, end, x, source, firsts, padded, out):
         while firsts[group + 1] <= place:
             group += 1
         rows, inside = padded[group + 1] - padded[group], place - firsts[group]
-        wide = _wide_rows(rows)
+        wide = wide_rows(rows)
         columns = COLUMNS if inside < wide else FEWER
         column = (inside if inside < wide else inside - wide) % columns
         row, missing = x[source[place]], 0  # rows of its tile that there are not
@@ -145,7 +145,7 @@ def _multiply(
     across, sums, weights = in_lines(ROWS * units, scales), in_lines(ROWS * most, scales), in_lines(ROWS * PART // 2, x)
     for group in range(len(matrices)):
         origin, rows = matrices[group] * n, padded[group + 1] - padded[group]
-        cost, wide = _cost(rows), _wide_rows(rows)
+        cost, wide = cost_of(rows), wide_rows(rows)
         low = origin + rows_before(begin - begins[group], cost, ROWS)
         high = origin + min(rows_before(end - begins[group], cost, ROWS), n)
         for top in range(low, high, ROWS):
@@ -166,16 +166,17 @@ def _multiply(
                     _tile(FEWER, unit, weights, x, own + column * count // 2, across, at, sums, column, count)
             left, targets = top - origin, target[firsts[group] : firsts[group + 1]]
             if left + ROWS <= n:
-                _finish(ROWS, sums, inverse, bias, matrices[group], targets, left, out)
+                finish(ROWS, ROWS, sums, inverse, bias, matrices[group], targets, left, out)
             else:
-                _finish(n - left, sums, inverse, bias, matrices[group], targets, left, out)
+                finish(ROWS, n - left, sums, inverse, bias, matrices[group], targets, left, out)
 
 
 @njit(inline="always")
-def _finish(lanes, sums, inverse, bias, matrix, target, left, out):
-    """Write what a strip makes of the rows of a group, plus the bias, rounded once."""
+def finish(strip, lanes, sums, inverse, bias, matrix, target, left, out):
+    """Write what a strip of so many rows of W, of which there are `lanes`, makes of the rows of a group, plus the bias,
+    rounded once."""
     for row in range(len(target)):
-        own, to = row * ROWS, target[row]
+        own, to = row * strip, target[row]
         if bias.size:
             for lane in range(lanes):
                 total = sums[own + lane] * inverse + from_bits(bias[matrix, left + lane])

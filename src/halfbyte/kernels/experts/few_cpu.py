@@ -28,7 +28,7 @@ from halfbyte.kernels.experts.cpu import combine
 from halfbyte.kernels.experts.reference import activate
 from halfbyte.kernels.linear import cpu
 
-MOST_PAIRS = 64
+MOST_PAIRS, MOST_ROWS = 64, 16  # in all, and of an expert
 
 
 def moe(x: Tensor, top_k_index: Tensor, weights: Tensor, block: Block) -> Tensor | None:
@@ -39,7 +39,7 @@ def moe(x: Tensor, top_k_index: Tensor, weights: Tensor, block: Block) -> Tensor
     ids, count = top_k_index.reshape(-1).tolist(), block.gate_up.shape[0]
     order = sorted((pair for pair, expert in enumerate(ids) if 0 <= expert < count), key=ids.__getitem__)
     rows = Counter(ids[pair] for pair in order)
-    if not rows or max(rows.values()) > min(cpu.MOST_PAIRED, *(_most_rows(q, x.dtype) for q in block.stacks)):
+    if not rows or max(rows.values()) > min(_most_rows(q, x.dtype) for q in block.stacks):
         return None
     experts, first = np.array(list(rows)), np.array([0, *rows.values()]).cumsum()
     own = np.array(order)
@@ -51,9 +51,10 @@ def moe(x: Tensor, top_k_index: Tensor, weights: Tensor, block: Block) -> Tensor
     return combine(y, row_of.reshape(top_k_index.shape), weights, x.dtype)
 
 
-def _most_rows(q: QuantizedWeight, dtype: torch.dtype) -> int:
+def _most_rows(q: QuantizedWeight, dtype: torch.dtype) -> float:
+    """Of an expert."""
     _, n, k = q.shape
-    return most_fused_rows(n, k, dtype, cpu_capability())
+    return min(MOST_ROWS, cpu.most_few(dtype, k), most_fused_rows(n, k, dtype, cpu_capability()))
 
 
 def _sums(x: Tensor, source: Any, q: QuantizedWeight, bias: Tensor | None, experts: Any, first: Any) -> Any:

@@ -1,8 +1,9 @@
 """x @ W.T on the CPU, straight from the 4-bit bytes, through numba.
 
 x [M, K], W packed two weights a byte, one scale for every `block_size` weights -> [M, N], summed in fp32, rounded once.
-Rows of whole steps are multiplied by common/products.py. Where the CPU multiplies bf16 numbers in pairs, a few of them
-are by common/paired_products.py and many by common/strip_products.py. Others are decoded a weight at a time, here.
+A few rows of whole steps are multiplied by common/products.py, and many by common/float_strips.py, where the CPU has
+AVX2. Where it multiplies bf16 numbers in pairs, a few of these are by common/paired_products.py and many by
+common/strip_products.py. Other rows are decoded a weight at a time, here.
 
 Bytes moved: the packed weights and their scales, once, while the rows of x fit into the cache. Flops: 2 M N K.
 """
@@ -12,6 +13,7 @@ Bytes moved: the packed weights and their scales, once, while the rows of x fit 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from halfbyte.formats.spec import Format
 from halfbyte.formats.weight import NestedScale, QuantizedWeight
-from halfbyte.kernels.common import paired_products, products, strip_products
+from halfbyte.kernels.common import float_strips, paired_products, products, strip_products
 from halfbyte.kernels.common.products import AS_IT_IS, GRAIN, LANES, ROWS, WEIGHTS
 from halfbyte.kernels.common.scales import scale_of
 from halfbyte.kernels.common.threads import parallel
@@ -30,6 +32,14 @@ from halfbyte.kernels.linear.codebook import factor_of
 
 # Rows of x of a group up to which pairs are faster than strips, on AMD's Zen 4.
 MOST_PAIRED = 16
+
+
+def most_few(dtype: torch.dtype, k: int) -> float:
+    """Rows of x of a group that are added up in the order of a few, as long as the order may depend on how many there
+    are: so many at most, or any number where no kernel has another."""
+    if paired_products.supports(dtype, k):
+        return MOST_PAIRED
+    return float_strips.MOST_FEW if float_strips.supports(k) else math.inf
 
 
 def linear(
@@ -45,29 +55,31 @@ def linear(
 ) -> None:
     """Write x [M, K] @ W.T + bias into `out` [M, N]; blocks run over the flattened W, so rows may start anywhere.
 
-    The bits of a row depend on that row and on W alone, but that a CPU which multiplies in pairs adds up many rows in
-    another order than a few. With batch_invariant it takes the order of a few for all.
+    The bits of a row depend on that row and on W alone, but that many rows are added up in another order than a few.
+    With batch_invariant all have the order of a few.
     """
     if out.numel() > 0:
         weight = products.weight_arguments(packed, scale, nested, format, block_size)
         _linear(x, weight, format, block_size, bias, out, batch_invariant)
 
 
-def bind(q: QuantizedWeight, dtype: torch.dtype) -> Callable[[Tensor, int, Tensor | None, Tensor], None]:
-    """`linear` of few rows with this weight [N, K], for as long as its tensors lie where they do: of contiguous x of
-    this dtype, its rows, bias and out. It keeps none of them alive, and sees what they hold when it is called."""
+def bind(
+    q: QuantizedWeight, dtype: torch.dtype, batch_invariant: bool
+) -> Callable[[Tensor, int, Tensor | None, Tensor], None]:
+    """`linear` with this weight [N, K], for as long as its tensors lie where they do: of contiguous x of this dtype,
+    its rows, bias and out. It keeps none of them alive, and sees what they hold when it is called."""
     weight, format, block_size, (n, k) = products.weight_in_place(q), q.spec, q.block_size, q.shape
-    call = None
+    call, most = None, math.inf if batch_invariant else most_few(dtype, k)
     if paired_products.supports(dtype, k):
         call = paired_products.bind(weight, format, factor_of(format.name, dtype), block_size, n, k)
     elif k % WEIGHTS == 0:
         call = products.bind(weight, format, block_size, n, k, dtype)
 
     def product(x: Tensor, m: int, bias: Tensor | None, out: Tensor) -> None:
-        if n == 0 or (call is not None and call(x, m, bias, out)):
+        if n == 0 or (call is not None and m <= most and call(x, m, bias, out)):
             return
         bias = None if bias is None else bias.detach()
-        _linear(x.detach().view(m, k), weight(), format, block_size, bias, out.view(m, n), batch_invariant=True)
+        _linear(x.detach().view(m, k), weight(), format, block_size, bias, out.view(m, n), batch_invariant)
 
     return product
 
@@ -102,15 +114,17 @@ def multiply(
     a multiple of a step. weight, matrices, first: as products.py has them. bias: [matrices of the stack, N] or None.
     """
     k, n, counts = x.shape[1], out.shape[1], np.diff(first)
-    many = (counts > MOST_PAIRED) & (not batch_invariant and paired_products.supports(x.dtype, k))
+    many = (counts > most_few(x.dtype, k)) & (not batch_invariant)
     for chosen, are_many in ((~many, False), (many, True)):
         if not chosen.any():
             continue
         own, rows = matrices[chosen], np.repeat(chosen, counts)
         begins, sources, targets = np.append(0, counts[chosen].cumsum()), source[rows], target[rows]
-        if are_many:
+        if are_many and paired_products.supports(x.dtype, k):
             factor = factor_of(format.name, x.dtype)
             strip_products.multiply(x, sources, weight, format, factor, block_size, own, begins, bias, targets, out)
+        elif are_many:
+            float_strips.multiply(x, sources, weight, format, own, begins, bias, targets, out)
         else:
             y = sums(x, sources, weight, format, block_size, n, own, begins)
             products.finish(y, targets, bias, np.repeat(own, counts[chosen]), out)

@@ -38,11 +38,12 @@ def keep(
     q: QuantizedWeight,
     bias: Tensor | None,
     batch_invariant: bool,
-    bind: Callable[[QuantizedWeight, torch.dtype], Product],
+    bind: Callable[[QuantizedWeight, torch.dtype, bool], Product],
 ) -> None:
     """From now on m rows are multiplied with this weight, as long as it lies where it does, by what `bind` gives."""
     if 0 < m <= MOST_ROWS:
-        weights.get(key_of(x, q, bias, batch_invariant), lambda: Known(bind(q, x.dtype), set())).rows.add(m)
+        key = key_of(x, q, bias, batch_invariant)
+        weights.get(key, lambda: Known(bind(q, x.dtype, batch_invariant), set())).rows.add(m)
 
 
 def ready(x: Tensor, q: QuantizedWeight, bias: Tensor | None, batch_invariant: bool) -> Tensor | None:
