@@ -180,11 +180,11 @@ def test_tiles_are_batch_invariant(dtype: torch.dtype, m: int) -> None:
 
 def test_plans() -> None:
     bf16 = torch.bfloat16
-    for capability, most in (("AMX", 16), ("AVX512-BF16", 192), ("AVX512", 56), ("AVX2", 512), ("DEFAULT", 8)):
+    for capability, most in (("AMX", 16), ("AVX512-BF16", 192), ("AVX512", 1024), ("AVX2", 512), ("DEFAULT", 8)):
         assert plan(1, 4096, 4096, bf16, "cpu", False, capability).kernel == "fused"
         assert plan(most, 4096, 4096, bf16, "cpu", False, capability).kernel == "fused"
         assert plan(most + 1, 4096, 4096, bf16, "cpu", False, capability).kernel == "dense"
-        assert dense_dtype(bf16, capability) is (torch.float32 if capability == "AVX2" else bf16)
+        assert dense_dtype(bf16, capability) is (torch.float32 if capability in ("AVX2", "AVX512") else bf16)
         assert dense_dtype(torch.float16, capability) is (torch.float32 if "AVX" in capability else torch.float16)
         assert dense_dtype(torch.float32, capability) is torch.float32
         assert plan(10_000, 64, 33, bf16, "cpu", True, capability).kernel == "fused"

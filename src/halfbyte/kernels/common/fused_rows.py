@@ -16,12 +16,12 @@ import torch
 
 # The most rows of x that the fused kernel is the faster way for. On AMD's Zen 5 it outruns torch's fp16 and fp32
 # products at any number of rows that was tried (1024), and loses to AVX512-BF16 in the end. CPUs with AMX are Intel's,
-# on which torch's fp16 and fp32 products are faster, too. With AVX2 it outruns them at any number on a Zen 4 whose
-# libraries were told to use no more; torch's may be better on Intel's, hence a limit.
+# on which torch's fp16 and fp32 products are faster, too. With AVX2, or AVX-512 without BF16, it outruns all of torch's
+# at any number on a Zen 4 whose libraries were told to use no more; torch's may be better on Intel's, hence limits.
 MOST_FUSED_ROWS = {
     "AMX": {torch.bfloat16: 16, torch.float16: 36, torch.float32: 48},
     "AVX512-BF16": {torch.bfloat16: 56, torch.float16: 1024, torch.float32: 1024},
-    "AVX512": {torch.bfloat16: 56, torch.float16: 1024, torch.float32: 1024},
+    "AVX512": {torch.bfloat16: 1024, torch.float16: 1024, torch.float32: 1024},
     "AVX2": {torch.bfloat16: 512, torch.float16: 512, torch.float32: 512},
 }
 OTHERWISE = 8
@@ -30,10 +30,10 @@ CACHED, MOST_FUSED_ROWS_CACHED = 1 << 22, 16
 # The same of rows that are multiplied in pairs. Measured on AMD's Zen 4.
 MOST_PAIRED_ROWS, MOST_PAIRED_ROWS_CACHED = {"AVX512-BF16": 192}, 96
 
-# What torch multiplies with plain loops, where it has a library for fp32.
+# What torch multiplies with plain loops, or has no instructions for, where it has a library for fp32.
 IN_FP32 = {
     "AVX512-BF16": {torch.float16},
-    "AVX512": {torch.float16},
+    "AVX512": {torch.float16, torch.bfloat16},
     "AVX2": {torch.float16, torch.bfloat16},
 }
 
