@@ -155,10 +155,11 @@ def test_plans() -> None:
         assert sorted(made.fused + made.dense) == list(groups)
         return [group.expert for group in made.fused]
 
-    assert fused_experts(1536, 2048, torch.bfloat16, "cpu", "AVX512") == [0]
+    assert fused_experts(1536, 2048, torch.bfloat16, "cpu", "AMX") == [0]
+    assert fused_experts(1536, 2048, torch.bfloat16, "cpu", "AVX512") == [0, 2, 3]
     assert fused_experts(1536, 2048, torch.bfloat16, "cpu", "AVX512-BF16") == [0, 3]
     assert fused_experts(1536, 2080, torch.bfloat16, "cpu", "AVX512-BF16") == [0]  # not multiplied in pairs
-    assert fused_experts(28672, 4096, torch.bfloat16, "cpu", "AVX512") == [0, 3]
+    assert fused_experts(28672, 4096, torch.bfloat16, "cpu", "AVX2") == [0, 3]
     assert fused_experts(1536, 2048, torch.float32, "cpu", "AVX512") == [0, 2, 3]
     assert fused_experts(1536, 2048, torch.float16, "cpu", "DEFAULT") == [0]
     assert fused_experts(1536, 2047, torch.float32, "cpu", "AVX512") == []
