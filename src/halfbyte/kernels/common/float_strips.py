@@ -60,7 +60,16 @@ from halfbyte.kernels.common.products import (
 )
 from halfbyte.kernels.common.region import region
 from halfbyte.kernels.common.scales import decode_scales
-from halfbyte.kernels.common.strip_products import COLUMNS, FEWER, cost_of, finish, padded_rows, wide_rows
+from halfbyte.kernels.common.strips import (
+    COLUMNS,
+    FEWER,
+    cost_of,
+    finish,
+    padded_begins,
+    place_in_tiles,
+    put_across,
+    wide_rows,
+)
 from halfbyte.kernels.common.threads import parallel
 
 HAS_512_BITS = has_feature(cpu_target.target_context, "avx512f")
@@ -97,7 +106,7 @@ def multiply(
     """out[target[i]] = x[source[i]] @ W.T + bias, as `multiply` and `finish` of products.py have it, of x [T, K],
     contiguous. bias: a row for each matrix of the stack, or None."""
     k, n = x.shape[1], out.shape[1]
-    padded = np.array([0, *(padded_rows(rows) for rows in np.diff(first).tolist())]).cumsum()
+    padded = padded_begins(first)
     arranged = in_lines(padded[-1] * k, A_NUMBER)
     parallel(_arrange, len(source), max(1, GRAIN // k), array_of(x), source, first, padded, arranged)
     begins = begins_of(padded, lambda rows: cost_of(rows) * tiles_of(n, ROWS))
@@ -117,16 +126,12 @@ def _arrange(begin, end, x, source, firsts, padded, out):
     for place in range(begin, end):
         while firsts[group + 1] <= place:
             group += 1
-        rows, inside = padded[group + 1] - padded[group], place - firsts[group]
-        wide = wide_rows(rows)
-        columns = COLUMNS if inside < wide else FEWER
-        column = (inside if inside < wide else inside - wide) % columns
-        row, missing = x[source[place]], 0  # rows of its tile that there are not
-        if inside == firsts[group + 1] - firsts[group] - 1:
-            missing = columns - column - 1
+        rows, begin_of, end_of = padded[group + 1] - padded[group], firsts[group], firsts[group + 1]
+        columns, column, begins, missing = place_in_tiles(place, begin_of, end_of, rows)
+        row = x[source[place]]
         for first in range(0, k, PART):
             count = min(PART, k - first)
-            to = padded[group] * k + first * rows + (inside - column) * count + column
+            to = padded[group] * k + first * rows + begins * count + column
             for number in range(count):
                 out[to + number * columns] = from_bits(row[first + number])
                 for beyond in range(missing):
@@ -151,9 +156,7 @@ def _multiply(
         for top in range(low, high, ROWS):
             last = origin + n
             decode_scales(scales, top, ROWS, last, k, WEIGHTS, log2, flat, codes, code, absmax, offset, nested_log2)
-            for block in range(units):
-                for row in range(ROWS):
-                    across[block * ROWS + row] = scales[row * units + block]
+            put_across(ROWS, units, scales, across)
             sums[: rows * ROWS] = 0
             for first in range(0, k, PART):
                 count = min(PART, k - first)

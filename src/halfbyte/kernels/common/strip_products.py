@@ -29,12 +29,11 @@ import llvmlite.ir as ir
 import numpy as np
 from numba import njit
 from numba.core import cgutils, types
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
 from torch import Tensor
 
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.common.addresses import in_lines
-from halfbyte.kernels.common.floats import from_bits, to_bits
 from halfbyte.kernels.common.llvm import (
     BF16,
     F32,
@@ -52,14 +51,20 @@ from halfbyte.kernels.common.paired_products import WEIGHTS, numbers_of
 from halfbyte.kernels.common.products import GRAIN, added_to, array_of, begins_of, grain_of, rows_before, tiles_of
 from halfbyte.kernels.common.region import region
 from halfbyte.kernels.common.scales import decode_scales
+from halfbyte.kernels.common.strips import (
+    COLUMNS,
+    FEWER,
+    cost_of,
+    finish,
+    padded_begins,
+    place_in_tiles,
+    put_across,
+    wide_rows,
+)
 from halfbyte.kernels.common.threads import parallel
 
 # Rows of W in a strip, lanes of a register, and how many weights of each row are decoded at a time: 16 KB of them.
 ROWS, LANES, PART = 32, 16, 256
-
-# Rows of x in a tile, of all tiles but the last one or two of a group. With two registers of W for each, and as many
-# sums of a block and of all blocks, that is 24 registers of 32.
-COLUMNS, FEWER = 6, 4
 
 # Weights of a row in 32 bits, and pairs of them.
 EIGHT, PAIRS = 8, 4
@@ -78,7 +83,7 @@ def multiply(
     """out[target[i]] = x[source[i]] @ W.T + bias, as `multiply` and `finish` of products.py have it, of x [T, K] bf16,
     contiguous. factor: of the codebook. bias: a row for each matrix of the stack, or None."""
     k, n = x.shape[1], out.shape[1]
-    padded = np.array([0, *(padded_rows(rows) for rows in np.diff(first).tolist())]).cumsum()
+    padded = padded_begins(first)
     arranged = in_lines(padded[-1] * k // 2, A_PAIR)
     parallel(_arrange, len(source), max(1, GRAIN // k), array_of(x), source, first, padded, arranged)
     begins = begins_of(padded, lambda rows: cost_of(rows) * tiles_of(n, ROWS))
@@ -90,23 +95,6 @@ def multiply(
     parallel(_multiply, total, grain, *arguments, region=_multiply_together)
 
 
-def padded_rows(rows):
-    """As many and more as tiles of COLUMNS and FEWER rows hold."""
-    return max(FEWER, rows + rows % 2)
-
-
-@register_jitable
-def wide_rows(padded):
-    """How many of so many rows are in tiles of COLUMNS; the others are in tiles of FEWER."""
-    return padded - FEWER * (-padded % COLUMNS // 2)
-
-
-@register_jitable
-def cost_of(padded):
-    """Of a strip with so many rows of x: to decode it takes as long as some six of them."""
-    return 6 + padded
-
-
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def _arrange(begin, end, x, source, firsts, padded, out):
     """x of results `begin` to before `end` as tiles read it: part by part of K, tile by tile, eight by eight numbers,
@@ -116,16 +104,12 @@ def _arrange(begin, end, x, source, firsts, padded, out):
     for place in range(begin, end):
         while firsts[group + 1] <= place:
             group += 1
-        rows, inside = padded[group + 1] - padded[group], place - firsts[group]
-        wide = wide_rows(rows)
-        columns = COLUMNS if inside < wide else FEWER
-        column = (inside if inside < wide else inside - wide) % columns
-        row, missing = x[source[place]], 0  # rows of its tile that there are not
-        if inside == firsts[group + 1] - firsts[group] - 1:
-            missing = columns - column - 1
+        rows, first, last = padded[group + 1] - padded[group], firsts[group], firsts[group + 1]
+        columns, column, begins, missing = place_in_tiles(place, first, last, rows)
+        row = x[source[place]]
         for part in range(0, k, PART):
             count = min(PART, k - part)
-            to = (padded[group] * k + part * rows + (inside - column) * count) // 2 + column
+            to = (padded[group] * k + part * rows + begins * count) // 2 + column
             for eight in range(count // EIGHT):
                 _put_pairs(row, part + eight * EIGHT, out, to + eight * PAIRS * columns, columns)
             for pair in range(count // 2):
@@ -150,9 +134,7 @@ def _multiply(
         high = origin + min(rows_before(end - begins[group], cost, ROWS), n)
         for top in range(low, high, ROWS):
             decode_scales(scales, top, ROWS, origin + n, k, unit, log2, flat, codes, code, absmax, offset, nested_log2)
-            for block in range(units):
-                for row in range(ROWS):
-                    across[block * ROWS + row] = scales[row * units + block]
+            put_across(ROWS, units, scales, across)
             sums[: rows * ROWS] = 0
             for part in range(0, k, PART):
                 count = min(PART, k - part)
@@ -169,21 +151,6 @@ def _multiply(
                 finish(ROWS, ROWS, sums, inverse, bias, matrices[group], targets, left, out)
             else:
                 finish(ROWS, n - left, sums, inverse, bias, matrices[group], targets, left, out)
-
-
-@njit(inline="always")
-def finish(strip, lanes, sums, inverse, bias, matrix, target, left, out):
-    """Write what a strip of so many rows of W, of which there are `lanes`, makes of the rows of a group, plus the bias,
-    rounded once."""
-    for row in range(len(target)):
-        own, to = row * strip, target[row]
-        if bias.size:
-            for lane in range(lanes):
-                total = sums[own + lane] * inverse + from_bits(bias[matrix, left + lane])
-                out[to, left + lane] = to_bits(total, out)
-        else:
-            for lane in range(lanes):
-                out[to, left + lane] = to_bits(sums[own + lane] * inverse, out)
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
