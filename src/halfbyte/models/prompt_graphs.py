@@ -20,7 +20,7 @@ from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
 from itertools import chain
 from math import inf, prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -99,7 +99,8 @@ class PromptGraphs:
             if self.done is not None:
                 torch.cuda.current_stream().wait_event(self.done)
             if is_new := key not in self.prompts:
-                self.prompts[key] = _Prompt(model, texts, length, masks, store)
+                seen = None if masks is None else self._seen(length, ids.device)
+                self.prompts[key] = _Prompt(model, texts, length, masks, seen, store)
                 while len(self.prompts) > MOST_GRAPHS:
                     self._wait()
                     self.prompts.popitem(last=False)
@@ -149,7 +150,8 @@ class PromptGraphs:
                 self.pool = torch.cuda.graph_pool_handle()
             prompt.use(self.memory[rows], self.shapes)
             if prompt.mask is None:
-                prompt.masks = _named(self._seen(prompt.ids.shape[1], device), prompt.store.config)
+                seen = self._seen(prompt.ids.shape[1], device)
+                prompt.masks = _named(seen[None, None], prompt.store.config)
             if device.type in GRAPHS:
                 # cuDNN plans attention when it first meets keys that lie so, and allocates what a capture must not.
                 prompt.run()
@@ -167,19 +169,24 @@ class PromptGraphs:
             )
 
     def _seen(self, length: int, device: torch.device) -> Tensor:
-        """A mask [1, 1, length, length] for all prompts in which a token sees all before it. Layers that are ours do
-        without, but where there is none, transformers makes one in every capture."""
+        """[length, length]: a token sees itself and all before it. Masks of texts with padding are made of it; of those
+        without it is the mask. Layers that are ours do without, but transformers would make one in every capture."""
         if self.seen is None or len(self.seen) < length:
             with torch.inference_mode(False):
                 self.seen = torch.ones((length, length), dtype=torch.bool, device=device).tril()
-        return self.seen[None, None, :length, :length]
+        return self.seen[:length, :length]
 
 
 class _Prompt:
-    """A size of prompts: tensors with the inputs, a cache, and once captured a graph from these to that."""
+    """A size of prompts: tensors with the inputs, a cache, and once captured a graph from these to that.
 
-    def __init__(self, model: Any, texts: int, length: int, masks: torch.dtype | None, store: CacheStore) -> None:
-        self.model, self.texts = model, texts
+    masks: their dtype, and seen: what they are made of, [length, length]; or None.
+    """
+
+    def __init__(
+        self, model: Any, texts: int, length: int, masks: torch.dtype | None, seen: Tensor | None, store: CacheStore
+    ) -> None:
+        self.model, self.texts, self.seen = model, texts, seen
         self.store = CacheStore(store.kind, store.config, texts, length)
         self.captured: Captured | None = None
         device = model.device
@@ -190,7 +197,6 @@ class _Prompt:
             self.mask: Tensor | None = None  # [texts, 1, tokens, tokens]
             if masks is not None:
                 self.mask = torch.zeros((texts, 1, length, length), dtype=masks, device=device)
-                self.earlier = torch.ones((length, length), dtype=torch.bool, device=device).tril()
         self.masks = None if self.mask is None else _named(self.mask, store.config)
         self.cache: Any = None
 
@@ -206,7 +212,7 @@ class _Prompt:
         self.positions[:, :tokens] = positions
         self.last.fill_(tokens - 1)
         if self.mask is not None:
-            seen = self.earlier
+            seen = cast(Tensor, self.seen)
             if mask is not None:
                 seen = seen & pad(mask.bool(), (0, len(seen) - tokens))[:, None, None, :]
             self.mask.copy_(seen if self.mask.dtype is torch.bool else as_numbers(seen, self.mask.dtype))
