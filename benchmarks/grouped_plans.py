@@ -198,7 +198,7 @@ def constants_back() -> Iterator[Constant]:
 
 
 def constants_common(back: bool) -> Iterator[Constant]:
-    for field, low, high in (("laying", 0.0, 9.0), ("bandwidth", 1.0, 4.8), ("narrow", 0.3, 1.0), ("of_32", 0.5, 2.0)):
+    for field, low, high in (("laying", 0.0, 9.0), ("bandwidth", 1.0, 4.8), ("saved", 0.0, 1.0), ("of_32", 0.5, 2.0)):
         yield Constant("GROUPED_COMMON", back, field, low, high)
 
 

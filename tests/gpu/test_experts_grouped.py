@@ -35,8 +35,7 @@ KINDS = (
     ("int4", {"group_size": 128}),
     ("mxfp4", {}),
 )
-TABLES = "GROUPED_STREAMK", "GROUPED_TIMES", "GROUPED_TWINS_TIMES", "GROUPED_BACK_TIMES"
-EVERY_SHAPE = {name: getattr(h200, name) for name in TABLES}
+EVERY_SHAPE = {name: getattr(h200, name) for name in ("GROUPED_STREAMK", "GROUPED_TIMES", "GROUPED_BACK_TIMES")}
 NARROW, WIDE = tuple({tile_m: None for tile_m, _ in h200.GROUPED_STREAMK}), tuple(h200.GROUPED_TIMES)  # sm90_streamk's
 
 
@@ -54,14 +53,6 @@ def use_tiles(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
         of_width = {shape: it for shape, it in shapes.items() if width_of[shape] == tile_m}
         monkeypatch.setattr(h200, name, of_width)
     many.products.entries.clear()
-
-
-def use_twins(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same of twins alone."""
-    use_tiles(tile_m, monkeypatch)
-    monkeypatch.setattr(h200, "GROUPED_STREAMK", {})
-    monkeypatch.setattr(h200, "GROUPED_TWINS_TIMES", h200.GROUPED_TIMES)
-    monkeypatch.setattr(h200, "GROUPED_TIMES", {})
 
 
 def block(
@@ -183,22 +174,6 @@ def test_every_width_of_tiles(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> N
     check_block((9, 320, 768, 3), 601, "usual", "silu", BF16, "nf4", {})
     check_block((4, 512, 1024, 2), 1000, "out of range", "swiglu_oai", F16, "int4", {})
     check_block((1, 256, 512, 1), 5000, "usual", "gelu", BF16, "mxfp4", {})
-
-
-@pytest.mark.parametrize("tile_m", WIDE)
-def test_twins(tile_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the last has no rows of W, and where one has no rows of x to bring. Bits are those of CTAs alone."""
-    use_twins(tile_m, monkeypatch)
-    check_block((9, 320, 768, 3), 601, "usual", "silu", BF16, "nf4", {})
-    check_block((4, 512, 1088, 2), 1000, "out of range", "swiglu_oai", F16, "int4", {"group_size": 64})
-    check_block((1, 256, 512, 1), 5000, "usual", "gelu", BF16, "mxfp4", {})
-    check_block((5, 256, 576, 2), 600, "one expert", "silu", F16, "fp4", {})
-    q, x = stack(8, 300, 1024, "nf4", BF16), random(3000, 1024)
-    expert = torch.randint(-1, 9, (3000,), device=DEVICE)
-    found = many.grouped_linear(x, q, expert, None)
-    use_tiles(tile_m, monkeypatch)
-    assert found is not None
-    assert torch.equal(many.grouped_linear(x, q, expert, None), found)
 
 
 @pytest.mark.parametrize("tile_m", [64, 128, 256])

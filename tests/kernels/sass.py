@@ -37,20 +37,29 @@ def instructions(path: Path, kernel: str) -> Iterator[Instruction]:
         yield Instruction(found[1], told_by, tuple(i for i in range(6) if waits >> i & 1))
 
 
-def arrivals_with_reads_on_their_way(path: Path, kernel: str) -> list[str]:
+def arrivals_with_reads_on_their_way(path: Path, kernel: str, back: bool = False) -> list[str]:
     """The arrivals at barriers before which something was read from shared memory that nobody has waited for: whoever
     waits at that barrier may write there first. Results of reads come in their order, so the next one that is told by a
-    scoreboard tells of those that are not."""
-    found, on_their_way, untold = [], set[int](), False
+    scoreboard tells of those that are not. back: words of W, which alone come by LDSM, may be on their way where stages
+    of x are given back, once products have been waited for, but not where W's are, before that."""
+    found, on_their_way, untold, multiplies = [], dict[int, str](), False, False
     for instruction in instructions(path, kernel):
-        on_their_way.difference_update(instruction.waits_for)
+        for board in instruction.waits_for:
+            on_their_way.pop(board, None)
         operation = re.sub(r"^@!?U?P\d+ ", "", instruction.text)
-        if operation.partition(".")[0].split()[0] in READS:
+        name = operation.partition(".")[0].split()[0]
+        if name == "HGMMA":
+            multiplies = True
+        elif operation.startswith("WARPGROUP.DEPBAR"):
+            multiplies = False
+        elif name in READS:
             if instruction.told_by is None:
                 untold = True
             else:
-                on_their_way.add(instruction.told_by)
+                on_their_way[instruction.told_by] = name
                 untold = False
-        elif operation.startswith(ARRIVAL) and (on_their_way or untold):
-            found.append(instruction.text)
+        elif operation.startswith(ARRIVAL):
+            harmless = back and not multiplies and not untold and set(on_their_way.values()) <= {"LDSM"}
+            if (on_their_way or untold) and not harmless:
+                found.append(instruction.text)
     return found

@@ -32,7 +32,7 @@ from halfbyte.kernels.linear.grouped import Grouping
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import plan as gemm
-from halfbyte.kernels.linear.sm90_gemm.shape import BACK_TILES_M, USUAL_TILES_M, W_STAGES, GemmPlan, decoding
+from halfbyte.kernels.linear.sm90_gemm.shape import BACK_TILES_M, USUAL_TILES_M, W_STAGES, GemmPlan, decoding, x_stages
 from halfbyte.kernels.linear.sm90_streamk import shape as streamk
 from halfbyte.kernels.linear.sm90_streamk.shape import StreamKPlan
 from halfbyte.kernels.linear.spread import most_tiles, usual_tiles, wanted
@@ -112,21 +112,6 @@ def test_every_plan_is_valid(pairs: int, experts: int, n: int, k: int, block_siz
     assert pairs / 32 - 1e-6 <= usual_tiles(pairs, experts, 32) <= most_tiles(pairs, experts, 32) + 1e-6
 
 
-def test_twins_are_planned_where_they_have_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As fast as CTAs by themselves, they have as many turns, but where the last pair has one tile of W."""
-    monkeypatch.setattr(h200, "GROUPED_TWINS_TIMES", {160: h200.GROUPED_TIMES[160]})
-    for n, extra in ((1536, 0), (1664, 1)):
-        o = problem(128 * n, 2048)
-        alone, twins = gemm.grouped_plans(16384, 128, 160, o, H200, False)
-        assert (alone.twins, twins.twins) == (1, 2)
-        assert (alone.ctas, twins.ctas) == (132, 132)
-        assert is_valid(twins, 128, n, 2048, span_of(o), H200)
-        turn = 8 * h200.GROUPED_TIMES[160].unit + h200.GROUPED_TIMES[160].tile
-        assert twins.microseconds - alone.microseconds == pytest.approx(extra * turn, abs=0.01)
-        assert [plan.twins for plan in gemm.grouped_plans(16384, 128, 192, o, H200, False)] == [1]
-        assert [plan.twins for plan in gemm.grouped_plans(16384, 128, 160, o, H200, True)] == [1]
-
-
 @pytest.mark.parametrize(("pairs", "experts"), [(512, 128), (2048, 128), (16384, 128), (128, 8), (5000, 3), (7, 1)])
 @pytest.mark.parametrize("tile_m", [8, 32, 160])
 def test_usual_tiles_are_those_of_a_fair_router(pairs: int, experts: int, tile_m: int) -> None:
@@ -169,8 +154,6 @@ def test_wide_plans_that_would_be_wrong_are_not_valid() -> None:
     assert not valid(tile_m=64, chunk=640)  # sm90_streamk's
     assert not valid(x_stages=8, tile_m=192, chunk=1920)  # more than shared memory holds
     assert not valid(cluster=4)
-    assert valid(twins=2, workers=66)
-    assert not valid(twins=3, workers=44)
     assert not valid(experts=1 << 20, n=1 << 13)
     assert valid(experts=1 << 20, n=1 << 13, k=1 << 11, back=True)  # whose rows of W are k
     assert not valid(experts=1 << 20, back=True)
@@ -453,12 +436,12 @@ def test_the_way_back_compiles_into_registers(every: bool, tmp_path: Path) -> No
 
     some = [(BACK_VARIANTS[0], 128), (BACK_VARIANTS[2], 32), (BACK_VARIANTS[3], 256), (BACK_VARIANTS[6], 64)]
     for o, tile_m in product(BACK_VARIANTS, BACK_TILES_M) if every else some:
-        plan = GemmPlan(tile_m, 2, W_STAGES, 3 * 256 // tile_m, 1, 1, tile_m, back=True)
+        plan = GemmPlan(tile_m, 2, W_STAGES, x_stages(tile_m, o), 1, 1, tile_m, back=True)
         plan = decoding(plan, o)
         found = used(grouped.variant(o, Grouping(1, scatters=True), plan, H200), tmp_path, triton)
         assert found.keys() == {"multiply", "lay_out"}
         assert all(each["STACK"] == each["LOCAL"] == "0" for each in found.values()), (plan, o)
-        assert not arrivals_with_reads_on_their_way(tmp_path / "kernel.cubin", "multiply"), (plan, o)
+        assert not arrivals_with_reads_on_their_way(tmp_path / "kernel.cubin", "multiply", back=True), (plan, o)
 
 
 @pytest.mark.slow
@@ -466,14 +449,13 @@ def test_the_way_back_compiles_into_registers(every: bool, tmp_path: Path) -> No
 def test_compiles_into_registers(every: bool, tmp_path: Path) -> None:
     import triton
 
-    wide = [GemmPlan(tile_m, 2, W_STAGES, 3 * 256 // tile_m, 1, 1, tile_m) for tile_m in USUAL_TILES_M]
-    wide += [replace(plan, twins=2) for plan in wide]
+    wide = [GemmPlan(tile_m, 2, W_STAGES, 3, 1, 1, tile_m) for tile_m in USUAL_TILES_M]
     narrow = [StreamKPlan(tile_m, groups, 2, 1, chunk=tile_m) for tile_m, groups in h200.GROUPED_STREAMK]
-    some = [(VARIANTS[0], narrow[0]), (VARIANTS[4], wide[1]), (VARIANTS[2], wide[5]), (VARIANTS[3], narrow[-1])]
-    some += [(VARIANTS[0], wide[8]), (VARIANTS[4], wide[-1])]
+    some = [(VARIANTS[0], narrow[0]), (VARIANTS[4], wide[1]), (VARIANTS[2], wide[-1]), (VARIANTS[3], narrow[-1])]
     for (o, activation, others), plan in product(VARIANTS, (*narrow, *wide)) if every else some:
         in_order = {"orders": bool(activation), "ordered": "wide" in others} if plan in wide else {}
-        plan = decoding(plan, o) if isinstance(plan, GemmPlan) else plan
+        if isinstance(plan, GemmPlan):
+            plan = decoding(replace(plan, x_stages=x_stages(plan.tile_m, o)), o)
         found = used(grouped.variant(o, Grouping(1, activation, **others, **in_order), plan, H200), tmp_path, triton)
         assert found.keys() == {"multiply", "lay_out"}
         assert all(each["STACK"] == each["LOCAL"] == "0" for each in found.values()), (plan, o)

@@ -60,7 +60,7 @@ CASES = {
     "scales of a unit": Case(9, 200, 1280, StreamKPlan(24, 2, 4, 5), F16, "fp4", {"nested": False, "block_size": 128}),
     "scales across": Case(100, 192, 832, StreamKPlan(112, 2, 2, 2), BF16, "nf4", {"nested": False}),
     "nested scales across": Case(100, 192, 832, StreamKPlan(112, 2, 2, 2), F16),
-    "nested scales across, many rows": Case(100, 192, 1088, GemmPlan(128, 2, 2, 3, 3, 1, 128)),
+    "nested scales across, many rows": Case(100, 192, 1088, GemmPlan(128, 2, 2, 4, 3, 1, 128)),
     "widest": Case(120, 200, 1024, StreamKPlan(128, 2, 2, 3)),
     "widest, flat scales of 32": Case(
         125, 130, 608, StreamKPlan(128, 2, 2, 2), F16, "fp4", {"nested": False, "block_size": 32}
@@ -74,21 +74,21 @@ CASES = {
     "equal parts of wide tiles": Case(90, 150, 1280, StreamKPlan(64, 2, 2, 20, shares=5), BF16, "int4", GROUPS),
     "equal parts, many": Case(100, 128, 2304, StreamKPlan(112, 2, 2, 9, shares=9)),
     "two tiles of x": Case(90, 128, 1024, StreamKPlan(80, 2, 2, 3), BF16, "int4", GROUPS),
-    "many rows": Case(150, 200, 1024, GemmPlan(160, 2, 3, 3, 3, 1, 320), F16),
+    "many rows": Case(150, 200, 1024, GemmPlan(160, 2, 3, 4, 3, 1, 320), F16),
     "many rows in chunks": Case(200, 128, 512, GemmPlan(96, 2, 2, 4, 2, 1, 192), BF16, "int4", GROUPS),
     "look-ups in registers": Case(250, 129, 832, GemmPlan(256, 2, 2, 3, 2, 1, 256), BF16, "fp4", {"nested": False}),
     "many rows of narrow blocks": Case(
-        100, 150, 352, GemmPlan(96, 2, 2, 3, 2, 1, 96), BF16, "nf4", {"nested": False, "block_size": 32}
+        100, 150, 352, GemmPlan(96, 2, 2, 4, 2, 1, 96), BF16, "nf4", {"nested": False, "block_size": 32}
     ),
     "many rows, computed": Case(130, 130, 384, GemmPlan(160, 2, 3, 5, 2, 1, 160), F16, "int4", {"group_size": 32}),
-    "many rows, equal parts": Case(100, 256, 1024, GemmPlan(128, 2, 3, 3, 6, 1, 128, shares=3)),
+    "many rows, equal parts": Case(100, 256, 1024, GemmPlan(128, 2, 3, 4, 6, 1, 128, shares=3)),
     "in order, equal parts of wide tiles": Case(
         200, 128, 1024, GemmPlan(256, 2, 2, 3, 4, 1, 256, shares=4, in_order=True), F16, "int4", GROUPS
     ),
-    "in order": Case(150, 200, 1024, GemmPlan(160, 2, 3, 3, 3, 1, 320, in_order=True), F16),
-    "in order, in chunks": Case(200, 130, 832, GemmPlan(96, 2, 2, 3, 2, 1, 96, in_order=True), BF16, "nf4"),
+    "in order": Case(150, 200, 1024, GemmPlan(160, 2, 3, 4, 3, 1, 320, in_order=True), F16),
+    "in order, in chunks": Case(200, 130, 832, GemmPlan(96, 2, 2, 4, 2, 1, 96, in_order=True), BF16, "nf4"),
     "in order, narrow blocks": Case(
-        100, 150, 352, GemmPlan(96, 2, 2, 3, 2, 1, 96, in_order=True), BF16, "fp4", {"nested": False, "block_size": 32}
+        100, 150, 352, GemmPlan(96, 2, 2, 4, 2, 1, 96, in_order=True), BF16, "fp4", {"nested": False, "block_size": 32}
     ),
     "in order, computed": Case(
         130, 130, 352, GemmPlan(160, 2, 3, 5, 2, 1, 160, in_order=True), F16, "int4", {"group_size": 32}
@@ -98,11 +98,11 @@ CASES = {
     "wide tiles, in order": Case(350, 129, 768, GemmPlan(320, 2, 2, 2, 2, 1, 640, in_order=True)),
     "wide tiles, computed": Case(330, 200, 1024, GemmPlan(320, 2, 3, 4, 3, 1, 640), F16, "int4", GROUPS),
     "wide tiles, equal parts": Case(300, 256, 1024, GemmPlan(320, 2, 3, 2, 6, 1, 320, shares=3), BF16, "fp4"),
-    "twins": Case(150, 500, 1024, GemmPlan(160, 2, 3, 3, 3, 1, 320, twins=2), F16),
+    "twins": Case(150, 500, 1024, GemmPlan(160, 2, 3, 4, 3, 1, 320, twins=2), F16),
     "twins, the last without rows": Case(
-        200, 130, 832, GemmPlan(96, 2, 2, 3, 2, 1, 192, twins=2), BF16, "int4", {"group_size": 64}
+        200, 130, 832, GemmPlan(96, 2, 2, 4, 2, 1, 192, twins=2), BF16, "int4", {"group_size": 64}
     ),
-    "twins, a tile without rows": Case(100, 380, 768, GemmPlan(128, 2, 2, 3, 2, 1, 128, twins=2), BF16, "int4", GROUPS),
+    "twins, a tile without rows": Case(100, 380, 768, GemmPlan(128, 2, 2, 4, 2, 1, 128, twins=2), BF16, "int4", GROUPS),
     "twins, in order": Case(300, 390, 768, GemmPlan(320, 2, 2, 2, 2, 1, 320, in_order=True, twins=2)),
     "twins, in order, computed": Case(
         500, 390, 768, GemmPlan(256, 2, 3, 4, 3, 1, 512, in_order=True, twins=2), F16, "int4", GROUPS
@@ -118,13 +118,13 @@ CASES = {
     "wide tiles, in order, computed": Case(
         330, 200, 1024, GemmPlan(320, 2, 3, 4, 3, 1, 640, in_order=True), BF16, "mxfp4"
     ),
-    "many rows, a cluster": Case(120, 128, 1024, GemmPlan(128, 2, 3, 3, 1, 4, 128)),
-    "back": Case(40, 192, 320, GemmPlan(64, 2, 3, 3, 2, 1, 64, back=True)),
+    "many rows, a cluster": Case(120, 128, 1024, GemmPlan(128, 2, 3, 4, 1, 4, 128)),
+    "back": Case(40, 192, 320, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True)),
     "back, twins": Case(
-        40, 192, 672, GemmPlan(64, 2, 3, 3, 2, 1, 64, back=True, twins=2), BF16, "int4", {"group_size": 32}
+        40, 192, 672, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True, twins=2), BF16, "int4", {"group_size": 32}
     ),
-    "back, odd, twins": Case(70, 77, 512, GemmPlan(96, 2, 3, 3, 2, 1, 96, back=True, twins=2)),
-    "back, odd": Case(70, 77, 256, GemmPlan(96, 2, 3, 3, 2, 1, 96, back=True), F16, "int4", GROUPS),
+    "back, odd, twins": Case(70, 77, 512, GemmPlan(96, 2, 3, 4, 2, 1, 96, back=True, twins=2)),
+    "back, odd": Case(70, 77, 256, GemmPlan(96, 2, 3, 4, 2, 1, 96, back=True), F16, "int4", GROUPS),
 }
 
 
@@ -176,13 +176,13 @@ FUSED: dict[str, tuple[Fusion, StreamKPlan | GemmPlan, dict[str, Any]]] = {
     "a pair, a cluster": (SILU, StreamKPlan(24, 4, 2, 8, resident=2, cluster=4, paired=True), {"block_size": 128}),
     "a pair, short blocks": (GELU, StreamKPlan(32, 2, 3, 3, paired=True), {"block_size": 32}),
     "a pair, widest": (SILU, StreamKPlan(128, 2, 2, 3, paired=True), {}),
-    "a pair, many rows": (SILU, GemmPlan(96, 2, 2, 3, 5, 1, 96, paired=True), {}),
-    "a pair, in order": (SILU, GemmPlan(96, 2, 2, 3, 5, 1, 96, paired=True, in_order=True), {}),
+    "a pair, many rows": (SILU, GemmPlan(96, 2, 2, 4, 5, 1, 96, paired=True), {}),
+    "a pair, in order": (SILU, GemmPlan(96, 2, 2, 4, 5, 1, 96, paired=True, in_order=True), {}),
     "a pair, many rows, permuted": (GELU, GemmPlan(256, 2, 2, 3, 3, 1, 256, paired=True), {"block_size": 32}),
     "a pair, wide tiles": (GELU, GemmPlan(320, 2, 2, 2, 3, 1, 320, paired=True), {}),
     "a pair, twins": (GELU, GemmPlan(256, 2, 2, 3, 2, 1, 256, paired=True, twins=2), {}),
     "a pair, twins, in order": (SILU, GemmPlan(256, 2, 2, 3, 3, 1, 256, paired=True, in_order=True, twins=2), {}),
-    "a pair, many rows, a cluster": (SILU, GemmPlan(96, 2, 2, 3, 3, 2, 96, paired=True), {"block_size": 128}),
+    "a pair, many rows, a cluster": (SILU, GemmPlan(96, 2, 2, 4, 3, 2, 96, paired=True), {"block_size": 128}),
     "a norm": (NORM, StreamKPlan(16, 2, 3, 4, norm=True), {}),
     "a norm, a pair, equal parts": (
         replace(SILU, norm=(1e-6, 1.0)),
@@ -325,8 +325,8 @@ def test_which_mlps() -> None:
     "plans",
     [
         [StreamKPlan(48, 2, 2, ctas) for ctas in (2, 5, 3)],
-        [GemmPlan(96, 2, 2, 3, ctas, 1, 96) for ctas in (3, 4, 2)],
-        [GemmPlan(96, 2, 2, 3, ctas, 1, 96, in_order=True) for ctas in (3, 4, 2)],
+        [GemmPlan(96, 2, 2, 4, ctas, 1, 96) for ctas in (3, 4, 2)],
+        [GemmPlan(96, 2, 2, 4, ctas, 1, 96, in_order=True) for ctas in (3, 4, 2)],
     ],
 )
 @pytest.mark.parametrize("k", [768, 704], ids=["alike", "scales of some come one by one"])
@@ -366,31 +366,16 @@ class Stack(NamedTuple):
 STACKS = {
     "narrow": Stack(StreamKPlan(24, 2, 3, 5), StreamKPlan(24, 3, 2, 5), "silu", "nf4"),
     "exponents": Stack(StreamKPlan(16, 2, 3, 5), StreamKPlan(16, 2, 3, 4), "swiglu_oai", "mxfp4", {}, 832),
-    "wide": Stack(GemmPlan(96, 2, 2, 3, 5, 1, 0), GemmPlan(96, 2, 3, 3, 4, 1, 0), "gelu_tanh", "int4", GROUPS),
+    "wide": Stack(GemmPlan(96, 2, 2, 4, 5, 1, 0), GemmPlan(96, 2, 3, 4, 4, 1, 0), "gelu_tanh", "int4", GROUPS),
     "wide, a span a lane": Stack(
-        GemmPlan(128, 2, 2, 3, 5, 1, 0), GemmPlan(128, 2, 2, 3, 3, 1, 0), "silu", "fp4", {"block_size": 64}, 832
+        GemmPlan(128, 2, 2, 4, 5, 1, 0), GemmPlan(128, 2, 2, 4, 3, 1, 0), "silu", "fp4", {"block_size": 64}, 832
     ),
     "wide, exponents": Stack(GemmPlan(96, 2, 2, 4, 4, 1, 0), GemmPlan(96, 2, 2, 4, 3, 1, 0), "gelu", "mxfp4", {}, 352),
-    "twins": Stack(GemmPlan(160, 2, 2, 3, 3, 1, 0, twins=2), GemmPlan(160, 2, 3, 3, 2, 1, 0, twins=2), "silu", "nf4"),
-    "twins, the last without rows": Stack(
-        GemmPlan(96, 2, 2, 3, 2, 1, 0, twins=2),
-        GemmPlan(96, 2, 3, 3, 3, 1, 0, twins=2),
-        "gelu_tanh",
-        "int4",
-        {"group_size": 64},
-        832,
-    ),
-    "twins, exponents": Stack(
-        GemmPlan(96, 2, 2, 4, 2, 1, 0, twins=2), GemmPlan(96, 2, 2, 4, 3, 1, 0, twins=2), "swiglu_oai", "mxfp4", {}, 352
-    ),
-    "twins, in order": Stack(
-        GemmPlan(96, 2, 2, 3, 3, 1, 0, twins=2), GemmPlan(96, 2, 2, 4, 2, 1, 0, twins=2), "silu", "nf4", ordered=True
-    ),
     "in order": Stack(
-        GemmPlan(96, 2, 2, 3, 5, 1, 0), GemmPlan(96, 2, 2, 4, 3, 1, 0), "silu", "nf4", {"nested": False}, ordered=True
+        GemmPlan(96, 2, 2, 4, 5, 1, 0), GemmPlan(96, 2, 2, 4, 3, 1, 0), "silu", "nf4", {"nested": False}, ordered=True
     ),
     "in order, exponents": Stack(
-        GemmPlan(128, 2, 2, 3, 5, 1, 0), GemmPlan(128, 2, 2, 3, 3, 1, 0), "swiglu_oai", "mxfp4", {}, 832, True
+        GemmPlan(128, 2, 2, 4, 5, 1, 0), GemmPlan(128, 2, 2, 4, 3, 1, 0), "swiglu_oai", "mxfp4", {}, 832, True
     ),
 }
 

@@ -132,12 +132,12 @@ def bind(device: torch.device, problem: Problem, weight: Addresses, grouping: Gr
     packed, *scales = weight
     unit, codebook = kernel_of(plan).codebook(o)
     fixed = weight_map(packed, o, grouping, plan), *scales
-    after = n, k, plan.row_tiles(n), tiles, units, plan.workers, 0, unit, 1.0, 0.0, 0.0, codebook
+    after = n, k, -(-n // plan.rows), tiles, units, plan.workers, 0, unit, 1.0, 0.0, 0.0, codebook
     if grouping.ordered:
         arguments, row = Arguments(COPIED_LAYOUT, (), after), 2 * k
 
         def copy(stream: int, x: int, routes: int, bias: int, out: int, rows: int, per_row: int) -> None:
-            map_of_x = tensor_map(x, (row, rows), (row,), (SWIZZLED, plan.tile_m // plan.twins))
+            map_of_x = tensor_map(x, (row, rows), (row,), (SWIZZLED, plan.tile_m))
             arguments.set(map_of_x, *fixed, x, bias, out, 0, 0, 0, routes, 0, per_row)
             multiply(stream, arguments.parameters)
 

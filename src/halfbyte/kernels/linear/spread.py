@@ -4,6 +4,7 @@ products with whole tiles of them take."""
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 from halfbyte.kernels.common.device import DeviceProperties
@@ -16,14 +17,13 @@ SPREAD = 6  # standard deviations: an expert's pairs are never more than so many
 
 
 class Tile(NamedTuple):
-    """Of so many pairs by rows of W, and what it takes; of tiles with up to narrow_m pairs a part is left out. twins:
-    CTAs that have as many each, of neighbouring rows of W, or 1."""
+    """Of so many pairs by rows of W, and what it takes. narrower: the numbers of pairs, ascending, up to which a tile
+    leaves the columns beyond out."""
 
     tile_m: int
     rows: int
     times: GroupedTimes
-    narrow_m: int = 0
-    twins: int = 1
+    narrower: tuple[int, ...] = ()
 
 
 def wanted(pairs: int, experts: int) -> float:
@@ -60,16 +60,19 @@ def microseconds(
     the transposes."""
     o, rates, times, common = problem, properties.rates, tile.times, h200.GROUPED_COMMON[back]
     n, k = (o.k, o.n // experts) if back else (o.n // experts, o.k)
-    row_tiles, units = -(-n // (tile.rows * tile.twins)), -(-k // UNIT_K)
+    row_tiles, units = -(-n // tile.rows), -(-k // UNIT_K)
 
     def turns(beyond: int) -> int:
         """Of a multiprocessor, with tiles of more pairs than so many."""
-        tiles = usual_tiles(pairs, experts, tile.tile_m, beyond) * row_tiles
-        return -(-math.ceil(tiles) // (properties.sms // tile.twins))
+        return -(-math.ceil(usual_tiles(pairs, experts, tile.tile_m, beyond) * row_tiles) // properties.sms)
 
-    wide, every = turns(tile.narrow_m), turns(0)
-    wide_units = units * (wide + common.narrow * (every - wide))
-    busy = (wide_units * times.unit + every * times.tile) / rates.clock
+    every = turns(0)
+    # Full tiles, and what is saved by those that leave columns out; these come last.
+    full = every - common.saved * sum(
+        (columns - fewer) / tile.tile_m * (every - turns(fewer))
+        for fewer, columns in pairwise((*tile.narrower, tile.tile_m))
+    )
+    busy = (units * full * times.unit + every * times.tile) / rates.clock
     reading = o.megabytes * wanted(pairs, experts) / experts / (common.bandwidth * rates.bandwidth)
     laying = common.laying * pairs * k / 1e6 / rates.bandwidth
     return h200.GEMM_START + laying + (common.of_32 if span_of(o) == 32 else 1) * max(busy, reading)

@@ -10,8 +10,7 @@
 // column_tiles is the most that there can be; those that there are not have no rows. So nothing depends on the host.
 //
 // CTA c takes tiles c, c + ctas, and so on, each as a whole: at any time all CTAs work on neighbouring rows of one
-// expert or a few, so that W and x come from memory once. The units of CTA c are numbered from c on. Of twins, which
-// have one number, two neighbouring tiles of W count as one.
+// expert or a few, so that W and x come from memory once. The units of CTA c are numbered from c on.
 //
 // Their Arguments have the routes in `other`, and in `m` how many pairs share a row of x, or 0 where x is sorted. n is
 // that of one expert. Where x is laid out, `stale_count` has the number of pairs.

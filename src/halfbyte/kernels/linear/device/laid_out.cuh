@@ -19,9 +19,10 @@ __device__ __forceinline__ u64 map_of_x(const MapOfX<false>&) { return 0; }
 __device__ __forceinline__ u64 map_of_x(const MapOfX<true>& a) { return reinterpret_cast<u64>(a.x_map); }
 
 struct Arguments : MapOfX<Config::copies_x> {
-  // Of experts, whether there are registers for what is asked for a tile ahead: which one it is, and where its results
-  // go.
-  static constexpr bool KNOWS_NEXT = Config::tile_m <= 192, ASKS_AHEAD = Config::tile_m <= 80;
+  // Of experts, whether it pays to ask a tile ahead for the tile that comes next, and for where its results go. Wide
+  // tiles have hardly the registers.
+  static constexpr bool KNOWS_NEXT = Config::tile_m <= 192,
+                        ASKS_AHEAD = Config::tile_m <= 80 || Config::tile_m == 160 || Config::tile_m == 192;
   alignas(64) unsigned char map[128];  // the tensor map of packed
   const void* scale;
   const float *code, *absmax, *offset;

@@ -35,25 +35,24 @@ class BackDecoder {
  public:
   __device__ BackDecoder(u32 warp, u32 lane) : mine(warp, lane), column(wide_column_of(shared(), lane)) {}
   __device__ u32 row() const { return mine.row; }
-  __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&)[16], u32 stage, u32 scales,
-                                         int step) {
+  __device__ __forceinline__ void load(u32 stage, int turn) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const u32 first = step * STEP_K + half * 32;  // row of W
-      u32 rows[4];
-      load_transposed(rows, stage + first * ROW_BYTES + mine.bytes);
-      float4 four;
+    for (int i = 0; i < TURN_K / 32; i++)
+      load_transposed(rows[i], stage + (turn * TURN_K + i * 32) * ROW_BYTES + mine.bytes);
+  }
+  __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&)[16], u32 scales, int turn) {
+    float4 four;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {  // eight rows each; two make an MMA
-        if (i % 2 == 0) four = load_sums(scales + mine.scales + (first + 2 * i) * 4);
-        two_columns(operands + 2 * (4 * half + i), rows[i], i % 2 ? four.z : four.x, i % 2 ? four.w : four.y);
-      }
+    for (int i = 0; i < OPERANDS / 2; i++) {  // eight rows each; two make an MMA
+      if (i % 2 == 0) four = load_sums(scales + mine.scales + (turn * TURN_K + i / 4 * 32 + i % 4 * 2) * 4);
+      two_columns(operands + 2 * i, rows[i / 4][i % 4], i % 2 ? four.z : four.x, i % 2 ? four.w : four.y);
     }
   }
 
  private:
   ColumnPlace mine;
   u32 column;  // of the table
+  u32 rows[TURN_K / 32][4];
 
   // Of two rows and their scales.
   __device__ __forceinline__ void two_columns(u32* operands, u32 rows, float upper, float lower) const {

@@ -43,29 +43,35 @@ class Decoder {
  public:
   __device__ Decoder(u32 warp, u32 lane) : mine(warp, lane), column(wide_column_of(shared(), lane)) {}
   __device__ u32 row() const { return mine.row; }
-  // This thread's operands of a turn of a unit. stage, scales: addresses of the unit's. Turns come in their order.
-  __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&codebook)[16], u32 stage, u32 scales,
-                                         int turn) {
+  // This thread's words of a turn of a unit, and its operands of them. stage, scales: addresses of the unit's. Turns come
+  // in their order.
+  __device__ __forceinline__ void load(u32 stage, int turn) {
 #pragma unroll
     for (int s = 0; s < TURN_SPANS; s++) {
       const int span = turn * TURN_K / Config::span + s, word = turn * TURN_K % Config::span / 32;  // the turn's first
-      if (LANE_SPANS ? turn == 0 : word == 0) {
+      // With LANE_SPANS a step has as much of a lane's own span as of others.
+      const u32 place = LANE_SPANS ? (TURN_STEPS > 1 ? span : turn / STEP_TURNS) * 8 : span * (Config::span / 2);
+      if constexpr (IN_ORDER) {
+        load_in_order(words[s][0], stage + mine.upper, place + word * 16, mine.own);
+        load_in_order(words[s][1], stage + mine.lower, place + word * 16, mine.own);
+      } else {
+        ::load(words[s][0], stage + (mine.upper ^ place) + word * 4);
+        ::load(words[s][1], stage + (mine.lower ^ place) + word * 4);
+      }
+    }
+  }
+  __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&codebook)[16], u32 scales, int turn) {
+#pragma unroll
+    for (int s = 0; s < TURN_SPANS; s++) {
+      const int span = turn * TURN_K / Config::span + s, word = turn * TURN_K % Config::span / 32;
+      if (LANE_SPANS ? span == 0 && word == 0 : word == 0) {
         const uint2 both = load_pair(scales + mine.scales + (LANE_SPANS ? 0 : span / JOINED * TILE_N * 4));
         upper.set(codebook, both.x), lower.set(codebook, both.y);
-      }
-      const u32 place = LANE_SPANS ? turn / STEP_TURNS * 8 : span * (Config::span / 2);
-      u32 words[2][TURN_WORDS];
-      if constexpr (IN_ORDER) {
-        load_in_order(words[0], stage + mine.upper, place + word * 16, mine.own);
-        load_in_order(words[1], stage + mine.lower, place + word * 16, mine.own);
-      } else {
-        load(words[0], stage + (mine.upper ^ place) + word * 4);
-        load(words[1], stage + (mine.lower ^ place) + word * 4);
       }
 #pragma unroll
       for (int i = 0; i < TURN_WORDS; i++) {
         u32 pairs[2][4];
-        upper.weights(words[0][i], column, pairs[0]), lower.weights(words[1][i], column, pairs[1]);
+        upper.weights(words[s][0][i], column, pairs[0]), lower.weights(words[s][1][i], column, pairs[1]);
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
@@ -78,6 +84,7 @@ class Decoder {
  private:
   RowPlace mine;
   u32 column;  // of the table
+  u32 words[TURN_SPANS][2][TURN_WORDS];
   SpanOfRow<false> upper;
   SpanOfRow<true> lower;
 };

@@ -165,16 +165,6 @@ __device__ __forceinline__ u32 step_bytes(const GroupedUnit& at) {
 }
 
 constexpr u32 TWINS = (1 << Config::twins) - 1;  // a bit for each
-struct Rows {
-  u32 first, count;
-};
-// Of a tile's rows of x, those that this twin brings to both: half of them, or half of the eights that experts have.
-__device__ __forceinline__ Rows own_half(const StreamUnit&) { return {own_rank() * X_BOX, X_BOX}; }
-__device__ __forceinline__ Rows own_half(const GroupedUnit& at) {
-  if constexpr (Config::copies_x) return {own_rank() * X_BOX, X_BOX};
-  const u32 rows = copied_rows(at.tile), half = (rows / 8 + 1) / 2 * 8;
-  return {own_rank() * half, own_rank() ? rows - half : half};
-}
 
 // One thread: x of each unit, step by step. Of twins each brings its half to both, once both have given the stage back.
 __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last) {
@@ -191,12 +181,10 @@ __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last)
       expect(full, bytes);
       const u32 byte = (at.depth * UNIT_K + step * STEP_K) * 2;
       if constexpr (Config::twins > 1) {
-        const Rows own = own_half(at);
-        const u32 begin = own.first * STEP_K * 2;
+        const u32 row = own_rank() * X_BOX, begin = row * STEP_K * 2;
         if constexpr (Config::copies_x)
-          copy_box_to_all(TWINS, to + begin, map_of_x(a), byte, first_x_row(at) + own.first, full);
-        else if (own.count)
-          copy_to_all(TWINS, to + begin, from + (step * X_STEP + begin) / 16, own.count * STEP_K * 2, full);
+          copy_box_to_all(TWINS, to + begin, map_of_x(a), byte, first_x_row(at) + row, full);
+        else copy_to_all(TWINS, to + begin, from + (step * X_STEP + begin) / 16, X_STEP / Config::twins, full);
       } else if constexpr (Config::copies_x) {
         for (u32 row = 0; row < Config::tile_m; row += X_BOX)
           copy_box(to + row * STEP_K * 2, map_of_x(a), byte, first_x_row(at) + row, full);

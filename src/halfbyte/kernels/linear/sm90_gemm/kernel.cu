@@ -14,8 +14,8 @@
 //
 // Work. Tiles of TILE_N rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every CTA takes an
 // equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and
-// decodes scales. The others multiply, 16 rows of W a warp: while the tensor cores work on one step, a warp decodes the
-// next. CTAs that share a tile add their sums by the split-K fix-up, always in the order of K. Or they have equal parts
+// decodes scales. The others multiply, 16 rows of W a warp: while the tensor cores work on one turn, of turn_k, a warp
+// decodes the next. CTAs that share a tile add their sums by the split-K fix-up, always in the order of K. Or they have equal parts
 // of it, and each adds up some rows of x. Or runs are dealt out to clusters, each in one tile: a cluster's CTAs share
 // its run and add up among themselves first (device/split_k.cuh).
 //
@@ -23,8 +23,8 @@
 // both, so L2 gives it out half as often.
 //
 // Experts. With `grouped` x are rows of tokens, gathered by expert, and a tile has pairs of a token and one expert.
-// What tiles there are is read on the device, and each is one CTA's, or that of one of twins, from end to end
-// (device/grouped.cuh). Of gate and up only activation(gate) * up is stored.
+// What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
+// up only activation(gate) * up is stored.
 //
 // The way back. With `back` the same loop multiplies with W transposed (back.cuh), be it one weight or experts.
 //
@@ -40,7 +40,7 @@
 //   permutes                                 odd rows of W are looked up in registers
 //   lane_spans                               in every unit each lane of a quad has a span of its own
 //   in_order                                 x keeps the order of K
-//   half_steps                               W is decoded and multiplied by half steps
+//   turn_k                                   of K, what is decoded and multiplied at a time: 32, 64 or 128
 //   span, log_block                          weights that share a scale, 64 or 32; log2 of the block size
 //   loads                                    how a thread loads the scales of a row of W (device/scale_rows.cuh)
 //   x, scale, low_first, flushes             types; whether the first weight of a byte is in its low half; whether
@@ -60,23 +60,38 @@
 #include "device/lay_out.cuh"
 #include "device/pairs.cuh"
 
-// Of experts, a tile with no more pairs than this, often the last of its expert, leaves the other columns out.
-constexpr int NARROW_M = Config::tile_m < 64 ? 16 : (Config::tile_m + 63) / 64 * 32;
-__device__ __forceinline__ bool is_narrow(const StreamUnit&) { return false; }
-__device__ __forceinline__ bool is_narrow(const GroupedUnit& at) { return at.tile.rows <= NARROW_M; }
-
-// The operands of a turn by the first columns of x at `tile`, as many as there are sums for; by half of them at a time
-// where an instruction does not reach. adds: to these sums.
+// The operands of a turn by the first columns of x, as many as there are sums for; by half of them at a time where an
+// instruction does not reach. tiles: where x is of each step. adds: to these sums.
 template <int Sums>
-__device__ __forceinline__ void multiply_turn(float (&sums)[Sums], const u32 (&now)[OPERANDS], u32 tile, bool adds) {
-  constexpr int PARTS = Sums > sums_of(256) ? 2 : 1, PART = Sums / PARTS;
+__device__ __forceinline__ void multiply_turn(float (&sums)[Sums], const u32 (&now)[OPERANDS],
+                                              const u32 (&tiles)[TURN_STEPS], bool adds) {
+  constexpr int PARTS = Sums > sums_of(256) ? 2 : 1, PART = Sums / PARTS, IN_STEP = TURN_K / TURN_STEPS / 16;
 #pragma unroll
   for (int i = 0; i < TURN_K / 16; i++)
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
       multiply_add(reinterpret_cast<float (&)[PART]>(sums[part * PART]), now[4 * i], now[4 * i + 1], now[4 * i + 2],
-                   now[4 * i + 3], descriptor(tile + part * (PART * 16) + 2 * i), i > 0 || adds);
+                   now[4 * i + 3], descriptor(tiles[i / IN_STEP] + part * (PART * 16) + i % IN_STEP * 2),
+                   i > 0 || adds);
   close_products();
+}
+
+constexpr int COLUMN_STEP = Config::tile_m <= 160 ? 16 : 32;
+__device__ constexpr int columns_of(int quarters) {
+  return (Config::tile_m * quarters / 4 + COLUMN_STEP - 1) / COLUMN_STEP * COLUMN_STEP;
+}
+// The same, of experts by no more columns than the tile has pairs: by quarters of the tile, as far as instructions have
+// as many. The last tile of an expert often has few. Full ones ask once.
+__device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const u32 (&now)[OPERANDS],
+                                                 const u32 (&tiles)[TURN_STEPS], bool adds, const StreamUnit&) {
+  multiply_turn(total, now, tiles, adds);
+}
+template <int Quarters = 4>
+__device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const u32 (&now)[OPERANDS],
+                                                 const u32 (&tiles)[TURN_STEPS], bool adds, const GroupedUnit& at) {
+  if constexpr (Quarters > 1)
+    if (at.tile.rows <= columns_of(Quarters - 1)) return multiply_columns<Quarters - 1>(total, now, tiles, adds, at);
+  multiply_turn(reinterpret_cast<float (&)[sums_of(columns_of(Quarters))]>(total), now, tiles, adds);
 }
 
 __device__ __forceinline__ void multiply_units(const Arguments& a, const Arguments& up, const float (&codebook)[16],
@@ -101,11 +116,12 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   // A operands of two turns: one is multiplied while the next is decoded. With ONE_AT_ONCE there are those of one, and
   // the other warpgroup multiplies meanwhile.
   u32 even[OPERANDS], odd[OPERANDS];
-  u32 used = 0;       // the barrier of the stage of x that is multiplied; 0: none
-  bool fresh = true;  // the tile's sums are zero
+  u32 used[TURN_STEPS] = {};  // barriers of the stages of x that are multiplied; 0: none
+  bool fresh = true;          // the tile's sums are zero
   wait(shared() + W_FULL, 0);
   //: the first stage is there
-  decoder.decode(even, codebook, shared() + W_AT, shared() + SCALE, 0);
+  decoder.load(shared() + W_AT, 0);
+  decoder.decode(even, codebook, shared() + SCALE, 0);
   Destination to;
   for (u32 unit = first; unit < last; unit++) {
     if constexpr (Config::grouped && Arguments::ASKS_AHEAD)
@@ -115,39 +131,53 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
     w.next(Config::w_stages);
     auto turn = [&](const u32(&now)[OPERANDS], u32(&next)[OPERANDS], int number) __attribute__((always_inline)) {
       const bool begins = number % STEP_TURNS == 0, ends = (number + 1) % STEP_TURNS == 0;  // a step
-      if (begins) wait(shared() + X_FULL + 8 * x.at, x.parity);
-      const u32 tile = lower_half(shared() + X_AT + x.at * X_STEP) + number % STEP_TURNS * (TURN_K * 2 / 16);
+      u32 tiles[TURN_STEPS], empties[TURN_STEPS];
+#pragma unroll
+      for (int s = 0; s < TURN_STEPS; s++) {
+        if (begins) wait(shared() + X_FULL + 8 * x.at, x.parity);
+        tiles[s] = lower_half(shared() + X_AT + x.at * X_STEP) + number % STEP_TURNS * (TURN_K * 2 / 16);
+        empties[s] = shared() + X_EMPTY + 8 * x.at;
+        if (ends) x.next(Config::x_stages);
+      }
       fence_registers();
-      const bool adds = number > 0 || !fresh;
-      if (is_narrow(at)) multiply_turn(reinterpret_cast<float (&)[sums_of(NARROW_M)]>(total), now, tile, adds);
-      else multiply_turn(total, now, tile, adds);
+      multiply_columns(total, now, tiles, number > 0 || !fresh, at);
       // All of W's stage is in operands by now. Before, reads may still be on their way, and zeros for what is beyond K
       // are there at once: they come from no memory.
       if (number + 1 == TURNS) release(empty);
-      // The turn before is done: its operands make room for the next, and if it ended a step, its stage of x is free.
+      const bool same = number + 1 < TURNS;  // unit that the next turn is of
+      const auto load_next = [&] {
+        if (!same && unit + 1 == last) return;
+        if (!same) wait(shared() + W_FULL + 8 * w.at, w.parity);
+        decoder.load(same ? stage : shared() + W_AT + w.at * W_BYTES, same ? number + 1 : 0);
+      };
+      if constexpr (Config::back) load_next();
+      // The turn before is done: its operands make room for the next, and if it ended a step, its stages of x are free.
       wait_for_products<ONE_AT_ONCE ? 0 : 1>();
-      if constexpr (ONE_AT_ONCE) {
-        release_x(shared() + X_EMPTY + 8 * x.at);
-      } else {
-        if (begins && used) release_x(used);
-        if (ends) used = shared() + X_EMPTY + 8 * x.at;
+#pragma unroll
+      for (int s = 0; s < TURN_STEPS; s++) {
+        if constexpr (ONE_AT_ONCE) {
+          release_x(empties[s]);
+        } else {
+          if (begins && used[s]) release_x(used[s]);
+          if (ends) used[s] = empties[s];
+        }
       }
-      if (ends) x.next(Config::x_stages);
-      if (number + 1 < TURNS) {
-        decoder.decode(next, codebook, stage, scales, number + 1);
-      } else if (unit + 1 < last) {
-        wait(shared() + W_FULL + 8 * w.at, w.parity);
-        decoder.decode(next, codebook, shared() + W_AT + w.at * W_BYTES, shared() + SCALE + w.at * SCALE_BYTES, 0);
-      }
+      if constexpr (!Config::back) load_next();  // W may come late, and products go on meanwhile
+      if (same) decoder.decode(next, codebook, scales, number + 1);
+      else if (unit + 1 < last) decoder.decode(next, codebook, shared() + SCALE + w.at * SCALE_BYTES, 0);
     };
     if constexpr (ONE_AT_ONCE) turn(even, even, 0), turn(even, even, 1), turn(even, even, 2), turn(even, even, 3);
-    else turn(even, odd, 0), turn(odd, even, 1), turn(even, odd, 2), turn(odd, even, 3);
+    else turn(even, odd, 0), turn(odd, even, 1);
+    if constexpr (TURNS > 2 && !ONE_AT_ONCE) turn(even, odd, 2), turn(odd, even, 3);
     if constexpr (TURNS == 8) turn(even, odd, 4), turn(odd, even, 5), turn(even, odd, 6), turn(odd, even, 7);
     fresh = false;
     if (at.depth + 1 == a.depth_units || unit + 1 == last) {
       wait_for_products<0>();
-      if constexpr (!ONE_AT_ONCE) release_x(used);
-      used = 0;
+#pragma unroll
+      for (u32& stage : used) {
+        if constexpr (!ONE_AT_ONCE) release_x(stage);
+        stage = 0;
+      }
       // In a cluster, and with equal shares, each CTA adds up and stores its own groups of eight rows of x.
       if constexpr (Config::cluster > 1)
         cluster_reduce<WARPS>(total, a, at, shared() + W_AT, shared() + SUMS_FULL, warp, lane);

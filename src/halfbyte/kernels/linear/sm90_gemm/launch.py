@@ -144,7 +144,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "span": span_of(problem), "loads": f"Loads::{loads}", "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
         "w_stages": plan.w_stages, "x_stages": plan.x_stages, "direct": DIRECT, "numbers": f"Numbers::{plan.numbers}",
         "permutes": plan.permutes, "lane_spans": plan.lane_spans, "in_order": plan.in_order,
-        "half_steps": plan.half_steps, "cluster": plan.cluster, "shares": plan.shares, "twins": plan.twins,
+        "turn_k": plan.turn_k, "cluster": plan.cluster, "shares": plan.shares, "twins": plan.twins,
         "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "back": plan.back,
         "copies_x": copies_x(problem, plan),

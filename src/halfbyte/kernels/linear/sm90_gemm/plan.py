@@ -21,7 +21,7 @@ from halfbyte.kernels.linear.sm90_gemm.shape import (
     decoding,
     is_grouped_valid,
     is_valid,
-    narrow_m,
+    narrower,
     tiles_of,
     x_stages,
 )
@@ -129,26 +129,20 @@ def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProper
 def grouped_plans(
     pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
 ) -> Iterator[GemmPlan]:
-    """The plans for pairs of a token and an expert, in tiles of so many, with a stack: at most one for CTAs by
-    themselves and one for twins. The rows of the problem are those of all experts. back: for rows [N] and the product
-    with the transposes."""
-    if pairs == 0 or properties.ptx != 90:
+    """The plan for pairs of a token and an expert, in tiles of so many, with a stack; none where this kernel is not for
+    them. The rows of the problem are those of all experts. back: for rows [N] and the product with the transposes."""
+    times = (h200.GROUPED_BACK_TIMES if back else h200.GROUPED_TIMES).get(tile_m)
+    if times is None or pairs == 0 or properties.ptx != 90:
         return
     n, k = (problem.k, problem.n // experts) if back else (problem.n // experts, problem.k)
     most, stages = most_tiles(pairs, experts, tile_m) * tile_m, NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
-    tables = {1: h200.GROUPED_BACK_TIMES} if back else {1: h200.GROUPED_TIMES, 2: h200.GROUPED_TWINS_TIMES}
-    for twins, times in tables.items():
-        if tile_m not in times:
-            continue
-        workers = properties.sms if twins == 1 else properties.clusters(twins)
-        usual = GemmPlan(tile_m, 2, stages, x_stages(tile_m, problem), workers, 1, most, back=back, twins=twins)
-        unlike = units_of(decoding(usual, problem))[tile_m] / units_of(usual)[tile_m]  # of how they are decoded
-        of_kind = times[tile_m]._replace(unit=times[tile_m].unit * unlike)
-        tile = spread.Tile(tile_m, 128, of_kind, narrow_m(tile_m), twins)
-        time = spread.microseconds(pairs, experts, tile, problem, properties, back)
-        shape = decoding(replace(usual, microseconds=time), problem)
-        for some in range(stages, 1, -1):
-            plan = replace(shape, w_stages=some)
-            if is_grouped_valid(plan, experts, n, k, span_of(problem), properties):
-                yield plan
-                break
+    usual = GemmPlan(tile_m, 2, stages, x_stages(tile_m, problem), properties.sms, 1, most, back=back)
+    unlike = units_of(decoding(usual, problem))[tile_m] / units_of(usual)[tile_m]  # of how they are decoded
+    tile = spread.Tile(tile_m, 128, times._replace(unit=times.unit * unlike), narrower(tile_m))
+    time = spread.microseconds(pairs, experts, tile, problem, properties, back)
+    shape = decoding(replace(usual, microseconds=time), problem)
+    for some in range(stages, 1, -1):
+        plan = replace(shape, w_stages=some)
+        if is_grouped_valid(plan, experts, n, k, span_of(problem), properties):
+            yield plan
+            break

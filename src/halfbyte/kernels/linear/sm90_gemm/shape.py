@@ -24,6 +24,7 @@ SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a p
 GROUPED_BACK_REGISTERS = (72, 216)  # where it does both
 USUAL_TILES_M = (96, 128, 160, 192, 224, 256)
 WIDE_TILES_M = (320, 384)  # registers hold their sums and the operands of one step
+TWO_STEPS_M = 192  # up to which they hold those of four steps
 TILES_M = (*USUAL_TILES_M, *WIDE_TILES_M)
 BACK_TILES_M = (32, 64, *USUAL_TILES_M)  # there is no other kernel for few rows
 TABLE_BYTES = 256 * 256
@@ -82,10 +83,13 @@ class GemmPlan(WarpgroupTiles):
         return self.lane_spans or self.tile_m >= h200.GEMM_PERMUTES_M
 
     @property
-    def half_steps(self) -> bool:
-        """Wide tiles may be multiplied by half steps, so that registers hold the operands of two. What is looked up by
-        the order of x takes longer then than a step at a time."""
-        return self.tile_m in WIDE_TILES_M and (self.computes or not self.in_order)
+    def turn_k(self) -> int:
+        """Of K, what is decoded and multiplied at a time, as the next is decoded while one is multiplied: two steps
+        where registers hold their operands, and where two steps more of x are on their way. Wide tiles by half steps;
+        what is looked up by the order of x takes longer so than a step at a time, the other warpgroup multiplying."""
+        if self.tile_m in WIDE_TILES_M:
+            return STEP_K // 2 if self.computes or not self.in_order else STEP_K
+        return 2 * STEP_K if self.tile_m <= TWO_STEPS_M and self.x_stages >= 6 else STEP_K
 
     @property
     def computes(self) -> bool:
@@ -186,6 +190,9 @@ def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, pr
     return _fits(plan, span, properties) and plan.cluster == 1 and can_be_numbered(plan, experts, n, k)
 
 
-def narrow_m(tile_m: int) -> int:
-    """Pairs up to which a tile leaves the other columns out, as kernel.cu's NARROW_M."""
-    return 16 if tile_m < 64 else -(-tile_m // 64) * 32
+def narrower(tile_m: int) -> tuple[int, ...]:
+    """Of experts, the numbers of columns below tile_m that tiles with fewer pairs are multiplied by, ascending, as
+    kernel.cu's columns_of: quarters, as far as there are instructions."""
+    step = 16 if tile_m <= 160 else 32
+    quarters = {-(-(tile_m * quarter // 4) // step) * step for quarter in (1, 2, 3)}
+    return tuple(sorted(quarters - {tile_m}))
