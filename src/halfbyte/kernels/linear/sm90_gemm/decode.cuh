@@ -43,8 +43,8 @@ class Decoder {
  public:
   __device__ Decoder(u32 warp, u32 lane) : mine(warp, lane), column(wide_column_of(shared(), lane)) {}
   __device__ u32 row() const { return mine.row; }
-  // This thread's words of a turn of a unit, and its operands of them. stage, scales: addresses of the unit's. Turns come
-  // in their order.
+  // This thread's words of a turn of a unit, and then its operands of them. stage, scales: addresses of the unit's.
+  // Turns come in their order.
   __device__ __forceinline__ void load(u32 stage, int turn) {
 #pragma unroll
     for (int s = 0; s < TURN_SPANS; s++) {

@@ -15,9 +15,9 @@
 // Work. Tiles of TILE_N rows of W by tile_m rows of x are cut along K into units of UNIT_K, and every CTA takes an
 // equal run of units (device/scheduler.cuh). One producer warpgroup copies W by units and x by steps of 64, and
 // decodes scales. The others multiply, 16 rows of W a warp: while the tensor cores work on one turn, of turn_k, a warp
-// decodes the next. CTAs that share a tile add their sums by the split-K fix-up, always in the order of K. Or they have equal parts
-// of it, and each adds up some rows of x. Or runs are dealt out to clusters, each in one tile: a cluster's CTAs share
-// its run and add up among themselves first (device/split_k.cuh).
+// decodes the next. CTAs that share a tile add their sums by the split-K fix-up, always in the order of K. Or they have
+// equal parts of it, and each adds up some rows of x. Or runs are dealt out to clusters, each in one tile: a cluster's
+// CTAs share its run and add up among themselves first (device/split_k.cuh).
 //
 // Twins. Two CTAs of a cluster may have the same run, of neighbouring tiles of W. Each copies half of a step's x to
 // both, so L2 gives it out half as often.

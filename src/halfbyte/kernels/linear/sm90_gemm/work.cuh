@@ -19,7 +19,8 @@ constexpr bool WIDE = Config::tile_m > 256;
 // Rows of x that one copy brings, 256 at most: twins copy equally many, each to both.
 constexpr int X_BOX = Config::tile_m / (Config::twins > 1 ? Config::twins : (Config::tile_m + 255) / 256);
 static_assert(X_BOX % 8 == 0, "the swizzle is that of eight rows");
-// Of K, what is decoded and multiplied at a time: a part of a step or some of them; and the registers of A that it takes.
+// Of K, what is decoded and multiplied at a time: a part of a step or some of them; and the registers of A that it
+// takes.
 constexpr int TURN_K = Config::turn_k, TURNS = UNIT_K / TURN_K, OPERANDS = TURN_K / 4;
 constexpr int STEP_TURNS = TURN_K < STEP_K ? STEP_K / TURN_K : 1, TURN_STEPS = TURN_K > STEP_K ? TURN_K / STEP_K : 1;
 static_assert(2 * TURN_STEPS <= Config::x_stages, "one turn's steps are multiplied while another needs all of its");
