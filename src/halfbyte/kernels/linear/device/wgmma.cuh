@@ -1,5 +1,5 @@
-// Hopper's tensor cores: wgmma of a warpgroup's 64 rows of W by Columns rows of x (8, 24, 16 to
-// 160 in steps of 16, and from there to 256 in steps of 32), m64nColumnsk16 with fp32 sums. Needs sm_90a.
+// Hopper's tensor cores: wgmma of a warpgroup's 64 rows of W by Columns rows of x (8, 16, 24, 48, 80, 112, and 32 to
+// 256 in steps of 32), m64nColumnsk16 with fp32 sums. Needs sm_90a.
 //
 // W is the A operand as in device/mma.cuh, in registers, and out.T = W @ x.T: warp w of the four has rows 16 w to 16 w
 // + 15, its lanes have of A and of the sums what they have of m16n8k16, sums 4 i to 4 i + 3 being those of columns 8 i
@@ -23,8 +23,7 @@ __device__ constexpr int sums_of(int columns) { return columns / 2; }
 #define D48 D40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define D56 D48 ",%48,%49,%50,%51,%52,%53,%54,%55"
 #define D64 D56 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define D72 D64 ",%64,%65,%66,%67,%68,%69,%70,%71"
-#define D80 D72 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define D80 D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define D96 D80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define D112 D96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define D128 D112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
@@ -60,8 +59,6 @@ __device__ __forceinline__ void multiply_add(float (&sum)[Sums], u32 a0, u32 a1,
     WGMMA("m64n112k16", D56, "%56,%57,%58,%59", "%60", "%61", F16(0), F16(16), F16(32), F4(48), F4(52));
   } else if constexpr (Sums == sums_of(128)) {
     WGMMA("m64n128k16", D64, "%64,%65,%66,%67", "%68", "%69", F64(0));
-  } else if constexpr (Sums == sums_of(144)) {
-    WGMMA("m64n144k16", D72, "%72,%73,%74,%75", "%76", "%77", F64(0), F4(64), F4(68));
   } else if constexpr (Sums == sums_of(160)) {
     WGMMA("m64n160k16", D80, "%80,%81,%82,%83", "%84", "%85", F64(0), F16(64));
   } else if constexpr (Sums == sums_of(192)) {
@@ -86,7 +83,6 @@ __device__ __forceinline__ void multiply_add(float (&sum)[Sums], u32 a0, u32 a1,
 #undef D48
 #undef D56
 #undef D64
-#undef D72
 #undef D80
 #undef D96
 #undef D112
