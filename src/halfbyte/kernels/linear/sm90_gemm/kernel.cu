@@ -76,15 +76,15 @@ __device__ __forceinline__ void multiply_turn(float (&sums)[Sums], const u32 (&n
   close_products();
 }
 
-constexpr int COLUMN_STEP = Config::tile_m <= 160 ? 16 : 32;
-__device__ constexpr int columns_of(int quarters) {
-  return (Config::tile_m * quarters / 4 + COLUMN_STEP - 1) / COLUMN_STEP * COLUMN_STEP;
-}
-// The same, of experts by no more columns than the tile has pairs: by quarters of the tile, as far as instructions have
-// as many. The last tile of an expert often has few. Full ones ask once.
+// The same; of experts by as many quarters of the tile's columns as its pairs take, rounded up to what an instruction
+// has, as shape.py's `narrower` reckons. The last tile of an expert often has few pairs. Full ones ask once.
 __device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const u32 (&now)[OPERANDS],
                                                  const u32 (&tiles)[TURN_STEPS], bool adds, const StreamUnit&) {
   multiply_turn(total, now, tiles, adds);
+}
+constexpr int COLUMN_STEP = Config::tile_m <= 160 ? 16 : 32;
+__device__ constexpr int columns_of(int quarters) {
+  return (Config::tile_m * quarters / 4 + COLUMN_STEP - 1) / COLUMN_STEP * COLUMN_STEP;
 }
 template <int Quarters = 4>
 __device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const u32 (&now)[OPERANDS],

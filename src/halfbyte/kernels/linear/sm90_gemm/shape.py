@@ -191,8 +191,8 @@ def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, pr
 
 
 def narrower(tile_m: int) -> tuple[int, ...]:
-    """Of experts, the numbers of columns below tile_m that tiles with fewer pairs are multiplied by, ascending, as
-    kernel.cu's columns_of: quarters, as far as there are instructions."""
+    """Of experts, the numbers of columns below tile_m by which tiles with few pairs are multiplied, ascending, as
+    kernel.cu's columns_of: quarters, rounded up to what an instruction has."""
     step = 16 if tile_m <= 160 else 32
     quarters = {-(-(tile_m * quarter // 4) // step) * step for quarter in (1, 2, 3)}
     return tuple(sorted(quarters - {tile_m}))
