@@ -26,12 +26,14 @@ from halfbyte.kernels.linear.sm90_gemm.launch import constants, source
 from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan, one_after_another
 from halfbyte.kernels.linear.sm90_gemm.shape import (
     BACK_TILES_M,
+    STEP_K,
     TILES_M,
     WIDE_TILES_M,
     GemmPlan,
     decoding,
     is_valid,
     loads_words,
+    tiles_of,
     x_stages,
 )
 from halfbyte.kernels.linear.sm90_gemm.times import estimate
@@ -183,6 +185,17 @@ def test_wide_tiles() -> None:
     shape = GemmPlan(320, 2, 3, 2, 4, 1, 320)
     assert is_valid(shape, 320, 512, 1024, 64, H200)
     assert not is_valid(replace(shape, cluster=2), 320, 512, 1024, 64, H200)
+
+
+def test_two_steps_a_turn_leave_two_on_their_way() -> None:
+    """While a turn's steps are multiplied, and the next turn's wait, others must come."""
+    for problem, back in product((nf4(4096, 4096), Problem(BF16, 4096, 4096, "int4", 128, BF16)), (False, True)):
+        for tile_m in tiles_of(problem, back):
+            stages = x_stages(tile_m, problem)
+            plan = decoding(GemmPlan(tile_m, 2, 3, stages, 1, 1, tile_m, back=back), problem)
+            steps = plan.turn_k // STEP_K
+            assert steps <= 1 or 2 * steps + 2 <= stages, plan
+            assert (steps == 2) == (tile_m <= (192 if plan.computes else 128)), plan
 
 
 # What CTAs that go on to another tile leave on the stack where tiles are widest, in bytes: by the way, tile_m, cluster

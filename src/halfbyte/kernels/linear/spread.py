@@ -17,13 +17,13 @@ SPREAD = 6  # standard deviations: an expert's pairs are never more than so many
 
 
 class Tile(NamedTuple):
-    """Of so many pairs by rows of W, and what it takes. narrower: the numbers of pairs, ascending, up to which a tile
-    leaves the columns beyond out."""
+    """Of so many pairs by rows of W, and what it takes. columns: ascending, up to so many pairs a tile leaves those
+    beyond out."""
 
     tile_m: int
     rows: int
     times: GroupedTimes
-    narrower: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
 
 
 def wanted(pairs: int, experts: int) -> float:
@@ -69,8 +69,7 @@ def microseconds(
     every = turns(0)
     # Full tiles, and what is saved by those that leave columns out; these come last.
     full = every - common.saved * sum(
-        (columns - fewer) / tile.tile_m * (every - turns(fewer))
-        for fewer, columns in pairwise((*tile.narrower, tile.tile_m))
+        (more - fewer) / tile.tile_m * (every - turns(fewer)) for fewer, more in pairwise((*tile.columns, tile.tile_m))
     )
     busy = (units * full * times.unit + every * times.tile) / rates.clock
     reading = o.megabytes * wanted(pairs, experts) / experts / (common.bandwidth * rates.bandwidth)

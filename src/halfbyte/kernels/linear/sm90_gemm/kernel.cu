@@ -47,6 +47,7 @@
 //                                            subnormal weights count as zero
 //   back, copies_x                           the result is dy @ W; x is copied as it is, not laid out
 //   grouped, activation                      of experts; what gates
+//   quarter, half, three_quarters            of a tile's columns, as instructions have them: for tiles with few pairs
 //   orders, wide, scatters                   results are in the order of the next product's x; are fp32; go to
 //                                            their pairs' rows
 //   parts, paired                            weights that one launch multiplies with; they are gate and up, of which
@@ -76,15 +77,15 @@ __device__ __forceinline__ void multiply_turn(float (&sums)[Sums], const u32 (&n
   close_products();
 }
 
-// The same; of experts by as many quarters of the tile's columns as its pairs take, rounded up to what an instruction
-// has, as shape.py's `narrower` reckons. The last tile of an expert often has few pairs. Full ones ask once.
+// The same; of experts by no more columns than the tile's pairs take. The last tile of an expert often has few pairs.
+// Full ones ask once.
 __device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const u32 (&now)[OPERANDS],
                                                  const u32 (&tiles)[TURN_STEPS], bool adds, const StreamUnit&) {
   multiply_turn(total, now, tiles, adds);
 }
-constexpr int COLUMN_STEP = Config::tile_m <= 160 ? 16 : 32;
 __device__ constexpr int columns_of(int quarters) {
-  return (Config::tile_m * quarters / 4 + COLUMN_STEP - 1) / COLUMN_STEP * COLUMN_STEP;
+  constexpr int COLUMNS[] = {Config::quarter, Config::half, Config::three_quarters, Config::tile_m};
+  return COLUMNS[quarters - 1];
 }
 template <int Quarters = 4>
 __device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const u32 (&now)[OPERANDS],

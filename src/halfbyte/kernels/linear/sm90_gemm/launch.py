@@ -30,6 +30,7 @@ from halfbyte.kernels.linear.sm90_gemm.shape import (
     WIDE_TILES_M,
     GemmPlan,
     loads_words,
+    quarters,
 )
 
 NAME = "sm90_gemm"
@@ -137,6 +138,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
     usual = not plan.back and loads_words(problem) and alone
     registers = WIDE_REGISTERS if plan.tile_m in WIDE_TILES_M else REGISTERS[plan.warpgroups]
     producer, consumer = registers if usual else SCATTERED_REGISTERS
+    quarter, half, three_quarters = quarters(plan.tile_m)
     return {
         "x": TYPES[problem.dtype], "low_first": problem.low_first,
         "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
@@ -152,6 +154,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "norm": False,
         "next_tile_m": 0, "next_span": 64,
         "grouped": False, "wide": False, "scatters": False, "orders": False, "parts": 1,
+        "quarter": quarter, "half": half, "three_quarters": three_quarters,
     }  # fmt: skip
 
 

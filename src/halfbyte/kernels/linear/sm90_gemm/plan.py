@@ -21,7 +21,7 @@ from halfbyte.kernels.linear.sm90_gemm.shape import (
     decoding,
     is_grouped_valid,
     is_valid,
-    narrower,
+    quarters,
     tiles_of,
     x_stages,
 )
@@ -138,7 +138,7 @@ def grouped_plans(
     most, stages = most_tiles(pairs, experts, tile_m) * tile_m, NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
     usual = GemmPlan(tile_m, 2, stages, x_stages(tile_m, problem), properties.sms, 1, most, back=back)
     unlike = units_of(decoding(usual, problem))[tile_m] / units_of(usual)[tile_m]  # of how they are decoded
-    tile = spread.Tile(tile_m, 128, times._replace(unit=times.unit * unlike), narrower(tile_m))
+    tile = spread.Tile(tile_m, 128, times._replace(unit=times.unit * unlike), quarters(tile_m))
     time = spread.microseconds(pairs, experts, tile, problem, properties, back)
     shape = decoding(replace(usual, microseconds=time), problem)
     for some in range(stages, 1, -1):

@@ -190,9 +190,9 @@ def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, pr
     return _fits(plan, span, properties) and plan.cluster == 1 and can_be_numbered(plan, experts, n, k)
 
 
-def narrower(tile_m: int) -> tuple[int, ...]:
-    """Of experts, the numbers of columns below tile_m by which tiles with few pairs are multiplied, ascending, as
-    kernel.cu's columns_of: quarters, rounded up to what an instruction has."""
+def quarters(tile_m: int) -> tuple[int, int, int]:
+    """Of experts, by how many columns a tile with few pairs is multiplied: a quarter, half or three quarters of all,
+    rounded up to what an instruction has."""
     step = 16 if tile_m <= 160 else 32
-    quarters = {-(-(tile_m * quarter // 4) // step) * step for quarter in (1, 2, 3)}
-    return tuple(sorted(quarters - {tile_m}))
+    quarter, half, most = (-(-(tile_m * number // 4) // step) * step for number in (1, 2, 3))
+    return quarter, half, most
