@@ -49,8 +49,8 @@ class Decoder {
 #pragma unroll
     for (int s = 0; s < TURN_SPANS; s++) {
       const int span = turn * TURN_K / Config::span + s, word = turn * TURN_K % Config::span / 32;  // the turn's first
-      // With LANE_SPANS a step has as much of a lane's own span as of others.
-      const u32 place = LANE_SPANS ? (TURN_STEPS > 1 ? span : turn / STEP_TURNS) * 8 : span * (Config::span / 2);
+      // With LANE_SPANS a step has as much of a lane's own span as others have of theirs.
+      const u32 place = span * (LANE_SPANS ? 8 : Config::span / 2);
       if constexpr (IN_ORDER) {
         load_in_order(words[s][0], stage + mine.upper, place + word * 16, mine.own);
         load_in_order(words[s][1], stage + mine.lower, place + word * 16, mine.own);
@@ -64,7 +64,7 @@ class Decoder {
 #pragma unroll
     for (int s = 0; s < TURN_SPANS; s++) {
       const int span = turn * TURN_K / Config::span + s, word = turn * TURN_K % Config::span / 32;
-      if (LANE_SPANS ? span == 0 && word == 0 : word == 0) {
+      if (word == 0 && (!LANE_SPANS || span == 0)) {
         const uint2 both = load_pair(scales + mine.scales + (LANE_SPANS ? 0 : span / JOINED * TILE_N * 4));
         upper.set(codebook, both.x), lower.set(codebook, both.y);
       }
