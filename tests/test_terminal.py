@@ -191,6 +191,7 @@ def micro_bench(maker: str, *, wrong: bool) -> Callable[[Patch], Case]:
 case("bench dequantize")(micro_bench("halfbyte.bench.dequantize.dequantize_cases", wrong=True))
 case("bench quantize")(micro_bench("halfbyte.bench.dequantize.quantize_cases", wrong=False))
 case("bench linear")(micro_bench("halfbyte.bench.linear.linear_cases", wrong=False))
+case("bench gradients")(micro_bench("halfbyte.bench.gradients.gradient_cases", wrong=False))
 case("bench search")(micro_bench("halfbyte.bench.search.search_cases", wrong=False))
 case("bench attention")(micro_bench("halfbyte.bench.attention.attention_cases", wrong=False))
 case("bench pages")(micro_bench("halfbyte.bench.pages.pages_cases", wrong=False))

@@ -69,6 +69,7 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
     kinds: dict[str, tuple[Callable[..., str], Callable[..., None] | None]] = {
         "puzzle": (reports.puzzle_markdown, None),
         "linear": (sweep.markdown, sweep.plot),
+        "gradients": (sweep.markdown, sweep.plot),
         "search": (search.markdown, None),
         "nearest": (nearest.markdown, None),
         "attention": (attention.markdown, None),
@@ -96,7 +97,7 @@ def _blocks(results: Path, figures: Path | None) -> dict[str, str]:
             blocks[f"{name}-summary"] = short(record)
         if plot and figures is not None and (plot is not whole_models.plot or not whole_models.is_of_cpu(record)):
             plot(record, figures / f"{path.parent.name}-{path.stem}.png")
-        if record["bench"] == "linear" and figures is not None:
+        if plot is sweep.plot and figures is not None:
             sweep.plot_against_dense(record, figures / f"{path.parent.name}-{path.stem}-against-dense.png")
     return blocks
 

@@ -17,6 +17,7 @@ import torch
 
 from halfbyte.bench.case import Case, run
 from halfbyte.bench.dequantize import dequantize_cases, quantize_cases
+from halfbyte.bench.gradients import gradient_cases
 from halfbyte.bench.linear import linear_cases
 from halfbyte.bench.search import search_cases
 from halfbyte.measure import models, records
@@ -93,6 +94,7 @@ def _cases(device: torch.device) -> dict[str, Iterator[Case]]:
         "dequantize": dequantize_cases(device, shapes, bf16, "nf4", True),
         "quantize": quantize_cases(device, shapes[1:], bf16, "nf4", True),
         "linear": linear_cases(device, (*shapes, (4096, 14336)), bf16, "nf4", True, (1, 8, 64, 256, 1024), alone=True),
+        "gradients": gradient_cases(device, shapes, bf16, "nf4", True, (256, 1024)),
         "search": search_cases(device, ((32000, 4096, bf16),), ranks=False),
     }
 

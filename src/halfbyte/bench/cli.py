@@ -85,7 +85,7 @@ def linear(
     out: Out = None,
 ) -> None:
     """x @ W.T from 4-bit weights, beside dense weights, bitsandbytes, dequantize + linear, tinygemm and humming."""
-    from halfbyte.bench.linear import CPU_ROWS, CPU_SHAPES, GPU_ROWS, GPU_SHAPES, another_gpu, linear_cases
+    from halfbyte.bench.linear import COMPARED, CPU_ROWS, CPU_SHAPES, GPU_ROWS, GPU_SHAPES, another_gpu, linear_cases
 
     if target is None and sms is not None:
         raise typer.BadParameter("--sms limits another GPU's grids; say which with --target")
@@ -98,8 +98,28 @@ def linear(
     counts = counts_of(rows) or {"cpu": CPU_ROWS, "cuda": GPU_ROWS}[device_to_measure(device).type]
     cases = partial(linear_cases, rows=counts, properties=of_another)
     sizes = {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES}
-    formats = ("nf4", "fp4", "int4")
-    _run("linear", cases, device, shapes, dtype, format, nested, rounds, out, sizes, formats, as_another)
+    _run("linear", cases, device, shapes, dtype, format, nested, rounds, out, sizes, COMPARED, as_another)
+
+
+@app.command()
+def gradients(
+    device: Device = None,
+    shapes: Shapes = None,
+    rows: Annotated[str | None, typer.Option(help="Rows of dy, comma-separated, such as 128,1024.")] = None,
+    dtype: Dtype = "bfloat16",
+    format: Annotated[str, typer.Option(help="nf4, fp4 or int4.")] = "nf4",
+    nested: Nested = True,
+    rounds: Rounds = 15,
+    out: Out = None,
+) -> None:
+    """dy @ W, the gradient of x, from 4-bit weights, beside dense weights and bitsandbytes' backward."""
+    from halfbyte.bench.gradients import CPU_ROWS, GPU_ROWS, gradient_cases
+    from halfbyte.bench.linear import COMPARED, CPU_SHAPES, GPU_SHAPES
+
+    counts = counts_of(rows) or {"cpu": CPU_ROWS, "cuda": GPU_ROWS}[device_to_measure(device).type]
+    sizes = {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES}
+    cases = partial(gradient_cases, rows=counts)
+    _run("gradients", cases, device, shapes, dtype, format, nested, rounds, out, sizes, COMPARED)
 
 
 @app.command()

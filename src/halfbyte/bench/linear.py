@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from halfbyte.kernels.common import nvrtc
 from halfbyte.kernels.common.device import DeviceProperties, properties_for, properties_of
 from halfbyte.kernels.linear import dispatch, reach
 from halfbyte.kernels.linear.kernel import run
-from halfbyte.kernels.linear.problem import problem_of
+from halfbyte.kernels.linear.problem import Problem, problem_of
 from halfbyte.kernels.linear.reference import linear_exact
 from halfbyte.measure.error import relative_error
 from halfbyte.measure.report import BASELINE
@@ -44,6 +45,7 @@ GPU_SHAPES = (
 CPU_SHAPES = ((4096, 4096), (14336, 4096))
 GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 CPU_ROWS = (1, 4, 16, 64)
+COMPARED = ("nf4", "fp4", "int4")  # formats that peers have
 
 HUMMING = "humming"
 REPACKED = "bitsandbytes repacked"  # its module in eval mode on a CPU with AVX512-BF16
@@ -73,32 +75,29 @@ def linear_cases(
     _compile_ahead(device, shapes, dtype, format, nested, rows, properties)
     for shape in shapes:
         n, k = shape
-        packed = _quantized(torch.zeros(shape, dtype=dtype, device="cpu"), format, nested).nbytes
+        packed = quantized(torch.zeros(shape, dtype=dtype, device="cpu"), format, nested).nbytes
         sets = input_sets(packed, device)
         dense = [torch.randn(shape, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
-        weights = [_quantized(weight, format, nested) for weight in dense]
+        weights = [quantized(weight, format, nested) for weight in dense]
         products, exact, left_out = _products(dense, weights, device, ours, alone)
         for m in rows:
             x = [torch.randn(m, k, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
-            exactly = {weight: _exact_products(x, weight) for weight in exact.values()}
+            exactly = {weight: exact_products(x, weight) for weight in exact.values()}
             right = {name: exactly[exact[name]] for name in products}
             ends = (m * k + m * n) * dtype.itemsize
-            moved = {name: ends + (n * k * dtype.itemsize if name == _name_of(dtype) else packed) for name in products}
+            moved = {name: ends + (n * k * dtype.itemsize if name == name_of(dtype) else packed) for name in products}
             yield Case(
                 f"{n}×{k}, M = {m}",
                 moved,
                 sets,
                 {name: _bound(name, product, x) for name, product in products.items()},
                 right,
-                partial(_check, dtype=dtype),
+                partial(check, dtype=dtype),
                 device,
-                {
-                    "shape": [n, k], "m": m, "n": n, "k": k, "dtype": str(dtype).removeprefix("torch."),
-                    "format": format, "block_size": weights[0].block_size, "nested": nested, "inputs": sets, **other,
-                },
-                lambda result, right: {"relative_error": float(f"{relative_error(result, right):.4g}")},
+                facts_of(m, weights, dtype) | other,
+                error_of,
                 left_out,
-            )  # fmt: skip
+            )
 
 
 def _compile_ahead(
@@ -113,15 +112,20 @@ def _compile_ahead(
     """Begins to compile all kernels of the cases side by side, which would else be compiled one by one."""
     if not reach.can_compile(device):
         return
-    found, x = properties or properties_of(device.index), torch.empty(0, dtype=dtype, device="cpu")
-    problems = [
-        replace(problem_of(x, _quantized(torch.zeros(8, k, dtype=dtype, device="cpu"), name, nested), None), n=n)
+    found, problems = properties or properties_of(device.index), problems_of(shapes, dtype, format, nested)
+    variants = (dispatch.variant_of(m, (problem,), found, False) for m in rows for problem in problems)
+    nvrtc.compile_ahead(filter(None, variants))
+
+
+def problems_of(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, format: str, nested: bool) -> list[Problem]:
+    """What halfbyte is asked for weights of these shapes, in their format and in INT4."""
+    x = torch.empty(0, dtype=dtype, device="cpu")
+    return [
+        replace(problem_of(x, quantized(torch.zeros(8, k, dtype=dtype, device="cpu"), name, nested), None), n=n)
         for n, k in shapes
         for name in sorted({format, INT4.name})
         if name != INT4.name or k % INT4.block_size == 0
     ]
-    variants = (dispatch.variant_of(m, (problem,), found, False) for m in rows for problem in problems)
-    nvrtc.compile_ahead(filter(None, variants))
 
 
 def another_gpu(target: str, sms: int | None) -> DeviceProperties:
@@ -148,8 +152,21 @@ def linear_of_another(x: Tensor, q: QuantizedWeight, properties: DevicePropertie
     return out
 
 
-def _check(result: Tensor, right: Tensor, dtype: torch.dtype) -> str | None:
-    """dtype: of x. A provider that rounds to another one may be as far off as either of them allows."""
+def facts_of(m: int, weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> dict[str, Any]:
+    """Of a case of m rows."""
+    (n, k), q = weights[0].shape, weights[0]
+    return {
+        "shape": [n, k], "m": m, "n": n, "k": k, "dtype": str(dtype).removeprefix("torch."), "format": q.format,
+        "block_size": q.block_size, "nested": q.nested is not None, "inputs": len(weights),
+    }  # fmt: skip
+
+
+def error_of(result: Tensor, right: Tensor) -> dict[str, float]:
+    return {"relative_error": float(f"{relative_error(result, right):.4g}")}
+
+
+def check(result: Tensor, right: Tensor, dtype: torch.dtype) -> str | None:
+    """None, or how wrong it is. dtype: of x. A provider that rounds to another may be as far off as either allows."""
     bound = max(BOUND[result.dtype], BOUND[dtype])
     error = relative_error(result, right)
     return None if error <= bound else f"error {error:.2e}, more than {bound:.1e}"
@@ -170,13 +187,13 @@ def _products(
     functional, dtype = torch.nn.functional, dense[0].dtype
     products: dict[str, Product] = {
         "halfbyte": lambda x, i: ours(x, weights[i]),
-        _name_of(dtype): lambda x, i: functional.linear(x, dense[i]),
+        name_of(dtype): lambda x, i: functional.linear(x, dense[i]),
         "dequantize + linear": lambda x, i: functional.linear(x, ops.dequantize(weights[i], dtype)),
     }
     left_out: dict[str, str] = {}
-    decoded = _decoded(weights)
-    exact: dict[str, Callable[[int], Tensor]] = dict.fromkeys(products, decoded)
-    exact[_name_of(dtype)] = lambda i: dense[i]
+    numbers = decoded(weights)
+    exact: dict[str, Callable[[int], Tensor]] = dict.fromkeys(products, numbers)
+    exact[name_of(dtype)] = lambda i: dense[i]
     if weights[0].format in layout.FORMATS and not alone:
         bitsandbytes = baselines.Bitsandbytes()
         states = [to_bitsandbytes(q) for q in weights]
@@ -184,18 +201,18 @@ def _products(
             left_out[BASELINE] = reason
         else:
             products[BASELINE] = lambda x, i: bitsandbytes.linear(x, *states[i])
-            exact[BASELINE] = decoded
+            exact[BASELINE] = numbers
         if device.type == "cpu":
             if reason := bitsandbytes.why_not_repacked(weights[0], dtype):
                 left_out[REPACKED] = reason
             else:
                 modules = [bitsandbytes.repacked(q) for q in weights]
                 products[REPACKED] = lambda x, i: modules[i](x)
-                exact[REPACKED] = decoded
+                exact[REPACKED] = numbers
     if dense[0].shape[1] % 128:
         return products, exact, left_out
     integers = weights if weights[0].spec is INT4 else [ops.quantize(w, INT4.name) for w in dense]
-    decoded_integers = decoded if integers is weights else _decoded(integers)
+    decoded_integers = numbers if integers is weights else decoded(integers)
     if integers is not weights:
         products["halfbyte int4"] = lambda x, i: ours(x, integers[i])
         exact["halfbyte int4"] = decoded_integers
@@ -209,7 +226,7 @@ def _products(
         packed = baselines.Marlin(integers[0])  # which takes seconds on the host
         marlin = [packed, *(deepcopy(packed) for _ in integers[1:])]
         products["marlin"] = lambda x, i: marlin[i](x)
-        exact["marlin"] = _decoded(integers[:1] * len(integers))
+        exact["marlin"] = decoded(integers[:1] * len(integers))
     if dtype != torch.float32 and HummingLinear.is_here(device):
         try:
             humming = HummingLinear(dense[0], len(dense))
@@ -228,18 +245,18 @@ def _bound(name: str, product: Product, x: list[Tensor]) -> Callable[[int], Tens
     return lambda i: product(given[i], i)
 
 
-def _decoded(weights: list[QuantizedWeight]) -> Callable[[int], Tensor]:
+def decoded(weights: list[QuantizedWeight]) -> Callable[[int], Tensor]:
     return lambda i: ops.dequantize(weights[i], torch.float32)
 
 
-def _exact_products(x: list[Tensor], weight: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+def exact_products(x: list[Tensor], weight: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
     """Of input number i. Only the last is kept: those of a large product are gigabytes."""
     return lru_cache(maxsize=1)(lambda i: linear_exact(x[i], weight(i)))
 
 
-def _quantized(weight: Tensor, format: str, nested: bool) -> QuantizedWeight:
+def quantized(weight: Tensor, format: str, nested: bool) -> QuantizedWeight:
     return ops.quantize(weight, format, nested=nested and FORMATS[format].nests)
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]

@@ -60,7 +60,7 @@ def run_cases(
 def _beside_other_cases(kept: Mapping[str, Any] | None, record: dict[str, Any]) -> dict[str, Any]:
     """The record of a run, with what an earlier one measured of other cases: a run may be of some, or end early."""
     rows = {row["case"]: [other for other in record["rows"] if other["case"] == row["case"]] for row in record["rows"]}
-    unused = ("transformers",) if record["bench"] == "linear" else ()  # no product goes through it
+    unused = ("transformers",) if record["bench"] in ("linear", "gradients") else ()  # no product goes through it
     same = [fact for fact in records.SAME if fact not in unused]
     found = records.beside_earlier(kept, record, itemgetter("case"), rows.keys(), same)
     return record | {"rows": [row for case in (found | rows).values() for row in case]}

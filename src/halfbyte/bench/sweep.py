@@ -1,4 +1,5 @@
-"""What people read of a record of `halfbyte bench linear`: a table and a plot of time against the rows of x."""
+"""What people read of a record of `halfbyte bench linear` or `bench gradients`: a table, and a plot of time against
+the rows of x or of its gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ STYLES = {
     "marlin": "#6d597a",
     "humming": "#588157",
     "halfbyte int4": "#f4a261",
-    "dequantize + linear": "#b8a9c9",
+    **dict.fromkeys(("dequantize + linear", "dequantize + matmul"), "#b8a9c9"),
     "bitsandbytes repacked": "#e9a23b",
 }
 
@@ -104,7 +105,7 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
     for column in panels.T:
         last = [panel for panel in column if panel.get_visible()][-1]
         last.tick_params(labelbottom=True)
-        last.set_xlabel("rows of x", fontsize=8)
+        last.set_xlabel(_rows(record), fontsize=8)
     for panel in panels[:, 0]:
         panel.set_ylabel("µs", fontsize=8)
     figure.suptitle(title(record), fontsize=10)
@@ -137,7 +138,7 @@ def plot_against_dense(record: Mapping[str, Any], path: Path) -> None:
     panel.set_xticks(numbers, [str(m) for m in numbers], fontsize=7)
     panel.set_yticks([0.25, 0.5, 1, 2, 4], ["¼", "½", "1", "2", "4"], fontsize=8)
     panel.minorticks_off()
-    panel.set_xlabel("rows of x", fontsize=8)
+    panel.set_xlabel(_rows(record), fontsize=8)
     panel.set_ylabel(f"times as fast as {dense}", fontsize=8)
     panel.set_title(title(record), fontsize=10, loc="left")
     panel.grid(color="#e6e8eb", zorder=0)
@@ -161,6 +162,10 @@ def against_dense(record: Mapping[str, Any]) -> dict[str, dict[int, list[float]]
                 if name not in DENSE and m in dense:
                     found.setdefault(name, {}).setdefault(m, []).append(dense[m] / time)
     return {name: dict(sorted(ratios.items())) for name, ratios in found.items()}
+
+
+def _rows(record: Mapping[str, Any]) -> str:
+    return "rows of dy" if record["bench"] == "gradients" else "rows of x"
 
 
 def _times(curve: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
