@@ -34,7 +34,7 @@ RANK = 16
 # ‖gradient - bitsandbytes'‖ / ‖bitsandbytes'‖ of all adapters together: bf16 noise of the layers. Where two experts
 # have nearly the same score, that noise also chooses between them, and another expert has another gradient.
 MOST_APART, MOST_APART_OF_EXPERTS = 0.05, 0.6
-MOST_LOSS_APART = 0.01  # of a loss and bitsandbytes', relative
+MOST_LOSS_APART = 0.01  # of a loss and bitsandbytes', by the first loss: later ones may fall by a seventh a step
 STEPS, LEARNING_RATE = 12, 1e-4  # of the steps that learn
 GROUPED = "bf16 grouped_mm"  # the provider whose adapters of dense experts are grouped products
 
@@ -328,5 +328,5 @@ def _apart(found: Tensor, right: Tensor) -> float:
 
 
 def _losses_apart(found: Sequence[float], right: Sequence[float]) -> float:
-    """Of the step where they are furthest apart."""
-    return max((abs(one / other - 1) for one, other in zip(found, right, strict=True)), default=0.0)
+    """Of the step where they are furthest apart, by the loss that they begin with."""
+    return max((abs(one - other) / right[0] for one, other in zip(found, right, strict=True)), default=0.0)
