@@ -279,9 +279,9 @@ def test_losses_that_differ_are_not_timed() -> None:
     with pytest.raises(ValueError, match=r"losses differ from bitsandbytes.*halfbyte.*nothing is timed"):
         train._agree(found, 0.05)
     learned = {
-        name: train.Found(2.0, torch.ones(3), (2.0, last)) for name, last in (("bitsandbytes", 1.0), ("halfbyte", 1.02))
+        name: train.Found(2.0, torch.ones(3), (2.0, last)) for name, last in (("bitsandbytes", 1.0), ("halfbyte", 1.06))
     }
-    with pytest.raises(ValueError, match=r"losses of 12 steps differ from bitsandbytes.*halfbyte': 0\.02"):
+    with pytest.raises(ValueError, match=r"losses of 12 steps differ from bitsandbytes.*halfbyte': 0\.03"):
         train._agree(learned, 0.05)
 
 
