@@ -25,7 +25,7 @@ struct ColumnPlace {
   __device__ ColumnPlace(u32 warp, u32 lane) {
     row = warp / 2 * 32 + lane / 4 * 4 + warp % 2 * 2;
     bytes = lane * ROW_BYTES + (warp / 2 ^ lane / 2 & 3) * 16;
-    scales = (warp / 2 * 32 / Config::span * UNIT_K + lane % 4 * 8) * 4;
+    scales = (warp / 2 * 32 / Config::span * UNIT_K + lane % 4 * 8) * SCALE_ITEM;
     upper = COMPUTES ? 0x0200 + warp % 2 * 0x0101 : 0x7604 | warp % 2 << 4, lower = upper + 0x20;
   }
 };
@@ -41,11 +41,14 @@ class BackDecoder {
       load_transposed(rows[i], stage + (turn * TURN_K + i * 32) * ROW_BYTES + mine.bytes);
   }
   __device__ __forceinline__ void decode(u32 (&operands)[OPERANDS], const float (&)[16], u32 scales, int turn) {
-    float4 four;
+    constexpr int LOADED = 16 / SCALE_ITEM / 2;  // scales of two rows each, of a load
+    uint4 four;
 #pragma unroll
     for (int i = 0; i < OPERANDS / 2; i++) {  // eight rows each; two make an MMA
-      if (i % 2 == 0) four = load_sums(scales + mine.scales + (turn * TURN_K + i / 4 * 32 + i % 4 * 2) * 4);
-      two_columns(operands + 2 * i, rows[i / 4][i % 4], i % 2 ? four.z : four.x, i % 2 ? four.w : four.y);
+      if (i % LOADED == 0) four = load_four_words(scales + mine.scales + own_scale(turn * TURN_K + i * 8) * SCALE_ITEM);
+      const u32 words[4] = {four.x, four.y, four.z, four.w};
+      if constexpr (COMPUTES) two_columns(operands + 2 * i, rows[i / 4][i % 4], words[i % 4]);
+      else two_columns(operands + 2 * i, rows[i / 4][i % 4], words[i % 2 * 2], words[i % 2 * 2 + 1]);
     }
   }
 
@@ -54,18 +57,19 @@ class BackDecoder {
   u32 column;  // of the table
   u32 rows[TURN_K / 32][4];
 
+  // Where a lane's scales of eight rows begin, the rows 2 t and 2 t + 1 of the lane's t, among a column block's.
+  static __device__ constexpr int own_scale(int row) { return row / 32 * 32 + row % 32 / 8 * 2; }
   // Of two rows and their scales.
-  __device__ __forceinline__ void two_columns(u32* operands, u32 rows, float upper, float lower) const {
-    if constexpr (COMPUTES) {
-      const u32 bytes = __byte_perm(rows, 0, mine.upper);
-      const u32 scales = __byte_perm(__float_as_uint(upper), __float_as_uint(lower), 0x5410);
-      operands[0] = fold(numbers_at<Config::low_first ? 0 : 4>(bytes), scales);
-      operands[1] = fold(numbers_at<Config::low_first ? 4 : 0>(bytes), scales);
-    } else {
-      const float2 of_upper = numbers_of(rows, column, mine.upper), of_lower = numbers_of(rows, column, mine.lower);
-      operands[0] = pack(scaled(of_upper.x, upper), scaled(of_lower.x, lower));
-      operands[1] = pack(scaled(of_upper.y, upper), scaled(of_lower.y, lower));
-    }
+  __device__ __forceinline__ void two_columns(u32* operands, u32 rows, u32 scales) const {
+    const u32 bytes = __byte_perm(rows, 0, mine.upper);
+    operands[0] = fold(numbers_at<Config::low_first ? 0 : 4>(bytes), scales);
+    operands[1] = fold(numbers_at<Config::low_first ? 4 : 0>(bytes), scales);
+  }
+  __device__ __forceinline__ void two_columns(u32* operands, u32 rows, u32 upper_scale, u32 lower_scale) const {
+    const float upper = __uint_as_float(upper_scale), lower = __uint_as_float(lower_scale);
+    const float2 of_upper = numbers_of(rows, column, mine.upper), of_lower = numbers_of(rows, column, mine.lower);
+    operands[0] = pack(scaled(of_upper.x, upper), scaled(of_lower.x, lower));
+    operands[1] = pack(scaled(of_upper.y, upper), scaled(of_lower.y, lower));
   }
 };
 

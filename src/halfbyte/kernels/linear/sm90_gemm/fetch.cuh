@@ -129,11 +129,13 @@ __device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 firs
     wait(shared() + W_EMPTY + 8 * ring.at, ring.parity);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      const u32 to = shared() + SCALE + ring.at * SCALE_BYTES + scale_place(thread + SCALE_THREADS * i) * 4;
+      const u32 to = shared() + SCALE + ring.at * SCALE_BYTES + scale_place(thread + SCALE_THREADS * i) * SCALE_ITEM;
 #pragma unroll
-      for (int s = 0; s < SPANS_OF_ROW; s++)
-        store_float(to + s * UNIT_K * 4,
-                    decoded(now[i].bits[s], now[i].absmax[NESTED ? s : 0], shared() + CODE, offset));
+      for (int s = 0; s < SPANS_OF_ROW; s++) {
+        const float scale = decoded(now[i].bits[s], now[i].absmax[NESTED ? s : 0], shared() + CODE, offset);
+        if constexpr (COMPUTES) store_short(to + s * UNIT_K * SCALE_ITEM, __float_as_uint(scale));
+        else store_float(to + s * UNIT_K * SCALE_ITEM, scale);
+      }
     }
     arrive(shared() + W_FULL + 8 * ring.at);
     clearing.step(a);

@@ -70,7 +70,8 @@ class GemmPlan(WarpgroupTiles):
 
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
-        unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * 4)
+        scale = 2 if self.back and self.computes else 4
+        unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * scale)
         table = 0 if self.computes else TABLE_BYTES
         return table + 2048 + 1024 * self.paired + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
 

@@ -45,7 +45,9 @@ constexpr u32 SPAN_WORDS = Config::back ? 4 : Config::span / 2, OWN = Config::ba
 // Shared memory: the table if there is one, barriers, codes of nested scales, stages of W, stages of x, decoded scales.
 constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K * 2,
               X_STEP = Config::tile_m * STEP_K * 2;
-constexpr u32 SCALE_BYTES = SPANS * TILE_N * 4;
+// Of a decoded scale. On the way back a thread reads many of them, and what is computed takes 16 bits of each.
+constexpr u32 SCALE_ITEM = Config::back && COMPUTES ? 2 : 4;
+constexpr u32 SCALE_BYTES = SPANS * TILE_N * SCALE_ITEM;
 constexpr u32 W_FULL = COMPUTES ? 0 : 256 * TABLE_ROW, W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128,
               X_EMPTY = W_FULL + 192, SUMS_FULL = W_FULL + 256;
 constexpr u32 CODE = W_FULL + 1024, W_AT = CODE + 1024 * (1 + Config::paired);
