@@ -64,6 +64,19 @@ def test_operands_are_what_dequantize_gives(format: str, options: dict[str, int]
             assert torch.equal(found, hb.dequantize(q, dtype)), (n, k, workers)
 
 
+@sixteen_bits
+@WAYS
+@pytest.mark.parametrize("tile_m", BACK_TILES_M)
+def test_staged_operands(tile_m: int, way: Way, dtype: torch.dtype) -> None:
+    """Whether operands go through shared memory or not, they and the order of sums are the same."""
+    for (n, k), (format, options) in (((712, 5376), KINDS[0]), ((333, 1024), ("fp4", {"block_size": 32}))):
+        q = weight(n, k, format, dtype, **options)
+        dy = torch.randn((2 * tile_m + 3, n), device=DEVICE).to(dtype)
+        for workers in (132, 6):
+            chosen = plan(len(dy), n, k, tile_m, workers, way, 1 << 14)
+            assert torch.equal(multiplied(dy, q, chosen), multiplied(dy, q, replace(chosen, staged=True)))
+
+
 @WAYS
 @pytest.mark.parametrize("tile_m", BACK_TILES_M)
 def test_error(tile_m: int, way: Way) -> None:

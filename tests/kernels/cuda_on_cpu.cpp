@@ -28,7 +28,7 @@ struct Copy {
 struct Product {  // a lane's part of it
   float* sum;
   unsigned sums, a[4];
-  uint64_t x_at;
+  uint64_t x_at, a_at;  // a_at: 0 if A is in registers
   bool adds, fp16;
 };
 struct Thread;
@@ -105,7 +105,7 @@ static struct {
 static std::vector<Range> readable;
 static std::vector<std::vector<Thread*>> later;  // threads of CTAs that have not begun
 static unsigned wrong, shared_bytes, chance, alive, in_vain;
-static bool at_once;
+static bool at_once, hurries;  // hurries: a warp that has met goes on before all others, and is far ahead of some
 static void (*running)(const void*);
 static const void* told;
 
@@ -150,7 +150,9 @@ static void wake(std::vector<Thread*>& waiting) {
 template <class Last> void Barrier::wait(Last last) {
   if (waiting.size() + 1 < threads) return wait_in(waiting);
   last();
-  wake(waiting);
+  if (!hurries || threads != 32) return wake(waiting);
+  ready.insert(ready.begin() + 1, waiting.begin(), waiting.end());
+  waiting.clear();
 }
 
 void __syncthreads() {
@@ -295,23 +297,41 @@ void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned
 // -- Products of a warpgroup ------------------------------------------------------------------------------------------
 
 void multiply_group(float* sum, unsigned sums, const unsigned (&a)[4], uint64_t x_at, bool adds, bool fp16) {
-  ready.front()->products.back().push_back({sum, sums, {a[0], a[1], a[2], a[3]}, x_at, adds, fp16});
+  ready.front()->products.back().push_back({sum, sums, {a[0], a[1], a[2], a[3]}, x_at, 0, adds, fp16});
 }
-// All lanes have a part of each. x: eight rows of 128 bytes after eight others, their pieces of 16 bytes swizzled.
+void multiply_group_at(float* sum, unsigned sums, uint64_t a_at, uint64_t x_at, bool adds, bool fp16) {
+  ready.front()->products.back().push_back({sum, sums, {}, x_at, a_at, adds, fp16});
+}
+// What a descriptor says: eight rows of 128 bytes after eight others, their pieces of 16 bytes swizzled.
+static unsigned begin_of(uint64_t descriptor) {
+  const unsigned begin = unsigned(descriptor & 0x3fff) * 16;
+  if (begin % 32 || (begin / 128 & 7) || descriptor >> 32 != (1u << 30 | 1024 / 16)) wrong++;
+  return begin;
+}
+// All lanes have a part of each.
 static void multiply(Warp& warp, unsigned number) {
   const Product& first = warp.lanes[0]->products.front()[number];
-  const unsigned columns = 2 * first.sums, begin = unsigned(first.x_at & 0x3fff) * 16;
-  if (columns % 8 || begin % 32 || (begin / 128 & 7) || first.x_at >> 32 != (1u << 30 | 1024 / 16)) wrong++;
+  const unsigned columns = 2 * first.sums, begin = begin_of(first.x_at);
+  const unsigned cta = unsigned(warp.lanes[0]->cta - cluster.data()) << 24;
+  if (columns % 8) wrong++;
   float w[16][16];
   for (unsigned lane = 0; lane < 32; lane++) {
     const Product& own = warp.lanes[lane]->products.front()[number];
-    if (own.x_at != first.x_at || own.sums != first.sums || own.adds != first.adds) wrong++;
+    if (own.x_at != first.x_at || own.a_at != first.a_at || own.sums != first.sums || own.adds != first.adds) wrong++;
     for (unsigned i = 0; i < 4; i++)
       for (unsigned half = 0; half < 2; half++)
         w[lane / 4 + i % 2 * 8][i / 2 * 8 + lane % 4 * 2 + half] =
             number_of(own.a[i] >> 16 * half & 0xffff, first.fp16);
   }
-  const unsigned cta = unsigned(warp.lanes[0]->cta - cluster.data()) << 24;
+  if (first.a_at) {  // of 64 rows side by side, a warp's 16
+    const unsigned from = begin_of(first.a_at), own = unsigned(&warp - warp.lanes[0]->cta->warps.data()) % 4 * 16;
+    if (from % 1024) wrong++;
+    for (unsigned k = 0; k < 16; k++)
+      for (unsigned row = 0; row < 16; row++) {
+        const unsigned at = from + k * 128 + (own + row) * 2;
+        w[row][k] = number_of(loaded<uint16_t>(cta | at ^ (at >> 3 & 0x70)), first.fp16);
+      }
+  }
   for (unsigned column = 0; column < columns; column++) {
     float x[16];
     for (unsigned k = 0; k < 16; k++) {
@@ -483,7 +503,7 @@ unsigned launch(void (*kernel)(const void*), const void* arguments, size_t bytes
   std::vector<Thread> all(threads * at_a_time);
   for (unsigned number = 0; number < along_x * along_y * gridDim.z && alive == 0; number++) {
     own_cluster = {alive = threads * at_a_time}, in_vain = 0;
-    at_once = number / 2 % 2;
+    at_once = number / 2 % 2, hurries = number % 2;
     flying.clear(), ready.clear(), later.clear();
     cluster = std::vector<Cta>(at_a_time);
     for (unsigned rank = 0; rank < at_a_time; rank++) {

@@ -84,6 +84,8 @@ void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned
 // wgmma of m64 by as many columns as there are sums for, of which it is a warp's part. It happens when a warp waits for
 // its group, or when that is closed.
 void multiply_group(float* sum, unsigned sums, const unsigned (&a)[4], uint64_t x_at, bool adds, bool fp16);
+// The same with A in shared memory, 16 k one after the other.
+void multiply_group_at(float* sum, unsigned sums, uint64_t a_at, uint64_t x_at, bool adds, bool fp16);
 void close_products();
 void wait_for_group(unsigned open);
 template <int Open> void wait_for_products() { wait_for_group(Open); }

@@ -83,6 +83,7 @@ FUNCTIONS = {
     "store_float": "void store_float(u32 at, float value) { stored(at, value); }",
     "store_pair": "void store_pair(u32 at, float first, float second) { stored(at, make_float2(first, second)); }",
     "store_sums": "void store_sums(u32 at, float4 value) { stored(at, value); }",
+    "store_four_words": "void store_four_words(u32 at, uint4 value) { stored(at, value); }",
     "store_copies": "void store_copies(u32 at, u32 value) { stored(at, make_uint4(value, value, value, value)); }",
     "take_places": "u32 take_places(u32 at, u32 number, bool wants) { return wants ? counted(at, number) : 0; }",
     "store_if": "template <class T, class V> void store_if(bool wanted, T* to, V value) {"
@@ -97,9 +98,12 @@ FUNCTIONS = {
     "wait_for_cluster": "",
     "sync_cluster": "void sync_cluster() { arrive_cluster(), wait_for_cluster(); }",
     "meet": "",
+    "meet_group": "void meet_group(u32 number) { meet(number, 128); }",
     "count(int": "u32 count(int* counter) { return (*counter)++; }",
     "multiply_add": "template <int Sums> void multiply_add(float (&sum)[Sums], u32 a0, u32 a1, u32 a2, u32 a3,"
     " u64 x_at, int adds) { multiply_group(sum, Sums, {a0, a1, a2, a3}, x_at, adds, FP16); }",
+    "multiply_add_at": "template <int Sums> void multiply_add_at(float (&sum)[Sums], u64 a_at, u64 x_at, int adds) {"
+    " multiply_group_at(sum, Sums, a_at, x_at, adds, FP16); }",
     "close_products": "",
     "wait_for_products": "",
     "init": "void init(u32 barrier, u32 count) { make_barrier(barrier, count); }",

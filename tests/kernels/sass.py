@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 READS, ARRIVAL = ("LDS", "LDSM"), "SYNCS.ARRIVE"
+WORDS = re.compile(r"LDSM\b|LDS\.128$")
 
 
 class Instruction(NamedTuple):
@@ -40,8 +41,9 @@ def instructions(path: Path, kernel: str) -> Iterator[Instruction]:
 def arrivals_with_reads_on_their_way(path: Path, kernel: str, back: bool = False) -> list[str]:
     """The arrivals at barriers before which something was read from shared memory that nobody has waited for: whoever
     waits at that barrier may write there first. Results of reads come in their order, so the next one that is told by a
-    scoreboard tells of those that are not. back: words of W, which alone come by LDSM, may be on their way where stages
-    of x are given back, once products have been waited for, but not where W's are, before that."""
+    scoreboard tells of those that are not. back: words of W, which come by LDSM or sixteen bytes at a time, may be on
+    their way where stages of x are given back, once products have been waited for, but not where W's are, before
+    that."""
     found, on_their_way, untold, multiplies = [], dict[int, str](), False, False
     for instruction in instructions(path, kernel):
         for board in instruction.waits_for:
@@ -56,10 +58,10 @@ def arrivals_with_reads_on_their_way(path: Path, kernel: str, back: bool = False
             if instruction.told_by is None:
                 untold = True
             else:
-                on_their_way[instruction.told_by] = name
+                on_their_way[instruction.told_by] = operation.split()[0]
                 untold = False
         elif operation.startswith(ARRIVAL):
-            harmless = back and not multiplies and not untold and set(on_their_way.values()) <= {"LDSM"}
+            harmless = back and not multiplies and not untold and all(map(WORDS.match, on_their_way.values()))
             if (on_their_way or untold) and not harmless:
                 found.append(instruction.text)
     return found

@@ -120,6 +120,22 @@ CASES = {
     ),
     "many rows, a cluster": Case(120, 128, 1024, GemmPlan(128, 2, 3, 4, 1, 4, 128)),
     "back": Case(40, 192, 320, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True)),
+    "back, staged": Case(40, 192, 832, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True, staged=True)),
+    "back, staged, odd, short blocks": Case(
+        130,
+        77,
+        608,
+        GemmPlan(160, 2, 2, 4, 2, 1, 160, back=True, staged=True),
+        F16,
+        "fp4",
+        {"nested": False, "block_size": 32},
+    ),
+    "back, staged, a cluster": Case(
+        120, 640, 192, GemmPlan(128, 2, 2, 4, 2, 2, 128, back=True, staged=True), BF16, "fp4"
+    ),
+    "back, staged, twins, equal parts": Case(
+        250, 700, 256, GemmPlan(256, 2, 2, 3, 2, 1, 256, back=True, staged=True, shares=1, twins=2), F16
+    ),
     "back, twins": Case(
         40, 192, 672, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True, twins=2), BF16, "int4", {"group_size": 32}
     ),
@@ -425,5 +441,45 @@ def test_experts(hopper: Driver, case: Stack) -> None:
             both = functional.linear(x[pair // 2].to(kind), one[e], bias[e].to(kind)).double()
             rows.append(functional.linear(stacks.activate(both[None], case.activation)[0].to(kind), two[e]))
         return torch.stack(rows)
+
+    check(found[:-1][wanted], expected(F64), expected(BF16))
+
+
+BACK_STACKS = {
+    "looked up": (GemmPlan(32, 2, 3, 4, 5, 1, 0, back=True), "nf4", {"nested": True}),
+    "staged": (GemmPlan(96, 2, 2, 4, 5, 1, 0, back=True, staged=True), "nf4", {"nested": True}),
+    "staged, short blocks": (GemmPlan(64, 2, 2, 4, 3, 1, 0, back=True, staged=True), "fp4", {"block_size": 32}),
+    "computed": (GemmPlan(96, 2, 2, 4, 4, 1, 0, back=True), "mxfp4", {}),
+}
+
+
+@pytest.mark.parametrize("case", BACK_STACKS.values(), ids=BACK_STACKS.keys())
+def test_gradients_of_experts(hopper: Driver, case: tuple[GemmPlan, str, dict[str, Any]]) -> None:
+    """Rows times the transposes of their experts. Of some the id is no expert, one expert has no row, and one more than
+    a tile."""
+    torch.manual_seed(0)
+    plan, format, options = case
+    experts, n, k, tile_m = 4, 352, 192, plan.tile_m
+    q = weight(experts, n, k=k, dtype=BF16, format=format, **options)
+    ids = torch.tensor([-1, 0, 2, 2, 2, 2, 2, 2, 3, 9])[torch.randint(10, (150,))]
+    grad = torch.randn(len(ids), n).bfloat16()
+    room = len(ids) // tile_m + experts
+    routes = routes_of(ids, experts, tile_m, room)
+    table = table_of(routes, len(ids))
+    found = torch.full((len(ids) + 1, k), 777.0, dtype=BF16)
+    flat = rows_of(q)
+    hopper.readable = [table, *parts_of(flat)]
+    problem = problem_of(grad, flat, None)
+    plan = replace(decoded(plan, problem), chunk=room * tile_m)
+    assert wide.is_grouped_valid(plan, experts, k, n, span_of(problem), SMALL)
+    multiply = grouped.bind(DEVICE, problem, addresses(flat), Grouping(experts, scatters=True), plan)
+    multiply(0, address(grad), address(table), 0, address(found), len(ids), 1)
+    assert (found[-1] == 777).all()
+    wanted = routes.places >= 0
+    assert not found[:-1][~wanted].any()
+
+    def expected(kind: torch.dtype) -> Tensor:
+        dense = hb.dequantize(q, F32).to(kind)
+        return torch.stack([grad[i].to(kind) @ dense[int(ids[i])] for i in wanted.nonzero().flatten().tolist()])
 
     check(found[:-1][wanted], expected(F64), expected(BF16))

@@ -28,19 +28,34 @@ class PermutedTable {
   }
   // The eight weights of four bytes, two by two.
   __device__ __forceinline__ void look_up(u32 bytes, u32 (&pairs)[4]) const {
-    const u32 in_halves = bytes & 0x77777777, low_nibbles = bytes << 4;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {  // the upper bit of a nibble, in all bits of a byte: of four nibbles
-      const u32 in_half = in_halves >> 16 * i, upper = permute(low_nibbles, bytes, i ? 0xfbea : 0xd9c8);
-      const u32 l = pick(low, in_half, upper), h = pick(high, in_half, upper);
+    for (int i = 0; i < 2; i++) {
+      u32 l, h;
+      look_up_half(bytes, i, l, h);
       pairs[2 * i] = __byte_perm(l, h, Config::low_first ? 0x5140 : 0x4051);
       pairs[2 * i + 1] = __byte_perm(l, h, Config::low_first ? 0x7362 : 0x6273);
+    }
+  }
+  // The same, the first ones of each byte two by two, and the second ones.
+  __device__ __forceinline__ void look_up_apart(u32 bytes, u32 (&firsts)[2], u32 (&seconds)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      u32 l, h;
+      look_up_half(bytes, i, l, h);
+      firsts[i] = __byte_perm(l, h, Config::low_first ? 0x6240 : 0x7351);
+      seconds[i] = __byte_perm(l, h, Config::low_first ? 0x7351 : 0x6240);
     }
   }
 
  private:
   u32 low[4], high[4];  // bytes of the sixteen numbers
 
+  // The low and the high bytes of the four weights of two bytes of four.
+  __device__ __forceinline__ void look_up_half(u32 bytes, int half, u32& l, u32& h) const {
+    // The upper bit of a nibble, in all bits of a byte.
+    const u32 in_half = (bytes & 0x77777777) >> 16 * half, upper = permute(bytes << 4, bytes, half ? 0xfbea : 0xd9c8);
+    l = pick(low, in_half, upper), h = pick(high, in_half, upper);
+  }
   // Four bytes of sixteen: of the lower or the upper eight, as `upper` has no bit of a byte or all.
   static __device__ __forceinline__ u32 pick(const u32 (&bytes)[4], u32 in_half, u32 upper) {
     return permute(bytes[0], bytes[1], in_half) & ~upper | permute(bytes[2], bytes[3], in_half) & upper;

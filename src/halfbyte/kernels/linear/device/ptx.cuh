@@ -58,6 +58,11 @@ __device__ __forceinline__ uint4 load_four_words(u32 address) {
                : "r"(address));
   return value;
 }
+__device__ __forceinline__ void store_four_words(u32 address, uint4 value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
 __device__ __forceinline__ void store_sums(u32 address, float4 value) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x), "f"(value.y), "f"(value.z),
                "f"(value.w)
@@ -68,6 +73,8 @@ __device__ __forceinline__ void store_sums(u32 address, float4 value) {
 template <u32 Number, u32 Threads> __device__ __forceinline__ void meet() {
   asm volatile("bar.sync %0, %1;" ::"n"(Number), "n"(Threads) : "memory");
 }
+// The same of a warpgroup, by a number that only the device knows.
+__device__ __forceinline__ void meet_group(u32 number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
 // What was written to shared memory becomes visible to wgmma and to copies.
 __device__ __forceinline__ void publish_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -27,49 +27,67 @@ __device__ constexpr int sums_of(int columns) { return columns / 2; }
 #define D96 D80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define D112 D96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define D128 D112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define WGMMA_OF(shape, types, d, a, x, condition, ...)                                                           \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, " condition ", 0; wgmma.mma_async.sync.aligned." shape types "{" d \
-               "}, {" a "}, " x ", p, 1, 1, 0; }"                                                                 \
-               : __VA_ARGS__                                                                                      \
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x_at), "r"(adds))
-#define WGMMA(shape, ...)                                            \
-  if constexpr (FP16) WGMMA_OF(shape, ".f32.f16.f16 ", __VA_ARGS__); \
-  else WGMMA_OF(shape, ".f32.bf16.bf16 ", __VA_ARGS__)
+// Takes a shape, the operands of its sums, six operands behind these, and the sums. ISSUE is what issues it.
+#define WGMMA(shape, ...)                                         \
+  if constexpr (FP16) ISSUE(shape, ".f32.f16.f16 ", __VA_ARGS__); \
+  else ISSUE(shape, ".f32.bf16.bf16 ", __VA_ARGS__)
+// Of the shape with as many sums.
+#define MULTIPLY                                                                                                  \
+  if constexpr (Sums == sums_of(8)) {                                                                             \
+    WGMMA("m64n8k16", D4, "%4", "%5", "%6", "%7", "%8", "%9", F4(0));                                             \
+  } else if constexpr (Sums == sums_of(16)) {                                                                     \
+    WGMMA("m64n16k16", D8, "%8", "%9", "%10", "%11", "%12", "%13", F4(0), F4(4));                                 \
+  } else if constexpr (Sums == sums_of(24)) {                                                                     \
+    WGMMA("m64n24k16", D12, "%12", "%13", "%14", "%15", "%16", "%17", F4(0), F4(4), F4(8));                       \
+  } else if constexpr (Sums == sums_of(32)) {                                                                     \
+    WGMMA("m64n32k16", D16, "%16", "%17", "%18", "%19", "%20", "%21", F16(0));                                    \
+  } else if constexpr (Sums == sums_of(48)) {                                                                     \
+    WGMMA("m64n48k16", D24, "%24", "%25", "%26", "%27", "%28", "%29", F16(0), F4(16), F4(20));                    \
+  } else if constexpr (Sums == sums_of(64)) {                                                                     \
+    WGMMA("m64n64k16", D32, "%32", "%33", "%34", "%35", "%36", "%37", F16(0), F16(16));                           \
+  } else if constexpr (Sums == sums_of(80)) {                                                                     \
+    WGMMA("m64n80k16", D40, "%40", "%41", "%42", "%43", "%44", "%45", F16(0), F16(16), F4(32), F4(36));           \
+  } else if constexpr (Sums == sums_of(96)) {                                                                     \
+    WGMMA("m64n96k16", D48, "%48", "%49", "%50", "%51", "%52", "%53", F16(0), F16(16), F16(32));                  \
+  } else if constexpr (Sums == sums_of(112)) {                                                                    \
+    WGMMA("m64n112k16", D56, "%56", "%57", "%58", "%59", "%60", "%61", F16(0), F16(16), F16(32), F4(48), F4(52)); \
+  } else if constexpr (Sums == sums_of(128)) {                                                                    \
+    WGMMA("m64n128k16", D64, "%64", "%65", "%66", "%67", "%68", "%69", F64(0));                                   \
+  } else if constexpr (Sums == sums_of(160)) {                                                                    \
+    WGMMA("m64n160k16", D80, "%80", "%81", "%82", "%83", "%84", "%85", F64(0), F16(64));                          \
+  } else if constexpr (Sums == sums_of(192)) {                                                                    \
+    WGMMA("m64n192k16", D96, "%96", "%97", "%98", "%99", "%100", "%101", F64(0), F16(64), F16(80));               \
+  } else if constexpr (Sums == sums_of(224)) {                                                                    \
+    WGMMA("m64n224k16", D112, "%112", "%113", "%114", "%115", "%116", "%117", F64(0), F16(64), F16(80), F16(96)); \
+  } else {                                                                                                        \
+    static_assert(Sums == sums_of(256), "there is no shape for so many rows of x");                               \
+    WGMMA("m64n256k16", D128, "%128", "%129", "%130", "%131", "%132", "%133", F64(0), F64(64));                   \
+  }
+#define ASSEMBLY(shape, types, d, a, x, adds, transposes)                                                      \
+  "{ .reg .pred p; setp.ne.b32 p, " adds ", 0; wgmma.mma_async.sync.aligned." shape types "{" d "}, " a ", " x \
+  ", p, 1, 1, " transposes "; }"
 
 // sum (+)= the warpgroup's 64 rows of A @ 16 k of x at `x_at`, a descriptor; not waited for.
+#define ISSUE(shape, types, d, o0, o1, o2, o3, o4, o5, ...)                            \
+  asm volatile(ASSEMBLY(shape, types, d, "{" o0 "," o1 "," o2 "," o3 "}", o4, o5, "0") \
+               : __VA_ARGS__                                                           \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x_at), "r"(adds))
 template <int Sums>
 __device__ __forceinline__ void multiply_add(float (&sum)[Sums], u32 a0, u32 a1, u32 a2, u32 a3, u64 x_at, int adds) {
-  if constexpr (Sums == sums_of(8)) {
-    WGMMA("m64n8k16", D4, "%4,%5,%6,%7", "%8", "%9", F4(0));
-  } else if constexpr (Sums == sums_of(16)) {
-    WGMMA("m64n16k16", D8, "%8,%9,%10,%11", "%12", "%13", F4(0), F4(4));
-  } else if constexpr (Sums == sums_of(24)) {
-    WGMMA("m64n24k16", D12, "%12,%13,%14,%15", "%16", "%17", F4(0), F4(4), F4(8));
-  } else if constexpr (Sums == sums_of(32)) {
-    WGMMA("m64n32k16", D16, "%16,%17,%18,%19", "%20", "%21", F16(0));
-  } else if constexpr (Sums == sums_of(48)) {
-    WGMMA("m64n48k16", D24, "%24,%25,%26,%27", "%28", "%29", F16(0), F4(16), F4(20));
-  } else if constexpr (Sums == sums_of(64)) {
-    WGMMA("m64n64k16", D32, "%32,%33,%34,%35", "%36", "%37", F16(0), F16(16));
-  } else if constexpr (Sums == sums_of(80)) {
-    WGMMA("m64n80k16", D40, "%40,%41,%42,%43", "%44", "%45", F16(0), F16(16), F4(32), F4(36));
-  } else if constexpr (Sums == sums_of(96)) {
-    WGMMA("m64n96k16", D48, "%48,%49,%50,%51", "%52", "%53", F16(0), F16(16), F16(32));
-  } else if constexpr (Sums == sums_of(112)) {
-    WGMMA("m64n112k16", D56, "%56,%57,%58,%59", "%60", "%61", F16(0), F16(16), F16(32), F4(48), F4(52));
-  } else if constexpr (Sums == sums_of(128)) {
-    WGMMA("m64n128k16", D64, "%64,%65,%66,%67", "%68", "%69", F64(0));
-  } else if constexpr (Sums == sums_of(160)) {
-    WGMMA("m64n160k16", D80, "%80,%81,%82,%83", "%84", "%85", F64(0), F16(64));
-  } else if constexpr (Sums == sums_of(192)) {
-    WGMMA("m64n192k16", D96, "%96,%97,%98,%99", "%100", "%101", F64(0), F16(64), F16(80));
-  } else if constexpr (Sums == sums_of(224)) {
-    WGMMA("m64n224k16", D112, "%112,%113,%114,%115", "%116", "%117", F64(0), F16(64), F16(80), F16(96));
-  } else {
-    static_assert(Sums == sums_of(256), "there is no shape for so many rows of x");
-    WGMMA("m64n256k16", D128, "%128,%129,%130,%131", "%132", "%133", F64(0), F64(64));
-  }
+  MULTIPLY;
 }
+#undef ISSUE
+
+// The same with A in shared memory, at `a_at`, a descriptor, too: 16 k, each with its 64 rows side by side.
+#define ISSUE(shape, types, d, o0, o1, o2, o3, o4, o5, ...) \
+  asm volatile(ASSEMBLY(shape, types, d, o0, o1, o2, "1, 0") : __VA_ARGS__ : "l"(a_at), "l"(x_at), "r"(adds))
+template <int Sums>
+__device__ __forceinline__ void multiply_add_at(float (&sum)[Sums], u64 a_at, u64 x_at, int adds) {
+  MULTIPLY;
+}
+#undef ISSUE
+#undef ASSEMBLY
+#undef MULTIPLY
 #undef F4
 #undef F16
 #undef F64
@@ -87,7 +105,6 @@ __device__ __forceinline__ void multiply_add(float (&sum)[Sums], u32 a0, u32 a1,
 #undef D96
 #undef D112
 #undef D128
-#undef WGMMA_OF
 #undef WGMMA
 
 // Registers that were written are seen by the products after it.

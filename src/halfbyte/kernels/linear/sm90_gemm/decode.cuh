@@ -89,9 +89,12 @@ class Decoder {
   SpanOfRow<true> lower;
 };
 
-template <bool Back> struct DecoderOf {
+template <bool Back, bool Staged> struct DecoderOf {
   typedef Decoder Type;
 };
-template <> struct DecoderOf<true> {
+template <> struct DecoderOf<true, false> {
   typedef BackDecoder Type;
+};
+template <> struct DecoderOf<true, true> {
+  typedef StagedDecoder Type;
 };

@@ -37,6 +37,7 @@
 //   w_stages, x_stages                       units of W and steps of x on their way
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
 //   numbers                                  how nibbles become numbers
+//   staged                                   of `back`: operands go through shared memory
 //   permutes                                 odd rows of W are looked up in registers
 //   lane_spans                               in every unit each lane of a quad has a span of its own
 //   in_order                                 x keeps the order of K
@@ -77,9 +78,20 @@ __device__ __forceinline__ void multiply_turn(float (&sums)[Sums], const u32 (&n
   close_products();
 }
 
+template <int Sums>
+__device__ __forceinline__ void multiply_turn(float (&sums)[Sums], const StagedOperands& now,
+                                              const u32 (&tiles)[TURN_STEPS], bool adds) {
+#pragma unroll
+  for (int i = 0; i < TURN_K / 16; i++)  // 16 rows of 128 bytes each
+    multiply_add_at(sums, descriptor(lower_half(now.at) + i * (16 * 128 / 16)), descriptor(tiles[0] + i * 2),
+                    i > 0 || adds);
+  close_products();
+}
+
 // The same; of experts by no more columns than the tile's pairs take. The last tile of an expert often has few pairs.
 // Full ones ask once.
-__device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const u32 (&now)[OPERANDS],
+template <class Operands>
+__device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const Operands& now,
                                                  const u32 (&tiles)[TURN_STEPS], bool adds, const StreamUnit&) {
   multiply_turn(total, now, tiles, adds);
 }
@@ -87,8 +99,8 @@ __device__ constexpr int columns_of(int quarters) {
   constexpr int COLUMNS[] = {Config::quarter, Config::half, Config::three_quarters, Config::tile_m};
   return COLUMNS[quarters - 1];
 }
-template <int Quarters = 4>
-__device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const u32 (&now)[OPERANDS],
+template <int Quarters = 4, class Operands>
+__device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const Operands& now,
                                                  const u32 (&tiles)[TURN_STEPS], bool adds, const GroupedUnit& at) {
   if constexpr (Quarters > 1)
     if (at.tile.rows <= columns_of(Quarters - 1)) return multiply_columns<Quarters - 1>(total, now, tiles, adds, at);
@@ -98,7 +110,7 @@ __device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const u32
 __device__ __forceinline__ void multiply_units(const Arguments& a, const Arguments& up, const float (&codebook)[16],
                                                u32 first, u32 last, u32 warp, u32 lane) {
   const u32 member = lane % 4;
-  DecoderOf<Config::back>::Type decoder(warp, lane);
+  DecoderOf<Config::back, Config::staged>::Type decoder(warp, lane);
   const auto release = [&](u32 barrier) {
     __syncwarp();
     if (lane == 0) arrive(barrier);
@@ -116,7 +128,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   float total[SUMS];
   // A operands of two turns: one is multiplied while the next is decoded. With ONE_AT_ONCE there are those of one, and
   // the other warpgroup multiplies meanwhile.
-  u32 even[OPERANDS], odd[OPERANDS];
+  OperandsOf<Config::staged>::Type even, odd;
+  begin(even, warp);
   u32 used[TURN_STEPS] = {};  // barriers of the stages of x that are multiplied; 0: none
   bool fresh = true;          // the tile's sums are zero
   wait(shared() + W_FULL, 0);
@@ -130,7 +143,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
     const u32 stage = shared() + W_AT + w.at * W_BYTES, scales = shared() + SCALE + w.at * SCALE_BYTES;
     const u32 empty = shared() + W_EMPTY + 8 * w.at;
     w.next(Config::w_stages);
-    auto turn = [&](const u32(&now)[OPERANDS], u32(&next)[OPERANDS], int number) __attribute__((always_inline)) {
+    auto turn = [&](const auto& now, auto& next, int number) __attribute__((always_inline)) {
+      if constexpr (Config::staged) next = now.next(), meet_group(3 + warp / 4);
       const bool begins = number % STEP_TURNS == 0, ends = (number + 1) % STEP_TURNS == 0;  // a step
       u32 tiles[TURN_STEPS], empties[TURN_STEPS];
 #pragma unroll
@@ -227,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     take_registers<Config::consumer_registers>();
     if constexpr (Config::twins > 1) arrive_cluster();
     const auto& codebook = launched.part[0].codebook;  // of all parts, and there at a place that is known
-    if constexpr (!COMPUTES) make_wide_table<WARPS>(shared(), codebook, warp, lane);
+    if constexpr (!COMPUTES && !Config::staged) make_wide_table<WARPS>(shared(), codebook, warp, lane);
     sync_all();
     //: table and barriers are ready
     multiply_units(a, up, codebook, first, last, warp, lane);

@@ -145,7 +145,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "flushes": FORMATS[problem.format].flushes, "log_block": problem.block_size.bit_length() - 1,
         "span": span_of(problem), "loads": f"Loads::{loads}", "tile_m": plan.tile_m, "warpgroups": plan.warpgroups,
         "w_stages": plan.w_stages, "x_stages": plan.x_stages, "direct": DIRECT, "numbers": f"Numbers::{plan.numbers}",
-        "permutes": plan.permutes, "lane_spans": plan.lane_spans, "in_order": plan.in_order,
+        "permutes": plan.permutes, "staged": plan.staged, "lane_spans": plan.lane_spans, "in_order": plan.in_order,
         "turn_k": plan.turn_k, "cluster": plan.cluster, "shares": plan.shares, "twins": plan.twins,
         "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "back": plan.back,

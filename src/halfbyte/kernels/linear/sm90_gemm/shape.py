@@ -28,6 +28,7 @@ TWO_STEPS_M = 192  # up to which they hold those of four steps
 TILES_M = (*USUAL_TILES_M, *WIDE_TILES_M)
 BACK_TILES_M = (32, 64, *USUAL_TILES_M)  # there is no other kernel for few rows
 TABLE_BYTES = 256 * 256
+STAGED = 3  # turns of staged operands
 MOST_STAGES = 8  # that there are barriers for
 DIRECT = 8  # parts of a tile, at most, that its first CTA adds up one by one
 W_STAGES, NARROW_STAGES = 3, 6  # the second where fewer rows of x than linear's leave room
@@ -51,6 +52,7 @@ class GemmPlan(WarpgroupTiles):
     lane_spans: bool = False  # in every unit each lane of a quad has a span of its own
     shares: int = 1  # CTAs of a tile that have equal parts of it, and all add up some; 1: it is one of them that does
     in_order: bool = False  # x keeps the order of K, and is copied as it is
+    staged: bool = False  # on the way back, what is looked up goes through shared memory; wgmma transposes it
     twins: int = 1  # CTAs of a pair, which copy x to each other; 1: each copies its own
 
     activation: str = ""  # what gates, of a pair
@@ -72,7 +74,7 @@ class GemmPlan(WarpgroupTiles):
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         scale = 2 if self.back and self.computes else 4
         unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * scale)
-        table = 0 if self.computes else TABLE_BYTES
+        table = 0 if self.computes else STAGED * 64 * self.warpgroups * STEP_K * 2 if self.staged else TABLE_BYTES
         return table + 2048 + 1024 * self.paired + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
 
     @property
@@ -90,7 +92,7 @@ class GemmPlan(WarpgroupTiles):
         what is looked up by the order of x takes longer so than a step at a time, the other warpgroup multiplying."""
         if self.tile_m in WIDE_TILES_M:
             return STEP_K // 2 if self.computes or not self.in_order else STEP_K
-        return 2 * STEP_K if self.tile_m <= TWO_STEPS_M and self.x_stages >= 6 else STEP_K
+        return 2 * STEP_K if self.tile_m <= TWO_STEPS_M and self.x_stages >= 6 and not self.staged else STEP_K
 
     @property
     def computes(self) -> bool:
@@ -159,6 +161,9 @@ def _fits(plan: GemmPlan, span: int, properties: DeviceProperties) -> bool:
         properties.ptx == 90
         and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
         and (plan.tile_m not in WIDE_TILES_M or plan.cluster == 1)
+        and (not plan.staged or (plan.back and not plan.computes))
+        and (not plan.staged or (plan.back and not plan.computes))
+        and (not plan.staged or (plan.back and not plan.computes))
         and (plan.twins == 1 or (plan.twins == 2 and plan.cluster == plan.shares == 1))
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES

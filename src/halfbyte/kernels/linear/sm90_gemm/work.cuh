@@ -42,14 +42,21 @@ constexpr bool LANE_SPANS = Config::lane_spans, IN_ORDER = Config::in_order, LAY
 // In words, each two neighbouring k: a span, and what a quad's lane takes of it. Those of `back` keep the order of k.
 constexpr u32 SPAN_WORDS = Config::back ? 4 : Config::span / 2, OWN = Config::back ? 1 : Config::span / 8;
 
-// Shared memory: the table if there is one, barriers, codes of nested scales, stages of W, stages of x, decoded scales.
+// Operands that a warpgroup has in shared memory: a turn's while it is multiplied, the next one's while it is decoded,
+// and the last one's, with which other warps may not be done.
+constexpr u32 STAGED = 3;
+
+// Shared memory: the table if there is one, or staged operands, barriers, codes of nested scales, stages of W, stages of x, decoded scales.
 constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K * 2,
               X_STEP = Config::tile_m * STEP_K * 2;
 // Of a decoded scale. On the way back a thread reads many of them, and what is computed takes 16 bits of each.
 constexpr u32 SCALE_ITEM = Config::back && COMPUTES ? 2 : 4;
 constexpr u32 SCALE_BYTES = SPANS * TILE_N * SCALE_ITEM;
-constexpr u32 W_FULL = COMPUTES ? 0 : 256 * TABLE_ROW, W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128,
-              X_EMPTY = W_FULL + 192, SUMS_FULL = W_FULL + 256;
+constexpr u32 STAGED_BYTES = 64 * TURN_K * 2;  // a warpgroup's operands of a turn, if they are staged
+constexpr u32 W_FULL = Config::staged ? STAGED * Config::warpgroups * STAGED_BYTES
+                       : COMPUTES     ? 0
+                                      : 256 * TABLE_ROW,
+              W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128, X_EMPTY = W_FULL + 192, SUMS_FULL = W_FULL + 256;
 constexpr u32 CODE = W_FULL + 1024, W_AT = CODE + 1024 * (1 + Config::paired);
 constexpr u32 X_AT = W_AT + Config::w_stages * W_BYTES;
 constexpr u32 SCALE = X_AT + Config::x_stages * X_STEP;
