@@ -81,10 +81,14 @@ __device__ __forceinline__ void multiply_turn(float (&sums)[Sums], const u32 (&n
 template <int Sums>
 __device__ __forceinline__ void multiply_turn(float (&sums)[Sums], const StagedOperands& now,
                                               const u32 (&tiles)[TURN_STEPS], bool adds) {
+  constexpr int PARTS = Sums > sums_of(256) ? 2 : 1, PART = Sums / PARTS;
 #pragma unroll
   for (int i = 0; i < TURN_K / 16; i++)  // 16 rows of 128 bytes each
-    multiply_add_at(sums, descriptor(lower_half(now.at) + i * (16 * 128 / 16)), descriptor(tiles[0] + i * 2),
-                    i > 0 || adds);
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+      multiply_add_at(reinterpret_cast<float (&)[PART]>(sums[part * PART]),
+                      descriptor(lower_half(now.at) + i * (16 * 128 / 16)),
+                      descriptor(tiles[0] + part * (PART * 16) + i * 2), i > 0 || adds);
   close_products();
 }
 

@@ -90,9 +90,11 @@ class GemmPlan(WarpgroupTiles):
         """Of K, what is decoded and multiplied at a time, as the next is decoded while one is multiplied: two steps
         where registers hold their operands, and where two steps more of x are on their way. Wide tiles by half steps;
         what is looked up by the order of x takes longer so than a step at a time, the other warpgroup multiplying."""
+        if self.staged:
+            return STEP_K
         if self.tile_m in WIDE_TILES_M:
             return STEP_K // 2 if self.computes or not self.in_order else STEP_K
-        return 2 * STEP_K if self.tile_m <= TWO_STEPS_M and self.x_stages >= 6 and not self.staged else STEP_K
+        return 2 * STEP_K if self.tile_m <= TWO_STEPS_M and self.x_stages >= 6 else STEP_K
 
     @property
     def computes(self) -> bool:

@@ -25,7 +25,7 @@ constexpr int TURN_K = Config::turn_k, TURNS = UNIT_K / TURN_K, OPERANDS = TURN_
 constexpr int STEP_TURNS = TURN_K < STEP_K ? STEP_K / TURN_K : 1, TURN_STEPS = TURN_K > STEP_K ? TURN_K / STEP_K : 1;
 static_assert(2 * TURN_STEPS <= Config::x_stages, "one turn's steps are multiplied while another needs all of its");
 // Of wide tiles there are registers for one step's; by halves, one is multiplied while the other is decoded.
-constexpr bool ONE_AT_ONCE = WIDE && TURN_K == STEP_K;
+constexpr bool ONE_AT_ONCE = WIDE && TURN_K == STEP_K && !Config::staged;
 
 // A launch gives all threads as many registers. What multiplies would wait for ever for more than the producer leaves.
 static_assert(Config::producer_registers + Config::warpgroups * Config::consumer_registers <=
