@@ -176,8 +176,8 @@ void wait_for_cluster() {
 }
 void __trap() { wrong++; }
 
-// Other threads go first, and now and then something happens: whoever asks for numbers from other CTAs does so again and
-// again, until they are there.
+// Other threads go first, and now and then something happens: whoever asks for numbers from other CTAs does so again
+// and again, until they are there.
 void let_others() {
   Thread* self = ready.front();
   if (++in_vain > 1 << 22) setcontext(&after_all);  // they never are

@@ -11,7 +11,6 @@
 // row.
 
 #include "device/ldmatrix.cuh"
-#include "device/permuted_table.cuh"
 #include "device/wide_table.cuh"
 #include "work.cuh"
 
@@ -74,62 +73,8 @@ class BackDecoder {
   }
 };
 
-// A turn's operands where they are staged, of which a warpgroup has STAGED.
-struct StagedOperands {
-  u32 first, at;
-  __device__ StagedOperands next() const {
-    const u32 after = at + STAGED_BYTES;
-    return {first, after == first + STAGED * STAGED_BYTES ? first : after};
-  }
-};
-__device__ __forceinline__ void begin(StagedOperands& it, u32 warp) {
-  it.first = it.at = shared() + warp / 4 * STAGED * STAGED_BYTES;
-}
-// Where they are in registers there is nothing to begin with.
-__device__ __forceinline__ void begin(u32 (&)[OPERANDS], u32) {}
-template <bool Staged> struct OperandsOf {
-  typedef u32 Type[OPERANDS];
-};
-template <> struct OperandsOf<true> {
-  typedef StagedOperands Type;
-};
-
-// The same with `staged`: operands go to shared memory, where wgmma transposes them. A thread has half of a row of a
-// turn, 32 columns with one scale, whose products with the codebook it keeps in registers, so no look-up needs shared
-// memory. What it stores is the row with its columns in the order of the MMA: those of a warp are 16, of which lanes have
-// neighbours, so eight even ones come before eight odd ones.
-class StagedDecoder {
- public:
-  __device__ StagedDecoder(u32 warp, u32 lane)
-      : column(warp * 16 + lane / 4 * 2), own(warp % 2 * 32 + lane), piece(warp / 2) {}
-  __device__ u32 row() const { return column; }
-  __device__ __forceinline__ void load(u32 stage, int turn) {
-    words = load_four_words(stage + (turn * TURN_K + own) * ROW_BYTES + (piece ^ own / 2 & 3) * 16);
-  }
-  __device__ __forceinline__ void decode(const StagedOperands& to, const float (&codebook)[16], u32 scales,
-                                         int turn) const {
-    const float scale = load_float(scales + (piece * 32 / Config::span * UNIT_K + turn * TURN_K + own) * 4);
-    const PermutedTable table([&](int i) { return scaled(codebook[i], scale); });
-    const u32 of_pieces[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (u32 i = 0; i < 2; i++) {  // the columns of a warp
-      u32 firsts[2][2], seconds[2][2];
-#pragma unroll
-      for (int j = 0; j < 2; j++) table.look_up_apart(of_pieces[2 * i + j], firsts[j], seconds[j]);
-      const u32 at = to.at + own * 128, place = piece % 2 * 4 + i * 2;
-      store_four_words(at + (place ^ own & 7) * 16, make_uint4(firsts[0][0], firsts[0][1], firsts[1][0], firsts[1][1]));
-      store_four_words(at + (place + 1 ^ own & 7) * 16,
-                       make_uint4(seconds[0][0], seconds[0][1], seconds[1][0], seconds[1][1]));
-    }
-    publish_writes();
-  }
-
- private:
-  u32 column, own, piece;  // its first column; its row of a turn, and which 16 bytes of that
-  uint4 words;
-};
-
-// Where the scale of a row of a unit is among those of its column block: of 32 rows, a lane's eight side by side.
+// Where the scale of a row of a unit is among those of its column block: of 32 rows, a lane's eight side by side. With
+// `staged` a thread has one row.
 __device__ __forceinline__ u32 scale_place(u32 row) {
   if constexpr (Config::staged) return row;
   return row / 32 * 32 + row % 8 / 2 * 8 + row % 32 / 8 * 2 + row % 2;

@@ -1,6 +1,6 @@
 // From a lane's words of W and their scales to the MMA's A operands.
 
-#include "back.cuh"
+#include "back_staged.cuh"
 #include "device/permuted_table.cuh"
 #include "device/row_place.cuh"
 

@@ -26,7 +26,8 @@
 // What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
 // up only activation(gate) * up is stored.
 //
-// The way back. With `back` the same loop multiplies with W transposed (back.cuh), be it one weight or experts.
+// The way back. With `back` the same loop multiplies with W transposed (back.cuh), be it one weight or experts. With
+// `staged` it is wgmma that transposes, and operands are in shared memory (back_staged.cuh).
 //
 // Needs sm_90a, K % span == 0, packed aligned to 16 bytes, and units times CTAs below 2^32.
 //

@@ -42,11 +42,12 @@ constexpr bool LANE_SPANS = Config::lane_spans, IN_ORDER = Config::in_order, LAY
 // In words, each two neighbouring k: a span, and what a quad's lane takes of it. Those of `back` keep the order of k.
 constexpr u32 SPAN_WORDS = Config::back ? 4 : Config::span / 2, OWN = Config::back ? 1 : Config::span / 8;
 
-// Operands that a warpgroup has in shared memory: a turn's while it is multiplied, the next one's while it is decoded,
-// and the last one's, with which other warps may not be done.
+// Turns of staged operands that a warpgroup has: one is multiplied while the next is decoded, and with the one before
+// other warps may not be done.
 constexpr u32 STAGED = 3;
 
-// Shared memory: the table if there is one, or staged operands, barriers, codes of nested scales, stages of W, stages of x, decoded scales.
+// Shared memory: the table or staged operands if there are any, barriers, codes of nested scales, stages of W, stages
+// of x, decoded scales.
 constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K * 2,
               X_STEP = Config::tile_m * STEP_K * 2;
 // Of a decoded scale. On the way back a thread reads many of them, and what is computed takes 16 bits of each.
