@@ -109,6 +109,7 @@ CASES = {
     ),
     "widest tiles": Case(350, 129, 768, GemmPlan(384, 2, 2, 2, 2, 1, 384)),
     "widest tiles, computed": Case(400, 200, 1024, GemmPlan(384, 2, 3, 3, 3, 1, 768), F16, "int4", GROUPS),
+    "widest tiles, equal parts": Case(370, 256, 1024, GemmPlan(384, 2, 2, 2, 4, 1, 384, shares=2, in_order=True)),
     "wide tiles, short blocks": Case(
         350, 140, 608, GemmPlan(320, 2, 2, 2, 3, 1, 640), F16, "nf4", {"nested": False, "block_size": 32}
     ),
