@@ -68,6 +68,19 @@ def check_constants(script: ModuleType, record: Path, parts: Mapping[int, Iterab
 
 
 @pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little data, and a ceiling that nobody has measured."""
+    monkeypatch.setattr("halfbyte.bench.ceiling.copy_bandwidth", lambda device: (10.0, None))
+    monkeypatch.setattr("halfbyte.bench.dequantize.MOST_SETS", 2)
+
+
+@pytest.fixture
+def _with_bitsandbytes(_quick: None) -> None:
+    """The same where bitsandbytes is asked, too: its eager code."""
+    pytest.importorskip("bitsandbytes")
+
+
+@pytest.fixture
 def case() -> Callable[..., Case]:
     """Makes a case of the providers it is given, and of "bitsandbytes", which is right."""
 

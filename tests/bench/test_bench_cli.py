@@ -32,16 +32,12 @@ def fails(code: int, *arguments: object) -> str:
 
 
 @pytest.fixture
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little data, and bitsandbytes' eager code."""
-    pytest.importorskip("bitsandbytes")
+def _with_peers(_with_bitsandbytes: None) -> None:
     pytest.importorskip("peft")
-    monkeypatch.setattr("halfbyte.bench.ceiling.copy_bandwidth", lambda device: (10.0, None))
-    monkeypatch.setattr("halfbyte.bench.dequantize.MOST_SETS", 2)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_with_peers")
 @pytest.mark.parametrize("name", ["dequantize", "quantize"])
 def test_whole(name: str, tmp_path: Path) -> None:
     providers = ["halfbyte", "bitsandbytes", "peft"] if name == "dequantize" else ["halfbyte", "bitsandbytes"]
@@ -69,7 +65,7 @@ def test_nearest_over_two_processes(tmp_path: Path) -> None:
     assert "is not one shape" in fails(2, "nearest", "--device", "cpu", "--shape", "64x64,64x64")
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_with_peers")
 def test_a_wrong_result_is_not_timed_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfbyte.ops.dequantize", lambda q: torch.zeros(q.shape, dtype=q.dtype))
     stdout, stderr = bench(1, "dequantize", "--device", "cpu", "--shapes", "64x64", "--rounds", 3)

@@ -29,9 +29,7 @@ runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfbyte.bench.ceiling.copy_bandwidth", lambda device: (10.0, None))
-    monkeypatch.setattr("halfbyte.bench.dequantize.MOST_SETS", 2)
+def _seeded(_quick: None) -> None:
     torch.manual_seed(0)
 
 

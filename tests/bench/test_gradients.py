@@ -19,15 +19,9 @@ from halfbyte.cli import app
 from halfbyte.kernels.common.device import properties_for
 from halfbyte.kernels.linear.problem import problem_of
 
+pytestmark = pytest.mark.usefixtures("_with_bitsandbytes")
 CPU = torch.device("cpu")
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr("halfbyte.bench.ceiling.copy_bandwidth", lambda device: (10.0, None))
-    monkeypatch.setattr("halfbyte.bench.dequantize.MOST_SETS", 2)
 
 
 def cases(format: str = "nf4", dtype: torch.dtype = torch.bfloat16, rows: tuple[int, ...] = (1, 3)) -> list[Case]:

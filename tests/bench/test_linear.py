@@ -27,19 +27,12 @@ CPU = torch.device("cpu")
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
 
 
-@pytest.fixture
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr("halfbyte.bench.ceiling.copy_bandwidth", lambda device: (10.0, None))
-    monkeypatch.setattr("halfbyte.bench.dequantize.MOST_SETS", 2)
-
-
 def cases(format: str = "nf4", dtype: torch.dtype = torch.bfloat16, rows: tuple[int, ...] = (1, 3)) -> list[Case]:
     torch.manual_seed(0)
     return list(linear_cases(CPU, [(64, 128)], dtype, format, nested=format != "int4", rows=rows))
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_with_bitsandbytes")
 def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all cases, before the first: NF4's and INT4's, which wants whole groups."""
     asked: list[Any] = []
@@ -62,7 +55,7 @@ def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_with_bitsandbytes")
 @pytest.mark.parametrize("format", ["nf4", "fp4", "int4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_cases(format: str, dtype: torch.dtype) -> None:
@@ -107,7 +100,7 @@ def test_a_peer_that_cannot_take_part_is_named_with_the_reason(has: bool, monkey
         assert all("this CPU has no AVX512-BF16" in str(reason) for reason in reasons)
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_with_bitsandbytes")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_marlin(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for its package, by its signatures: it is given fp16, [N, K] and scales [N, groups]."""
@@ -135,7 +128,7 @@ def test_marlin(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < rows["marlin"].facts["relative_error"] <= BOUND[torch.float16]
 
 
-@pytest.mark.usefixtures("_quick", "_humming")
+@pytest.mark.usefixtures("_with_bitsandbytes", "_humming")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_humming(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     [case] = cases("nf4", dtype, rows=(3,))
@@ -172,7 +165,7 @@ def test_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.another_gpu("sm_81", None)
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_with_bitsandbytes")
 def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     [case] = cases(rows=(2,))
     right = case.right("halfbyte", 0)
@@ -185,7 +178,7 @@ def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "more than 5.9e-03" in row.error
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_with_bitsandbytes")
 @pytest.mark.parametrize("format", ["nf4", "fp4", "int4"])
 def test_errors_in_fp32(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is rounded but sums, in whatever order torch has for this CPU: one result of few numbers says little."""
@@ -201,7 +194,7 @@ def test_errors_in_fp32(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < errors["halfbyte"] <= errors["dequantize + linear"]
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_with_bitsandbytes")
 def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     arguments = [
@@ -284,7 +277,7 @@ def test_products_that_were_measured_before() -> None:
     assert len(runs._beside_other_cases(of_other_transformers, new)["rows"]) == len(found["rows"])
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_with_bitsandbytes")
 def test_ctrl_c_keeps_what_was_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the run did not come to has its earlier times."""
 
