@@ -7,7 +7,6 @@ Every result is held against the fp64 product with the very weights its provider
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from halfbyte import ops
 from halfbyte.autograd import linear_backward
 from halfbyte.bench import baselines
 from halfbyte.bench.case import Case
-from halfbyte.bench.dequantize import input_sets
-from halfbyte.bench.linear import check, decoded, error_of, exact_products, facts_of, name_of, problems_of, quantized
+from halfbyte.bench.linear import Product, Products, cases_of, decoded, name_of, problems_of
 from halfbyte.formats import bitsandbytes as layout
 from halfbyte.formats.bitsandbytes import to_bitsandbytes
 from halfbyte.formats.int4 import INT4
@@ -29,8 +27,6 @@ from halfbyte.measure.report import BASELINE
 
 GPU_ROWS = (16, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 CPU_ROWS = (16, 64, 256)
-
-Product = Callable[[Tensor, int], Tensor]
 
 
 def gradient_cases(
@@ -47,33 +43,10 @@ def gradient_cases(
         found, problems = properties_of(device.index), problems_of(shapes, dtype, format, nested)
         choices = ((dispatch.choose_back(m, problem, found), problem) for m in rows for problem in problems)
         nvrtc.compile_ahead(choice.variant(problem, found) for choice, problem in choices if choice)
-    for n, k in shapes:
-        packed = quantized(torch.zeros(n, k, dtype=dtype, device="cpu"), format, nested).nbytes
-        sets = input_sets(packed, device)
-        dense = [torch.randn(n, k, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
-        weights = [quantized(weight, format, nested) for weight in dense]
-        products, exact = _products(dense, weights)
-        for m in rows:
-            grads = [torch.randn(m, n, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
-            exactly = {weight: exact_products(grads, _transposed(weight)) for weight in exact.values()}
-            ends = (m * k + m * n) * dtype.itemsize
-            yield Case(
-                f"{n}×{k}, M = {m}",
-                {name: ends + (n * k * dtype.itemsize if name == name_of(dtype) else packed) for name in products},
-                sets,
-                {name: _bound(product, grads) for name, product in products.items()},
-                {name: exactly[exact[name]] for name in products},
-                partial(check, dtype=dtype),
-                device,
-                facts_of(m, weights, dtype),
-                error_of,
-            )
+    yield from cases_of(device, shapes, dtype, format, nested, rows, _products, back=True)
 
 
-def _products(
-    dense: list[Tensor], weights: list[QuantizedWeight]
-) -> tuple[dict[str, Product], dict[str, Callable[[int], Tensor]]]:
-    """What multiplies a gradient with weight number i, by provider, and the exact dense weight that each has."""
+def _products(dense: list[Tensor], weights: list[QuantizedWeight]) -> Products:
     dtype = dense[0].dtype
     products: dict[str, Product] = {
         "halfbyte": lambda grad, i: linear_backward(grad, weights[i]),
@@ -91,12 +64,4 @@ def _products(
         integers = [ops.quantize(weight, INT4.name) for weight in dense]
         products["halfbyte int4"] = lambda grad, i: linear_backward(grad, integers[i])
         exact["halfbyte int4"] = decoded(integers)
-    return products, exact
-
-
-def _bound(product: Product, grads: list[Tensor]) -> Callable[[int], Tensor]:
-    return lambda i: product(grads[i], i)
-
-
-def _transposed(weight: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    return lambda i: weight(i).t()
+    return Products(products, exact, {})

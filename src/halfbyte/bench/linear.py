@@ -5,11 +5,12 @@ Every result is held against the fp64 product of the very weights its provider w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,31 +74,60 @@ def linear_cases(
     ours = ops.linear if properties is None else partial(linear_of_another, properties=properties)
     other = {} if properties is None else {"target": f"sm_{properties.capability}", "sms": properties.sms}
     _compile_ahead(device, shapes, dtype, format, nested, rows, properties)
-    for shape in shapes:
-        n, k = shape
-        packed = quantized(torch.zeros(shape, dtype=dtype, device="cpu"), format, nested).nbytes
+    products = partial(_products, ours=ours, alone=alone)
+    yield from cases_of(device, shapes, dtype, format, nested, rows, products, other=other)
+
+
+Product = Callable[[Tensor, int], Tensor]
+
+
+class Products(NamedTuple):
+    """What multiplies with weight number i, by provider; the exact dense weight that each of them has; and peers that
+    are left out, with the reason."""
+
+    each: dict[str, Product]
+    exact: dict[str, Callable[[int], Tensor]]
+    left_out: dict[str, str]
+
+
+def cases_of(
+    device: torch.device,
+    shapes: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    format: str,
+    nested: bool,
+    rows: Sequence[int],
+    products_of: Callable[[list[Tensor], list[QuantizedWeight]], Products],
+    back: bool = False,
+    other: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterator[Case]:
+    """One case a shape and number of rows, of x [M, K] @ W.T or, with `back`, of dy [M, N] @ W. products_of: dense
+    weights, and the same quantized. other: facts besides."""
+    for n, k in shapes:
+        packed = _quantized(torch.zeros(n, k, dtype=dtype, device="cpu"), format, nested).nbytes
         sets = input_sets(packed, device)
-        dense = [torch.randn(shape, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
-        weights = [quantized(weight, format, nested) for weight in dense]
-        products, exact, left_out = _products(dense, weights, device, ours, alone)
+        dense = [torch.randn(n, k, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
+        weights = [_quantized(weight, format, nested) for weight in dense]
+        products, exact, left_out = products_of(dense, weights)
         for m in rows:
-            x = [torch.randn(m, k, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
-            exactly = {weight: exact_products(x, weight) for weight in exact.values()}
-            right = {name: exactly[exact[name]] for name in products}
+            x = [torch.randn(m, n if back else k, dtype=torch.float32, device=device).to(dtype) for _ in range(sets)]
+            exactly = {weight: _exact_products(x, weight, back) for weight in exact.values()}
             ends = (m * k + m * n) * dtype.itemsize
-            moved = {name: ends + (n * k * dtype.itemsize if name == name_of(dtype) else packed) for name in products}
             yield Case(
                 f"{n}×{k}, M = {m}",
-                moved,
+                {name: ends + (n * k * dtype.itemsize if name == name_of(dtype) else packed) for name in products},
                 sets,
                 {name: _bound(name, product, x) for name, product in products.items()},
-                right,
-                partial(check, dtype=dtype),
+                {name: exactly[exact[name]] for name in products},
+                partial(_check, dtype=dtype),
                 device,
-                facts_of(m, weights, dtype) | other,
-                error_of,
+                {
+                    "shape": [n, k], "m": m, "n": n, "k": k, "dtype": str(dtype).removeprefix("torch."),
+                    "format": format, "block_size": weights[0].block_size, "nested": nested, "inputs": sets, **other,
+                },
+                lambda result, right: {"relative_error": float(f"{relative_error(result, right):.4g}")},
                 left_out,
-            )
+            )  # fmt: skip
 
 
 def _compile_ahead(
@@ -121,7 +151,7 @@ def problems_of(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, format: s
     """What halfbyte is asked for weights of these shapes, in their format and in INT4."""
     x = torch.empty(0, dtype=dtype, device="cpu")
     return [
-        replace(problem_of(x, quantized(torch.zeros(8, k, dtype=dtype, device="cpu"), name, nested), None), n=n)
+        replace(problem_of(x, _quantized(torch.zeros(8, k, dtype=dtype, device="cpu"), name, nested), None), n=n)
         for n, k in shapes
         for name in sorted({format, INT4.name})
         if name != INT4.name or k % INT4.block_size == 0
@@ -152,38 +182,20 @@ def linear_of_another(x: Tensor, q: QuantizedWeight, properties: DevicePropertie
     return out
 
 
-def facts_of(m: int, weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> dict[str, Any]:
-    """Of a case of m rows."""
-    (n, k), q = weights[0].shape, weights[0]
-    return {
-        "shape": [n, k], "m": m, "n": n, "k": k, "dtype": str(dtype).removeprefix("torch."), "format": q.format,
-        "block_size": q.block_size, "nested": q.nested is not None, "inputs": len(weights),
-    }  # fmt: skip
-
-
-def error_of(result: Tensor, right: Tensor) -> dict[str, float]:
-    return {"relative_error": float(f"{relative_error(result, right):.4g}")}
-
-
-def check(result: Tensor, right: Tensor, dtype: torch.dtype) -> str | None:
-    """None, or how wrong it is. dtype: of x. A provider that rounds to another may be as far off as either allows."""
+def _check(result: Tensor, right: Tensor, dtype: torch.dtype) -> str | None:
+    """dtype: of x. A provider that rounds to another one may be as far off as either of them allows."""
     bound = max(BOUND[result.dtype], BOUND[dtype])
     error = relative_error(result, right)
     return None if error <= bound else f"error {error:.2e}, more than {bound:.1e}"
 
 
-Product = Callable[[Tensor, int], Tensor]
-
-
 def _products(
     dense: list[Tensor],
     weights: list[QuantizedWeight],
-    device: torch.device,
     ours: Callable[[Tensor, QuantizedWeight], Tensor],
-    alone: bool = False,
-) -> tuple[dict[str, Product], dict[str, Callable[[int], Tensor]], dict[str, str]]:
-    """What multiplies x with weight number i, by provider; the exact dense weight that each of them has; and peers
-    that are left out, with the reason."""
+    alone: bool,
+) -> Products:
+    device = dense[0].device
     functional, dtype = torch.nn.functional, dense[0].dtype
     products: dict[str, Product] = {
         "halfbyte": lambda x, i: ours(x, weights[i]),
@@ -210,14 +222,14 @@ def _products(
                 products[REPACKED] = lambda x, i: modules[i](x)
                 exact[REPACKED] = numbers
     if dense[0].shape[1] % 128:
-        return products, exact, left_out
+        return Products(products, exact, left_out)
     integers = weights if weights[0].spec is INT4 else [ops.quantize(w, INT4.name) for w in dense]
     decoded_integers = numbers if integers is weights else decoded(integers)
     if integers is not weights:
         products["halfbyte int4"] = lambda x, i: ours(x, integers[i])
         exact["halfbyte int4"] = decoded_integers
     if alone:
-        return products, exact, left_out
+        return Products(products, exact, left_out)
     if dtype == torch.bfloat16 and baselines.Tinygemm.fits(dense[0].shape):
         tinygemm = [baselines.Tinygemm(q) for q in integers]
         products["tinygemm"] = lambda x, i: tinygemm[i](x)
@@ -237,7 +249,7 @@ def _products(
             the_one = humming.exact()
             products[HUMMING] = humming
             exact[HUMMING] = lambda i: the_one
-    return products, exact, left_out
+    return Products(products, exact, left_out)
 
 
 def _bound(name: str, product: Product, x: list[Tensor]) -> Callable[[int], Tensor]:
@@ -249,12 +261,12 @@ def decoded(weights: list[QuantizedWeight]) -> Callable[[int], Tensor]:
     return lambda i: ops.dequantize(weights[i], torch.float32)
 
 
-def exact_products(x: list[Tensor], weight: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+def _exact_products(x: list[Tensor], weight: Callable[[int], Tensor], back: bool) -> Callable[[int], Tensor]:
     """Of input number i. Only the last is kept: those of a large product are gigabytes."""
-    return lru_cache(maxsize=1)(lambda i: linear_exact(x[i], weight(i)))
+    return lru_cache(maxsize=1)(lambda i: linear_exact(x[i], weight(i).t() if back else weight(i)))
 
 
-def quantized(weight: Tensor, format: str, nested: bool) -> QuantizedWeight:
+def _quantized(weight: Tensor, format: str, nested: bool) -> QuantizedWeight:
     return ops.quantize(weight, format, nested=nested and FORMATS[format].nests)
 
 
