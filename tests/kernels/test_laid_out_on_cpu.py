@@ -53,7 +53,7 @@ def decoded(plan: Any, problem: Problem) -> Any:
     return decoding(plan, problem) if isinstance(plan, GemmPlan) else plan
 
 
-GROUPS = {"group_size": 128}
+GROUPS, SHORT_BLOCKS = {"group_size": 128}, {"nested": False, "block_size": 32}
 CASES = {
     "parts of tiles": Case(13, 300, 1024, StreamKPlan(16, 2, 3, 5)),
     "scales one by one": Case(40, 130, 576, StreamKPlan(48, 3, 2, 2), F16),
@@ -123,19 +123,14 @@ CASES = {
     "back": Case(40, 192, 320, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True)),
     "back, staged": Case(40, 192, 832, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True, staged=True)),
     "back, staged, odd, short blocks": Case(
-        130,
-        77,
-        608,
-        GemmPlan(160, 2, 2, 4, 2, 1, 160, back=True, staged=True),
-        F16,
-        "fp4",
-        {"nested": False, "block_size": 32},
+        130, 77, 608, GemmPlan(160, 2, 2, 4, 2, 1, 160, back=True, staged=True), F16, "fp4", SHORT_BLOCKS
     ),
     "back, staged, a cluster": Case(
         120, 640, 192, GemmPlan(128, 2, 2, 4, 2, 2, 128, back=True, staged=True), BF16, "fp4"
     ),
-    "back, staged, twins, equal parts": Case(
-        250, 700, 256, GemmPlan(256, 2, 2, 3, 2, 1, 256, back=True, staged=True, shares=1, twins=2), F16
+    "back, staged, twins": Case(250, 700, 256, GemmPlan(256, 2, 2, 3, 2, 1, 256, back=True, staged=True, twins=2), F16),
+    "back, staged, equal parts": Case(
+        100, 1024, 256, GemmPlan(128, 2, 2, 4, 6, 1, 128, back=True, staged=True, shares=3), F16
     ),
     "back, twins": Case(
         40, 192, 672, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True, twins=2), BF16, "int4", {"group_size": 32}

@@ -63,33 +63,29 @@
 #include "device/lay_out.cuh"
 #include "device/pairs.cuh"
 
+// Operands of 16 of K of a turn, number i, by columns of x.
+template <int Sums>
+__device__ __forceinline__ void multiply_16(float (&sums)[Sums], const u32 (&now)[OPERANDS], int i, u64 x_at,
+                                            bool adds) {
+  multiply_add(sums, now[4 * i], now[4 * i + 1], now[4 * i + 2], now[4 * i + 3], x_at, adds);
+}
+template <int Sums>
+__device__ __forceinline__ void multiply_16(float (&sums)[Sums], const StagedOperands& now, int i, u64 x_at,
+                                            bool adds) {
+  multiply_add_at(sums, descriptor(lower_half(now.at) + i * (16 * 128 / 16)), x_at, adds);  // 16 rows of 128 bytes
+}
 // The operands of a turn by the first columns of x, as many as there are sums for; by half of them at a time where an
 // instruction does not reach. tiles: where x is of each step. adds: to these sums.
-template <int Sums>
-__device__ __forceinline__ void multiply_turn(float (&sums)[Sums], const u32 (&now)[OPERANDS],
-                                              const u32 (&tiles)[TURN_STEPS], bool adds) {
+template <int Sums, class Operands>
+__device__ __forceinline__ void multiply_turn(float (&sums)[Sums], const Operands& now, const u32 (&tiles)[TURN_STEPS],
+                                              bool adds) {
   constexpr int PARTS = Sums > sums_of(256) ? 2 : 1, PART = Sums / PARTS, IN_STEP = TURN_K / TURN_STEPS / 16;
 #pragma unroll
   for (int i = 0; i < TURN_K / 16; i++)
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
-      multiply_add(reinterpret_cast<float (&)[PART]>(sums[part * PART]), now[4 * i], now[4 * i + 1], now[4 * i + 2],
-                   now[4 * i + 3], descriptor(tiles[i / IN_STEP] + part * (PART * 16) + i % IN_STEP * 2),
-                   i > 0 || adds);
-  close_products();
-}
-
-template <int Sums>
-__device__ __forceinline__ void multiply_turn(float (&sums)[Sums], const StagedOperands& now,
-                                              const u32 (&tiles)[TURN_STEPS], bool adds) {
-  constexpr int PARTS = Sums > sums_of(256) ? 2 : 1, PART = Sums / PARTS;
-#pragma unroll
-  for (int i = 0; i < TURN_K / 16; i++)  // 16 rows of 128 bytes each
-#pragma unroll
-    for (int part = 0; part < PARTS; part++)
-      multiply_add_at(reinterpret_cast<float (&)[PART]>(sums[part * PART]),
-                      descriptor(lower_half(now.at) + i * (16 * 128 / 16)),
-                      descriptor(tiles[0] + part * (PART * 16) + i * 2), i > 0 || adds);
+      multiply_16(reinterpret_cast<float (&)[PART]>(sums[part * PART]), now, i,
+                  descriptor(tiles[i / IN_STEP] + part * (PART * 16) + i % IN_STEP * 2), i > 0 || adds);
   close_products();
 }
 

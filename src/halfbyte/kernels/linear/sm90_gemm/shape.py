@@ -164,8 +164,6 @@ def _fits(plan: GemmPlan, span: int, properties: DeviceProperties) -> bool:
         and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
         and (plan.tile_m not in WIDE_TILES_M or plan.cluster == 1)
         and (not plan.staged or (plan.back and not plan.computes))
-        and (not plan.staged or (plan.back and not plan.computes))
-        and (not plan.staged or (plan.back and not plan.computes))
         and (plan.twins == 1 or (plan.twins == 2 and plan.cluster == plan.shares == 1))
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES
