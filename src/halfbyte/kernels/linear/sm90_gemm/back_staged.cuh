@@ -22,8 +22,14 @@ struct StagedOperands {
 __device__ __forceinline__ void begin(StagedOperands& it, u32 warp) {
   it.first = it.at = shared() + warp / 4 * STAGED * STAGED_BYTES;
 }
-// Where they are in registers there is nothing to begin with.
+// In front of a turn: the warpgroup's warps have stored its operands, and the next has the room behind them.
+__device__ __forceinline__ void go_on(const StagedOperands& now, StagedOperands& next, u32 warp) {
+  next = now.next();
+  meet_group(3 + warp / 4);
+}
+// Where they are in registers there is nothing to do.
 __device__ __forceinline__ void begin(u32 (&)[OPERANDS], u32) {}
+__device__ __forceinline__ void go_on(const u32 (&)[OPERANDS], u32 (&)[OPERANDS], u32) {}
 
 template <bool Staged> struct OperandsOf {
   typedef u32 Type[OPERANDS];

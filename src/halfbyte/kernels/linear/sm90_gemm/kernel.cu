@@ -129,7 +129,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   float total[SUMS];
   // A operands of two turns: one is multiplied while the next is decoded. With ONE_AT_ONCE there are those of one, and
   // the other warpgroup multiplies meanwhile.
-  OperandsOf<Config::staged>::Type even, odd;
+  using Operands = OperandsOf<Config::staged>::Type;
+  Operands even, odd;
   begin(even, warp);
   u32 used[TURN_STEPS] = {};  // barriers of the stages of x that are multiplied; 0: none
   bool fresh = true;          // the tile's sums are zero
@@ -144,8 +145,8 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
     const u32 stage = shared() + W_AT + w.at * W_BYTES, scales = shared() + SCALE + w.at * SCALE_BYTES;
     const u32 empty = shared() + W_EMPTY + 8 * w.at;
     w.next(Config::w_stages);
-    auto turn = [&](const auto& now, auto& next, int number) __attribute__((always_inline)) {
-      if constexpr (Config::staged) next = now.next(), meet_group(3 + warp / 4);
+    auto turn = [&](const Operands& now, Operands& next, int number) __attribute__((always_inline)) {
+      go_on(now, next, warp);
       const bool begins = number % STEP_TURNS == 0, ends = (number + 1) % STEP_TURNS == 0;  // a step
       u32 tiles[TURN_STEPS], empties[TURN_STEPS];
 #pragma unroll
