@@ -13,6 +13,7 @@ from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm.shape import (
     DIRECT,
     W_STAGES,
+    WIDE_TILES_M,
     GemmPlan,
     how_decoded,
     tiles_of,
@@ -53,8 +54,7 @@ def _ways(
 ) -> Iterator[Way]:
     x_tiles, row_tiles, depth = -(-m // tile_m), -(-n // 128), -(-k // UNIT_K)
     chunk = tiles_at_once(x_tiles, k, tile_m, h200.BACK_X_BYTES if back else room_of(in_order))
-    cuts = tile_m <= h200.GEMM_MOST_CUT
-    if cuts:
+    if tile_m <= h200.GEMM_MOST_CUT:
         for of_launch in (chunk,) if back or in_order else {chunk, -(-chunk // 2)}:
             yield Way(min(properties.sms, row_tiles * depth * last_of(x_tiles, of_launch)), of_launch * tile_m)
     if tile_m == h200.GEMM_TWINS_M:
@@ -66,12 +66,13 @@ def _ways(
         at_once = min(at_once, max(1, h200.GEMM_ROOM // (2 * k * tile_m)))
     if at_once:
         yield Way(row_tiles * at_once, at_once * tile_m)
-    if chunk < x_tiles or not cuts:
+    if chunk < x_tiles:
         return
     cluster, tiles, rows = h200.GEMM_CLUSTER, row_tiles * x_tiles, x_tiles * tile_m
     for shares in range(1, min(properties.clusters(cluster) // tiles, depth // cluster) + 1):
         yield Way(tiles * shares, rows, cluster=cluster)  # every CTA has a unit
-    for shares in range(3, min(properties.sms // tiles, depth, MOST_SHARES) + 1):
+    # Of two a cluster is faster, which wide tiles leave no room for.
+    for shares in range(2 if tile_m in WIDE_TILES_M else 3, min(properties.sms // tiles, depth, MOST_SHARES) + 1):
         if -(-depth // shares) < -(-depth // (shares - 1)):
             yield Way(tiles * shares, rows, shares=shares)
 

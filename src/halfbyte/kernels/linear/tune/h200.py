@@ -277,7 +277,8 @@ GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 3.864, 4.347, 1.085
 GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.323, 2.256, 1.118, 4.667
 # Of twins: µs of being two, and the same factor; the rows of x of their tiles, and bytes of x a launch, as below.
 GEMM_TWINS_START, GEMM_TWINS_APART, GEMM_TWINS_M, GEMM_TWINS_X_BYTES = 1.672, 1.127, 256, 1 << 25
-# The most rows of x of a tile that CTAs share: adding up parts of wider ones costs what these save.
+# The most rows of x of a tile that is cut wherever a CTA's run ends: adding up parts of wider ones costs what these
+# save. Equal shares of them pay.
 GEMM_MOST_CUT = 320
 # Between how many µs the GPU comes to its limit of power, and how much longer all takes beyond.
 GEMM_LASTING = (1200.0, 1400.0), 0.1
