@@ -65,16 +65,31 @@ def test_operands_are_what_dequantize_gives(format: str, options: dict[str, int]
 
 
 @sixteen_bits
-@WAYS
+@pytest.mark.parametrize("shares", [1, 2, 4])
 @pytest.mark.parametrize("tile_m", BACK_TILES_M)
-def test_staged_operands(tile_m: int, way: Way, dtype: torch.dtype) -> None:
-    """Whether operands go through shared memory or not, they and the order of sums are the same."""
-    for (n, k), (format, options) in (((712, 5376), KINDS[0]), ((333, 1024), ("fp4", {"block_size": 32}))):
+def test_mates(tile_m: int, shares: int, dtype: torch.dtype) -> None:
+    """Those of a pair decode for each other what each would decode by itself: of whole tiles all bits are the same."""
+    room = min(8, (properties_of(0).shared_memory - (1 << 16) - 2048 - 3 * 9216) // (128 * tile_m))
+    for (n, k), (format, options) in (((712, 5376), KINDS[0]), ((1344, 1024), ("fp4", {"block_size": 32}))):
         q = weight(n, k, format, dtype, **options)
-        dy = torch.randn((2 * tile_m + 3, n), device=DEVICE).to(dtype)
-        for workers in (132, 6):
-            chosen = plan(len(dy), n, k, tile_m, workers, way, 1 << 14)
-            assert torch.equal(multiplied(dy, q, chosen), multiplied(dy, q, replace(chosen, staged=True)))
+        exact, dense = hb.dequantize(q, F32).double(), hb.dequantize(q, dtype)
+        for m in (1, 3 * tile_m - 5, 4 * tile_m):
+            dy = torch.randn((m, n), device=DEVICE).to(dtype)
+            tiles = k // 128 * -(-m // (2 * tile_m))
+            if shares > 1 and (n < 256 * shares or 2 * tiles * shares > properties_of(0).sms):
+                continue
+            whole = multiplied(dy, q, plan(m, n, k, tile_m, tiles * 2, Way(), 1 << 14))
+            right = dy.double() @ exact
+            for workers in {tiles, min(tiles, 5), 2 * tiles} if shares == 1 else {tiles * shares}:
+                made = GemmPlan(
+                    tile_m, 2, 3, room, workers, 1, -(-m // (2 * tile_m)) * 2 * tile_m,
+                    back=True, mates=2, shares=shares,
+                )  # fmt: skip
+                found = multiplied(dy, q, made)
+                assert torch.equal(found, multiplied(dy, q, made))
+                if workers == tiles:
+                    assert torch.equal(found, whole), (n, m)
+                assert error(found, right) <= NOISE * error(dy @ dense, right), (n, m, workers)
 
 
 @WAYS

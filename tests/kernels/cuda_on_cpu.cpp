@@ -104,7 +104,7 @@ static struct {
 } own_cluster;
 static std::vector<Range> readable;
 static std::vector<std::vector<Thread*>> later;  // threads of CTAs that have not begun
-static unsigned wrong, shared_bytes, chance, alive, in_vain;
+static unsigned wrong, shared_bytes, chance, alive, in_vain, together;
 static bool at_once, hurries;  // hurries: a warp that has met goes on before all others, and is far ahead of some
 static void (*running)(const void*);
 static const void* told;
@@ -368,6 +368,10 @@ unsigned address_of(const void* place) {
   const size_t inside = static_cast<const unsigned char*>(place) - own->memory;
   return unsigned(inside) + BASE | unsigned(own - cluster.data()) << 24;
 }
+unsigned address_of_rank(unsigned address, unsigned rank) {
+  const unsigned own = unsigned(ready.front()->cta - cluster.data());
+  return address & 0xffffff | (rank * together + own % together) << 24;
+}
 unsigned char* place_of(unsigned address, size_t bytes) {
   static std::vector<unsigned char> nowhere;
   const unsigned number = address >> 24, inside = (address & 0xffffff) - BASE;
@@ -496,7 +500,7 @@ unsigned launch(void (*kernel)(const void*), const void* arguments, size_t bytes
   running = kernel, told = place;
   readable.assign(ranges, ranges + count);
   wrong = 0, shared_bytes = shape.shared_bytes, alive = 0;
-  gridDim = shape.grid;
+  gridDim = shape.grid, together = shape.together;
   const unsigned threads = shape.threads, along_y = gridDim.y / shape.cluster,
                  at_a_time = shape.cluster * shape.together;
   const unsigned along_x = gridDim.x / shape.together;

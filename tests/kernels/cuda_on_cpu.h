@@ -48,6 +48,7 @@ extern unsigned char* memory;  // dynamic shared memory
 // An address in shared memory: of the cluster's CTA whose number is in the top byte. Dynamic shared memory begins at
 // 1024 on a Hopper.
 unsigned address_of(const void* place);
+unsigned address_of_rank(unsigned address, unsigned rank);  // the same place in another CTA of the cluster
 unsigned char* place_of(unsigned address, size_t bytes);  // counts it if a CTA does not have that
 inline size_t __cvta_generic_to_shared(const void* place) { return address_of(place); }
 template <class T> T loaded(unsigned address) {

@@ -92,13 +92,12 @@ FUNCTIONS = {
     " return wanted ? check_is_global(from), *from : 0; }",
     "exponential": "float exponential(float t) { return expf(t); }",
     "reciprocal": "float reciprocal(float value) { return 1 / value; }",
-    "address_in": "u32 address_in(u32 at, u32 rank) { return at & 0xffffff | rank << 24; }",
+    "address_in": "u32 address_in(u32 at, u32 rank) { return address_of_rank(at, rank); }",
     "shared": "u32 shared() { return u32(__cvta_generic_to_shared(memory)); }",
     "arrive_cluster": "",
     "wait_for_cluster": "",
     "sync_cluster": "void sync_cluster() { arrive_cluster(), wait_for_cluster(); }",
     "meet": "",
-    "meet_group": "void meet_group(u32 number) { meet(number, 128); }",
     "count(int": "u32 count(int* counter) { return (*counter)++; }",
     "multiply_add": "template <int Sums> void multiply_add(float (&sum)[Sums], u32 a0, u32 a1, u32 a2, u32 a3,"
     " u64 x_at, int adds) { multiply_group(sum, Sums, {a0, a1, a2, a3}, x_at, adds, FP16); }",
@@ -114,6 +113,7 @@ FUNCTIONS = {
     "send_sum": "void send_sum(u32 to, float sum, u32 barrier) { send(to, &sum, 4, barrier); }",
     "send_pair": "void send_pair(u32 to, float2 pair, u32 barrier) { send(to, &pair, 8, barrier); }",
     "send_sums": "void send_sums(u32 to, float4 sums, u32 barrier) { send(to, &sums, 16, barrier); }",
+    "send_words": "void send_words(u32 to, uint4 words, u32 barrier) { send(to, &words, 16, barrier); }",
     "copy": "void copy(u32 to, const void* from, u32 bytes, u32 barrier) { copy_bulk(to, from, bytes, barrier); }",
     "copy_as": "void copy_as(u64, u32 to, const void* from, u32 bytes, u32 barrier) {"
     " copy_bulk(to, from, bytes, barrier); }",

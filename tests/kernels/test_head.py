@@ -58,7 +58,8 @@ def test_compiles_into_registers(capability: int, k: int, rows: int, tmp_path: P
     path = tmp_path / "head.cubin"
     path.write_bytes(compile_cubin(made.source, made.capability, dict(made.constants)))
     used = usage(path, "head")
-    assert used["STACK"] <= 8 and used["LOCAL"] == 0, used  # NVRTC 13.0 keeps two words of k = 2048 there, 13.5 none
+    assert used["LOCAL"] == 0, used
+    assert used["STACK"] <= 8, used  # NVRTC 13.0 keeps two words of k = 2048 there, 13.5 none
     assert used["REG"] * launch.threads(shape) <= launch.REGISTERS
     assert shape.shared_bytes <= gpu.shared_memory
 

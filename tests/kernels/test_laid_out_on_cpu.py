@@ -121,17 +121,15 @@ CASES = {
     ),
     "many rows, a cluster": Case(120, 128, 1024, GemmPlan(128, 2, 3, 4, 1, 4, 128)),
     "back": Case(40, 192, 320, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True)),
-    "back, staged": Case(40, 192, 832, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True, staged=True)),
-    "back, staged, odd, short blocks": Case(
-        130, 77, 608, GemmPlan(160, 2, 2, 4, 2, 1, 160, back=True, staged=True), F16, "fp4", SHORT_BLOCKS
+    "back, mates": Case(190, 192, 832, GemmPlan(64, 2, 3, 4, 2, 1, 256, back=True, mates=2)),
+    "back, mates, one without rows": Case(
+        70, 144, 608, GemmPlan(96, 2, 2, 4, 3, 1, 192, back=True, mates=2), F16, "fp4", SHORT_BLOCKS
     ),
-    "back, staged, a cluster": Case(
-        120, 640, 192, GemmPlan(128, 2, 2, 4, 2, 2, 128, back=True, staged=True), BF16, "fp4"
+    "back, mates, in chunks": Case(300, 512, 256, GemmPlan(64, 2, 2, 4, 2, 1, 128, back=True, mates=2), BF16, "fp4"),
+    "back, mates, equal parts": Case(
+        250, 1024, 256, GemmPlan(128, 2, 2, 4, 6, 1, 256, back=True, mates=2, shares=3), F16
     ),
-    "back, staged, twins": Case(250, 700, 256, GemmPlan(256, 2, 2, 3, 2, 1, 256, back=True, staged=True, twins=2), F16),
-    "back, staged, equal parts": Case(
-        100, 1024, 256, GemmPlan(128, 2, 2, 4, 6, 1, 128, back=True, staged=True, shares=3), F16
-    ),
+    "back, mates, widest": Case(500, 320, 192, GemmPlan(256, 2, 3, 4, 2, 1, 512, back=True, mates=2), F16),
     "back, twins": Case(
         40, 192, 672, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True, twins=2), BF16, "int4", {"group_size": 32}
     ),
@@ -443,8 +441,6 @@ def test_experts(hopper: Driver, case: Stack) -> None:
 
 BACK_STACKS = {
     "looked up": (GemmPlan(32, 2, 3, 4, 5, 1, 0, back=True), "nf4", {"nested": True}),
-    "staged": (GemmPlan(96, 2, 2, 4, 5, 1, 0, back=True, staged=True), "nf4", {"nested": True}),
-    "staged, short blocks": (GemmPlan(64, 2, 2, 4, 3, 1, 0, back=True, staged=True), "fp4", {"block_size": 32}),
     "computed": (GemmPlan(96, 2, 2, 4, 4, 1, 0, back=True), "mxfp4", {}),
 }
 

@@ -21,7 +21,7 @@ from halfbyte.kernels.linear.kernel import FusedProduct, GroupProduct, Product
 from halfbyte.kernels.linear.problem import ALIGNMENT, Addresses, Problem
 from halfbyte.kernels.linear.tune import h200
 
-UNIT_K = 256  # of K, a unit of work
+UNIT_K, STEP_K = 256, 64  # of K, a unit of work, and what sm90_gemm takes of x at a time
 MOST_BOX = 256  # rows that a tensor copy brings
 MOST_SHARES = 16  # equal ones, of a tile: a thread has what they leave in registers
 NORM_PARTS = 4  # CTAs that lay a row out, normed, as device/lay_out.cuh has it
@@ -67,7 +67,8 @@ def supports(problem: Problem) -> bool:
 class LaidOutPlan(Protocol):
     """tile_m, rows: rows of x and of W in a tile. sums: that a CTA has of one. paired: tiles have as many rows of
     another weight. norm: x is normed as it is laid out. ctas: in all. workers: that share the work, CTAs, clusters
-    or twins. cluster: CTAs of one, or 1. twins: CTAs that have neighbouring tiles of W and copy x to each other, or 1.
+    twins or mates. cluster: CTAs of one, or 1. twins: CTAs that have neighbouring tiles of W and copy x to each other,
+    or 1. mates: CTAs that have neighbouring tiles of x and decode W for each other, or 1.
     resident: units of x that a CTA lays out itself, or 0. threads: of a CTA. back: the
     product is with W transposed. in_order: x keeps the order of K, as it does on the way back. lays_units: a thread
     that lays x out takes a unit of a row at a time."""
@@ -90,6 +91,8 @@ class LaidOutPlan(Protocol):
     def cluster(self) -> int: ...
     @property
     def twins(self) -> int: ...
+    @property
+    def mates(self) -> int: ...
     def row_tiles(self, n: int) -> int: ...
     @property
     def resident(self) -> int: ...
@@ -107,12 +110,13 @@ class LaidOutPlan(Protocol):
 class WarpgroupTiles:
     """What plans say of tiles by which warpgroups multiply, each 64 rows of W, beside one that brings all. tile_m: rows
     of x. paired: half of a tile's rows are another weight's. twins: CTAs that have neighbouring tiles of W, and
-    the same rows of x, or 1."""
+    the same rows of x, or 1. mates: the other way round."""
 
     tile_m: int
     warpgroups: int
     paired: bool
     twins: int
+    mates: int
 
     def row_tiles(self, n: int) -> int:
         """Tiles of n rows of W, those of twins as one."""
@@ -133,9 +137,14 @@ class WarpgroupTiles:
         """Of a CTA."""
         return 128 * (self.warpgroups + 1)
 
+    @property
+    def x_rows(self) -> int:
+        """Rows of x in a tile, those of mates as one."""
+        return self.tile_m * self.mates
+
     def x_tiles(self, m: int) -> int:
-        """Tiles of x [m, K]."""
-        return -(-m // self.tile_m)
+        """Such tiles of x [m, K]."""
+        return -(-m // self.x_rows)
 
 
 class GroupedPlan(LaidOutPlan, Protocol):
@@ -339,7 +348,7 @@ def fixed_arguments(
     row_tiles, x_tiles, units = plan.row_tiles(n), plan.x_tiles(m), -(-k // UNIT_K)
     fixes_up = plan.workers != row_tiles * x_tiles * (plan.cluster if plan.resident else 1)
     packed, *scales = weight
-    box = (plan.rows // 2, UNIT_K) if plan.back else (UNIT_K // 2, plan.rows)
+    box = (plan.rows // 2, UNIT_K if plan.mates == 1 else STEP_K) if plan.back else (UNIT_K // 2, plan.rows)
     weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), box)
     unit, codebook = kernel.codebook(o)
     sizes, factors = (
@@ -357,7 +366,7 @@ def make_launches(
 ) -> tuple[Launch, Launch]:
     """What lays x out, and the product. x_units: tiles of x, and units of each. ctas: of all weights, where there are
     several."""
-    shared, cluster = int(dict(compiled.constants)["shared_bytes"]), plan.cluster * plan.twins
+    shared, cluster = int(dict(compiled.constants)["shared_bytes"]), plan.cluster * plan.twins * plan.mates
     workers = (ctas or plan.ctas) // cluster
     sums = 4 * 4 * plan.norm  # of squares, by warps
     lay_out, multiply = kernels(index, compiled, (("lay_out", sums), ("multiply", shared)), carveout=100)

@@ -67,7 +67,7 @@ static_assert(Config::next_tile_m == 0 || Config::paired, "what a pair gives is 
 
 // Of x: the j-th of `member`'s two rows of group i of a tile.
 __device__ __forceinline__ u32 row_of_x(const WorkUnit& at, u32 i, u32 member, u32 j) {
-  return at.column_tile * Config::tile_m + 8 * i + 2 * member + j;
+  return own_column_tile(at) * Config::tile_m + 8 * i + 2 * member + j;
 }
 
 __device__ __forceinline__ float combined(const Arguments& a, float value, u32 other) {

@@ -113,6 +113,11 @@ __device__ __forceinline__ void send_sums(u32 to, float4 sums, u32 barrier) {
                "f"(sums.x), "f"(sums.y), "f"(sums.z), "f"(sums.w), "r"(barrier)
                : "memory");
 }
+__device__ __forceinline__ void send_words(u32 to, uint4 words, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+               "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(barrier)
+               : "memory");
+}
 
 struct Ring {  // a position in a ring of `size` buffers, and the parity of its barriers there
   u32 at = 0, parity;

@@ -73,8 +73,6 @@ __device__ __forceinline__ void store_sums(u32 address, float4 value) {
 template <u32 Number, u32 Threads> __device__ __forceinline__ void meet() {
   asm volatile("bar.sync %0, %1;" ::"n"(Number), "n"(Threads) : "memory");
 }
-// The same of a warpgroup, by a number that only the device knows.
-__device__ __forceinline__ void meet_group(u32 number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
 // What was written to shared memory becomes visible to wgmma and to copies.
 __device__ __forceinline__ void publish_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -54,3 +54,8 @@ template <> struct UnitOf<true> {
   typedef GroupedUnit Unit;
 };
 typedef UnitOf<Config::grouped>::Unit WorkUnit;
+
+// Of tiles of x, the CTA's. Mates have neighbouring ones, which count as one.
+template <class Unit> __device__ __forceinline__ u32 own_column_tile(const Unit& at) {
+  return Config::mates > 1 ? at.column_tile * Config::mates + blockIdx.y : at.column_tile;
+}

@@ -13,9 +13,9 @@
 #include "partials.cuh"
 #include "scheduler.cuh"
 
-// Of a launch's clusters: CTAs that share a run, or twins, which have the same run with other rows of W.
-constexpr u32 CLUSTER_CTAS = Config::cluster * Config::twins;
-static_assert(Config::cluster == 1 || Config::twins == 1, "either");
+// Of a launch's clusters: CTAs that share a run, or twins or mates, which have the same run with other rows of W or x.
+constexpr u32 CLUSTER_CTAS = Config::cluster * Config::twins * Config::mates;
+static_assert((Config::cluster > 1) + (Config::twins > 1) + (Config::mates > 1) <= 1, "either");
 // Of the CTA in its cluster.
 __device__ __forceinline__ u32 own_rank() { return CLUSTER_CTAS > 1 ? blockIdx.y : 0; }
 // Of column groups: which the CTA adds up and stores.
@@ -49,9 +49,10 @@ __device__ __forceinline__ void share_out(float (&total)[Sums], const Arguments&
   constexpr u32 ROOM = GROUPS <= 8 ? 16 : 8;                                      // groups that registers are left for
   constexpr u32 CHUNK = OWN < ROOM ? OWN : ROOM;                                  // own groups that are loaded at once,
   constexpr u32 AT_ONCE = ROOM / CHUNK < Shares - 1 ? ROOM / CHUNK : Shares - 1;  // of so many others
-  const u32 rank = cta % Shares, columns = a.m - unit.column_tile * (8 * GROUPS);
+  const u32 rank = cta % Shares, columns = a.m - own_column_tile(unit) * (8 * GROUPS);
   const auto place_of = [&](u32 part, u32 i) {
-    return a.workspace + (u64(cta - rank + part) * Warps + warp) * (GROUPS * 32) + 32 * i + lane;
+    const u64 number = u64(cta - rank + part) * CLUSTER_CTAS + own_rank();
+    return a.workspace + (number * Warps + warp) * (GROUPS * 32) + 32 * i + lane;
   };
 #pragma unroll
   for (u32 i = 0; i < GROUPS; i++)
@@ -93,7 +94,7 @@ __device__ __forceinline__ void share_out(float (&total)[Sums], const Arguments&
 // tile's first CTA comes to it last of all, waits for the partial sums of the others and adds them up in the order of
 // K. True for that one. `a` has the schedule and the workspace; an argument of its own for either costs registers.
 // Where the schedule deals out work to clusters, `cta` is the cluster, and CTAs of one rank add up those column groups
-// that are their own. Of twins `cta` is the number that both have.
+// that are their own. Of twins and mates `cta` is the number that both have.
 //
 // Where there are more than Direct, every third, fourth or so adds up those that follow it before it stores its own: it
 // ends with this tile as well, unless nobody follows. All wait for CTAs of higher numbers only. Direct decides in which

@@ -25,7 +25,7 @@ __device__ __forceinline__ u32 row_of(const Arguments& a, const GroupedUnit& at,
   return begin + (HALVES ? n % 2 * (a.n / 2) + result : 2 * result + n % 2);
 }
 // Of a tile, the first row of x.
-__device__ __forceinline__ u32 first_x_row(const StreamUnit& at) { return at.column_tile * Config::tile_m; }
+__device__ __forceinline__ u32 first_x_row(const StreamUnit& at) { return own_column_tile(at) * Config::tile_m; }
 __device__ __forceinline__ u32 first_x_row(const GroupedUnit& at) { return at.tile.first; }
 // The row of W that row n of tiles is.
 template <class Schedule> __device__ __forceinline__ u32 row_of(const Schedule&, const StreamUnit&, u32 n) { return n; }

@@ -80,8 +80,8 @@ def constants(problem: Problem, plan: Sm80Plan) -> dict[str, Constant]:
         "mma_k": 16, "row_groups": plan.row_groups, "columns": plan.columns, "n_warps": plan.n_warps,
         "k_warps": plan.k_warps,
         "tile_k": plan.tile_k, "span": plan.span, "stages": plan.stages, "resident_ctas": plan.resident_ctas,
-        "direct": plan.direct, "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "twins": 1, "grouped": False,
-        "activation": "Activation::none",
+        "direct": plan.direct, "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "twins": 1, "mates": 1,
+        "grouped": False, "activation": "Activation::none",
     }  # fmt: skip
 
 

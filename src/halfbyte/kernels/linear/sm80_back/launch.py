@@ -84,7 +84,7 @@ def constants(problem: Problem, plan: BackPlan) -> dict[str, Constant]:
         "x": TYPES[problem.dtype], "scale": "Type::e8m0" if problem.has_exponents else TYPES[problem.scale],
         "low_first": problem.low_first, "flushes": FORMATS[problem.format].flushes, "mma_k": 16,
         "columns": plan.columns, "stages": plan.stages, "resident_ctas": plan.resident_ctas, "direct": plan.direct,
-        "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "twins": 1, "grouped": False,
+        "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "twins": 1, "mates": 1, "grouped": False,
         "activation": "Activation::none",
     }  # fmt: skip
 

@@ -145,8 +145,8 @@ def constants(problem: Problem, plan: ManyPlan) -> dict[str, Constant]:
         "low_first": problem.low_first, "flushes": FORMATS[problem.format].flushes, "mma_k": 16,
         "arithmetic": is_arithmetic(problem), "back": plan.back, "w_warps": plan.w_warps, "m_warps": plan.m_warps,
         "columns": plan.columns, "stages": plan.stages, "resident_ctas": plan.resident_ctas, "direct": plan.direct,
-        "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "twins": 1, "grouped": plan.grouped_tiles > 0,
-        "activation": "Activation::none", "wide": False, "scatters": False,
+        "shared_bytes": plan.shared_bytes(problem), "cluster": 1, "twins": 1, "mates": 1,
+        "grouped": plan.grouped_tiles > 0, "activation": "Activation::none", "wide": False, "scatters": False,
     }  # fmt: skip
 
 

@@ -73,10 +73,10 @@ class BackDecoder {
   }
 };
 
-// Where the scale of a row of a unit is among those of its column block: of 32 rows, a lane's eight side by side. With
-// `staged` a thread has one row.
+// Where the scale of a row of a unit is among those of its column block: of 32 rows, a lane's eight side by side. A
+// thread of mates has one row.
 __device__ __forceinline__ u32 scale_place(u32 row) {
-  if constexpr (Config::staged) return row;
+  if constexpr (Config::mates > 1) return row;
   return row / 32 * 32 + row % 8 / 2 * 8 + row % 32 / 8 * 2 + row % 2;
 }
 

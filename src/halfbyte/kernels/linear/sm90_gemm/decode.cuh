@@ -1,6 +1,6 @@
 // From a lane's words of W and their scales to the MMA's A operands.
 
-#include "back_staged.cuh"
+#include "back.cuh"
 #include "device/permuted_table.cuh"
 #include "device/row_place.cuh"
 
@@ -89,12 +89,9 @@ class Decoder {
   SpanOfRow<true> lower;
 };
 
-template <bool Back, bool Staged> struct DecoderOf {
+template <bool Back> struct DecoderOf {
   typedef Decoder Type;
 };
-template <> struct DecoderOf<true, false> {
+template <> struct DecoderOf<true> {
   typedef BackDecoder Type;
-};
-template <> struct DecoderOf<true, true> {
-  typedef StagedDecoder Type;
 };

@@ -107,16 +107,21 @@ __device__ __forceinline__ void fetch_scales(const Arguments& a, const Arguments
   clearing.finish(a);
 }
 
+// Of 64 rows of W, number i of a stage, the first one in its unit: mates have every other.
+__device__ __forceinline__ u32 first_of_turn(u32 i) {
+  static_assert(SCALE_THREADS == 64 && (Config::mates == 1 || TURN_K == 64), "rows of a turn");
+  return (i * Config::mates + (Config::mates > 1 ? own_rank() : 0)) * 64;
+}
 // The same on the way back: every row of W of a unit has scales for the CTA's columns.
 __device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 first, u32 last, u32 thread) {
-  constexpr int ROWS = UNIT_K / SCALE_THREADS;                  // a thread
+  constexpr int ROWS = STAGE_ROWS / SCALE_THREADS;              // a thread
   constexpr bool AHEAD = SPANS_OF_ROW * (NESTED ? 2 : 1) <= 4;  // there are registers for the next unit's
   WorkUnit at(a, first);
   ColumnScales now[ROWS], then[ROWS];  // of this unit and of the next
   const auto load = [&](ColumnScales(&to)[ROWS]) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
-      to[i].load(a, first_of(a, at), at.depth * UNIT_K + thread + SCALE_THREADS * i, first_row(at));
+      to[i].load(a, first_of(a, at), at.depth * UNIT_K + first_of_turn(i) + thread, first_row(at));
   };
   load(now);
   const float offset = prepare_code(a, a, thread);
@@ -133,8 +138,8 @@ __device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 firs
 #pragma unroll
       for (int s = 0; s < SPANS_OF_ROW; s++) {
         const float scale = decoded(now[i].bits[s], now[i].absmax[NESTED ? s : 0], shared() + CODE, offset);
-        if constexpr (COMPUTES) store_short(to + s * UNIT_K * SCALE_ITEM, __float_as_uint(scale));
-        else store_float(to + s * UNIT_K * SCALE_ITEM, scale);
+        if constexpr (COMPUTES) store_short(to + s * STAGE_ROWS * SCALE_ITEM, __float_as_uint(scale));
+        else store_float(to + s * STAGE_ROWS * SCALE_ITEM, scale);
       }
     }
     arrive(shared() + W_FULL + 8 * ring.at);
@@ -155,6 +160,11 @@ __device__ __forceinline__ void fetch_w(const Arguments& a, const Arguments& up,
     wait(shared() + W_EMPTY + 8 * ring.at, ring.parity);
     expect(full, W_BYTES);
     const u32 to = shared() + W_AT + ring.at * W_BYTES, byte = at.depth * (UNIT_K / 2);
+    if constexpr (Config::mates > 1) {
+      for (u32 i = 0; i < STAGE_ROWS / TURN_K; i++)
+        copy_box(to + i * TURN_K * ROW_BYTES, map_of(a), first_row(at) / 2, at.depth * UNIT_K + first_of_turn(i), full);
+      continue;
+    }
     copy_w(to, map_of(a), byte, at, full);
     if constexpr (Config::paired) copy_w(to + W_BYTES / 2, map_of(up), byte, at, full);
   }
@@ -208,10 +218,14 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u
       init(shared() + X_FULL + 8 * stage, 1);
       init(shared() + X_EMPTY + 8 * stage, WARPS * Config::twins);
     }
+    for (u32 buffer = 0; Config::mates > 1 && buffer < Config::warpgroups * TURNS; buffer++) {
+      init(shared() + OPERANDS_FULL + 8 * buffer, 4);  // the warps of a warpgroup, and those of the mate's
+      init(shared() + OPERANDS_EMPTY + 8 * buffer, 4 * Config::mates);
+    }
     publish_barriers();
   }
   __syncwarp();
-  if constexpr (Config::twins > 1) arrive_cluster();
+  if constexpr (IN_PAIRS) arrive_cluster();
   sync_all();
   // The kernel before may be the one that writes W; not so that of experts, which is another product of theirs.
   if constexpr (Config::copies_x && !Config::grouped) wait_for_prior_kernel();

@@ -20,14 +20,14 @@
 // CTAs share its run and add up among themselves first (device/split_k.cuh).
 //
 // Twins. Two CTAs of a cluster may have the same run, of neighbouring tiles of W. Each copies half of a step's x to
-// both, so L2 gives it out half as often.
+// both, so L2 gives it out half as often. Mates have the same run, of neighbouring tiles of x, and decode for each
+// other (mates.cuh).
 //
 // Experts. With `grouped` x are rows of tokens, gathered by expert, and a tile has pairs of a token and one expert.
 // What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
 // up only activation(gate) * up is stored.
 //
-// The way back. With `back` the same loop multiplies with W transposed (back.cuh), be it one weight or experts. With
-// `staged` it is wgmma that transposes, and operands are in shared memory (back_staged.cuh).
+// The way back. With `back` the same loop multiplies with W transposed (back.cuh), be it one weight or experts.
 //
 // Needs sm_90a, K % span == 0, packed aligned to 16 bytes, and units times CTAs below 2^32.
 //
@@ -35,10 +35,10 @@
 //   tile_m, warpgroups, cluster              rows of x a tile, warpgroups that multiply, CTAs that share a run
 //   shares                                   CTAs that have equal parts of each tile, and end with it together; 1: any
 //   twins                                    2: CTAs go in pairs, with tiles of the same rows of x; 1: each by itself
+//   mates                                    2: they go in pairs with the same tile of W; of `back`, what is looked up
 //   w_stages, x_stages                       units of W and steps of x on their way
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
 //   numbers                                  how nibbles become numbers
-//   staged                                   of `back`: operands go through shared memory
 //   permutes                                 odd rows of W are looked up in registers
 //   lane_spans                               in every unit each lane of a quad has a span of its own
 //   in_order                                 x keeps the order of K
@@ -63,6 +63,10 @@
 #include "device/lay_out.cuh"
 #include "device/pairs.cuh"
 
+// Operands that wgmma finds in shared memory, and transposes.
+struct SharedOperands {
+  u32 at;
+};
 // Operands of 16 of K of a turn, number i, by columns of x.
 template <int Sums>
 __device__ __forceinline__ void multiply_16(float (&sums)[Sums], const u32 (&now)[OPERANDS], int i, u64 x_at,
@@ -70,7 +74,7 @@ __device__ __forceinline__ void multiply_16(float (&sums)[Sums], const u32 (&now
   multiply_add(sums, now[4 * i], now[4 * i + 1], now[4 * i + 2], now[4 * i + 3], x_at, adds);
 }
 template <int Sums>
-__device__ __forceinline__ void multiply_16(float (&sums)[Sums], const StagedOperands& now, int i, u64 x_at,
+__device__ __forceinline__ void multiply_16(float (&sums)[Sums], const SharedOperands& now, int i, u64 x_at,
                                             bool adds) {
   multiply_add_at(sums, descriptor(lower_half(now.at) + i * (16 * 128 / 16)), x_at, adds);  // 16 rows of 128 bytes
 }
@@ -108,10 +112,34 @@ __device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const Ope
   multiply_turn(reinterpret_cast<float (&)[sums_of(columns_of(Quarters))]>(total), now, tiles, adds);
 }
 
+#include "mates.cuh"  // below multiply_columns, which it calls
+
+// All that the CTA has is a part of one tile; so nothing needs to be kept for another.
+constexpr bool HAS_ONE_TILE = Config::cluster > 1 || Config::shares > 1;
+// Adds up the sums of a tile, or the CTA's part of it, with those of others, and stores what is complete. own_row: the
+// lane's first row of W in the tile.
+__device__ __forceinline__ void end_tile(float (&total)[SUMS], const Arguments& a, const Arguments& up, Destination& to,
+                                         const WorkUnit& at, u32 own_row, u32 warp, u32 lane) {
+  const u32 row = first_row(at) + own_row, member = lane % 4;
+  // In a cluster, and with equal shares, each CTA adds up and stores its own groups of eight rows of x.
+  if constexpr (Config::cluster > 1)
+    cluster_reduce<WARPS>(total, a, at, shared() + W_AT, shared() + SUMS_FULL, warp, lane);
+  if constexpr (Config::shares > 1) share_out<Config::shares, WARPS>(total, a, at, own_number(a), warp, lane);
+  const auto owns = [&](u32 i) {
+    return Config::shares > 1 ? i % Config::shares == own_number(a) % Config::shares : is_own(i);
+  };
+  if constexpr (Config::grouped) {
+    if constexpr (!Arguments::ASKS_AHEAD) to.find(a, at, row);
+    store_pairs(a, total, to, at, row, member);
+  } else if (Config::shares > 1 || fix_up<Config::direct, WARPS>(total, a, at, own_number(a), warp, lane)) {
+    if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
+    else store_tile(a, total, load_others(a, at, row, member, owns), at, row, member, owns);
+  }
+}
+
 __device__ __forceinline__ void multiply_units(const Arguments& a, const Arguments& up, const float (&codebook)[16],
                                                u32 first, u32 last, u32 warp, u32 lane) {
-  const u32 member = lane % 4;
-  DecoderOf<Config::back, Config::staged>::Type decoder(warp, lane);
+  DecoderOf<Config::back>::Type decoder(warp, lane);
   const auto release = [&](u32 barrier) {
     __syncwarp();
     if (lane == 0) arrive(barrier);
@@ -129,9 +157,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
   float total[SUMS];
   // A operands of two turns: one is multiplied while the next is decoded. With ONE_AT_ONCE there are those of one, and
   // the other warpgroup multiplies meanwhile.
-  using Operands = OperandsOf<Config::staged>::Type;
-  Operands even, odd;
-  begin(even, warp);
+  u32 even[OPERANDS], odd[OPERANDS];
   u32 used[TURN_STEPS] = {};  // barriers of the stages of x that are multiplied; 0: none
   bool fresh = true;          // the tile's sums are zero
   wait(shared() + W_FULL, 0);
@@ -145,8 +171,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
     const u32 stage = shared() + W_AT + w.at * W_BYTES, scales = shared() + SCALE + w.at * SCALE_BYTES;
     const u32 empty = shared() + W_EMPTY + 8 * w.at;
     w.next(Config::w_stages);
-    auto turn = [&](const Operands& now, Operands& next, int number) __attribute__((always_inline)) {
-      go_on(now, next, warp);
+    auto turn = [&](const u32(&now)[OPERANDS], u32(&next)[OPERANDS], int number) __attribute__((always_inline)) {
       const bool begins = number % STEP_TURNS == 0, ends = (number + 1) % STEP_TURNS == 0;  // a step
       u32 tiles[TURN_STEPS], empties[TURN_STEPS];
 #pragma unroll
@@ -195,23 +220,30 @@ __device__ __forceinline__ void multiply_units(const Arguments& a, const Argumen
         if constexpr (!ONE_AT_ONCE) release_x(stage);
         stage = 0;
       }
-      // In a cluster, and with equal shares, each CTA adds up and stores its own groups of eight rows of x.
-      if constexpr (Config::cluster > 1)
-        cluster_reduce<WARPS>(total, a, at, shared() + W_AT, shared() + SUMS_FULL, warp, lane);
-      if constexpr (Config::shares > 1) share_out<Config::shares, WARPS>(total, a, at, own_number(a), warp, lane);
-      const u32 row = first_row(at) + decoder.row();
-      const auto owns = [&](u32 i) {
-        return Config::shares > 1 ? i % Config::shares == own_number(a) % Config::shares : is_own(i);
-      };
-      if constexpr (Config::grouped) {
-        if constexpr (!Arguments::ASKS_AHEAD) to.find(a, at, row);
-        store_pairs(a, total, to, at, row, member);
-      } else if (Config::shares > 1 || fix_up<Config::direct, WARPS>(total, a, at, own_number(a), warp, lane)) {
-        if constexpr (Config::paired) store_gated(a, up, total, at, row, member, owns);
-        else store_tile(a, total, load_others(a, at, row, member, owns), at, row, member, owns);
-      }
-      // All that the CTA has is a part of one tile; so nothing needs to be kept for another.
-      if constexpr (Config::cluster > 1 || Config::shares > 1) return;
+      end_tile(total, a, up, to, at, decoder.row(), warp, lane);
+      if constexpr (HAS_ONE_TILE) return;
+      fresh = true;
+    }
+    at.next(a);
+  }
+}
+
+// The same of mates.
+__device__ __forceinline__ void multiply_by_mates(const Arguments& a, const float (&codebook)[16], u32 first, u32 last,
+                                                  u32 warp, u32 lane) {
+  Mates mates(warp, lane);
+  WorkUnit at(a, first);
+  float total[SUMS];
+  bool fresh = true;
+  Destination to;
+  mates.begin(codebook);
+  for (u32 unit = first; unit < last; unit++) {
+    mates.multiply(total, codebook, at, fresh, unit + 1 == last);
+    fresh = false;
+    if (at.depth + 1 == a.depth_units || unit + 1 == last) {
+      mates.finish();
+      end_tile(total, a, a, to, at, mates.row(), warp, lane);
+      if constexpr (HAS_ONE_TILE) return;
       fresh = true;
     }
     at.next(a);
@@ -238,16 +270,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     fetch(a, up, first, last, warp - WARPS, lane);
     __syncwarp();                                       // of some warps one lane came alone
     if constexpr (Config::cluster > 1) meet_cluster();  // as in cluster_reduce
-    if constexpr (Config::twins > 1) meet_cluster();    // none ends before its twin has arrived
+    if constexpr (IN_PAIRS) meet_cluster();             // none ends before the other has arrived
   } else {
     take_registers<Config::consumer_registers>();
-    if constexpr (Config::twins > 1) arrive_cluster();
+    if constexpr (IN_PAIRS) arrive_cluster();
     const auto& codebook = launched.part[0].codebook;  // of all parts, and there at a place that is known
-    if constexpr (!COMPUTES && !Config::staged) make_wide_table<WARPS>(shared(), codebook, warp, lane);
+    if constexpr (!COMPUTES && Config::mates == 1) make_wide_table<WARPS>(shared(), codebook, warp, lane);
     sync_all();
     //: table and barriers are ready
-    multiply_units(a, up, codebook, first, last, warp, lane);
-    if constexpr (Config::twins > 1) meet_cluster();
+    if constexpr (Config::mates > 1) multiply_by_mates(a, codebook, first, last, warp, lane);
+    else multiply_units(a, up, codebook, first, last, warp, lane);
+    if constexpr (IN_PAIRS) meet_cluster();
     //: ends
   }
 }

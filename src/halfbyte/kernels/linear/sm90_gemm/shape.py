@@ -8,6 +8,7 @@ from halfbyte.kernels.common.device import MOST_CLUSTER, DeviceProperties
 from halfbyte.kernels.linear.codebook import Numbers
 from halfbyte.kernels.linear.laid_out import (
     MOST_SHARES,
+    STEP_K,
     UNIT_K,
     WarpgroupTiles,
     can_be_numbered,
@@ -17,7 +18,6 @@ from halfbyte.kernels.linear.laid_out import (
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.tune import h200
 
-STEP_K = 64  # of K, what x comes in
 REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
 WIDE_REGISTERS = (24, 240)  # the same of wide tiles
 SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a producer reads about experts
@@ -28,7 +28,6 @@ TWO_STEPS_M = 192  # up to which they hold those of four steps
 TILES_M = (*USUAL_TILES_M, *WIDE_TILES_M)
 BACK_TILES_M = (32, 64, *USUAL_TILES_M)  # there is no other kernel for few rows
 TABLE_BYTES = 256 * 256
-STAGED = 3  # turns of staged operands
 MOST_STAGES = 8  # that there are barriers for
 DIRECT = 8  # parts of a tile, at most, that its first CTA adds up one by one
 W_STAGES, NARROW_STAGES = 3, 6  # the second where fewer rows of x than linear's leave room
@@ -42,7 +41,7 @@ class GemmPlan(WarpgroupTiles):
     warpgroups: int  # that multiply, 64 rows of W each
     w_stages: int  # units of W on their way
     x_stages: int  # steps of x on their way
-    workers: int  # CTAs that share the work, or clusters, or twins
+    workers: int  # CTAs that share the work, or clusters, twins or mates
     cluster: int  # CTAs that share a part of one tile, and add up among themselves; 1: sums meet in memory
     chunk: int  # rows of x a launch, a multiple of tile_m
     microseconds: float = field(default=0.0, compare=False)
@@ -52,8 +51,8 @@ class GemmPlan(WarpgroupTiles):
     lane_spans: bool = False  # in every unit each lane of a quad has a span of its own
     shares: int = 1  # CTAs of a tile that have equal parts of it, and all add up some; 1: it is one of them that does
     in_order: bool = False  # x keeps the order of K, and is copied as it is
-    staged: bool = False  # on the way back, what is looked up goes through shared memory; wgmma transposes it
     twins: int = 1  # CTAs of a pair, which copy x to each other; 1: each copies its own
+    mates: int = 1  # CTAs of a pair, which decode for each other, on the way back what is looked up; 1: each for itself
 
     activation: str = ""  # what gates, of a pair
     paired: bool = False  # gate and up in one launch, whose tiles have rows of both
@@ -68,13 +67,13 @@ class GemmPlan(WarpgroupTiles):
 
     @property
     def ctas(self) -> int:
-        return self.workers * self.cluster * self.twins
+        return self.workers * self.cluster * self.twins * self.mates
 
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         scale = 2 if self.back and self.computes else 4
-        unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * scale)
-        table = 0 if self.computes else STAGED * 64 * self.warpgroups * STEP_K * 2 if self.staged else TABLE_BYTES
+        unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * scale) // self.mates
+        table = 0 if self.computes else TABLE_BYTES  # operands of mates take as much
         return table + 2048 + 1024 * self.paired + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
 
     @property
@@ -90,7 +89,7 @@ class GemmPlan(WarpgroupTiles):
         """Of K, what is decoded and multiplied at a time, as the next is decoded while one is multiplied: two steps
         where registers hold their operands, and where two steps more of x are on their way. Wide tiles by half steps;
         what is looked up by the order of x takes longer so than a step at a time, the other warpgroup multiplying."""
-        if self.staged:
+        if self.mates > 1:
             return STEP_K
         if self.tile_m in WIDE_TILES_M:
             return STEP_K // 2 if self.computes or not self.in_order else STEP_K
@@ -136,7 +135,7 @@ def x_stages(tile_m: int, problem: Problem) -> int:
 
 def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
     """True if kernel.cu computes the right thing under `plan`, and fits: planner, tuner and tests go by this."""
-    if plan.chunk < 1 or plan.chunk % plan.tile_m:
+    if plan.chunk < 1 or plan.chunk % plan.x_rows:
         return False
     last = (m - 1) % plan.chunk + 1  # rows of the last launch
     row_tiles, depth = plan.row_tiles(n), -(-k // UNIT_K)
@@ -163,8 +162,10 @@ def _fits(plan: GemmPlan, span: int, properties: DeviceProperties) -> bool:
         properties.ptx == 90
         and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
         and (plan.tile_m not in WIDE_TILES_M or plan.cluster == 1)
-        and (not plan.staged or (plan.back and not plan.computes))
         and (plan.twins == 1 or (plan.twins == 2 and plan.cluster == plan.shares == 1))
+        and (
+            plan.mates == 1 or (plan.mates == 2 and plan.back and not plan.computes and plan.cluster == plan.twins == 1)
+        )
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES
@@ -193,7 +194,7 @@ def _can_share_out(plan: GemmPlan, tiles: int, depth: int, properties: DevicePro
 def is_grouped_valid(plan: GemmPlan, experts: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
     """True if kernel.cu computes the right thing under `plan` with a stack of experts [N, K], or [K, N] on the way
     back; `chunk` is the most rows of x, all its tiles together."""
-    return _fits(plan, span, properties) and plan.cluster == 1 and can_be_numbered(plan, experts, n, k)
+    return _fits(plan, span, properties) and plan.cluster == plan.mates == 1 and can_be_numbered(plan, experts, n, k)
 
 
 def quarters(tile_m: int) -> tuple[int, int, int]:

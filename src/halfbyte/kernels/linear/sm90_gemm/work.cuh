@@ -25,7 +25,7 @@ constexpr int TURN_K = Config::turn_k, TURNS = UNIT_K / TURN_K, OPERANDS = TURN_
 constexpr int STEP_TURNS = TURN_K < STEP_K ? STEP_K / TURN_K : 1, TURN_STEPS = TURN_K > STEP_K ? TURN_K / STEP_K : 1;
 static_assert(2 * TURN_STEPS <= Config::x_stages, "one turn's steps are multiplied while another needs all of its");
 // Of wide tiles there are registers for one step's; by halves, one is multiplied while the other is decoded.
-constexpr bool ONE_AT_ONCE = WIDE && TURN_K == STEP_K && !Config::staged;
+constexpr bool ONE_AT_ONCE = WIDE && TURN_K == STEP_K;
 
 // A launch gives all threads as many registers. What multiplies would wait for ever for more than the producer leaves.
 static_assert(Config::producer_registers + Config::warpgroups * Config::consumer_registers <=
@@ -42,27 +42,25 @@ constexpr bool LANE_SPANS = Config::lane_spans, IN_ORDER = Config::in_order, LAY
 // In words, each two neighbouring k: a span, and what a quad's lane takes of it. Those of `back` keep the order of k.
 constexpr u32 SPAN_WORDS = Config::back ? 4 : Config::span / 2, OWN = Config::back ? 1 : Config::span / 8;
 
-// Turns of staged operands that a warpgroup has: one is multiplied while the next is decoded, and with the one before
-// other warps may not be done.
-constexpr u32 STAGED = 3;
+// Of W, in a stage: mates share a unit.
+constexpr u32 STAGE_ROWS = UNIT_K / Config::mates;  // on the way back
 
-// Shared memory: the table or staged operands if there are any, barriers, codes of nested scales, stages of W, stages
-// of x, decoded scales.
-constexpr u32 W_BYTES = TILE_N * UNIT_K / 2, X_BYTES = Config::tile_m * UNIT_K * 2,
+// Shared memory: the table, or in its room operands of mates, if there is any, barriers, codes of nested scales, stages
+// of W, stages of x, decoded scales.
+constexpr u32 W_BYTES = TILE_N * STAGE_ROWS / 2, X_BYTES = Config::tile_m * UNIT_K * 2,
               X_STEP = Config::tile_m * STEP_K * 2;
 // Of a decoded scale. On the way back a thread reads many of them, and what is computed takes 16 bits of each.
 constexpr u32 SCALE_ITEM = Config::back && COMPUTES ? 2 : 4;
-constexpr u32 SCALE_BYTES = SPANS * TILE_N * SCALE_ITEM;
-constexpr u32 STAGED_BYTES = 64 * TURN_K * 2;  // a warpgroup's operands of a turn, if they are staged
-constexpr u32 W_FULL = Config::staged ? STAGED * Config::warpgroups * STAGED_BYTES
-                       : COMPUTES     ? 0
-                                      : 256 * TABLE_ROW,
-              W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128, X_EMPTY = W_FULL + 192, SUMS_FULL = W_FULL + 256;
+constexpr u32 SCALE_BYTES = SPANS * TILE_N * SCALE_ITEM / Config::mates;
+constexpr u32 W_FULL = COMPUTES ? 0 : 256 * TABLE_ROW, W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128,
+              X_EMPTY = W_FULL + 192, SUMS_FULL = W_FULL + 256, OPERANDS_FULL = W_FULL + 384,
+              OPERANDS_EMPTY = W_FULL + 448;
 constexpr u32 CODE = W_FULL + 1024, W_AT = CODE + 1024 * (1 + Config::paired);
 constexpr u32 X_AT = W_AT + Config::w_stages * W_BYTES;
 constexpr u32 SCALE = X_AT + Config::x_stages * X_STEP;
 constexpr int SUM_GROUPS = (Config::tile_m / 8 + Config::cluster - 1) / Config::cluster * Config::cluster;
 static_assert(Config::cluster == 1 || W_AT + SUM_GROUPS * WARPS * 512 <= SCALE, "the cluster reduce reuses the stages");
+static_assert(Config::mates == 1 || TILE_N * UNIT_K * 2 == 256 * TABLE_ROW, "operands have the table's room");
 static_assert(SCALE + Config::w_stages * SCALE_BYTES == Config::shared_bytes, "plan.py reckons with other sizes");
 
 extern __shared__ __align__(1024) unsigned char memory[];
@@ -76,10 +74,11 @@ __device__ __forceinline__ u32 number_in_launch() { return gridDim.x - 1 - block
 __device__ __forceinline__ u32 own_number(const Arguments& a) {
   return number_in_launch() - (Config::parts > 1 ? a.first_cta : 0);
 }
-// Pipeline barriers and table are ready, and a twin's barriers: its threads have arrived behind them.
+constexpr bool IN_PAIRS = Config::twins * Config::mates > 1;
+// Pipeline barriers and table are ready, and those of the other of a pair: its threads have arrived behind them.
 __device__ __forceinline__ void sync_all() {
   meet<2, THREADS>();
-  if constexpr (Config::twins > 1) wait_for_cluster();
+  if constexpr (IN_PAIRS) wait_for_cluster();
 }
 // Of a tile, the first row of W. Twins have neighbouring tiles, which count as one.
 template <class Unit> __device__ __forceinline__ u32 first_row(const Unit& at) {

@@ -44,6 +44,7 @@ class StreamKPlan(WarpgroupTiles):
     in_order: bool = field(default=False, init=False)
     lays_units: bool = field(default=False, init=False)
     twins: int = field(default=1, init=False)
+    mates: int = field(default=1, init=False)
 
     @property
     def direct(self) -> int:

@@ -1,0 +1,137 @@
+// The way back by mates, with Config::mates: two CTAs of a cluster, with one tile of W and neighbouring tiles of x.
+//
+// back.cuh's lane has many rows of W, each with a scale of its own, so all its look-ups are in shared memory, which is
+// what the tensor cores then wait for. Here a thread has half of a row of a turn, 32 columns with one scale, keeps the
+// scale's products with the codebook in registers (device/permuted_table.cuh), and stores weights, which wgmma
+// transposes. What it stores is the row, 128 bytes in 16-byte pieces that are swizzled by the row, with its columns in
+// the order of the MMA: those of a warp are 16, of which lanes have neighbours, so eight even ones come before eight
+// odd ones.
+//
+// That takes longer than the products do, but both mates need the same weights. So each decodes every other turn, for
+// itself and for its mate, and copies only that half of W. A warpgroup has buffers for the TURNS of a unit. A buffer is
+// full when the four warps that decode it have said so: its own by arriving, its mate's by bytes that arrive, for which
+// its own warps wait in their place. It is empty when the warps of both have multiplied what was there.
+
+#include "back.cuh"
+#include "device/permuted_table.cuh"
+
+constexpr u32 OPERAND_BYTES = 64 * TURN_K * 2;  // a warpgroup's of a turn
+static_assert(Config::mates == 1 || (Config::back && !Config::grouped && !COMPUTES && TURNS == 4), "as below");
+
+class Mates {
+ public:
+  __device__ __forceinline__ Mates(u32 warp, u32 lane)
+      : rank(own_rank()),
+        away(address_in(shared(), rank ^ 1) - shared()),
+        operands(shared() + warp / 4 * TURNS * OPERAND_BYTES),
+        full(shared() + OPERANDS_FULL + warp / 4 * TURNS * 8),
+        empty(shared() + OPERANDS_EMPTY + warp / 4 * TURNS * 8),
+        column(warp * 16 + lane / 4 * 2),
+        own(warp % 2 * 32 + lane),
+        piece(warp / 2),
+        leads(lane == 0) {}
+  // The first column of the lane's sums.
+  __device__ u32 row() const { return column; }
+
+  // The first turn of two, ahead of all.
+  __device__ __forceinline__ void begin(const float (&codebook)[16]) {
+    for (u32 number = rank ^ 1; number < TURNS; number += 2) await(number);
+    if (rank == 0) decode_first(codebook, 0, 0);
+    else decode_first(codebook, 1, 0);
+  }
+  // Adds the products of a unit to the sums; is_last: of all.
+  __device__ __forceinline__ void multiply(float (&total)[SUMS], const float (&codebook)[16], const WorkUnit& at,
+                                           bool fresh, bool is_last) {
+    turn<0>(total, codebook, at, fresh, is_last);
+    turn<1>(total, codebook, at, false, is_last);
+    turn<2>(total, codebook, at, false, is_last);
+    turn<3>(total, codebook, at, false, is_last);
+    parity ^= 1;
+  }
+  // Until all products are in the sums.
+  __device__ __forceinline__ void finish() {
+    wait_for_products<0>();
+    release(TURNS - 1);
+    multiplied = 0;
+  }
+
+ private:
+  u32 rank, away;                  // away: from a place in shared memory to the mate's
+  u32 operands, full, empty;       // the warpgroup's buffers and their barriers
+  u32 column, own, piece;          // own, piece: the lane's row of a turn, and which 16 bytes of it
+  bool leads;                      // its warp
+  u32 parity = 0, multiplied = 0;  // of the unit's barriers; the barrier of x of the turn that is being multiplied
+  Ring w = Ring(0), x = Ring(0);
+
+  template <u32 Number>
+  __device__ __forceinline__ void turn(float (&total)[SUMS], const float (&codebook)[16], const WorkUnit& at,
+                                       bool fresh, bool is_last) {
+    wait(full + 8 * Number, parity);
+    if (Number % 2 != rank) publish_writes();  // the mate's
+    wait(shared() + X_FULL + 8 * x.at, x.parity);
+    const u32 tiles[TURN_STEPS] = {lower_half(shared() + X_AT + x.at * X_STEP)},
+              barrier = shared() + X_EMPTY + 8 * x.at;
+    x.next(Config::x_stages);
+    fence_registers();
+    multiply_columns(total, SharedOperands{operands + Number * OPERAND_BYTES}, tiles, Number > 0 || !fresh, at);
+    // While two turns are on their way.
+    if (Number % 2 == rank) {
+      if (Number < 2) decode_second(codebook, Number + 2, parity);
+      else if (!is_last) decode_first(codebook, Number - 2, parity ^ 1);
+    }
+    wait_for_products<1>();
+    if (Number > 0 || multiplied) release((Number + TURNS - 1) % TURNS);
+    multiplied = barrier;
+  }
+
+  // Half of a stage of W each.
+  __device__ __forceinline__ void decode_first(const float (&codebook)[16], u32 number, u32 parity) {
+    wait(shared() + W_FULL + 8 * w.at, w.parity);
+    decode(codebook, 0, number, parity);
+  }
+  __device__ __forceinline__ void decode_second(const float (&codebook)[16], u32 number, u32 parity) {
+    decode(codebook, 1, number, parity);
+    if (leads) arrive(shared() + W_EMPTY + 8 * w.at);
+    w.next(Config::w_stages);
+  }
+  // The operands of a turn, `half` of the stage, into buffer `number` of both mates, whose barriers are at `parity`.
+  __device__ __forceinline__ void decode(const float (&codebook)[16], u32 half, u32 number, u32 parity) {
+    const u32 row = half * TURN_K + own;
+    const uint4 words =
+        load_four_words(shared() + W_AT + w.at * W_BYTES + row * ROW_BYTES + (piece ^ own / 2 & 3) * 16);
+    const float scale =
+        load_float(shared() + SCALE + w.at * SCALE_BYTES + (piece * 32 / Config::span * STAGE_ROWS + row) * SCALE_ITEM);
+    const PermutedTable table([&](int i) { return scaled(codebook[i], scale); });
+    const u32 four[] = {words.x, words.y, words.z, words.w}, barrier = full + 8 * number;
+    wait(empty + 8 * number, parity ^ 1);
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {  // sixteen columns, a warp's
+      u32 even[2][2], odd[2][2];
+#pragma unroll
+      for (int j = 0; j < 2; j++) table.look_up_apart(four[2 * i + j], even[j], odd[j]);
+      store(number, piece % 2 * 4 + 2 * i, even), store(number, piece % 2 * 4 + 2 * i + 1, odd);
+    }
+    publish_writes();
+    __syncwarp();
+    if (leads) arrive(barrier);
+  }
+  __device__ __forceinline__ void store(u32 number, u32 place, const u32 (&eight)[2][2]) const {
+    const u32 to = operands + number * OPERAND_BYTES + own * 128 + (place ^ own & 7) * 16;
+    const uint4 words = make_uint4(eight[0][0], eight[0][1], eight[1][0], eight[1][1]);
+    store_four_words(to, words);
+    send_words(to + away, words, full + 8 * number + away);
+  }
+
+  // Of the turn before: its x, and its operands to whoever decodes the next ones there.
+  __device__ __forceinline__ void release(u32 number) const {
+    __syncwarp();
+    if (!leads) return;
+    arrive(multiplied);
+    if (number % 2 != rank) await(number);
+    give_back_at(address_in(empty + 8 * number, number % 2));
+  }
+  // A warp's share of what the mate sends to a buffer.
+  __device__ __forceinline__ void await(u32 number) const {
+    if (leads) expect(full + 8 * number, OPERAND_BYTES / 4);
+  }
+};
