@@ -75,10 +75,11 @@ def test_mates(tile_m: int, shares: int, dtype: torch.dtype) -> None:
         exact, dense = hb.dequantize(q, F32).double(), hb.dequantize(q, dtype)
         for m in (1, 3 * tile_m - 5, 4 * tile_m):
             dy = torch.randn((m, n), device=DEVICE).to(dtype)
-            tiles = k // 128 * -(-m // (2 * tile_m))
+            rows = k // 128
+            tiles = rows * -(-m // (2 * tile_m))
             if shares > 1 and (n < 256 * shares or 2 * tiles * shares > properties_of(0).sms):
                 continue
-            whole = multiplied(dy, q, plan(m, n, k, tile_m, tiles * 2, Way(), 1 << 14))
+            whole = multiplied(dy, q, plan(m, n, k, tile_m, rows * -(-m // tile_m), Way(), 1 << 14))
             right = dy.double() @ exact
             for workers in {tiles, min(tiles, 5), 2 * tiles} if shares == 1 else {tiles * shares}:
                 made = GemmPlan(

@@ -23,7 +23,7 @@
 struct Copy {
   unsigned to, bytes;
   const void* from;
-  bool exists;
+  bool exists, from_memory = true;
 };
 struct Product {  // a lane's part of it
   float* sum;
@@ -393,7 +393,7 @@ void check(const void* from, size_t bytes) {
 }
 static void finish(const Copy& one) {
   if (one.exists) {
-    check(one.from, one.bytes);
+    if (one.from_memory) check(one.from, one.bytes);
     std::memcpy(place_of(one.to, one.bytes), one.from, one.bytes);
   } else {
     std::memset(place_of(one.to, one.bytes), 0, one.bytes);
@@ -442,6 +442,10 @@ void send(unsigned to, const void* numbers, unsigned bytes, unsigned barrier) {
 void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   if (to % 16 || bytes % 16 || bytes == 0 || reinterpret_cast<uint64_t>(from) % 16) wrong++;
   start({{}, {{to, bytes, from, true}}, barrier, bytes, 0});
+}
+void copy_shared(unsigned to, unsigned from, unsigned bytes, unsigned barrier) {
+  if (to % 16 || from % 16 || bytes % 16 || bytes == 0) wrong++;
+  start({{}, {{to, bytes, place_of(from, bytes), true, false}}, barrier, bytes, 0});
 }
 // The box at `at`. Its pieces of 16 bytes are where the swizzle of its lines has them; zeros are beyond the array.
 void copy_array(unsigned to, const void* told, const unsigned* at, unsigned barrier) {

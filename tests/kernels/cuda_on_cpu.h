@@ -135,6 +135,7 @@ void await_bytes(unsigned barrier, unsigned bytes);
 void wait_for_phase(unsigned barrier, unsigned parity);
 void send(unsigned to, const void* numbers, unsigned bytes, unsigned barrier);
 void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier);
+void copy_shared(unsigned to, unsigned from, unsigned bytes, unsigned barrier);  // what is there when it happens
 void copy_array(unsigned to, const void* map, const unsigned* at, unsigned barrier);
 template <class... Places> void copy_box(unsigned to, uint64_t map, Places... places) {  // and the barrier
   const unsigned at[] = {unsigned(places)..., 0, 0, 0, 0};

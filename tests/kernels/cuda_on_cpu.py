@@ -113,7 +113,8 @@ FUNCTIONS = {
     "send_sum": "void send_sum(u32 to, float sum, u32 barrier) { send(to, &sum, 4, barrier); }",
     "send_pair": "void send_pair(u32 to, float2 pair, u32 barrier) { send(to, &pair, 8, barrier); }",
     "send_sums": "void send_sums(u32 to, float4 sums, u32 barrier) { send(to, &sums, 16, barrier); }",
-    "send_words": "void send_words(u32 to, uint4 words, u32 barrier) { send(to, &words, 16, barrier); }",
+    "copy_to_other": "void copy_to_other(u32 to, u32 from, u32 bytes, u32 barrier) {"
+    " copy_shared(to, from, bytes, barrier); }",
     "copy": "void copy(u32 to, const void* from, u32 bytes, u32 barrier) { copy_bulk(to, from, bytes, barrier); }",
     "copy_as": "void copy_as(u64, u32 to, const void* from, u32 bytes, u32 barrier) {"
     " copy_bulk(to, from, bytes, barrier); }",

@@ -97,6 +97,12 @@ __device__ __forceinline__ void prefetch_box(u64 map, u32 x, u32 y, u32 z) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
                : "memory");
 }
+// From own shared memory to that of another CTA of the cluster, whose barrier counts the bytes.
+__device__ __forceinline__ void copy_to_other(u32 to, u32 from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 // Numbers for a CTA of the cluster, and its barrier.
 __device__ __forceinline__ void send_sum(u32 to, float sum, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(sum),
@@ -111,11 +117,6 @@ __device__ __forceinline__ void send_pair(u32 to, float2 pair, u32 barrier) {
 __device__ __forceinline__ void send_sums(u32 to, float4 sums, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
                "f"(sums.x), "f"(sums.y), "f"(sums.z), "f"(sums.w), "r"(barrier)
-               : "memory");
-}
-__device__ __forceinline__ void send_words(u32 to, uint4 words, u32 barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-               "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(barrier)
                : "memory");
 }
 

@@ -3,19 +3,21 @@
 // back.cuh's lane has many rows of W, each with a scale of its own, so all its look-ups are in shared memory, which is
 // what the tensor cores then wait for. Here a thread has half of a row of a turn, 32 columns with one scale, keeps the
 // scale's products with the codebook in registers (device/permuted_table.cuh), and stores weights, which wgmma
-// transposes. What it stores is the row, 128 bytes in 16-byte pieces that are swizzled by the row, with its columns in
-// the order of the MMA: those of a warp are 16, of which lanes have neighbours, so eight even ones come before eight
-// odd ones.
+// transposes: rows of 128 bytes in 16-byte pieces that are swizzled by the row, with columns in the order of the MMA.
+// Those of a warp are 16, of which lanes have neighbours, so eight even ones come before eight odd ones.
 //
 // That takes longer than the products do, but both mates need the same weights. So each decodes every other turn, for
-// itself and for its mate, and copies only that half of W. A warpgroup has buffers for the TURNS of a unit. A buffer is
-// full when the four warps that decode it have said so: its own by arriving, its mate's by bytes that arrive, for which
-// its own warps wait in their place. It is empty when the warps of both have multiplied what was there.
+// itself and for its mate, and copies only that half of W. A warp has 16 rows of a turn, which it stores, and then
+// copies to the mate: stores of each thread there, each of which a barrier counts, take twice as long as all else.
+//
+// A warpgroup has buffers for the TURNS of a unit. A buffer is full when the four warps that decode it have said so: its
+// own by arriving, its mate's by bytes that arrive, for which its own warps wait in their place. It is empty when the
+// warps of both have multiplied what was there.
 
 #include "back.cuh"
 #include "device/permuted_table.cuh"
 
-constexpr u32 OPERAND_BYTES = 64 * TURN_K * 2;  // a warpgroup's of a turn
+constexpr u32 OPERAND_BYTES = 64 * TURN_K * 2, OF_WARP = OPERAND_BYTES / 4;  // of a turn, a warpgroup's and a warp's
 static_assert(Config::mates == 1 || (Config::back && !Config::grouped && !COMPUTES && TURNS == 4), "as below");
 
 class Mates {
@@ -27,8 +29,8 @@ class Mates {
         full(shared() + OPERANDS_FULL + warp / 4 * TURNS * 8),
         empty(shared() + OPERANDS_EMPTY + warp / 4 * TURNS * 8),
         column(warp * 16 + lane / 4 * 2),
-        own(warp % 2 * 32 + lane),
-        piece(warp / 2),
+        own(warp % 4 * 16 + lane / 2),
+        piece(warp / 4 * 2 + lane % 2),
         leads(lane == 0) {}
   // The first column of the lane's sums.
   __device__ u32 row() const { return column; }
@@ -113,13 +115,14 @@ class Mates {
     }
     publish_writes();
     __syncwarp();
-    if (leads) arrive(barrier);
+    if (!leads) return;
+    arrive(barrier);
+    const u32 from = operands + number * OPERAND_BYTES + own * 128;
+    copy_to_other(from + away, from, OF_WARP, barrier + away);
   }
   __device__ __forceinline__ void store(u32 number, u32 place, const u32 (&eight)[2][2]) const {
     const u32 to = operands + number * OPERAND_BYTES + own * 128 + (place ^ own & 7) * 16;
-    const uint4 words = make_uint4(eight[0][0], eight[0][1], eight[1][0], eight[1][1]);
-    store_four_words(to, words);
-    send_words(to + away, words, full + 8 * number + away);
+    store_four_words(to, make_uint4(eight[0][0], eight[0][1], eight[1][0], eight[1][1]));
   }
 
   // Of the turn before: its x, and its operands to whoever decodes the next ones there.
@@ -132,6 +135,6 @@ class Mates {
   }
   // A warp's share of what the mate sends to a buffer.
   __device__ __forceinline__ void await(u32 number) const {
-    if (leads) expect(full + 8 * number, OPERAND_BYTES / 4);
+    if (leads) expect(full + 8 * number, OF_WARP);
   }
 };
