@@ -348,8 +348,7 @@ def fixed_arguments(
     row_tiles, x_tiles, units = plan.row_tiles(n), plan.x_tiles(m), -(-k // UNIT_K)
     fixes_up = plan.workers != row_tiles * x_tiles * (plan.cluster if plan.resident else 1)
     packed, *scales = weight
-    usual = (plan.rows // 2, UNIT_K) if plan.back else (UNIT_K // 2, plan.rows)
-    box = usual if plan.mates == 1 else (32, STEP_K)  # columns of a warpgroup, rows that one of them decodes at a time
+    box = (plan.rows // 2, UNIT_K if plan.mates == 1 else STEP_K) if plan.back else (UNIT_K // 2, plan.rows)
     weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), box)
     unit, codebook = kernel.codebook(o)
     sizes, factors = (

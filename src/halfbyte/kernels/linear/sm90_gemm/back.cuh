@@ -84,12 +84,6 @@ __device__ __forceinline__ u32 scale_place(u32 row) {
 __device__ __forceinline__ u32 first_of(const Arguments&, const StreamUnit&) { return 0; }
 __device__ __forceinline__ u32 first_of(const Arguments& a, const GroupedUnit& at) { return at.tile.expert * a.k; }
 
-// Of mates: the first turn that a warpgroup of the CTA decodes, every other; the row that has for the second one's
-// columns the place which `row` has for those of the first; and bytes of W of a turn, by a warpgroup's columns.
-__device__ __forceinline__ u32 first_turn(u32 group) { return own_rank() ^ group; }
-__device__ __forceinline__ u32 row_for(u32 row, u32 group) { return Config::mates > 1 ? row ^ group * TURN_K : row; }
-constexpr u32 HALF_TURN_BYTES = TURN_K * 32;
-
 // Scales of one row of W, as stored, those of the CTA's columns. Row `row` is that of the expert whose first one is
 // `begin`.
 struct ColumnScales {
@@ -99,9 +93,8 @@ struct ColumnScales {
   __device__ __forceinline__ void load(const Arguments& a, u32 begin, u32 row, u32 column) {
 #pragma unroll
     for (int s = 0; s < SPANS_OF_ROW; s++) {
-      const u32 its_row = row_for(row, s * Config::span / 64);
-      const bool exists = its_row < a.k && column + s * Config::span < a.n;
-      const u64 block = exists ? (u64(begin + its_row) * a.n + column + s * Config::span) >> Config::log_block : 0;
+      const bool exists = row < a.k && column + s * Config::span < a.n;
+      const u64 block = exists ? (u64(begin + row) * a.n + column + s * Config::span) >> Config::log_block : 0;
       bits[s] = exists ? u32(__ldg(static_cast<const ScaleBits*>(a.scale) + block)) : 0;
       if (NESTED) absmax[s] = exists ? __ldg(a.absmax + (block >> 8)) : 0.0f;
     }

@@ -107,7 +107,7 @@ __device__ __forceinline__ void fetch_scales(const Arguments& a, const Arguments
   clearing.finish(a);
 }
 
-// Of 64 rows of W, number i of a stage, the first one in its unit: mates have every other for the first warpgroup.
+// Of 64 rows of W, number i of a stage, the first one in its unit: mates have every other.
 __device__ __forceinline__ u32 first_of_turn(u32 i) {
   static_assert(SCALE_THREADS == 64 && (Config::mates == 1 || TURN_K == 64), "rows of a turn");
   return (i * Config::mates + (Config::mates > 1 ? own_rank() : 0)) * 64;
@@ -161,9 +161,8 @@ __device__ __forceinline__ void fetch_w(const Arguments& a, const Arguments& up,
     expect(full, W_BYTES);
     const u32 to = shared() + W_AT + ring.at * W_BYTES, byte = at.depth * (UNIT_K / 2);
     if constexpr (Config::mates > 1) {
-      for (u32 i = 0; i < W_BYTES / HALF_TURN_BYTES; i++)
-        copy_box(to + i * HALF_TURN_BYTES, map_of(a), first_row(at) / 2 + i % 2 * 32,
-                 row_for(at.depth * UNIT_K + first_of_turn(i / 2), i % 2), full);
+      for (u32 i = 0; i < STAGE_ROWS / TURN_K; i++)
+        copy_box(to + i * TURN_K * ROW_BYTES, map_of(a), first_row(at) / 2, at.depth * UNIT_K + first_of_turn(i), full);
       continue;
     }
     copy_w(to, map_of(a), byte, at, full);

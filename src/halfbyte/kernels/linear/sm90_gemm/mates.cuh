@@ -6,9 +6,8 @@
 // transposes: rows of 128 bytes in 16-byte pieces that are swizzled by the row, with columns in the order of the MMA.
 // Those of a warp are 16, of which lanes have neighbours, so eight even ones come before eight odd ones.
 //
-// That takes longer than the products do, but both mates need the same weights. So a warpgroup decodes every other turn,
-// for itself and for the mate's, and what is copied of W is what the CTA decodes. Of a CTA one warpgroup has the even
-// turns and the other the odd ones: while one decodes, the other has two turns for the tensor cores. A warp has 16 rows of a turn, which it stores, and then
+// That takes longer than the products do, but both mates need the same weights. So each decodes every other turn, for
+// itself and for its mate, and copies only that half of W. A warp has 16 rows of a turn, which it stores, and then
 // copies to the mate: stores of each thread there, each of which a barrier counts, take twice as long as all else.
 //
 // A warpgroup has buffers for the TURNS of a unit. A buffer is full when the four warps that decode it have said so: its
@@ -24,8 +23,8 @@ static_assert(Config::mates == 1 || (Config::back && !Config::grouped && !COMPUT
 class Mates {
  public:
   __device__ __forceinline__ Mates(u32 warp, u32 lane)
-      : first(first_turn(warp / 4)),
-        away(address_in(shared(), own_rank() ^ 1) - shared()),
+      : rank(own_rank()),
+        away(address_in(shared(), rank ^ 1) - shared()),
         operands(shared() + warp / 4 * TURNS * OPERAND_BYTES),
         full(shared() + OPERANDS_FULL + warp / 4 * TURNS * 8),
         empty(shared() + OPERANDS_EMPTY + warp / 4 * TURNS * 8),
@@ -36,11 +35,11 @@ class Mates {
   // The first column of the lane's sums.
   __device__ u32 row() const { return column; }
 
-  // The first of its turns, ahead of all.
+  // The first turn of two, ahead of all.
   __device__ __forceinline__ void begin(const float (&codebook)[16]) {
-    for (u32 number = first ^ 1; number < TURNS; number += 2) await(number);
-    load(false);
-    decode(codebook, first, 0, false);
+    for (u32 number = rank ^ 1; number < TURNS; number += 2) await(number);
+    if (rank == 0) decode_first(codebook, 0, 0);
+    else decode_first(codebook, 1, 0);
   }
   // Adds the products of a unit to the sums; is_last: of all.
   __device__ __forceinline__ void multiply(float (&total)[SUMS], const float (&codebook)[16], const WorkUnit& at,
@@ -59,12 +58,10 @@ class Mates {
   }
 
  private:
-  u32 first, away;            // the first of its turns; from a place in shared memory to the mate's
-  u32 operands, full, empty;  // the warpgroup's buffers and their barriers
-  u32 column, own, piece;     // own, piece: the lane's row of a turn, and which 16 bytes of it
-  bool leads;                 // its warp
-  uint4 words;                // of W and their scale
-  float scale;
+  u32 rank, away;                  // away: from a place in shared memory to the mate's
+  u32 operands, full, empty;       // the warpgroup's buffers and their barriers
+  u32 column, own, piece;          // own, piece: the lane's row of a turn, and which 16 bytes of it
+  bool leads;                      // its warp
   u32 parity = 0, multiplied = 0;  // of the unit's barriers; the barrier of x of the turn that is being multiplied
   Ring w = Ring(0), x = Ring(0);
 
@@ -78,25 +75,32 @@ class Mates {
     x.next(Config::x_stages);
     fence_registers();
     multiply_columns(total, SharedOperands{operands + Number * OPERAND_BYTES}, tiles, Number > 0 || !fresh, at);
-    const bool decodes = Number % 2 == first && (Number < 2 || !is_last);
-    if (decodes) load(Number < 2);
     wait_for_products<1>();
     if (Number > 0 || multiplied) release((Number + TURNS - 1) % TURNS);
     multiplied = barrier;
-    if (decodes) decode(codebook, (Number + 2) % TURNS, parity ^ Number / 2, Number < 2);
+    if (Number % 2 == rank) {
+      if (Number < 2) decode_second(codebook, Number + 2, parity);
+      else if (!is_last) decode_first(codebook, Number - 2, parity ^ 1);
+    }
   }
 
-  // A stage of W has two turns. Asks for the row of one: the second, or the first, for which it waits.
-  __device__ __forceinline__ void load(bool is_second) {
-    const u32 row = is_second * TURN_K + own;
-    if (!is_second) wait(shared() + W_FULL + 8 * w.at, w.parity);
-    words = load_four_words(shared() + W_AT + w.at * W_BYTES + (2 * is_second + piece / 2) * HALF_TURN_BYTES +
-                            own * 32 + (piece % 2 ^ own / 4 & 1) * 16);
-    scale =
-        load_float(shared() + SCALE + w.at * SCALE_BYTES + (piece * 32 / Config::span * STAGE_ROWS + row) * SCALE_ITEM);
+  // Half of a stage of W each.
+  __device__ __forceinline__ void decode_first(const float (&codebook)[16], u32 number, u32 parity) {
+    wait(shared() + W_FULL + 8 * w.at, w.parity);
+    decode(codebook, 0, number, parity);
   }
-  // The operands of that turn, into buffer `number` of both mates, whose barriers are at `parity`.
-  __device__ __forceinline__ void decode(const float (&codebook)[16], u32 number, u32 parity, bool is_second) {
+  __device__ __forceinline__ void decode_second(const float (&codebook)[16], u32 number, u32 parity) {
+    decode(codebook, 1, number, parity);
+    if (leads) arrive(shared() + W_EMPTY + 8 * w.at);
+    w.next(Config::w_stages);
+  }
+  // The operands of a turn, `half` of the stage, into buffer `number` of both mates, whose barriers are at `parity`.
+  __device__ __forceinline__ void decode(const float (&codebook)[16], u32 half, u32 number, u32 parity) {
+    const u32 row = half * TURN_K + own;
+    const uint4 words =
+        load_four_words(shared() + W_AT + w.at * W_BYTES + row * ROW_BYTES + (piece ^ own / 2 & 3) * 16);
+    const float scale =
+        load_float(shared() + SCALE + w.at * SCALE_BYTES + (piece * 32 / Config::span * STAGE_ROWS + row) * SCALE_ITEM);
     const PermutedTable table([&](int i) { return scaled(codebook[i], scale); });
     const u32 four[] = {words.x, words.y, words.z, words.w}, barrier = full + 8 * number;
     wait(empty + 8 * number, parity ^ 1);
@@ -109,13 +113,10 @@ class Mates {
     }
     publish_writes();
     __syncwarp();
-    if (leads) {
-      const u32 from = operands + number * OPERAND_BYTES + own * 128;
-      arrive(barrier);
-      copy_to_other(from + away, from, OF_WARP, barrier + away);
-      if (is_second) arrive(shared() + W_EMPTY + 8 * w.at);
-    }
-    if (is_second) w.next(Config::w_stages);
+    if (!leads) return;
+    arrive(barrier);
+    const u32 from = operands + number * OPERAND_BYTES + own * 128;
+    copy_to_other(from + away, from, OF_WARP, barrier + away);
   }
   __device__ __forceinline__ void store(u32 number, u32 place, const u32 (&eight)[2][2]) const {
     const u32 to = operands + number * OPERAND_BYTES + own * 128 + (place ^ own & 7) * 16;
@@ -127,8 +128,8 @@ class Mates {
     __syncwarp();
     if (!leads) return;
     arrive(multiplied);
-    if (number % 2 != first) await(number);
-    give_back_at(number % 2 == first ? empty + 8 * number : empty + 8 * number + away);
+    if (number % 2 != rank) await(number);
+    give_back_at(address_in(empty + 8 * number, number % 2));
   }
   // A warp's share of what the mate sends to a buffer.
   __device__ __forceinline__ void await(u32 number) const {
