@@ -46,7 +46,7 @@ SHAPES = (
 )
 ROWS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 960, 1024, 1280, 2048, 4096)
 WEIGHTS = {"nf4": ("nf4", 64, True), "int4": ("int4", 128, False)}
-DENSE, DENSE_ROWS = (0, 0, 0, 0, 0, 0, 0), 512  # in place of a plan's shape; and from how many rows on
+DENSE, DENSE_ROWS = (0,) * 8, 512  # in place of a plan's shape; and from how many rows on
 MOST_SETS, MOST_EMPTY = 4, 1.45  # weights that are timed in turn; and by how much tiles may be larger than x
 Product = tuple[str, int, int, int, int]  # format, whether back, n, k, m
 
@@ -67,6 +67,7 @@ class Row(NamedTuple):
     chunk: int
     in_order: int
     twins: int
+    mates: int
     microseconds: float
 
     @property
@@ -76,7 +77,7 @@ class Row(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """As `shape_of` has it."""
-        return self[6:13]
+        return self[6:14]
 
     @property
     def problem(self) -> Problem:
@@ -84,14 +85,15 @@ class Row(NamedTuple):
 
 
 def shape_of(plan: GemmPlan) -> tuple[int, ...]:
-    return plan.tile_m, plan.workers, plan.cluster, plan.shares, plan.chunk, int(plan.in_order), plan.twins
+    p = plan
+    return p.tile_m, p.workers, p.cluster, p.shares, p.chunk, int(p.in_order), p.twins, p.mates
 
 
 def candidates(m: int, o: Problem, back: bool, properties: DeviceProperties) -> Iterator[GemmPlan]:
     """Those that fit and hold x well."""
     n, k = (o.k, o.n) if back else (o.n, o.k)
     for plan in plans(m, o, properties, back):
-        if plan.tile_m * plan.x_tiles(m) < MOST_EMPTY * m and is_valid(plan, m, n, k, span_of(o), properties):
+        if plan.x_rows * plan.x_tiles(m) < MOST_EMPTY * m and is_valid(plan, m, n, k, span_of(o), properties):
             yield plan
 
 
@@ -170,8 +172,9 @@ def constants_forward() -> Iterator[Constant]:
 
 
 def constants_back() -> Iterator[Constant]:
-    yield from (Constant("BACK_COPIED_START"), Constant("BACK_TWINS_APART", low=0.9))
-    for table in ("BACK_UNIT", "BACK_COMPUTED_UNIT"):
+    yield Constant("BACK_COPIED_START")
+    yield from (Constant(name, low=0.9) for name in ("BACK_TWINS_APART", "BACK_MATES_APART"))
+    for table in ("BACK_UNIT", "BACK_COMPUTED_UNIT", "BACK_MATES_UNIT"):
         yield from (Constant(table, tile_m, low=0.5) for tile_m in getattr(h200, table))
 
 
@@ -192,9 +195,9 @@ def _estimate(row: Row, properties: DeviceProperties) -> float:
 
 @cache
 def _plan_of(row: Row) -> GemmPlan:
-    stages = W_STAGES, x_stages(row.tile_m, row.problem)
+    stages = W_STAGES, x_stages(row.tile_m, row.problem, row.mates)
     plan = GemmPlan(row.tile_m, 2, *stages, row.workers, row.cluster, row.chunk, back=bool(row.back), shares=row.shares)
-    return decoding(replace(plan, in_order=bool(row.in_order), twins=row.twins), row.problem)
+    return decoding(replace(plan, in_order=bool(row.in_order), twins=row.twins, mates=row.mates), row.problem)
 
 
 def _lost(rows: Sequence[Row], properties: DeviceProperties) -> str:

@@ -95,6 +95,7 @@ def test_a_weight_whose_memory_moves(gpu: Driver) -> None:
 def test_rows_go_in_launches_one_after_the_other(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     q = gpu.like = make(64, 256)
     monkeypatch.setattr(gemm_times, "_ways", lambda m, n, k, tile_m, *others: [gemm_times.Way(1, tile_m)])
+    monkeypatch.setattr(gemm_times, "_ways_of_mates", lambda *others: [])
     monkeypatch.setattr(h200, "DENSE_START", 1000.0)
     monkeypatch.setattr(h200, "SM80_BACK_START", 1000.0)
     for choice in (choose_back, gemm_plan):

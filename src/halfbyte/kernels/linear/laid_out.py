@@ -346,7 +346,8 @@ def fixed_arguments(
     o = problem
     k, n = (o.n, o.k) if plan.back else (o.k, o.n)
     row_tiles, x_tiles, units = plan.row_tiles(n), plan.x_tiles(m), -(-k // UNIT_K)
-    fixes_up = plan.workers != row_tiles * x_tiles * (plan.cluster if plan.resident else 1)
+    tiles = row_tiles * x_tiles
+    fixes_up = plan.workers != tiles * plan.cluster if plan.resident else tiles % plan.workers > 0
     packed, *scales = weight
     box = (plan.rows // 2, UNIT_K if plan.mates == 1 else STEP_K) if plan.back else (UNIT_K // 2, plan.rows)
     weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), box)

@@ -7,12 +7,13 @@
 // Those of a warp are 16, of which lanes have neighbours, so eight even ones come before eight odd ones.
 //
 // That takes longer than the products do, but both mates need the same weights. So each decodes every other turn, for
-// itself and for its mate, and copies only that half of W. A warp has 16 rows of a turn, which it stores, and then
-// copies to the mate: stores of each thread there, each of which a barrier counts, take twice as long as all else.
+// itself and for its mate, and of W fetches that half alone. A warp has 16 rows of a turn: it stores them, and copies
+// them to the mate as one piece. Should threads store there themselves, the barrier would count every 16 bytes, which
+// takes twice as long as all the rest.
 //
-// A warpgroup has buffers for the TURNS of a unit. A buffer is full when the four warps that decode it have said so: its
-// own by arriving, its mate's by bytes that arrive, for which its own warps wait in their place. It is empty when the
-// warps of both have multiplied what was there.
+// A warpgroup has buffers for the TURNS of a unit. A buffer is full when the four warps that decode it have said so:
+// its own by arriving, its mate's by bytes that arrive, for which its own warps wait in their place. It is empty when
+// the warps of both have multiplied what was there.
 
 #include "back.cuh"
 #include "device/permuted_table.cuh"
@@ -35,7 +36,7 @@ class Mates {
   // The first column of the lane's sums.
   __device__ u32 row() const { return column; }
 
-  // The first turn of two, ahead of all.
+  // The first of the CTA's turns, ahead of all.
   __device__ __forceinline__ void begin(const float (&codebook)[16]) {
     for (u32 number = rank ^ 1; number < TURNS; number += 2) await(number);
     if (rank == 0) decode_first(codebook, 0, 0);

@@ -15,7 +15,7 @@ from halfbyte.kernels.linear.laid_out import (
     scale_loads,
     span_of,
 )
-from halfbyte.kernels.linear.problem import Problem
+from halfbyte.kernels.linear.problem import ALIGNMENT, Problem
 from halfbyte.kernels.linear.tune import h200
 
 REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
@@ -128,9 +128,10 @@ def loads_words(problem: Problem) -> bool:
     return loads != "one" and not (loads == "across" and problem.nested)
 
 
-def x_stages(tile_m: int, problem: Problem) -> int:
-    """As many as there is room for: more without a table."""
-    return min(MOST_STAGES, (3 if problem.numbers == "looked_up" else 5) * 256 // tile_m)
+def x_stages(tile_m: int, problem: Problem, mates: int = 1) -> int:
+    """As many as there is room for: more without a table, and where mates share W."""
+    widest = 4 if mates > 1 else 3 if problem.numbers == "looked_up" else 5
+    return min(MOST_STAGES, widest * 256 // tile_m)
 
 
 def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: DeviceProperties) -> bool:
@@ -152,6 +153,7 @@ def is_valid(plan: GemmPlan, m: int, n: int, k: int, span: int, properties: Devi
         and 1 <= plan.workers <= units * plan.x_tiles(last)
         and units * plan.x_tiles(min(m, plan.chunk)) * plan.workers < 1 << 32
         and min(m, plan.chunk) * k < 1 << 31
+        and (plan.mates == 1 or k * 2 % ALIGNMENT == 0)  # they copy x as it is
         and n < 1 << 31
     )
 

@@ -25,6 +25,11 @@ from halfbyte.kernels.linear.tune import h200
 def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) -> Iterator[GemmPlan]:
     """What comes into question, some of which may not be valid."""
     n, k = (problem.k, problem.n) if back else (problem.n, problem.k)
+    if back and problem.numbers == "looked_up":
+        for tile_m in narrowest(-(-m // 2), list(h200.BACK_MATES_UNIT)):
+            stages = W_STAGES, x_stages(tile_m, problem, mates=2)
+            for way in _ways_of_mates(m, n, k, tile_m, properties):
+                yield GemmPlan(tile_m, 2, *stages, way.workers, 1, way.chunk, back=True, shares=way.shares, mates=2)
     for tile_m in narrowest(m, tiles_of(problem, back)):
         stages = W_STAGES, x_stages(tile_m, problem)
         for in_order in (False,) if back else (False, True):
@@ -77,6 +82,20 @@ def _ways(
             yield Way(tiles * shares, rows, shares=shares)
 
 
+def _ways_of_mates(m: int, n: int, k: int, tile_m: int, properties: DeviceProperties) -> Iterator[Way]:
+    """The same of mates, whose tiles count as one. Where each pair has whole tiles, all go along K together."""
+    rows, most = 2 * tile_m, properties.clusters(2)
+    x_tiles, row_tiles, depth = -(-m // rows), -(-n // 128), -(-k // UNIT_K)
+    chunk = tiles_at_once(x_tiles, k, rows, h200.BACK_X_BYTES)
+    yield Way(min(most, row_tiles * depth * last_of(x_tiles, chunk)), chunk * rows)
+    if at_once := min(x_tiles, most // row_tiles):
+        whole = chunk if chunk % at_once == 0 and chunk == last_of(x_tiles, chunk) else at_once
+        yield Way(row_tiles * at_once, whole * rows)
+    if chunk == x_tiles:
+        for shares in range(2, min(most // (row_tiles * x_tiles), depth, MOST_SHARES) + 1):
+            yield Way(row_tiles * x_tiles * shares, x_tiles * rows, shares=shares)
+
+
 def room_of(in_order: bool) -> int:
     """Bytes of x a launch."""
     return h200.IN_ORDER_X_BYTES if in_order else h200.GEMM_X_BYTES
@@ -106,7 +125,7 @@ def with_lasting(time: float) -> float:
 
 def launches(plan: GemmPlan, m: int, problem: Problem, properties: DeviceProperties) -> float:
     """The same but for what the limit of power adds."""
-    x_tiles, chunk = plan.x_tiles(m), plan.chunk // plan.tile_m
+    x_tiles, chunk = plan.x_tiles(m), plan.chunk // plan.x_rows
     others = (x_tiles - 1) // chunk  # launches ahead of the last one
     of_last = _launch(plan, x_tiles - others * chunk, problem, properties)
     return others * _launch(plan, chunk, problem, properties) + of_last if others else of_last
@@ -121,9 +140,7 @@ def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DevicePr
         time = math.ceil(depth / plan.shares) * unit + whole / plan.shares
         time += h200.GEMM_SHARED * plan.tile_m / 256 * (1 - 1 / plan.shares)
     elif plan.cluster == 1:
-        of_twins = h200.BACK_TWINS_APART if plan.back else h200.GEMM_TWINS_APART
-        apart = h200.GEMM_APART if plan.twins == 1 else of_twins
-        time = busiest(tiles, depth, plan.workers, plan.tile_m, unit, apart)
+        time = busiest(tiles, depth, plan.workers, plan.tile_m, unit, _apart(plan))
     else:
         (part, whole), shares = _ends(plan.tile_m), plan.workers // tiles
         time = (
@@ -136,6 +153,15 @@ def _launch(plan: GemmPlan, x_tiles: int, problem: Problem, properties: DevicePr
     return start_of(plan, plan.tile_m * x_tiles, problem) + math.hypot(time / properties.rates.clock, reading)
 
 
+def _apart(plan: GemmPlan) -> float:
+    """How much longer units take where CTAs are at different places along K."""
+    if plan.mates > 1:
+        return h200.BACK_MATES_APART
+    if plan.twins > 1:
+        return h200.BACK_TWINS_APART if plan.back else h200.GEMM_TWINS_APART
+    return h200.GEMM_APART
+
+
 def start_of(plan: GemmPlan, rows: int, problem: Problem) -> float:
     """µs of a launch besides, with so many rows of x laid out or copied."""
     if copies_x(problem, plan):
@@ -145,6 +171,8 @@ def start_of(plan: GemmPlan, rows: int, problem: Problem) -> float:
 
 def units_of(plan: GemmPlan) -> dict[int, float]:
     """µs of a unit, by tile_m."""
+    if plan.mates > 1:
+        return h200.BACK_MATES_UNIT
     if plan.back:
         return h200.BACK_COMPUTED_UNIT if plan.computes else h200.BACK_UNIT
     if plan.in_order:
@@ -161,7 +189,7 @@ def busiest(tiles: int, depth: int, workers: int, tile_m: int, unit: float, apar
     """µs of the busiest of so many CTAs that share tiles. apart: how much longer units take where CTAs are at different
     places along K."""
     part, whole = _ends(tile_m)
-    if workers == tiles:
-        return depth * unit + whole
+    if tiles % workers == 0:
+        return tiles // workers * (depth * unit + whole)
     parts = min(1 + workers / tiles, DIRECT)
     return -(-tiles * depth // workers) * unit * apart + parts * part + whole * tiles / workers

@@ -15,7 +15,7 @@ from typing import NamedTuple
 # -- The dense weight --------------------------------------------------------------------------------------------------
 
 # µs: two launches; per million weights writing them, and reading them from L2 and memory; and the product's TFLOP/s.
-DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 7.641, 0.387, 0.816, 789.643
+DENSE_START, DENSE_WRITE, DENSE_READ, DENSE_TERAFLOPS = 6.875, 0.398, 0.816, 787.028
 # Where y has few tiles of so many rows and columns for the multiprocessors, up to such a part of them, cuBLAS leaves
 # most of them idle or adds up parts of tiles, and multiplies so many times more slowly.
 DENSE_TILE, DENSE_IDLE, DENSE_FEW_TILES = 128, 0.4, 1.35
@@ -265,27 +265,27 @@ SIMT_START, SIMT_DECODE, SIMT_MULTIPLY = 5.0, 0.221, 0.078
 
 # tile_m (rows of x) to µs a unit (256 of K), of weights that are looked up and of such as are computed. These tables,
 # and all numbers that benchmarks/gemm_plans.py prints, are fitted by it to its record.
-GEMM_UNIT = {96: 1.4, 128: 1.619, 160: 1.807, 192: 1.991, 224: 2.157, 256: 2.463, 320: 3.3, 384: 3.791}
-GEMM_COMPUTED_UNIT = {96: 1.203, 128: 1.342, 160: 1.614, 192: 1.807, 224: 2.073, 256: 2.383, 320: 2.991, 384: 3.534}
+GEMM_UNIT = {96: 1.406, 128: 1.623, 160: 1.811, 192: 1.995, 224: 2.161, 256: 2.466, 320: 3.319, 384: 3.841}
+GEMM_COMPUTED_UNIT = {96: 1.208, 128: 1.346, 160: 1.618, 192: 1.811, 224: 2.077, 256: 2.386, 320: 3.001, 384: 3.577}
 # The same where x keeps the order of K.
-IN_ORDER_UNIT = {96: 1.604, 128: 1.806, 160: 1.99, 192: 2.189, 224: 2.451, 256: 2.629, 320: 3.442, 384: 3.921}
-IN_ORDER_COMPUTED_UNIT = {96: 1.321, 128: 1.508, 160: 1.728, 192: 1.894, 224: 2.137, 256: 2.406, 320: 2.996, 384: 3.58}
+IN_ORDER_UNIT = {96: 1.613, 128: 1.811, 160: 1.995, 192: 2.198, 224: 2.457, 256: 2.633, 320: 3.464, 384: 3.964}
+IN_ORDER_COMPUTED_UNIT = {96: 1.33, 128: 1.513, 160: 1.733, 192: 1.902, 224: 2.142, 256: 2.411, 320: 3.007, 384: 3.608}
 # µs: a launch with x as it is; two, and what a million numbers of x that are laid out add to them; a part of a tile of
 # 256 rows, and a tile. How much longer units take where CTAs are at different places along K, and MB a µs that W comes
 # with.
-GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 3.864, 4.347, 1.085
-GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.323, 2.256, 1.118, 4.667
+GEMM_COPIED_START, GEMM_START, GEMM_LAYING = 3.726, 4.224, 1.092
+GEMM_PART, GEMM_TILE, GEMM_APART, GEMM_BANDWIDTH = 2.351, 2.3, 1.115, 4.667
 # Of twins: µs of being two, and the same factor; the rows of x of their tiles, and bytes of x a launch, as below.
-GEMM_TWINS_START, GEMM_TWINS_APART, GEMM_TWINS_M, GEMM_TWINS_X_BYTES = 1.672, 1.127, 256, 1 << 25
+GEMM_TWINS_START, GEMM_TWINS_APART, GEMM_TWINS_M, GEMM_TWINS_X_BYTES = 1.666, 1.125, 256, 1 << 25
 # The most rows of x of a tile that is cut wherever a CTA's run ends: adding up parts of wider ones costs what these
 # save. Equal shares of them pay.
 GEMM_MOST_CUT = 320
 # Between how many µs the GPU comes to its limit of power, and how much longer all takes beyond.
 GEMM_LASTING = (1200.0, 1400.0), 0.1
 # µs of adding up 256 rows of a tile that others have equal shares of.
-GEMM_SHARED = 11.012
+GEMM_SHARED = 11.355
 # CTAs that add up as a cluster, where some do; µs of being one, and of adding up 256 rows.
-GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 0.636, 4.526
+GEMM_CLUSTER, GEMM_CLUSTER_START, GEMM_REDUCE = 2, 0.728, 4.483
 # Threads that lay x of experts out, where units suffice.
 LAYING_THREADS = 1 << 16
 # µs that one launch of `lay_out` for several weights saves with each: what it takes beside its work.
@@ -301,9 +301,12 @@ GEMM_ALIKE = 1.02
 GEMM_ROOM = 1 << 26
 
 # The same on the way back, and µs of a launch with x as it is.
-BACK_UNIT = {32: 1.654, 64: 1.862, 96: 2.076, 128: 2.242, 160: 2.436, 192: 2.704, 224: 2.982, 256: 3.223}
-BACK_COMPUTED_UNIT = {32: 1.091, 64: 1.318, 96: 1.547, 128: 1.788, 160: 1.99, 192: 2.243, 224: 2.455, 256: 2.702}
-BACK_COPIED_START, BACK_TWINS_APART = 4.332, 1.107
+BACK_UNIT = {32: 1.658, 64: 1.866, 96: 2.079, 128: 2.245, 160: 2.439, 192: 2.707, 224: 2.986, 256: 3.225}
+BACK_COMPUTED_UNIT = {32: 1.093, 64: 1.32, 96: 1.55, 128: 1.791, 160: 1.993, 192: 2.245, 224: 2.458, 256: 2.704}
+BACK_COPIED_START, BACK_TWINS_APART = 4.271, 1.105
+# Of mates; narrower tiles take as long.
+BACK_MATES_UNIT = {192: 2.493, 224: 2.512, 256: 2.863}
+BACK_MATES_APART = 1.066
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
