@@ -13,7 +13,7 @@ from halfbyte.kernels.common.device import properties_of
 from halfbyte.kernels.linear import dispatch
 from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import span_of
-from halfbyte.kernels.linear.problem import problem_of
+from halfbyte.kernels.linear.problem import Problem, problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.shape import BACK_TILES_M, GemmPlan, decoding, is_valid
 from halfbyte.measure.error import relative_error as error
@@ -64,33 +64,40 @@ def test_operands_are_what_dequantize_gives(format: str, options: dict[str, int]
             assert torch.equal(found, hb.dequantize(q, dtype)), (n, k, workers)
 
 
+def mates(tile_m: int, pairs: int, x_tiles: int, shares: int, buffers: int, problem: Problem) -> GemmPlan:
+    """A plan of so many pairs, and pairs of tiles of x, with as many stages of x as there is room for."""
+    shape = GemmPlan(
+        tile_m, 2, 3, 8, pairs, 1, x_tiles * 2 * tile_m, back=True, mates=2, shares=shares, buffers=buffers
+    )
+    made, most = decoding(shape, problem), properties_of(0).shared_memory
+    fitting = (replace(made, w_stages=w, x_stages=x) for w in (3, 2) for x in range(8, 2, -1))
+    return next(plan for plan in fitting if plan.shared_bytes(span_of(problem)) <= most)
+
+
 @sixteen_bits
-@pytest.mark.parametrize("shares", [1, 2, 4])
+@pytest.mark.parametrize(("shares", "buffers"), [(1, 4), (2, 4), (4, 4), (1, 6), (2, 6)])
 @pytest.mark.parametrize("tile_m", BACK_TILES_M)
-def test_mates(tile_m: int, shares: int, dtype: torch.dtype) -> None:
+def test_mates(tile_m: int, shares: int, buffers: int, dtype: torch.dtype) -> None:
     """Those of a pair decode for each other what each would decode by itself: of whole tiles all bits are the same."""
-    room = min(8, (properties_of(0).shared_memory - (1 << 16) - 2048 - 3 * 9216) // (128 * tile_m))
-    for (n, k), (format, options) in (((712, 5376), KINDS[0]), ((1344, 1024), ("fp4", {"block_size": 32}))):
+    kinds = ((712, 5376), KINDS[0]), ((1344, 1024), ("fp4", {"block_size": 32})), ((1344, 1024), KINDS[5])
+    for (n, k), (format, options) in kinds:
         q = weight(n, k, format, dtype, **options)
         exact, dense = hb.dequantize(q, F32).double(), hb.dequantize(q, dtype)
         for m in (1, 3 * tile_m - 5, 4 * tile_m):
             dy = torch.randn((m, n), device=DEVICE).to(dtype)
-            rows = k // 128
-            tiles = rows * -(-m // (2 * tile_m))
+            rows, x_tiles = k // 128, -(-m // (2 * tile_m))
+            tiles = rows * x_tiles
             if shares > 1 and (n < 256 * shares or 2 * tiles * shares > properties_of(0).sms):
                 continue
             whole = multiplied(dy, q, plan(m, n, k, tile_m, rows * -(-m // tile_m), Way(), 1 << 14))
             right = dy.double() @ exact
-            for workers in {tiles, min(tiles, 5), 2 * tiles} if shares == 1 else {tiles * shares}:
-                made = GemmPlan(
-                    tile_m, 2, 3, room, workers, 1, -(-m // (2 * tile_m)) * 2 * tile_m,
-                    back=True, mates=2, shares=shares,
-                )  # fmt: skip
+            for pairs in {tiles, min(tiles, 5), 2 * tiles} if shares == 1 else {tiles * shares}:
+                made = mates(tile_m, pairs, x_tiles, shares, buffers, problem_of(dy, q, None))
                 found = multiplied(dy, q, made)
                 assert torch.equal(found, multiplied(dy, q, made))
-                if workers == tiles:
+                if pairs == tiles:
                     assert torch.equal(found, whole), (n, m)
-                assert error(found, right) <= NOISE * error(dy @ dense, right), (n, m, workers)
+                assert error(found, right) <= NOISE * error(dy @ dense, right), (n, m, pairs)
 
 
 @WAYS

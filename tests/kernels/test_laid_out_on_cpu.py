@@ -129,6 +129,21 @@ CASES = {
     "back, mates, equal parts": Case(
         250, 1024, 256, GemmPlan(128, 2, 2, 4, 6, 1, 256, back=True, mates=2, shares=3), F16
     ),
+    "back, mates, six buffers": Case(
+        500, 320, 192, GemmPlan(192, 2, 2, 3, 2, 1, 384, back=True, mates=2, buffers=6), F16
+    ),
+    "back, mates, eight buffers": Case(
+        190, 832, 256, GemmPlan(96, 2, 3, 4, 3, 1, 192, back=True, mates=2, buffers=8), BF16, "fp4"
+    ),
+    "back, mates, six buffers, equal parts": Case(
+        200, 1344, 256, GemmPlan(128, 2, 2, 3, 6, 1, 256, back=True, mates=2, buffers=6, shares=3), F16
+    ),
+    "back, mates, computed": Case(
+        190, 264, 832, GemmPlan(96, 2, 3, 4, 3, 1, 192, back=True, mates=2), F16, "int4", {"group_size": 64}
+    ),
+    "back, mates, exponents": Case(
+        250, 512, 352, GemmPlan(128, 2, 2, 4, 2, 1, 256, back=True, mates=2, buffers=6), BF16, "mxfp4"
+    ),
     "back, mates, widest": Case(500, 320, 192, GemmPlan(256, 2, 3, 4, 2, 1, 512, back=True, mates=2), F16),
     "back, twins": Case(
         40, 192, 672, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True, twins=2), BF16, "int4", {"group_size": 32}

@@ -218,7 +218,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u
       init(shared() + X_FULL + 8 * stage, 1);
       init(shared() + X_EMPTY + 8 * stage, WARPS * Config::twins);
     }
-    for (u32 buffer = 0; Config::mates > 1 && buffer < Config::warpgroups * TURNS; buffer++) {
+    for (u32 buffer = 0; Config::mates > 1 && buffer < Config::warpgroups * Config::buffers; buffer++) {
       init(shared() + OPERANDS_FULL + 8 * buffer, 4);  // the warps of a warpgroup, and those of the mate's
       init(shared() + OPERANDS_EMPTY + 8 * buffer, 4 * Config::mates);
     }

@@ -35,7 +35,8 @@
 //   tile_m, warpgroups, cluster              rows of x a tile, warpgroups that multiply, CTAs that share a run
 //   shares                                   CTAs that have equal parts of each tile, and end with it together; 1: any
 //   twins                                    2: CTAs go in pairs, with tiles of the same rows of x; 1: each by itself
-//   mates                                    2: they go in pairs with the same tile of W; of `back`, what is looked up
+//   mates, buffers                           2: of `back`, they go in pairs with the same tile of W; turns of operands
+//                                            that a warpgroup then has room for, 4, 6 or 8
 //   w_stages, x_stages                       units of W and steps of x on their way
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
 //   numbers                                  how nibbles become numbers

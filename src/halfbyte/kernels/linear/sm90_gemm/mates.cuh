@@ -2,33 +2,60 @@
 //
 // back.cuh's lane has many rows of W, each with a scale of its own, so all its look-ups are in shared memory, which is
 // what the tensor cores then wait for. Here a thread has half of a row of a turn, 32 columns with one scale, keeps the
-// scale's products with the codebook in registers (device/permuted_table.cuh), and stores weights, which wgmma
-// transposes: rows of 128 bytes in 16-byte pieces that are swizzled by the row, with columns in the order of the MMA.
-// Those of a warp are 16, of which lanes have neighbours, so eight even ones come before eight odd ones.
+// scale's products with the codebook in registers (device/permuted_table.cuh) if weights are not computed, and stores
+// weights, which wgmma transposes: rows of 128 bytes in 16-byte pieces that are swizzled by the row, with columns in
+// the order of the MMA. Those of a warp are 16, of which lanes have neighbours, so eight even ones come before eight
+// odd ones.
 //
 // That takes longer than the products do, but both mates need the same weights. So each decodes every other turn, for
 // itself and for its mate, and of W fetches that half alone. A warp has 16 rows of a turn: it stores them, and copies
 // them to the mate as one piece. Should threads store there themselves, the barrier would count every 16 bytes, which
 // takes twice as long as all the rest.
 //
-// A warpgroup has buffers for the TURNS of a unit. A buffer is full when the four warps that decode it have said so:
+// A warpgroup has BUFFERS for operands of turns. A buffer is full when the four warps that decode it have said so:
 // its own by arriving, its mate's by bytes that arrive, for which its own warps wait in their place. It is empty when
-// the warps of both have multiplied what was there.
+// the warps of both have multiplied what was there. With four buffers a warp waits for its products before it decodes,
+// as the mate waits for their buffer; with more it decodes while two turns are on their way.
 
 #include "back.cuh"
 #include "device/permuted_table.cuh"
 
 constexpr u32 OPERAND_BYTES = 64 * TURN_K * 2, OF_WARP = OPERAND_BYTES / 4;  // of a turn, a warpgroup's and a warp's
-static_assert(Config::mates == 1 || (Config::back && !Config::grouped && !COMPUTES && TURNS == 4), "as below");
+constexpr u32 BUFFERS = Config::buffers;
+static_assert(Config::mates == 1 || (Config::back && !Config::grouped && TURNS == 4), "as below");
+static_assert(Config::mates == 1 || (BUFFERS >= TURNS && BUFFERS % 2 == 0 && BUFFERS <= 8),
+              "each is one mate's, and there are as many barriers");
+
+// Weights of a row that share a scale, which is at `scale`: the first ones of four bytes two by two, and the second.
+template <bool Computed> struct RowNumbers {
+  PermutedTable table;
+  __device__ __forceinline__ RowNumbers(const float (&codebook)[16], u32 scale)
+      : table([&, by = load_float(scale)](int i) { return scaled(codebook[i], by); }) {}
+  __device__ __forceinline__ void apart(u32 bytes, u32 (&firsts)[2], u32 (&seconds)[2]) const {
+    table.look_up_apart(bytes, firsts, seconds);
+  }
+};
+template <> struct RowNumbers<true> {
+  u32 scales;  // it twice
+  __device__ __forceinline__ RowNumbers(const float (&)[16], u32 scale) : scales(load_short(scale) * 0x10001) {}
+  __device__ __forceinline__ void apart(u32 bytes, u32 (&firsts)[2], u32 (&seconds)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const u32 two = __byte_perm(bytes, 0, 0x0100 + i * 0x0202);  // the lower halves of 16 bits
+      firsts[i] = fold(numbers_at<Config::low_first ? 0 : 4>(two), scales);
+      seconds[i] = fold(numbers_at<Config::low_first ? 4 : 0>(two), scales);
+    }
+  }
+};
 
 class Mates {
  public:
   __device__ __forceinline__ Mates(u32 warp, u32 lane)
       : rank(own_rank()),
         away(address_in(shared(), rank ^ 1) - shared()),
-        operands(shared() + warp / 4 * TURNS * OPERAND_BYTES),
-        full(shared() + OPERANDS_FULL + warp / 4 * TURNS * 8),
-        empty(shared() + OPERANDS_EMPTY + warp / 4 * TURNS * 8),
+        operands(shared() + warp / 4 * BUFFERS * OPERAND_BYTES),
+        full(shared() + OPERANDS_FULL + warp / 4 * BUFFERS * 8),
+        empty(shared() + OPERANDS_EMPTY + warp / 4 * BUFFERS * 8),
         column(warp * 16 + lane / 4 * 2),
         own(warp % 4 * 16 + lane / 2),
         piece(warp / 4 * 2 + lane % 2),
@@ -38,9 +65,9 @@ class Mates {
 
   // The first of the CTA's turns, ahead of all.
   __device__ __forceinline__ void begin(const float (&codebook)[16]) {
-    for (u32 number = rank ^ 1; number < TURNS; number += 2) await(number);
-    if (rank == 0) decode_first(codebook, 0, 0);
-    else decode_first(codebook, 1, 0);
+    for (u32 number = rank ^ 1; number < BUFFERS; number += 2) await(number);
+    if (rank == 0) decode_first(codebook, {0, 0});
+    else decode_first(codebook, {1, 0});
   }
   // Adds the products of a unit to the sums; is_last: of all.
   __device__ __forceinline__ void multiply(float (&total)[SUMS], const float (&codebook)[16], const WorkUnit& at,
@@ -54,7 +81,7 @@ class Mates {
   // Until all products are in the sums.
   __device__ __forceinline__ void finish() {
     wait_for_products<0>();
-    release(TURNS - 1);
+    release(buffer<TURNS>(-1).number, 1);
     multiplied = 0;
   }
 
@@ -64,59 +91,77 @@ class Mates {
   u32 column, own, piece;          // own, piece: the lane's row of a turn, and which 16 bytes of it
   bool leads;                      // its warp
   u32 parity = 0, multiplied = 0;  // of the unit's barriers; the barrier of x of the turn that is being multiplied
-  Ring w = Ring(0), x = Ring(0);
+  Ring w = Ring(0), x = Ring(0), buffers = Ring(0);
+
+  struct Buffer {
+    u32 number, parity;
+  };
+  // That of the turn so many behind number Number of a unit.
+  template <u32 Number> __device__ __forceinline__ Buffer buffer(int behind) const {
+    if constexpr (BUFFERS == TURNS) return {(Number + behind) % TURNS, parity ^ (Number + behind) / TURNS};
+    const int number = int(buffers.at) + behind;
+    if (number < 0) return {u32(number) + BUFFERS, buffers.parity ^ 1};
+    const bool wraps = u32(number) >= BUFFERS;
+    return {u32(number) - wraps * BUFFERS, buffers.parity ^ wraps};
+  }
 
   template <u32 Number>
   __device__ __forceinline__ void turn(float (&total)[SUMS], const float (&codebook)[16], const WorkUnit& at,
                                        bool fresh, bool is_last) {
-    wait(full + 8 * Number, parity);
+    const Buffer now = buffer<Number>(0);
+    wait(full + 8 * now.number, now.parity);
     wait(shared() + X_FULL + 8 * x.at, x.parity);
     const u32 tiles[TURN_STEPS] = {lower_half(shared() + X_AT + x.at * X_STEP)},
               barrier = shared() + X_EMPTY + 8 * x.at;
     x.next(Config::x_stages);
     fence_registers();
-    multiply_columns(total, SharedOperands{operands + Number * OPERAND_BYTES}, tiles, Number > 0 || !fresh, at);
+    multiply_columns(total, SharedOperands{operands + now.number * OPERAND_BYTES}, tiles, Number > 0 || !fresh, at);
+    if constexpr (BUFFERS > TURNS) decode_next<Number>(codebook, is_last);
     wait_for_products<1>();
-    if (Number > 0 || multiplied) release((Number + TURNS - 1) % TURNS);
+    if (Number > 0 || multiplied) release(buffer<Number + TURNS>(-1).number, (Number + 1) % 2);
     multiplied = barrier;
-    if (Number % 2 == rank) {
-      if (Number < 2) decode_second(codebook, Number + 2, parity);
-      else if (!is_last) decode_first(codebook, Number - 2, parity ^ 1);
-    }
+    if constexpr (BUFFERS == TURNS) decode_next<Number>(codebook, is_last);
+    buffers.next(BUFFERS);
+  }
+
+  // The turn after the next one, if that is the CTA's.
+  template <u32 Number> __device__ __forceinline__ void decode_next(const float (&codebook)[16], bool is_last) {
+    if (Number % 2 != rank) return;
+    if (Number < 2) decode_second(codebook, buffer<Number>(2));
+    else if (!is_last) decode_first(codebook, buffer<Number>(2));
   }
 
   // Half of a stage of W each.
-  __device__ __forceinline__ void decode_first(const float (&codebook)[16], u32 number, u32 parity) {
+  __device__ __forceinline__ void decode_first(const float (&codebook)[16], const Buffer& to) {
     wait(shared() + W_FULL + 8 * w.at, w.parity);
-    decode(codebook, 0, number, parity);
+    decode(codebook, 0, to);
   }
-  __device__ __forceinline__ void decode_second(const float (&codebook)[16], u32 number, u32 parity) {
-    decode(codebook, 1, number, parity);
+  __device__ __forceinline__ void decode_second(const float (&codebook)[16], const Buffer& to) {
+    decode(codebook, 1, to);
     if (leads) arrive(shared() + W_EMPTY + 8 * w.at);
     w.next(Config::w_stages);
   }
-  // The operands of a turn, `half` of the stage, into buffer `number` of both mates, whose barriers are at `parity`.
-  __device__ __forceinline__ void decode(const float (&codebook)[16], u32 half, u32 number, u32 parity) {
+  // The operands of a turn, `half` of the stage, into a buffer of both mates.
+  __device__ __forceinline__ void decode(const float (&codebook)[16], u32 half, const Buffer& to) {
     const u32 row = half * TURN_K + own;
     const uint4 words =
         load_four_words(shared() + W_AT + w.at * W_BYTES + row * ROW_BYTES + (piece ^ own / 2 & 3) * 16);
-    const float scale =
-        load_float(shared() + SCALE + w.at * SCALE_BYTES + (piece * 32 / Config::span * STAGE_ROWS + row) * SCALE_ITEM);
-    const PermutedTable table([&](int i) { return scaled(codebook[i], scale); });
-    const u32 four[] = {words.x, words.y, words.z, words.w}, barrier = full + 8 * number;
-    wait(empty + 8 * number, parity ^ 1);
+    const RowNumbers<COMPUTES> numbers(
+        codebook, shared() + SCALE + w.at * SCALE_BYTES + (piece * 32 / Config::span * STAGE_ROWS + row) * SCALE_ITEM);
+    const u32 four[] = {words.x, words.y, words.z, words.w}, barrier = full + 8 * to.number;
+    wait(empty + 8 * to.number, to.parity ^ 1);
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {  // sixteen columns, a warp's
       u32 even[2][2], odd[2][2];
 #pragma unroll
-      for (int j = 0; j < 2; j++) table.look_up_apart(four[2 * i + j], even[j], odd[j]);
-      store(number, piece % 2 * 4 + 2 * i, even), store(number, piece % 2 * 4 + 2 * i + 1, odd);
+      for (int j = 0; j < 2; j++) numbers.apart(four[2 * i + j], even[j], odd[j]);
+      store(to.number, piece % 2 * 4 + 2 * i, even), store(to.number, piece % 2 * 4 + 2 * i + 1, odd);
     }
     publish_writes();
     __syncwarp();
     if (!leads) return;
     arrive(barrier);
-    const u32 from = operands + number * OPERAND_BYTES + own * 128;
+    const u32 from = operands + to.number * OPERAND_BYTES + own * 128;
     copy_to_other(from + away, from, OF_WARP, barrier + away);
   }
   __device__ __forceinline__ void store(u32 number, u32 place, const u32 (&eight)[2][2]) const {
@@ -124,13 +169,13 @@ class Mates {
     store_four_words(to, make_uint4(eight[0][0], eight[0][1], eight[1][0], eight[1][1]));
   }
 
-  // Of the turn before: its x, and its operands to whoever decodes the next ones there.
-  __device__ __forceinline__ void release(u32 number) const {
+  // Of the turn before: its x, and its operands to whoever decodes the next ones there, who decoded these.
+  __device__ __forceinline__ void release(u32 number, u32 decoder) const {
     __syncwarp();
     if (!leads) return;
     arrive(multiplied);
-    if (number % 2 != rank) await(number);
-    give_back_at(address_in(empty + 8 * number, number % 2));
+    if (decoder != rank) await(number);
+    give_back_at(address_in(empty + 8 * number, decoder));
   }
   // A warp's share of what the mate sends to a buffer.
   __device__ __forceinline__ void await(u32 number) const {

@@ -52,7 +52,8 @@ class GemmPlan(WarpgroupTiles):
     shares: int = 1  # CTAs of a tile that have equal parts of it, and all add up some; 1: it is one of them that does
     in_order: bool = False  # x keeps the order of K, and is copied as it is
     twins: int = 1  # CTAs of a pair, which copy x to each other; 1: each copies its own
-    mates: int = 1  # CTAs of a pair, which decode for each other, on the way back what is looked up; 1: each for itself
+    mates: int = 1  # CTAs of a pair, which decode for each other, on the way back; 1: each for itself
+    buffers: int = 4  # of mates: turns of operands that a warpgroup has room for
 
     activation: str = ""  # what gates, of a pair
     paired: bool = False  # gate and up in one launch, whose tiles have rows of both
@@ -73,7 +74,8 @@ class GemmPlan(WarpgroupTiles):
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
         scale = 2 if self.back and self.computes else 4
         unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * scale) // self.mates
-        table = 0 if self.computes else TABLE_BYTES  # operands of mates take as much
+        operands = self.buffers * 64 * self.warpgroups * STEP_K * 2
+        table = operands if self.mates > 1 else 0 if self.computes else TABLE_BYTES
         return table + 2048 + 1024 * self.paired + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
 
     @property
@@ -165,14 +167,17 @@ def _fits(plan: GemmPlan, span: int, properties: DeviceProperties) -> bool:
         and plan.tile_m in (BACK_TILES_M if plan.back else TILES_M)
         and (plan.tile_m not in WIDE_TILES_M or plan.cluster == 1)
         and (plan.twins == 1 or (plan.twins == 2 and plan.cluster == plan.shares == 1))
-        and (
-            plan.mates == 1 or (plan.mates == 2 and plan.back and not plan.computes and plan.cluster == plan.twins == 1)
-        )
+        and (plan.mates == 1 or _can_mate(plan))
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES
         and plan.shared_bytes(span) <= properties.shared_memory
     )
+
+
+def _can_mate(plan: GemmPlan) -> bool:
+    """CTAs decode for each other on the way back, in pairs and in no other clusters."""
+    return plan.mates == 2 and plan.cluster == plan.twins == 1 and plan.back and plan.buffers in (4, 6, 8)
 
 
 def _can_reduce_in_cluster(plan: GemmPlan, tiles: int, depth: int) -> bool:

@@ -45,22 +45,23 @@ constexpr u32 SPAN_WORDS = Config::back ? 4 : Config::span / 2, OWN = Config::ba
 // Of W, in a stage: mates share a unit.
 constexpr u32 STAGE_ROWS = UNIT_K / Config::mates;  // on the way back
 
-// Shared memory: the table, or in its room operands of mates, if there is any, barriers, codes of nested scales, stages
-// of W, stages of x, decoded scales.
+// Shared memory: the table or operands of mates if there are any, barriers, codes of nested scales, stages of W, stages
+// of x, decoded scales.
 constexpr u32 W_BYTES = TILE_N * STAGE_ROWS / 2, X_BYTES = Config::tile_m * UNIT_K * 2,
               X_STEP = Config::tile_m * STEP_K * 2;
 // Of a decoded scale. On the way back a thread reads many of them, and what is computed takes 16 bits of each.
 constexpr u32 SCALE_ITEM = Config::back && COMPUTES ? 2 : 4;
 constexpr u32 SCALE_BYTES = SPANS * TILE_N * SCALE_ITEM / Config::mates;
-constexpr u32 W_FULL = COMPUTES ? 0 : 256 * TABLE_ROW, W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128,
-              X_EMPTY = W_FULL + 192, SUMS_FULL = W_FULL + 256, OPERANDS_FULL = W_FULL + 384,
-              OPERANDS_EMPTY = W_FULL + 448;
+constexpr u32 W_FULL = Config::mates > 1 ? Config::buffers * TILE_N * STEP_K * 2
+                       : COMPUTES        ? 0
+                                         : 256 * TABLE_ROW,
+              W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128, X_EMPTY = W_FULL + 192, SUMS_FULL = W_FULL + 256,
+              OPERANDS_FULL = W_FULL + 384, OPERANDS_EMPTY = OPERANDS_FULL + 8 * Config::warpgroups * Config::buffers;
 constexpr u32 CODE = W_FULL + 1024, W_AT = CODE + 1024 * (1 + Config::paired);
 constexpr u32 X_AT = W_AT + Config::w_stages * W_BYTES;
 constexpr u32 SCALE = X_AT + Config::x_stages * X_STEP;
 constexpr int SUM_GROUPS = (Config::tile_m / 8 + Config::cluster - 1) / Config::cluster * Config::cluster;
 static_assert(Config::cluster == 1 || W_AT + SUM_GROUPS * WARPS * 512 <= SCALE, "the cluster reduce reuses the stages");
-static_assert(Config::mates == 1 || TILE_N * UNIT_K * 2 == 256 * TABLE_ROW, "operands have the table's room");
 static_assert(SCALE + Config::w_stages * SCALE_BYTES == Config::shared_bytes, "plan.py reckons with other sizes");
 
 extern __shared__ __align__(1024) unsigned char memory[];
