@@ -15,7 +15,8 @@
 // A warpgroup has BUFFERS for operands of turns. A buffer is full when the four warps that decode it have said so:
 // its own by arriving, its mate's by bytes that arrive, for which its own warps wait in their place. It is empty when
 // the warps of both have multiplied what was there. With four buffers a warp waits for its products before it decodes,
-// as the mate waits for their buffer; with more it decodes while two turns are on their way.
+// as the mate waits for their buffer. With more it decodes while two turns are on their way, and tells others behind
+// the next turn's products, when its stores have arrived.
 
 #include "back.cuh"
 #include "device/permuted_table.cuh"
@@ -68,6 +69,7 @@ class Mates {
     for (u32 number = rank ^ 1; number < BUFFERS; number += 2) await(number);
     if (rank == 0) decode_first(codebook, {0, 0});
     else decode_first(codebook, {1, 0});
+    if (BUFFERS > TURNS && rank == 0) publish(0);  // turn 1 as all others, behind turn 0
   }
   // Adds the products of a unit to the sums; is_last: of all.
   __device__ __forceinline__ void multiply(float (&total)[SUMS], const float (&codebook)[16], const WorkUnit& at,
@@ -116,7 +118,10 @@ class Mates {
     x.next(Config::x_stages);
     fence_registers();
     multiply_columns(total, SharedOperands{operands + now.number * OPERAND_BYTES}, tiles, Number > 0 || !fresh, at);
-    if constexpr (BUFFERS > TURNS) decode_next<Number>(codebook, is_last);
+    if constexpr (BUFFERS > TURNS) {
+      if (Number % 2 != rank && (Number < 3 || !is_last)) publish(buffer<Number>(1).number);
+      decode_next<Number>(codebook, is_last);
+    }
     wait_for_products<1>();
     if (Number > 0 || multiplied) release(buffer<Number + TURNS>(-1).number, (Number + 1) % 2);
     multiplied = barrier;
@@ -148,7 +153,7 @@ class Mates {
         load_four_words(shared() + W_AT + w.at * W_BYTES + row * ROW_BYTES + (piece ^ own / 2 & 3) * 16);
     const RowNumbers<COMPUTES> numbers(
         codebook, shared() + SCALE + w.at * SCALE_BYTES + (piece * 32 / Config::span * STAGE_ROWS + row) * SCALE_ITEM);
-    const u32 four[] = {words.x, words.y, words.z, words.w}, barrier = full + 8 * to.number;
+    const u32 four[] = {words.x, words.y, words.z, words.w};
     wait(empty + 8 * to.number, to.parity ^ 1);
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {  // sixteen columns, a warp's
@@ -157,11 +162,16 @@ class Mates {
       for (int j = 0; j < 2; j++) numbers.apart(four[2 * i + j], even[j], odd[j]);
       store(to.number, piece % 2 * 4 + 2 * i, even), store(to.number, piece % 2 * 4 + 2 * i + 1, odd);
     }
+    if constexpr (BUFFERS == TURNS) publish(to.number);
+    else __syncwarp();
+  }
+  // What the warp has decoded into a buffer, and tells the warps of both.
+  __device__ __forceinline__ void publish(u32 number) const {
+    const u32 from = operands + number * OPERAND_BYTES + own * 128, barrier = full + 8 * number;
     publish_writes();
     __syncwarp();
     if (!leads) return;
     arrive(barrier);
-    const u32 from = operands + to.number * OPERAND_BYTES + own * 128;
     copy_to_other(from + away, from, OF_WARP, barrier + away);
   }
   __device__ __forceinline__ void store(u32 number, u32 place, const u32 (&eight)[2][2]) const {
