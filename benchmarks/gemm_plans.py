@@ -34,7 +34,7 @@ from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
 from halfbyte.kernels.linear.sm90_gemm.plan import gemm_plan
-from halfbyte.kernels.linear.sm90_gemm.shape import W_STAGES, GemmPlan, decoding, is_valid, x_stages
+from halfbyte.kernels.linear.sm90_gemm.shape import DECODERS, W_STAGES, GemmPlan, decoding, is_valid, x_stages
 from halfbyte.kernels.linear.sm90_gemm.times import estimate, plans
 from halfbyte.kernels.linear.tune import h200
 from halfbyte.measure.records import device_name
@@ -46,7 +46,7 @@ SHAPES = (
 )
 ROWS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 960, 1024, 1280, 2048, 4096)
 WEIGHTS = {"nf4": ("nf4", 64, True), "int4": ("int4", 128, False)}
-DENSE, DENSE_ROWS = (0,) * 8, 512  # in place of a plan's shape; and from how many rows on
+DENSE, DENSE_ROWS = (0,) * 9, 512  # in place of a plan's shape; and from how many rows on
 MOST_SETS, MOST_EMPTY = 4, 1.45  # weights that are timed in turn; and by how much tiles may be larger than x
 Product = tuple[str, int, int, int, int]  # format, whether back, n, k, m
 
@@ -68,6 +68,7 @@ class Row(NamedTuple):
     in_order: int
     twins: int
     mates: int
+    decoders: int
     microseconds: float
 
     @property
@@ -77,7 +78,7 @@ class Row(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """As `shape_of` has it."""
-        return self[6:14]
+        return self[6:15]
 
     @property
     def problem(self) -> Problem:
@@ -86,7 +87,7 @@ class Row(NamedTuple):
 
 def shape_of(plan: GemmPlan) -> tuple[int, ...]:
     p = plan
-    return p.tile_m, p.workers, p.cluster, p.shares, p.chunk, int(p.in_order), p.twins, p.mates
+    return p.tile_m, p.workers, p.cluster, p.shares, p.chunk, int(p.in_order), p.twins, p.mates, p.decoders
 
 
 def candidates(m: int, o: Problem, back: bool, properties: DeviceProperties) -> Iterator[GemmPlan]:
@@ -174,7 +175,7 @@ def constants_forward() -> Iterator[Constant]:
 def constants_back() -> Iterator[Constant]:
     yield Constant("BACK_COPIED_START")
     yield from (Constant(name, low=0.9) for name in ("BACK_TWINS_APART", "BACK_MATES_APART"))
-    for table in ("BACK_UNIT", "BACK_COMPUTED_UNIT", "BACK_MATES_UNIT"):
+    for table in ("BACK_UNIT", "BACK_COMPUTED_UNIT", "BACK_MATES_UNIT", "BACK_DECODERS_UNIT"):
         yield from (Constant(table, tile_m, low=0.5) for tile_m in getattr(h200, table))
 
 
@@ -195,9 +196,10 @@ def _estimate(row: Row, properties: DeviceProperties) -> float:
 
 @cache
 def _plan_of(row: Row) -> GemmPlan:
-    stages = W_STAGES, x_stages(row.tile_m, row.problem, row.mates)
+    stages = DECODERS[row.tile_m][1:] if row.decoders else (W_STAGES, x_stages(row.tile_m, row.problem, row.mates))
     plan = GemmPlan(row.tile_m, 2, *stages, row.workers, row.cluster, row.chunk, back=bool(row.back), shares=row.shares)
-    return decoding(replace(plan, in_order=bool(row.in_order), twins=row.twins, mates=row.mates), row.problem)
+    plan = replace(plan, in_order=bool(row.in_order), twins=row.twins, mates=row.mates, decoders=row.decoders)
+    return decoding(plan, row.problem)
 
 
 def _lost(rows: Sequence[Row], properties: DeviceProperties) -> str:

@@ -49,7 +49,7 @@ Product = tuple[str, str, str, int, int]  # model, format, part, whether back, t
 
 
 class Row(NamedTuple):
-    """A line of the file. warpgroups: of sm90_streamk; 0: it is a plan of sm90_gemm."""
+    """A line of the file. warpgroups: of sm90_streamk; 0: it is a plan of sm90_gemm. decoders: of that."""
 
     device: str
     model: str
@@ -59,6 +59,7 @@ class Row(NamedTuple):
     tokens: int
     tile_m: int
     warpgroups: int
+    decoders: int
     microseconds: float
 
     @property
@@ -66,14 +67,14 @@ class Row(NamedTuple):
         return self[1:6]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self[6:8]
+    def shape(self) -> tuple[int, int, int]:
+        return self[6:9]
 
 
-def shape_of(plan: Plan) -> tuple[int, int]:
+def shape_of(plan: Plan) -> tuple[int, int, int]:
     if isinstance(plan, StreamKPlan):
-        return plan.tile_m, plan.warpgroups
-    return plan.tile_m, 0
+        return plan.tile_m, plan.warpgroups, 0
+    return plan.tile_m, 0, plan.decoders
 
 
 @cache
@@ -193,8 +194,9 @@ def constants_forward() -> Iterator[Constant]:
 
 def constants_back() -> Iterator[Constant]:
     yield from constants_common(back=True)
-    for tile_m in h200.GROUPED_BACK_TIMES:
-        yield from (Constant("GROUPED_BACK_TIMES", tile_m, field) for field in GroupedTimes._fields)
+    for table in ("GROUPED_BACK_TIMES", "GROUPED_BACK_DECODERS_TIMES"):
+        for tile_m in getattr(h200, table):
+            yield from (Constant(table, tile_m, field) for field in GroupedTimes._fields)
 
 
 def constants_common(back: bool) -> Iterator[Constant]:
@@ -204,16 +206,15 @@ def constants_common(back: bool) -> Iterator[Constant]:
 
 def read_row(device: str, model: str, format: str, part: str, *numbers: str) -> Row:
     *shape, time = numbers
-    back, tokens, tile_m, warpgroups = map(int, shape)
-    return Row(device, model, format, part, back, tokens, tile_m, warpgroups, float(time))
+    return Row(device, model, format, part, *map(int, shape), float(time))
 
 
 def _lost(rows: Sequence[Row], properties: DeviceProperties) -> str:
-    times: dict[Product, dict[tuple[int, int], float]] = defaultdict(dict)
+    times: dict[Product, dict[tuple[int, ...], float]] = defaultdict(dict)
     for row in rows:
         times[row.product][row.shape] = row.microseconds
 
-    def choose(product: Product) -> tuple[int, int]:
+    def choose(product: Product) -> tuple[int, ...]:
         return shape_of(min(candidates(product, properties.as_fitted), key=lambda plan: plan.microseconds))
 
     return lost(times, choose)

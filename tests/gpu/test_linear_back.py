@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from halfbyte.kernels.linear.kernel import run
 from halfbyte.kernels.linear.laid_out import span_of
 from halfbyte.kernels.linear.problem import Problem, problem_of
 from halfbyte.kernels.linear.sm90_gemm import launch as gemm
-from halfbyte.kernels.linear.sm90_gemm.shape import BACK_TILES_M, GemmPlan, decoding, is_valid
+from halfbyte.kernels.linear.sm90_gemm.shape import BACK_TILES_M, DECODERS, GemmPlan, decoding, is_valid
 from halfbyte.measure.error import relative_error as error
 
 from .conftest import BF16, DEVICE, F16, F32, NOISE, captured, poisoned, sixteen_bits, weight
@@ -64,40 +64,75 @@ def test_operands_are_what_dequantize_gives(format: str, options: dict[str, int]
             assert torch.equal(found, hb.dequantize(q, dtype)), (n, k, workers)
 
 
-def mates(tile_m: int, pairs: int, x_tiles: int, shares: int, buffers: int, problem: Problem) -> GemmPlan:
-    """A plan of so many pairs, and pairs of tiles of x, with as many stages of x as there is room for."""
-    shape = GemmPlan(
-        tile_m, 2, 3, 8, pairs, 1, x_tiles * 2 * tile_m, back=True, mates=2, shares=shares, buffers=buffers
-    )
+def fitting(shape: GemmPlan, problem: Problem) -> GemmPlan:
+    """With as many stages of x as there is room for."""
     made, most = decoding(shape, problem), properties_of(0).shared_memory
-    fitting = (replace(made, w_stages=w, x_stages=x) for w in (3, 2) for x in range(8, 2, -1))
-    return next(plan for plan in fitting if plan.shared_bytes(span_of(problem)) <= most)
+    tried = (replace(made, w_stages=w, x_stages=x) for w in (3, 2) for x in range(8, 2, -1))
+    return next(plan for plan in tried if plan.shared_bytes(span_of(problem)) <= most)
+
+
+def mates(tile_m: int, pairs: int, x_tiles: int, shares: int, problem: Problem) -> GemmPlan:
+    """A plan of so many pairs, and pairs of tiles of x."""
+    chunk = x_tiles * 2 * tile_m
+    return fitting(GemmPlan(tile_m, 2, 3, 8, pairs, 1, chunk, back=True, mates=2, shares=shares), problem)
+
+
+def decoders(tile_m: int, workers: int, x_tiles: int, shares: int, problem: Problem) -> GemmPlan:
+    """A plan whose producers decode."""
+    apart = DECODERS[tile_m][0]
+    shape = GemmPlan(tile_m, 2, 3, 8, workers, 1, x_tiles * tile_m, back=True, decoders=apart, shares=shares)
+    return fitting(shape, problem)
+
+
+LOOKED_UP = ((712, 5376), KINDS[0]), ((1344, 1024), ("fp4", {"block_size": 32}))
+COMPUTED = ((1344, 1024), KINDS[5])
+
+
+def check_shape(
+    q: hb.QuantizedWeight,
+    dtype: torch.dtype,
+    tile_m: int,
+    together: int,
+    shares: int,
+    shape: Callable[[int, int, int, int, Problem], GemmPlan],
+) -> None:
+    """Of whole tiles all bits are those of the plan by which each CTA decodes what it multiplies. together: CTAs that
+    work on tiles as one."""
+    n, k = q.shape
+    exact, dense = hb.dequantize(q, F32).double(), hb.dequantize(q, dtype)
+    for m in (1, 3 * tile_m - 5, 4 * tile_m):
+        dy = torch.randn((m, n), device=DEVICE).to(dtype)
+        rows, x_tiles = k // 128, -(-m // (together * tile_m))
+        tiles = rows * x_tiles
+        if shares > 1 and (n < 256 * shares or together * tiles * shares > properties_of(0).sms):
+            continue
+        whole = multiplied(dy, q, plan(m, n, k, tile_m, rows * -(-m // tile_m), Way(), 1 << 14))
+        right = dy.double() @ exact
+        for workers in {tiles, min(tiles, 5), 2 * tiles} if shares == 1 else {tiles * shares}:
+            made = shape(tile_m, workers, x_tiles, shares, problem_of(dy, q, None))
+            found = multiplied(dy, q, made)
+            assert torch.equal(found, multiplied(dy, q, made))
+            if workers == tiles:
+                assert torch.equal(found, whole), (n, m)
+            assert error(found, right) <= NOISE * error(dy @ dense, right), (n, m, workers)
 
 
 @sixteen_bits
-@pytest.mark.parametrize(("shares", "buffers"), [(1, 4), (2, 4), (4, 4), (1, 6), (2, 6)])
+@pytest.mark.parametrize("shares", [1, 2, 4])
 @pytest.mark.parametrize("tile_m", BACK_TILES_M)
-def test_mates(tile_m: int, shares: int, buffers: int, dtype: torch.dtype) -> None:
-    """Those of a pair decode for each other what each would decode by itself: of whole tiles all bits are the same."""
-    kinds = ((712, 5376), KINDS[0]), ((1344, 1024), ("fp4", {"block_size": 32})), ((1344, 1024), KINDS[5])
-    for (n, k), (format, options) in kinds:
-        q = weight(n, k, format, dtype, **options)
-        exact, dense = hb.dequantize(q, F32).double(), hb.dequantize(q, dtype)
-        for m in (1, 3 * tile_m - 5, 4 * tile_m):
-            dy = torch.randn((m, n), device=DEVICE).to(dtype)
-            rows, x_tiles = k // 128, -(-m // (2 * tile_m))
-            tiles = rows * x_tiles
-            if shares > 1 and (n < 256 * shares or 2 * tiles * shares > properties_of(0).sms):
-                continue
-            whole = multiplied(dy, q, plan(m, n, k, tile_m, rows * -(-m // tile_m), Way(), 1 << 14))
-            right = dy.double() @ exact
-            for pairs in {tiles, min(tiles, 5), 2 * tiles} if shares == 1 else {tiles * shares}:
-                made = mates(tile_m, pairs, x_tiles, shares, buffers, problem_of(dy, q, None))
-                found = multiplied(dy, q, made)
-                assert torch.equal(found, multiplied(dy, q, made))
-                if pairs == tiles:
-                    assert torch.equal(found, whole), (n, m)
-                assert error(found, right) <= NOISE * error(dy @ dense, right), (n, m, pairs)
+def test_mates(tile_m: int, shares: int, dtype: torch.dtype) -> None:
+    """Those of a pair decode for each other what each would decode by itself."""
+    for (n, k), (format, options) in LOOKED_UP:
+        check_shape(weight(n, k, format, dtype, **options), dtype, tile_m, 2, shares, mates)
+
+
+@sixteen_bits
+@pytest.mark.parametrize("shares", [1, 2, 4])
+@pytest.mark.parametrize("tile_m", DECODERS)
+def test_decoders(tile_m: int, shares: int, dtype: torch.dtype) -> None:
+    """Producers decode what others would decode that multiply."""
+    for (n, k), (format, options) in (*LOOKED_UP, COMPUTED):
+        check_shape(weight(n, k, format, dtype, **options), dtype, tile_m, 1, shares, decoders)
 
 
 @WAYS

@@ -51,6 +51,7 @@ FUNCTIONS = {
     "wait_for_groups": "",
     "settled": "",
     "permute": "u32 permute(u32 a, u32 b, u32 selector) { return permuted(a, b, selector); }",
+    "every_other": "u32 every_other(u32 a, u32 b) { return a & 0x00ff00ff | b & 0xff00ff00; }",
     "insert": "u32 insert(u32 bits, u32 mask, u32 base) { return bits & mask | base; }",
     "minus_offset": "u32 minus_offset(u32 pair) { return minus(pair, FP16 ? 1032 : 136, FP16, 1); }",
     "fold": "u32 fold(u32 weights, u32 scale) { return times(weights, scale, FP16); }",

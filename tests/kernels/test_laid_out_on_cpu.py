@@ -129,22 +129,24 @@ CASES = {
     "back, mates, equal parts": Case(
         250, 1024, 256, GemmPlan(128, 2, 2, 4, 6, 1, 256, back=True, mates=2, shares=3), F16
     ),
-    "back, mates, six buffers": Case(
-        500, 320, 192, GemmPlan(192, 2, 2, 3, 2, 1, 384, back=True, mates=2, buffers=6), F16
-    ),
-    "back, mates, eight buffers": Case(
-        190, 832, 256, GemmPlan(96, 2, 3, 4, 3, 1, 192, back=True, mates=2, buffers=8), BF16, "fp4"
-    ),
-    "back, mates, six buffers, equal parts": Case(
-        200, 1344, 256, GemmPlan(128, 2, 2, 3, 6, 1, 256, back=True, mates=2, buffers=6, shares=3), F16
-    ),
-    "back, mates, computed": Case(
-        190, 264, 832, GemmPlan(96, 2, 3, 4, 3, 1, 192, back=True, mates=2), F16, "int4", {"group_size": 64}
-    ),
-    "back, mates, exponents": Case(
-        250, 512, 352, GemmPlan(128, 2, 2, 4, 2, 1, 256, back=True, mates=2, buffers=6), BF16, "mxfp4"
-    ),
     "back, mates, widest": Case(500, 320, 192, GemmPlan(256, 2, 3, 4, 2, 1, 512, back=True, mates=2), F16),
+    "back, decoders": Case(190, 192, 832, GemmPlan(64, 2, 6, 5, 5, 1, 192, back=True, decoders=2)),
+    "back, decoders, few rows": Case(
+        3, 144, 608, GemmPlan(32, 2, 2, 4, 3, 1, 32, back=True, decoders=2), F16, "fp4", SHORT_BLOCKS
+    ),
+    "back, decoders, in chunks": Case(
+        300, 512, 256, GemmPlan(64, 2, 2, 7, 2, 1, 128, back=True, decoders=2), BF16, "fp4"
+    ),
+    "back, decoders, odd": Case(70, 77, 512, GemmPlan(96, 2, 5, 5, 3, 1, 96, back=True, decoders=2)),
+    "back, decoders, equal parts": Case(
+        250, 1024, 256, GemmPlan(256, 2, 2, 4, 6, 1, 256, back=True, decoders=1, shares=3), F16
+    ),
+    "back, decoders, computed": Case(
+        190, 264, 832, GemmPlan(96, 2, 3, 4, 3, 1, 192, back=True, decoders=2), F16, "int4", {"group_size": 64}
+    ),
+    "back, decoders, exponents": Case(
+        250, 512, 352, GemmPlan(128, 2, 2, 4, 2, 1, 256, back=True, decoders=2), BF16, "mxfp4"
+    ),
     "back, twins": Case(
         40, 192, 672, GemmPlan(64, 2, 3, 4, 2, 1, 64, back=True, twins=2), BF16, "int4", {"group_size": 32}
     ),
@@ -457,6 +459,9 @@ def test_experts(hopper: Driver, case: Stack) -> None:
 BACK_STACKS = {
     "looked up": (GemmPlan(32, 2, 3, 4, 5, 1, 0, back=True), "nf4", {"nested": True}),
     "computed": (GemmPlan(96, 2, 2, 4, 4, 1, 0, back=True), "mxfp4", {}),
+    "decoders": (GemmPlan(64, 2, 5, 5, 3, 1, 0, back=True, decoders=2), "nf4", {"nested": True}),
+    "decoders, short blocks": (GemmPlan(32, 2, 3, 4, 5, 1, 0, back=True, decoders=2), "fp4", {"block_size": 32}),
+    "one that decodes": (GemmPlan(256, 2, 2, 4, 2, 1, 0, back=True, decoders=1), "nf4", {"nested": True}),
 }
 
 

@@ -54,7 +54,7 @@ def test_when_it_is_chosen() -> None:
     assert elsewhere is not None
     assert elsewhere.kernel is sm80_gemm
     assert choose_back(512, replace(usual, n=14335), H200) is not None  # of rows of W there may be any number
-    assert choose_back(4096, usual, H200) is None
+    assert choose_back(8192, usual, H200) is None
 
 
 def test_narrow_tiles_for_few_rows() -> None:
@@ -96,6 +96,7 @@ def test_rows_go_in_launches_one_after_the_other(gpu: Driver, monkeypatch: pytes
     q = gpu.like = make(64, 256)
     monkeypatch.setattr(gemm_times, "_ways", lambda m, n, k, tile_m, *others: [gemm_times.Way(1, tile_m)])
     monkeypatch.setattr(gemm_times, "_ways_of_mates", lambda *others: [])
+    monkeypatch.setattr(h200, "BACK_DECODERS_UNIT", {})
     monkeypatch.setattr(h200, "DENSE_START", 1000.0)
     monkeypatch.setattr(h200, "SM80_BACK_START", 1000.0)
     for choice in (choose_back, gemm_plan):

@@ -171,7 +171,7 @@ def weight_map(packed: int, o: Problem, grouping: Grouping, plan: StreamKPlan | 
         sizes, strides, box = (row, 2, n // 2, grouping.experts), (n // 2 * row, row, n * row), (2, rows // 2, 1)
     else:
         sizes, strides, box = (row, n, grouping.experts), (row, n * row), (rows, 1)
-    return tensor_map(packed, sizes, strides, (rows // 2, UNIT_K, 1) if plan.back else (UNIT_K // 2, *box))
+    return tensor_map(packed, sizes, strides, (rows // 2, plan.copied_rows, 1) if plan.back else (UNIT_K // 2, *box))
 
 
 def has_halves(grouping: Grouping) -> bool:
@@ -204,6 +204,8 @@ def constants(problem: Problem, grouping: Grouping, plan: StreamKPlan | GemmPlan
     if isinstance(plan, StreamKPlan):
         return streamk.constants(problem, plan) | of_experts
     plan = replace(plan, lane_spans=plan.lane_spans and not grouping.ordered)
+    of_all = gemm.constants(problem, plan) | of_experts
+    if plan.decoders:
+        return of_all
     producer, consumer = GROUPED_BACK_REGISTERS if plan.back else SCATTERED_REGISTERS
-    registers: dict[str, Constant] = {"producer_registers": producer, "consumer_registers": consumer}
-    return gemm.constants(problem, plan) | of_experts | registers
+    return of_all | {"producer_registers": producer, "consumer_registers": consumer}

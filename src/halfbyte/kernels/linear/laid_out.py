@@ -93,6 +93,8 @@ class LaidOutPlan(Protocol):
     def twins(self) -> int: ...
     @property
     def mates(self) -> int: ...
+    @property
+    def copied_rows(self) -> int: ...
     def row_tiles(self, n: int) -> int: ...
     @property
     def resident(self) -> int: ...
@@ -126,6 +128,11 @@ class WarpgroupTiles:
     def rows(self) -> int:
         """Rows of W in a tile; of each weight of a pair."""
         return 64 * self.warpgroups // (2 if self.paired else 1)
+
+    @property
+    def copied_rows(self) -> int:
+        """Rows of W that a copy brings, on the way back."""
+        return UNIT_K
 
     @property
     def sums(self) -> int:
@@ -349,7 +356,7 @@ def fixed_arguments(
     tiles = row_tiles * x_tiles
     fixes_up = plan.workers != tiles * plan.cluster if plan.resident else tiles % plan.workers > 0
     packed, *scales = weight
-    box = (plan.rows // 2, UNIT_K if plan.mates == 1 else STEP_K) if plan.back else (UNIT_K // 2, plan.rows)
+    box = (plan.rows // 2, plan.copied_rows) if plan.back else (UNIT_K // 2, plan.rows)
     weights = tensor_map(packed, (o.k // 2, o.n), (o.k // 2,), box)
     unit, codebook = kernel.codebook(o)
     sizes, factors = (

@@ -15,6 +15,13 @@ __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
   return bytes;
 }
 
+// Bytes 0 and 2 of a, 1 and 3 of b. A permute does the same in twice the time.
+__device__ __forceinline__ u32 every_other(u32 a, u32 b) {
+  u32 bytes;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe2;" : "=r"(bytes) : "r"(a), "n"(0x00ff00ff), "r"(b));
+  return bytes;
+}
+
 class PermutedTable {
  public:
   PermutedTable() = default;
@@ -22,8 +29,8 @@ class PermutedTable {
   template <class Number> __device__ __forceinline__ explicit PermutedTable(const Number& number) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const u32 a = pack(number(4 * i), number(4 * i + 1)), b = pack(number(4 * i + 2), number(4 * i + 3));
-      low[i] = __byte_perm(a, b, 0x6420), high[i] = __byte_perm(a, b, 0x7531);
+      const u32 a = pack(number(4 * i), number(4 * i + 2)), b = pack(number(4 * i + 1), number(4 * i + 3));
+      low[i] = every_other(a, b << 8), high[i] = __byte_perm(a, b, 0x7351);
     }
   }
   // The eight weights of four bytes, two by two.
@@ -42,8 +49,8 @@ class PermutedTable {
     for (int i = 0; i < 2; i++) {
       u32 l, h;
       look_up_half(bytes, i, l, h);
-      firsts[i] = __byte_perm(l, h, Config::low_first ? 0x6240 : 0x7351);
-      seconds[i] = __byte_perm(l, h, Config::low_first ? 0x7351 : 0x6240);
+      const u32 even = every_other(l, h << 8), odd = __byte_perm(l, h, 0x7351);
+      firsts[i] = Config::low_first ? even : odd, seconds[i] = Config::low_first ? odd : even;
     }
   }
 

@@ -129,4 +129,10 @@ struct Ring {  // a position in a ring of `size` buffers, and the parity of its 
       parity ^= 1;
     }
   }
+  __device__ void skip(u32 buffers, u32 size) {  // so many, no more than `size`
+    at += buffers;
+    if (at < size) return;
+    at -= size;
+    parity ^= 1;
+  }
 };

@@ -12,15 +12,15 @@ constexpr int SHARE = TILE_N / SCALE_THREADS;  // rows of W a thread
 // The weight whose scales a thread decodes: with `paired` those of up are the other of two neighbours'.
 __device__ __forceinline__ bool is_of_up(u32 thread) { return Config::paired && thread % 2; }
 
-// Brings the codes of nested scales, and returns what is added to each.
-__device__ __forceinline__ float prepare_code(const Arguments& a, const Arguments& up, u32 thread) {
+// Brings the codes of nested scales, by so many threads, and returns what is added to each.
+template <u32 By> __device__ __forceinline__ float prepare_code(const Arguments& a, const Arguments& up, u32 thread) {
   if constexpr (!NESTED) return 0;
   const float offset = load_float((is_of_up(thread) ? up : a).offset);
-  for (u32 i = thread; i < 256; i += SCALE_THREADS) {
+  for (u32 i = thread; i < 256; i += By) {
     store_float(shared() + CODE + 4 * i, load_float(a.code + i));
     if constexpr (Config::paired) store_float(shared() + CODE + 1024 + 4 * i, load_float(up.code + i));
   }
-  meet<1, SCALE_THREADS>();
+  meet<1, By>();
   return offset;
 }
 // code: the address of the weight's. Weights that are computed are multiplied by a pair of the type of x.
@@ -29,11 +29,11 @@ __device__ __forceinline__ float decoded(u32 bits, float absmax, u32 code, float
   return COMPUTES ? __uint_as_float(pack(scale, scale)) : scale;
 }
 
-// Clears what the launch before has left in the workspace, a number of four a thread at a time.
-class Clearing {
+// Clears what the launch before has left in the workspace, by so many threads, a number of four each at a time.
+template <u32 By> class Clearing {
  public:
   __device__ __forceinline__ explicit Clearing(u32 thread)
-      : at((blockIdx.x * CLUSTER_CTAS + own_rank()) * SCALE_THREADS + thread) {}
+      : at((blockIdx.x * CLUSTER_CTAS + own_rank()) * By + thread) {}
   __device__ __forceinline__ void step(const Arguments& a) {
     if (at < count_stale(a)) clear(a);
   }
@@ -47,7 +47,7 @@ class Clearing {
   __device__ __forceinline__ void clear(const Arguments& a) {
     const float none = __uint_as_float(SENTINEL);
     a.stale[at] = make_float4(none, none, none, none);
-    at += gridDim.x * CLUSTER_CTAS * SCALE_THREADS;
+    at += gridDim.x * CLUSTER_CTAS * By;
   }
 };
 
@@ -62,14 +62,14 @@ __device__ __forceinline__ void fetch_scales(const Arguments& a, const Arguments
   RawScales now[SHARE], then[SHARE];  // of this unit and of those after it
 #pragma unroll
   for (int i = 0; i < SHARE; i++) now[i].load(own, row_at(at, thread + SCALE_THREADS * i), at.depth * UNIT_K);
-  const float offset = prepare_code(a, up, thread);
+  const float offset = prepare_code<SCALE_THREADS>(a, up, thread);
 #pragma unroll
   for (int i = 0; i < SHARE; i++) now[i].settle();
   for (u32 unit = 0; unit < at.depth % LOADED; unit++)
 #pragma unroll
     for (int i = 0; i < SHARE; i++) now[i].next_unit();
   wait_for_prior_kernel();  // the launch before last may still read what it left behind
-  Clearing clearing(thread);
+  Clearing<SCALE_THREADS> clearing(thread);
   Ring ring(1);
   bool has_next = false;
   for (u32 unit = first; unit < last; unit++, ring.next(Config::w_stages)) {
@@ -124,9 +124,9 @@ __device__ __forceinline__ void fetch_column_scales(const Arguments& a, u32 firs
       to[i].load(a, first_of(a, at), at.depth * UNIT_K + first_of_turn(i) + thread, first_row(at));
   };
   load(now);
-  const float offset = prepare_code(a, a, thread);
+  const float offset = prepare_code<SCALE_THREADS>(a, a, thread);
   wait_for_prior_kernel();  // as above
-  Clearing clearing(thread);
+  Clearing<SCALE_THREADS> clearing(thread);
   Ring ring(1);
   for (u32 unit = first; unit < last; unit++, ring.next(Config::w_stages)) {
     at.next(a);
@@ -178,6 +178,19 @@ __device__ __forceinline__ u32 step_bytes(const GroupedUnit& at) {
 
 constexpr u32 TWINS = (1 << Config::twins) - 1;  // a bit for each
 
+// A step of a unit of x.
+__device__ __forceinline__ void copy_step(const Arguments& a, const WorkUnit& at, u32 step, u32 to, u32 full) {
+  const u32 bytes = step_bytes(at), byte = (at.depth * UNIT_K + step * STEP_K) * 2;
+  expect(full, bytes);
+  if constexpr (Config::copies_x) {
+    for (u32 row = 0; row < Config::tile_m; row += X_BOX)
+      copy_box(to + row * STEP_K * 2, map_of_x(a), byte, first_x_row(at) + row, full);
+  } else {
+    const uint4* from = a.laid_out + u64(at.column_tile * a.depth_units + at.depth) * (X_BYTES / 16);
+    copy(to, from + step * X_STEP / 16, bytes, full);
+  }
+}
+
 // One thread: x of each unit, step by step. Of twins each brings its half to both, once both have given the stage back.
 __device__ __forceinline__ void fetch_x(const Arguments& a, u32 first, u32 last) {
   wait_for_prior_kernel();  // until x is laid out, or there
@@ -218,7 +231,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Arguments& up, u
       init(shared() + X_FULL + 8 * stage, 1);
       init(shared() + X_EMPTY + 8 * stage, WARPS * Config::twins);
     }
-    for (u32 buffer = 0; Config::mates > 1 && buffer < Config::warpgroups * Config::buffers; buffer++) {
+    for (u32 buffer = 0; Config::mates > 1 && buffer < Config::warpgroups * TURNS; buffer++) {
       init(shared() + OPERANDS_FULL + 8 * buffer, 4);  // the warps of a warpgroup, and those of the mate's
       init(shared() + OPERANDS_EMPTY + 8 * buffer, 4 * Config::mates);
     }

@@ -21,7 +21,7 @@
 //
 // Twins. Two CTAs of a cluster may have the same run, of neighbouring tiles of W. Each copies half of a step's x to
 // both, so L2 gives it out half as often. Mates have the same run, of neighbouring tiles of x, and decode for each
-// other (mates.cuh).
+// other (mates.cuh). Or the producers decode (decoders.cuh).
 //
 // Experts. With `grouped` x are rows of tokens, gathered by expert, and a tile has pairs of a token and one expert.
 // What tiles there are is read on the device, and each is one CTA's from end to end (device/grouped.cuh). Of gate and
@@ -35,8 +35,8 @@
 //   tile_m, warpgroups, cluster              rows of x a tile, warpgroups that multiply, CTAs that share a run
 //   shares                                   CTAs that have equal parts of each tile, and end with it together; 1: any
 //   twins                                    2: CTAs go in pairs, with tiles of the same rows of x; 1: each by itself
-//   mates, buffers                           2: of `back`, they go in pairs with the same tile of W; turns of operands
-//                                            that a warpgroup then has room for, 4, 6 or 8
+//   mates                                    2: of `back`, they go in pairs with the same tile of W
+//   decoders                                 of `back`, warpgroups that bring all and decode; 0: others decode
 //   w_stages, x_stages                       units of W and steps of x on their way
 //   direct                                   the most parts of a tile that its first CTA adds up one by one
 //   numbers                                  how nibbles become numbers
@@ -113,6 +113,7 @@ __device__ __forceinline__ void multiply_columns(float (&total)[SUMS], const Ope
   multiply_turn(reinterpret_cast<float (&)[sums_of(columns_of(Quarters))]>(total), now, tiles, adds);
 }
 
+#include "decoders.cuh"
 #include "mates.cuh"  // below multiply_columns, which it calls
 
 // All that the CTA has is a part of one tile; so nothing needs to be kept for another.
@@ -251,6 +252,47 @@ __device__ __forceinline__ void multiply_by_mates(const Arguments& a, const floa
   }
 }
 
+// The same of what the other warpgroup decodes.
+__device__ __forceinline__ void multiply_decoded(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
+  const u32 own_row = warp * 16 + lane / 4 * 2;
+  Ring stage(0);
+  WorkUnit at(a, first);
+  float total[SUMS];
+  u32 used = 0;  // the barrier of what is multiplied; 0: nothing
+  const auto release = [&] {
+    __syncwarp();
+    if (lane == 0) arrive(used);
+  };
+  bool fresh = true;  // the tile's sums are zero
+  Destination to;
+  for (u32 unit = first; unit < last; unit++) {
+    if constexpr (Config::grouped && Arguments::ASKS_AHEAD)
+      if (at.depth == 0) to.find(a, at, first_row(at) + own_row);
+#pragma unroll
+    for (u32 turn = 0; turn < TURNS; turn++) {
+      wait(shared() + X_FULL + 8 * stage.at, stage.parity);
+      const u32 tiles[TURN_STEPS] = {lower_half(shared() + X_AT + stage.at * X_STEP)};
+      fence_registers();
+      multiply_columns(total, SharedOperands{operands_at(stage.at) + warp / 4 * (TURN_OPERANDS / 2)}, tiles,
+                       turn > 0 || !fresh, at);
+      wait_for_products<1>();
+      if (turn > 0 || used) release();
+      used = shared() + X_EMPTY + 8 * stage.at;
+      stage.next(Config::x_stages);
+    }
+    fresh = false;
+    if (at.depth + 1 == a.depth_units || unit + 1 == last) {
+      wait_for_products<0>();
+      release();
+      used = 0;
+      end_tile(total, a, a, to, at, own_row, warp, lane);
+      if constexpr (HAS_ONE_TILE) return;
+      fresh = true;
+    }
+    at.next(a);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_constant__ Launched launched) {
   const Arguments& a = part_of(launched, number_in_launch());
   if ((u32(__cvta_generic_to_shared(memory)) & 0xffffff) != BASE) __trap();
@@ -268,7 +310,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
   if (Config::paired && threadIdx.x == 0) prefetch_map(up.map);
   if (warp >= WARPS) {
     leave_registers<Config::producer_registers>();
-    fetch(a, up, first, last, warp - WARPS, lane);
+    if constexpr (Config::decoders) decode_units(a, launched.part[0].codebook, first, last, warp - WARPS, lane);
+    else fetch(a, up, first, last, warp - WARPS, lane);
     __syncwarp();                                       // of some warps one lane came alone
     if constexpr (Config::cluster > 1) meet_cluster();  // as in cluster_reduce
     if constexpr (IN_PAIRS) meet_cluster();             // none ends before the other has arrived
@@ -276,10 +319,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     take_registers<Config::consumer_registers>();
     if constexpr (IN_PAIRS) arrive_cluster();
     const auto& codebook = launched.part[0].codebook;  // of all parts, and there at a place that is known
-    if constexpr (!COMPUTES && Config::mates == 1) make_wide_table<WARPS>(shared(), codebook, warp, lane);
+    if constexpr (!COMPUTES && Config::mates == 1 && !Config::decoders)
+      make_wide_table<WARPS>(shared(), codebook, warp, lane);
     sync_all();
     //: table and barriers are ready
     if constexpr (Config::mates > 1) multiply_by_mates(a, codebook, first, last, warp, lane);
+    else if constexpr (Config::decoders) multiply_decoded(a, first, last, warp, lane);
     else multiply_units(a, up, codebook, first, last, warp, lane);
     if constexpr (IN_PAIRS) meet_cluster();
     //: ends

@@ -22,6 +22,7 @@ from halfbyte.kernels.linear.laid_out import copies_x, scale_loads, span_of, sup
 from halfbyte.kernels.linear.problem import Addresses, Problem
 from halfbyte.kernels.linear.sm90_gemm.plan import GemmGroup, gemm_plan, group_plan, paired_plan
 from halfbyte.kernels.linear.sm90_gemm.shape import (
+    DECODING_REGISTERS,
     DIRECT,
     REGISTERS,
     SCATTERED_REGISTERS,
@@ -138,6 +139,8 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
     usual = not plan.back and loads_words(problem) and alone
     registers = WIDE_REGISTERS if plan.tile_m in WIDE_TILES_M else REGISTERS[plan.warpgroups]
     producer, consumer = registers if usual else SCATTERED_REGISTERS
+    if plan.decoders:
+        producer, consumer = DECODING_REGISTERS[plan.decoders]
     quarter, half, three_quarters = quarters(plan.tile_m)
     return {
         "x": TYPES[problem.dtype], "low_first": problem.low_first,
@@ -147,7 +150,7 @@ def constants(problem: Problem, plan: GemmPlan) -> dict[str, Constant]:
         "w_stages": plan.w_stages, "x_stages": plan.x_stages, "direct": DIRECT, "numbers": f"Numbers::{plan.numbers}",
         "permutes": plan.permutes, "lane_spans": plan.lane_spans, "in_order": plan.in_order,
         "turn_k": plan.turn_k, "cluster": plan.cluster, "shares": plan.shares, "twins": plan.twins,
-        "mates": plan.mates, "buffers": plan.buffers,
+        "mates": plan.mates, "decoders": plan.decoders,
         "producer_registers": producer, "consumer_registers": consumer,
         "shared_bytes": plan.shared_bytes(span_of(problem)), "back": plan.back,
         "copies_x": copies_x(problem, plan),

@@ -12,51 +12,25 @@
 // them to the mate as one piece. Should threads store there themselves, the barrier would count every 16 bytes, which
 // takes twice as long as all the rest.
 //
-// A warpgroup has BUFFERS for operands of turns. A buffer is full when the four warps that decode it have said so:
-// its own by arriving, its mate's by bytes that arrive, for which its own warps wait in their place. It is empty when
-// the warps of both have multiplied what was there. With four buffers a warp waits for its products before it decodes,
-// as the mate waits for their buffer. With more it decodes while two turns are on their way, and tells others behind
-// the next turn's products, when its stores have arrived.
+// A warpgroup has buffers for the operands of a unit's turns. A buffer is full when the four warps that decode it have
+// said so: its own by arriving, its mate's by bytes that arrive, for which its own warps wait in their place. It is
+// empty when the warps of both have multiplied what was there. A warp waits for its products before it decodes, as the
+// mate waits for their buffer.
 
 #include "back.cuh"
 #include "device/permuted_table.cuh"
 
 constexpr u32 OPERAND_BYTES = 64 * TURN_K * 2, OF_WARP = OPERAND_BYTES / 4;  // of a turn, a warpgroup's and a warp's
-constexpr u32 BUFFERS = Config::buffers;
-static_assert(Config::mates == 1 || (Config::back && !Config::grouped && TURNS == 4), "as below");
-static_assert(Config::mates == 1 || (BUFFERS >= TURNS && BUFFERS % 2 == 0 && BUFFERS <= 8),
-              "each is one mate's, and there are as many barriers");
-
-// Weights of a row that share a scale, which is at `scale`: the first ones of four bytes two by two, and the second.
-template <bool Computed> struct RowNumbers {
-  PermutedTable table;
-  __device__ __forceinline__ RowNumbers(const float (&codebook)[16], u32 scale)
-      : table([&, by = load_float(scale)](int i) { return scaled(codebook[i], by); }) {}
-  __device__ __forceinline__ void apart(u32 bytes, u32 (&firsts)[2], u32 (&seconds)[2]) const {
-    table.look_up_apart(bytes, firsts, seconds);
-  }
-};
-template <> struct RowNumbers<true> {
-  u32 scales;  // it twice
-  __device__ __forceinline__ RowNumbers(const float (&)[16], u32 scale) : scales(load_short(scale) * 0x10001) {}
-  __device__ __forceinline__ void apart(u32 bytes, u32 (&firsts)[2], u32 (&seconds)[2]) const {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const u32 two = __byte_perm(bytes, 0, 0x0100 + i * 0x0202);  // the lower halves of 16 bits
-      firsts[i] = fold(numbers_at<Config::low_first ? 0 : 4>(two), scales);
-      seconds[i] = fold(numbers_at<Config::low_first ? 4 : 0>(two), scales);
-    }
-  }
-};
+static_assert(Config::mates == 1 || (Config::back && !Config::grouped && !COMPUTES && TURNS == 4), "as below");
 
 class Mates {
  public:
   __device__ __forceinline__ Mates(u32 warp, u32 lane)
       : rank(own_rank()),
         away(address_in(shared(), rank ^ 1) - shared()),
-        operands(shared() + warp / 4 * BUFFERS * OPERAND_BYTES),
-        full(shared() + OPERANDS_FULL + warp / 4 * BUFFERS * 8),
-        empty(shared() + OPERANDS_EMPTY + warp / 4 * BUFFERS * 8),
+        operands(shared() + warp / 4 * TURNS * OPERAND_BYTES),
+        full(shared() + OPERANDS_FULL + warp / 4 * TURNS * 8),
+        empty(shared() + OPERANDS_EMPTY + warp / 4 * TURNS * 8),
         column(warp * 16 + lane / 4 * 2),
         own(warp % 4 * 16 + lane / 2),
         piece(warp / 4 * 2 + lane % 2),
@@ -66,10 +40,8 @@ class Mates {
 
   // The first of the CTA's turns, ahead of all.
   __device__ __forceinline__ void begin(const float (&codebook)[16]) {
-    for (u32 number = rank ^ 1; number < BUFFERS; number += 2) await(number);
-    if (rank == 0) decode_first(codebook, {0, 0});
-    else decode_first(codebook, {1, 0});
-    if (BUFFERS > TURNS && rank == 0) publish(0);  // turn 1 as all others, behind turn 0
+    for (u32 number = rank ^ 1; number < TURNS; number += 2) await(number);
+    decode_first(codebook, {rank, 0});
   }
   // Adds the products of a unit to the sums; is_last: of all.
   __device__ __forceinline__ void multiply(float (&total)[SUMS], const float (&codebook)[16], const WorkUnit& at,
@@ -83,7 +55,7 @@ class Mates {
   // Until all products are in the sums.
   __device__ __forceinline__ void finish() {
     wait_for_products<0>();
-    release(buffer<TURNS>(-1).number, 1);
+    release(TURNS - 1, 1);
     multiplied = 0;
   }
 
@@ -93,18 +65,14 @@ class Mates {
   u32 column, own, piece;          // own, piece: the lane's row of a turn, and which 16 bytes of it
   bool leads;                      // its warp
   u32 parity = 0, multiplied = 0;  // of the unit's barriers; the barrier of x of the turn that is being multiplied
-  Ring w = Ring(0), x = Ring(0), buffers = Ring(0);
+  Ring w = Ring(0), x = Ring(0);
 
   struct Buffer {
     u32 number, parity;
   };
   // That of the turn so many behind number Number of a unit.
-  template <u32 Number> __device__ __forceinline__ Buffer buffer(int behind) const {
-    if constexpr (BUFFERS == TURNS) return {(Number + behind) % TURNS, parity ^ (Number + behind) / TURNS};
-    const int number = int(buffers.at) + behind;
-    if (number < 0) return {u32(number) + BUFFERS, buffers.parity ^ 1};
-    const bool wraps = u32(number) >= BUFFERS;
-    return {u32(number) - wraps * BUFFERS, buffers.parity ^ wraps};
+  template <u32 Number> __device__ __forceinline__ Buffer buffer(u32 behind) const {
+    return {(Number + behind) % TURNS, parity ^ (Number + behind) / TURNS};
   }
 
   template <u32 Number>
@@ -118,15 +86,10 @@ class Mates {
     x.next(Config::x_stages);
     fence_registers();
     multiply_columns(total, SharedOperands{operands + now.number * OPERAND_BYTES}, tiles, Number > 0 || !fresh, at);
-    if constexpr (BUFFERS > TURNS) {
-      if (Number % 2 != rank && (Number < 3 || !is_last)) publish(buffer<Number>(1).number);
-      decode_next<Number>(codebook, is_last);
-    }
     wait_for_products<1>();
-    if (Number > 0 || multiplied) release(buffer<Number + TURNS>(-1).number, (Number + 1) % 2);
+    if (Number > 0 || multiplied) release((Number + TURNS - 1) % TURNS, (Number + 1) % 2);
     multiplied = barrier;
-    if constexpr (BUFFERS == TURNS) decode_next<Number>(codebook, is_last);
-    buffers.next(BUFFERS);
+    decode_next<Number>(codebook, is_last);
   }
 
   // The turn after the next one, if that is the CTA's.
@@ -151,19 +114,19 @@ class Mates {
     const u32 row = half * TURN_K + own;
     const uint4 words =
         load_four_words(shared() + W_AT + w.at * W_BYTES + row * ROW_BYTES + (piece ^ own / 2 & 3) * 16);
-    const RowNumbers<COMPUTES> numbers(
-        codebook, shared() + SCALE + w.at * SCALE_BYTES + (piece * 32 / Config::span * STAGE_ROWS + row) * SCALE_ITEM);
+    const float scale =
+        load_float(shared() + SCALE + w.at * SCALE_BYTES + (piece * 32 / Config::span * STAGE_ROWS + row) * SCALE_ITEM);
+    const PermutedTable table([&](int i) { return scaled(codebook[i], scale); });
     const u32 four[] = {words.x, words.y, words.z, words.w};
     wait(empty + 8 * to.number, to.parity ^ 1);
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {  // sixteen columns, a warp's
       u32 even[2][2], odd[2][2];
 #pragma unroll
-      for (int j = 0; j < 2; j++) numbers.apart(four[2 * i + j], even[j], odd[j]);
+      for (int j = 0; j < 2; j++) table.look_up_apart(four[2 * i + j], even[j], odd[j]);
       store(to.number, piece % 2 * 4 + 2 * i, even), store(to.number, piece % 2 * 4 + 2 * i + 1, odd);
     }
-    if constexpr (BUFFERS == TURNS) publish(to.number);
-    else __syncwarp();
+    publish(to.number);
   }
   // What the warp has decoded into a buffer, and tells the warps of both.
   __device__ __forceinline__ void publish(u32 number) const {

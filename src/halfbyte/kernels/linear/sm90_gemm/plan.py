@@ -14,6 +14,7 @@ from halfbyte.kernels.linear import side_by_side, spread
 from halfbyte.kernels.linear.laid_out import UNIT_K, GroupPlan, copies_x, span_of
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm.shape import (
+    DECODERS,
     NARROW_STAGES,
     TILES_M,
     W_STAGES,
@@ -129,12 +130,22 @@ def one_after_another(m: int, group: Sequence[Problem], properties: DeviceProper
 def grouped_plans(
     pairs: int, experts: int, tile_m: int, problem: Problem, properties: DeviceProperties, back: bool
 ) -> Iterator[GemmPlan]:
-    """The plan for pairs of a token and an expert, in tiles of so many, with a stack; none where this kernel is not for
-    them. The rows of the problem are those of all experts. back: for rows [N] and the product with the transposes."""
-    times = (h200.GROUPED_BACK_TIMES if back else h200.GROUPED_TIMES).get(tile_m)
-    if times is None or pairs == 0 or properties.ptx != 90:
+    """The plans for pairs of a token and an expert, in tiles of so many, with a stack; none where this kernel is not
+    for them. The rows of the problem are those of all experts. back: for rows [N] and the product with the
+    transposes."""
+    if pairs == 0 or properties.ptx != 90:
         return
     n, k = (problem.k, problem.n // experts) if back else (problem.n // experts, problem.k)
+    if back and problem.numbers == "looked_up" and (times := h200.GROUPED_BACK_DECODERS_TIMES.get(tile_m)) is not None:
+        most, (decoders, of_w, of_x) = most_tiles(pairs, experts, tile_m) * tile_m, DECODERS[tile_m]
+        tile = spread.Tile(tile_m, 128, times, quarters(tile_m))
+        time = spread.microseconds(pairs, experts, tile, problem, properties, back)
+        made = GemmPlan(tile_m, 2, of_w, of_x, properties.sms, 1, most, time, back, decoders=decoders)
+        if is_grouped_valid(made, experts, n, k, span_of(problem), properties):
+            yield made
+    times = (h200.GROUPED_BACK_TIMES if back else h200.GROUPED_TIMES).get(tile_m)
+    if times is None:
+        return
     most, stages = most_tiles(pairs, experts, tile_m) * tile_m, NARROW_STAGES if tile_m < TILES_M[0] else W_STAGES
     usual = GemmPlan(tile_m, 2, stages, x_stages(tile_m, problem), properties.sms, 1, most, back=back)
     unlike = units_of(decoding(usual, problem))[tile_m] / units_of(usual)[tile_m]  # of how they are decoded

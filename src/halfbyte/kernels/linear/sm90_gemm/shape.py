@@ -22,6 +22,7 @@ REGISTERS = {2: (40, 232)}  # of producer and consumer threads; by warpgroups
 WIDE_REGISTERS = (24, 240)  # the same of wide tiles
 SCATTERED_REGISTERS = (56, 224)  # the same where scales come one by one, or a producer reads about experts
 GROUPED_BACK_REGISTERS = (72, 216)  # where it does both
+DECODING_REGISTERS = {1: (120, 192), 2: (112, 144)}  # where producers decode; by their warpgroups
 USUAL_TILES_M = (96, 128, 160, 192, 224, 256)
 WIDE_TILES_M = (320, 384)  # registers hold their sums and the operands of one step
 TWO_STEPS_M = 192  # up to which they hold those of four steps
@@ -30,6 +31,11 @@ BACK_TILES_M = (32, 64, *USUAL_TILES_M)  # there is no other kernel for few rows
 TABLE_BYTES = 256 * 256
 MOST_STAGES = 8  # that there are barriers for
 DIRECT = 8  # parts of a tile, at most, that its first CTA adds up one by one
+# On the way back, where producers decode: their warpgroups, and stages of W and of a turn's x and operands; by tile_m.
+# Of two, no thread has registers for wider tiles.
+DECODERS = {
+    32: (2, 4, 8), 64: (2, 3, 7), 96: (2, 3, 6), 128: (2, 4, 5), 160: (2, 5, 4), 192: (2, 4, 4), 256: (1, 2, 4)
+}  # fmt: skip
 W_STAGES, NARROW_STAGES = 3, 6  # the second where fewer rows of x than linear's leave room
 
 
@@ -53,8 +59,8 @@ class GemmPlan(WarpgroupTiles):
     in_order: bool = False  # x keeps the order of K, and is copied as it is
     twins: int = 1  # CTAs of a pair, which copy x to each other; 1: each copies its own
     mates: int = 1  # CTAs of a pair, which decode for each other, on the way back; 1: each for itself
-    buffers: int = 4  # of mates: turns of operands that a warpgroup has room for
 
+    decoders: int = 0  # warpgroups that bring all and decode, on the way back; 0: those that multiply decode
     activation: str = ""  # what gates, of a pair
     paired: bool = False  # gate and up in one launch, whose tiles have rows of both
 
@@ -72,11 +78,19 @@ class GemmPlan(WarpgroupTiles):
 
     def shared_bytes(self, span: int) -> int:
         """Dynamic shared memory. kernel.cu lays it out, and does not compile where this sum is another than its own."""
-        scale = 2 if self.back and self.computes else 4
+        scale = 0 if self.decoders else 2 if self.back and self.computes else 4
         unit = 64 * self.warpgroups * (UNIT_K // 2 + UNIT_K // span * scale) // self.mates
-        operands = self.buffers * 64 * self.warpgroups * STEP_K * 2
-        table = operands if self.mates > 1 else 0 if self.computes else TABLE_BYTES
+        operands = 64 * self.warpgroups * STEP_K * 2 * (self.x_stages if self.decoders else UNIT_K // STEP_K)
+        table = operands if self.mates > 1 or self.decoders else 0 if self.computes else TABLE_BYTES
         return table + 2048 + 1024 * self.paired + self.w_stages * unit + self.x_stages * self.tile_m * STEP_K * 2
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + max(1, self.decoders))
+
+    @property
+    def copied_rows(self) -> int:
+        return STEP_K if self.mates > 1 else UNIT_K
 
     @property
     def permutes(self) -> bool:
@@ -91,7 +105,7 @@ class GemmPlan(WarpgroupTiles):
         """Of K, what is decoded and multiplied at a time, as the next is decoded while one is multiplied: two steps
         where registers hold their operands, and where two steps more of x are on their way. Wide tiles by half steps;
         what is looked up by the order of x takes longer so than a step at a time, the other warpgroup multiplying."""
-        if self.mates > 1:
+        if self.mates > 1 or self.decoders:
             return STEP_K
         if self.tile_m in WIDE_TILES_M:
             return STEP_K // 2 if self.computes or not self.in_order else STEP_K
@@ -168,6 +182,7 @@ def _fits(plan: GemmPlan, span: int, properties: DeviceProperties) -> bool:
         and (plan.tile_m not in WIDE_TILES_M or plan.cluster == 1)
         and (plan.twins == 1 or (plan.twins == 2 and plan.cluster == plan.shares == 1))
         and (plan.mates == 1 or _can_mate(plan))
+        and (plan.decoders == 0 or _can_decode(plan))
         and plan.warpgroups in REGISTERS
         and 2 <= plan.w_stages <= MOST_STAGES
         and 2 <= plan.x_stages <= MOST_STAGES
@@ -177,7 +192,13 @@ def _fits(plan: GemmPlan, span: int, properties: DeviceProperties) -> bool:
 
 def _can_mate(plan: GemmPlan) -> bool:
     """CTAs decode for each other on the way back, in pairs and in no other clusters."""
-    return plan.mates == 2 and plan.cluster == plan.twins == 1 and plan.back and plan.buffers in (4, 6, 8)
+    return plan.mates == 2 and plan.cluster == plan.twins == 1 and plan.back
+
+
+def _can_decode(plan: GemmPlan) -> bool:
+    """Producers decode on the way back, in no cluster."""
+    known = plan.tile_m in DECODERS and plan.decoders == DECODERS[plan.tile_m][0]
+    return known and plan.back and plan.cluster == plan.twins == plan.mates == 1 and plan.warpgroups == 2
 
 
 def _can_reduce_in_cluster(plan: GemmPlan, tiles: int, depth: int) -> bool:

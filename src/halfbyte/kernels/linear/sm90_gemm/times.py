@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from halfbyte.kernels.common.device import DeviceProperties
 from halfbyte.kernels.linear.laid_out import MOST_SHARES, UNIT_K, copies_x
 from halfbyte.kernels.linear.problem import Problem
 from halfbyte.kernels.linear.sm90_gemm.shape import (
+    DECODERS,
     DIRECT,
     W_STAGES,
     WIDE_TILES_M,
@@ -30,6 +32,12 @@ def plans(m: int, problem: Problem, properties: DeviceProperties, back: bool) ->
             stages = W_STAGES, x_stages(tile_m, problem, mates=2)
             for way in _ways_of_mates(m, n, k, tile_m, properties):
                 yield GemmPlan(tile_m, 2, *stages, way.workers, 1, way.chunk, back=True, shares=way.shares, mates=2)
+        for tile_m in narrowest(m, list(h200.BACK_DECODERS_UNIT)):
+            decoders, of_w, of_x = DECODERS[tile_m]
+            for way in _ways(m, n, k, tile_m, properties, back, in_order=False):
+                if way.cluster == way.twins == 1:
+                    made = GemmPlan(tile_m, 2, of_w, of_x, way.workers, 1, way.chunk, back=True)
+                    yield replace(made, shares=way.shares, decoders=decoders)
     for tile_m in narrowest(m, tiles_of(problem, back)):
         stages = W_STAGES, x_stages(tile_m, problem)
         for in_order in (False,) if back else (False, True):
@@ -173,6 +181,8 @@ def units_of(plan: GemmPlan) -> dict[int, float]:
     """µs of a unit, by tile_m."""
     if plan.mates > 1:
         return h200.BACK_MATES_UNIT
+    if plan.decoders:
+        return h200.BACK_DECODERS_UNIT
     if plan.back:
         return h200.BACK_COMPUTED_UNIT if plan.computes else h200.BACK_UNIT
     if plan.in_order:

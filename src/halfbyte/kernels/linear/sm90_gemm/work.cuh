@@ -8,8 +8,9 @@
 #include "device/scale.cuh"
 #include "device/wgmma.cuh"
 
-constexpr int WARPS = 4 * Config::warpgroups;  // that multiply
-constexpr int THREADS = 128 * (Config::warpgroups + 1);
+constexpr int WARPS = 4 * Config::warpgroups;                       // that multiply
+constexpr int PRODUCERS = Config::decoders ? Config::decoders : 1;  // warpgroups that bring all
+constexpr int THREADS = 128 * (Config::warpgroups + PRODUCERS);
 constexpr int TILE_N = 64 * Config::warpgroups;                  // rows of W a tile,
 constexpr int TILE_ROWS = Config::paired ? TILE_N / 2 : TILE_N;  // and of each weight
 constexpr int UNIT_K = 256, STEP_K = 64;                         // W comes by units, x by steps
@@ -28,8 +29,9 @@ static_assert(2 * TURN_STEPS <= Config::x_stages, "one turn's steps are multipli
 constexpr bool ONE_AT_ONCE = WIDE && TURN_K == STEP_K;
 
 // A launch gives all threads as many registers. What multiplies would wait for ever for more than the producer leaves.
-static_assert(Config::producer_registers + Config::warpgroups * Config::consumer_registers <=
-                  (Config::warpgroups + 1) * (65536 / THREADS / 8 * 8),
+constexpr int LAUNCHED_REGISTERS = 65536 / THREADS / 8 * 8;
+static_assert(PRODUCERS * Config::producer_registers + Config::warpgroups * Config::consumer_registers <=
+                  THREADS / 128 * LAUNCHED_REGISTERS,
               "there are no more");
 
 // How many spans share a scale. No row begins within a block whose scale is loaded with others.
@@ -45,18 +47,19 @@ constexpr u32 SPAN_WORDS = Config::back ? 4 : Config::span / 2, OWN = Config::ba
 // Of W, in a stage: mates share a unit.
 constexpr u32 STAGE_ROWS = UNIT_K / Config::mates;  // on the way back
 
-// Shared memory: the table or operands of mates if there are any, barriers, codes of nested scales, stages of W, stages
-// of x, decoded scales.
+// Shared memory: the table, or operands, if there are any; barriers, codes of nested scales, stages of W, stages of x,
+// decoded scales.
 constexpr u32 W_BYTES = TILE_N * STAGE_ROWS / 2, X_BYTES = Config::tile_m * UNIT_K * 2,
               X_STEP = Config::tile_m * STEP_K * 2;
 // Of a decoded scale. On the way back a thread reads many of them, and what is computed takes 16 bits of each.
 constexpr u32 SCALE_ITEM = Config::back && COMPUTES ? 2 : 4;
-constexpr u32 SCALE_BYTES = SPANS * TILE_N * SCALE_ITEM / Config::mates;
-constexpr u32 W_FULL = Config::mates > 1 ? Config::buffers * TILE_N * STEP_K * 2
-                       : COMPUTES        ? 0
-                                         : 256 * TABLE_ROW,
+constexpr u32 SCALE_BYTES = Config::decoders ? 0 : SPANS * TILE_N * SCALE_ITEM / Config::mates;
+constexpr u32 W_FULL = Config::mates > 1  ? TURNS * TILE_N * STEP_K * 2
+                       : Config::decoders ? Config::x_stages * TILE_N * STEP_K * 2
+                       : COMPUTES         ? 0
+                                          : 256 * TABLE_ROW,
               W_EMPTY = W_FULL + 64, X_FULL = W_FULL + 128, X_EMPTY = W_FULL + 192, SUMS_FULL = W_FULL + 256,
-              OPERANDS_FULL = W_FULL + 384, OPERANDS_EMPTY = OPERANDS_FULL + 8 * Config::warpgroups * Config::buffers;
+              OPERANDS_FULL = W_FULL + 384, OPERANDS_EMPTY = OPERANDS_FULL + 8 * Config::warpgroups * TURNS;
 constexpr u32 CODE = W_FULL + 1024, W_AT = CODE + 1024 * (1 + Config::paired);
 constexpr u32 X_AT = W_AT + Config::w_stages * W_BYTES;
 constexpr u32 SCALE = X_AT + Config::x_stages * X_STEP;

@@ -301,12 +301,14 @@ GEMM_ALIKE = 1.02
 GEMM_ROOM = 1 << 26
 
 # The same on the way back, and µs of a launch with x as it is.
-BACK_UNIT = {32: 1.658, 64: 1.866, 96: 2.079, 128: 2.245, 160: 2.439, 192: 2.707, 224: 2.986, 256: 3.225}
-BACK_COMPUTED_UNIT = {32: 1.093, 64: 1.32, 96: 1.55, 128: 1.791, 160: 1.993, 192: 2.245, 224: 2.458, 256: 2.704}
-BACK_COPIED_START, BACK_TWINS_APART = 4.271, 1.105
+BACK_UNIT = {32: 1.59, 64: 1.797, 96: 2.026, 128: 2.211, 160: 2.373, 192: 2.682, 224: 2.912, 256: 3.148}
+BACK_COMPUTED_UNIT = {32: 1.093, 64: 1.32, 96: 1.549, 128: 1.791, 160: 1.992, 192: 2.244, 224: 2.458, 256: 2.706}
+BACK_COPIED_START, BACK_TWINS_APART = 4.282, 1.102
 # Of mates; narrower tiles take as long.
-BACK_MATES_UNIT = {192: 2.493, 224: 2.512, 256: 2.863}
-BACK_MATES_APART = 1.066
+BACK_MATES_UNIT = {192: 2.371, 224: 2.567, 256: 2.794}
+BACK_MATES_APART = 1.06
+# Of producers that decode.
+BACK_DECODERS_UNIT = {32: 1.541, 64: 1.686, 96: 1.799, 128: 1.885, 160: 2.116, 192: 2.323, 256: 2.832}
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
@@ -331,7 +333,7 @@ class GroupedCommon(NamedTuple):
 
 # By whether it is the way back. All but the stages is what benchmarks/grouped_plans.py prints, which fits it to its
 # record.
-GROUPED_COMMON = {False: GroupedCommon(0.50, 3.10, 0.49, 1.09), True: GroupedCommon(1.13, 1.84, 0.39, 0.99)}
+GROUPED_COMMON = {False: GroupedCommon(0.50, 3.10, 0.49, 1.09), True: GroupedCommon(1.16, 4.59, 0.38, 0.99)}
 # Of pairs that are sorted by expert, by tile_m.
 GROUPED_TIMES = {
     128: GroupedTimes(2.17, 1.33), 160: GroupedTimes(2.27, 1.27),
@@ -355,10 +357,16 @@ GROUPED_STREAMK = {
 }  # fmt: skip
 # The times on the way back.
 GROUPED_BACK_TIMES = {
-    32: GroupedTimes(2.32, 0.00), 64: GroupedTimes(2.36, 0.73),
-    96: GroupedTimes(2.38, 1.15), 128: GroupedTimes(2.63, 0.38),
-    160: GroupedTimes(2.87, 0.00), 192: GroupedTimes(2.96, 0.22),
-    224: GroupedTimes(3.15, 0.23), 256: GroupedTimes(3.30, 0.00),
+    32: GroupedTimes(2.31, 0.10), 64: GroupedTimes(2.39, 0.65),
+    96: GroupedTimes(2.38, 1.14), 128: GroupedTimes(2.64, 0.25),
+    160: GroupedTimes(2.81, 0.06), 192: GroupedTimes(2.95, 0.20),
+    224: GroupedTimes(3.15, 0.19), 256: GroupedTimes(3.29, 0.00),
+}  # fmt: skip
+# The same where producers decode.
+GROUPED_BACK_DECODERS_TIMES = {
+    32: GroupedTimes(1.73, 1.29), 64: GroupedTimes(1.87, 1.70), 96: GroupedTimes(1.95, 1.83),
+    128: GroupedTimes(2.06, 1.68), 160: GroupedTimes(2.18, 1.61), 192: GroupedTimes(2.33, 1.54),
+    256: GroupedTimes(3.03, 1.68),
 }  # fmt: skip
 # µs of the sort, and of a thousand pairs in it.
 SORT_START, SORT_PAIRS = 9.0, 0.6
