@@ -252,7 +252,7 @@ __device__ __forceinline__ void multiply_by_mates(const Arguments& a, const floa
   }
 }
 
-// The same of what the other warpgroup decodes.
+// The same of what others decode.
 __device__ __forceinline__ void multiply_decoded(const Arguments& a, u32 first, u32 last, u32 warp, u32 lane) {
   const u32 own_row = warp * 16 + lane / 4 * 2;
   Ring stage(0);

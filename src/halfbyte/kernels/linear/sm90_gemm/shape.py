@@ -31,8 +31,8 @@ BACK_TILES_M = (32, 64, *USUAL_TILES_M)  # there is no other kernel for few rows
 TABLE_BYTES = 256 * 256
 MOST_STAGES = 8  # that there are barriers for
 DIRECT = 8  # parts of a tile, at most, that its first CTA adds up one by one
-# On the way back, where producers decode: their warpgroups, and stages of W and of a turn's x and operands; by tile_m.
-# Of two, no thread has registers for wider tiles.
+# On the way back, where producers decode: their warpgroups, units of W on their way, and stages of a turn's x and
+# operands; by tile_m. Beside two warpgroups of them, no thread has the registers for wider tiles.
 DECODERS = {
     32: (2, 4, 8), 64: (2, 3, 7), 96: (2, 3, 6), 128: (2, 4, 5), 160: (2, 5, 4), 192: (2, 4, 4), 256: (1, 2, 4)
 }  # fmt: skip
@@ -59,8 +59,8 @@ class GemmPlan(WarpgroupTiles):
     in_order: bool = False  # x keeps the order of K, and is copied as it is
     twins: int = 1  # CTAs of a pair, which copy x to each other; 1: each copies its own
     mates: int = 1  # CTAs of a pair, which decode for each other, on the way back; 1: each for itself
-
     decoders: int = 0  # warpgroups that bring all and decode, on the way back; 0: those that multiply decode
+
     activation: str = ""  # what gates, of a pair
     paired: bool = False  # gate and up in one launch, whose tiles have rows of both
 
